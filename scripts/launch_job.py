@@ -38,7 +38,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from spmd.cli.fields import taken
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
 from spmd.scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
@@ -49,6 +51,7 @@ from spmd.scripts.jobs.slurm import Slurm, slurm_script
 from spmd.scripts.jobs.tpu import parse_tpu, tpu_vm_command
 from spmd.scripts.jobs.volumes import KINDS, Volume
 
+T = TypeVar("T")
 Handler = Callable[[argparse.Namespace, tuple[str, ...]], int]
 
 
@@ -175,64 +178,32 @@ def _add_mpi(add: Add) -> None:
 
 def launch_local(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs processes here."""
-    return run_local(
-        LocalJob(
-            command,
-            flags.processes,
-            flags.devices_per_process,
-            flags.platform,
-            parse_env(flags.env, os.environ),
-            flags.max_restarts,
-            flags.grace_s,
-        )
-    )
+    return run_local(_of_flags(LocalJob, flags, command))
 
 
 def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Writes a batch script and hands it to sbatch."""
-    slurm = Slurm(
-        flags.time,
-        flags.partition,
-        flags.account,
-        flags.qos,
-        flags.constraint,
-        flags.reservation,
-        flags.cpus_per_process,
-        flags.output,
-        flags.image,
-        flags.requeue,
-        flags.max_restarts,
-        flags.exclusive,
-        flags.warn_s,
-    )
-    return hand_over(["sbatch"], flags.dry_run, slurm_script(make_job(flags, command), slurm))
+    slurm = taken(Slurm, flags, container=flags.image)
+    script = slurm_script(_of_flags(Job, flags, command), slurm)
+    return hand_over(["sbatch"], flags.dry_run, script)
 
 
 def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Writes a JobSet and hands it to kubectl."""
-    jobset = JobSet(
-        image=flags.image,
+    jobset = taken(
+        JobSet,
+        flags,
         tpu=parse_tpu(flags.tpu) if flags.tpu else None,
-        slices=flags.slices,
-        namespace=flags.namespace,
-        max_restarts=flags.max_restarts,
-        grace_s=flags.grace_s,
-        cpu=flags.cpu,
-        memory=flags.memory,
         selector=parse_pairs("--selector", "label=value", flags.selector),
-        queue=flags.queue,
-        service_account=flags.service_account,
         volumes=tuple(Volume.parse(kind, text) for kind in KINDS for text in getattr(flags, kind)),
-        spot=flags.spot,
-        http_port=flags.http_port,
     )
-    text = jobset_yaml(make_job(flags, command), jobset)
+    text = jobset_yaml(_of_flags(Job, flags, command), jobset)
     return hand_over(["kubectl", "create", "-f", "-"], flags.dry_run, text)
 
 
 def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs the command on every host of a TPU VM."""
-    job = Job(command, env=parse_env(flags.env, os.environ), folder=flags.folder)
+    job = _of_flags(Job, flags, command)
     call = tpu_vm_command(job, flags.tpu_name, flags.zone, flags.project, flags.max_restarts)
     return hand_over(call, flags.dry_run)
 
@@ -240,21 +211,13 @@ def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
 def launch_mpi(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs mpirun."""
     hosts = tuple(host for host in flags.hosts.split(",") if host)
-    return hand_over(mpi_command(make_job(flags, command), hosts, flags.hostfile), flags.dry_run)
+    job = _of_flags(Job, flags, command)
+    return hand_over(mpi_command(job, hosts, flags.hostfile), flags.dry_run)
 
 
-def make_job(flags: argparse.Namespace, command: tuple[str, ...]) -> Job:
-    """The flags that engines share."""
-    return Job(
-        command,
-        flags.name,
-        flags.nodes,
-        flags.processes_per_node,
-        flags.gpus_per_node,
-        parse_env(flags.env, os.environ),
-        flags.folder,
-        flags.port,
-    )
+def _of_flags(cls: type[T], flags: argparse.Namespace, command: tuple[str, ...]) -> T:
+    """A job as its flags and its command say it."""
+    return taken(cls, flags, command=command, env=parse_env(flags.env, os.environ))
 
 
 def parse_pairs(flag: str, form: str, items: Sequence[str]) -> dict[str, str]:

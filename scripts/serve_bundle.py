@@ -27,6 +27,7 @@ from spmd import launch
 from spmd.cli.flags import Parser, words
 from spmd.errors import SpmdError
 from spmd.launch.peers import form_last_line
+from spmd.launch.restart import begun, exit_code
 from spmd.scripts.flags import bundle as bundle_flags
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.serving.bundle import group
@@ -162,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        return load_model(bundle, given.bundle, given.name)
+        loaded = load_model(bundle, given.bundle, given.name)
+        begun()
+        return loaded
 
     with launch.stopping_peers(), ending_on_interrupt(), one_message(*USER_ERRORS):
         logs.set_up(given.log_level, given.log_format)
@@ -189,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if is_text:
                 raise
             _LOG.critical("%s", error)  # the last line is an object, too
-            raise SystemExit(1) from error
+            raise SystemExit(exit_code(error, mends=True)) from error
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Examples:
 
 Exit codes: 0 all steps were taken; 1 an error, in one line; 2 flags that cannot be read; 75 saved
 and stopped by SIGTERM or SIGINT, --resume goes on; 76 another process was lost; 77 a step took
-longer than --watchdog_timeout.
+longer than --watchdog_timeout; 78 in place of 1 where a launcher must not start it again.
 """
 
 import argparse

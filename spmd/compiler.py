@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jax
 
 from spmd.frontend.canonicalize import canonicalize
-from spmd.frontend.importer.module import Imported, import_module, module_text
+from spmd.frontend.importer.module import Imported, import_module, module_text, signature
 from spmd.frontend.lanes import Stack, described, stacked
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.normalize import accumulate, lift_constants, separate, start_neutral, unflatten
@@ -39,6 +40,7 @@ from spmd.ir.legality import check_program
 from spmd.ir.program import Callback, Program
 from spmd.ir.rewrite import dedupe
 from spmd.ir.types import Order
+from spmd.launch.agree import Texts, check_same_program, digest, made_by_first
 from spmd.lowering.emit import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
@@ -50,6 +52,7 @@ from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
+from spmd.mesh.spec import processes_of
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.exact import RUNS, plan_exactly
@@ -230,22 +233,43 @@ class Trial:
         return [*held, ("constants", memory.constants)] if memory.constants else held
 
 
-def compile_module(request: Request, options: Options) -> Stages:
-    """Compiles a request; returns the results of all stages. SpmdError: what failed, and where."""
+def compile_module(request: Request, options: Options, together: str = "") -> Stages:
+    """Runs all stages; `SpmdError` says what one cannot do, with the op and its source line.
+
+    `together` names the program if all processes of its mesh compile it now: they compare it, and
+    the first one plans it for all.
+    """
     clock = Stopwatch(options.verbose)
     with _no_garbage_collection():
+        processes = processes_of(request.mesh) if together else []
+        is_shared = len(processes) > 1
+        if is_shared:
+            _check_same_request(request, options, together, processes)
         store = store_in(options.cache_dir, PLANNED)
         key = clock("keep", _key, request, options) if store else ""
-        kept = clock("keep", store.get, key) if store and key else None
         imported = _front(request, clock)
-        if kept is not None:
-            trial = _replayed(kept, request, options, imported, clock)
-        else:
+        planned: list[Trial] = []
+
+        def record() -> str:
+            """Returns the plan as JSON, and whether an earlier start kept it."""
+            kept = clock("keep", store.get, key) if store and key else None
+            if kept is not None:
+                return f"kept {kept.decode()}"
             trial, stacks, is_written_out = _chosen(request, options, imported, clock)
-            if store and key:
-                chosen = recorded(trial.plan)
-                record = {"plan": chosen, "stacks": stacks, "is_written_out": is_written_out}
-                clock("keep", store.put, key, json.dumps(record).encode())
+            planned.append(trial)
+            if not is_shared and not (store and key):
+                return "made "
+            chosen = recorded(trial.plan)
+            made = {"plan": chosen, "stacks": stacks, "is_written_out": is_written_out}
+            return f"made {json.dumps(made)}"
+
+        label = f"planning {together}"
+        told = made_by_first(record, label=label, processes=processes) if is_shared else record()
+        how, _, text = told.partition(" ")
+        is_kept = how == "kept"
+        if store and key and not is_kept:
+            clock("keep", store.put, key, text.encode())
+        trial = planned[0] if planned else _replayed(text, request, options, imported, clock)
         orders, platform = request.arg_orders, request.platform
         args = trial.optimized, request.links, orders, platform, options.layouts
         laid_out = clock("layouts", lay_out, *args)
@@ -257,7 +281,28 @@ def compile_module(request: Request, options: Options) -> Stages:
             check_local(parts, "local")
             check_local(laid_out, "optimized")
     made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
-    return Stages(*made, clock.seconds, kept is not None)
+    return Stages(*made, clock.seconds, is_kept)
+
+
+def _check_same_request(
+    request: Request, options: Options, together: str, processes: Sequence[int]
+) -> None:
+    """Raises LaunchError unless all processes are to compile the same; the others would hang."""
+    names, types = request.arg_names, signature(request.module)[0]
+    kinds = zip_longest(names, types, request.arg_entries, request.arg_orders)
+    arguments = [f"argument {' '.join(map(str, each))}" for each in kinds]
+    results = [
+        f"result {n} {e}" for n, e in zip_longest(request.result_names, request.result_entries)
+    ]
+    more = [f"donated {request.donated}, {request.topology.name}"]
+    marks = "\n".join([*arguments, *results, *more])
+    program = digest(module_text(request.module))
+    texts: Texts = {
+        "arguments, results and their marks": (digest(marks), lambda: marks),
+        "the program": (program, partial(module_text, request.module, has_locations=True)),
+    }
+    own = {f"option {name}": str(value) for name, value in vars(_deciding(options)).items()}
+    check_same_program(f"compiling {together}", texts, request.mesh, processes, own)
 
 
 def _chosen(
@@ -313,12 +358,9 @@ def _written_out(
 
 
 def _replayed(
-    kept: bytes, request: Request, options: Options, imported: Imported, clock: Stopwatch
+    kept: str, request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> Trial:
-    """Returns the `Trial` of the plan that an earlier process stored: `kept`, as JSON.
-
-    Planning is deterministic: a process that reads a plan and one that computes it have the same.
-    """
+    """Rebuilds the plan that an earlier start or the first process made, for one device."""
     record = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
     if record["stacks"]:
@@ -341,21 +383,24 @@ def _key(request: Request, options: Options) -> str:
     text, platform = module_text(request.module), request.platform
     if any(name in text for name in TAUGHT):
         return ""
-    # Of options, all but those that only say how the compiler and XLA go about it.
-    deciding = replace(
-        options, topology=None, check=False, verbose=False, progress=False, cache_dir=None,
-        compiler_options={},
-    )  # fmt: skip
     return key_of(
         text,
         replace(request, module=None, function=None, callbacks=()),
-        deciding,
+        _deciding(options),
         request.mesh.dcn_sizes,
         [(call.label, call.is_debug, call.has_effect) for call in request.callbacks],
         [name for name in sorted(whole_composites(platform)) if name in text],
         jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
+
+
+def _deciding(options: Options) -> Options:
+    """Returns options without those that only say how the compiler and XLA go about it."""
+    return replace(
+        options, topology=None, check=False, verbose=False, progress=False, cache_dir=None,
+        compiler_options={},
+    )  # fmt: skip
 
 
 def problem_for(request: Request) -> Problem:

@@ -4,8 +4,9 @@
         doing("plan")
         ...                      # after a while, on stderr: spmd: train_step, plan (3 s)
 
-The line appears after `PATIENCE` seconds and is erased at the end, on terminals and in notebooks
-alone: nothing is written to files or pipes. A `Stopwatch` calls `doing` for each of its stages.
+The line appears when the work takes longer than people wait gladly, and is erased at the end. Logs
+never see it: what is written to a file or a pipe stays as it is. A `Stopwatch` tells it of stages.
+The processes of a job read the same from `under_way`, for their signs of life.
 """
 
 import shutil
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import ParamSpec, TextIO, TypeVar
 
 P = ParamSpec("P")
@@ -24,36 +26,69 @@ PATIENCE, EVERY = 1.5, 0.5  # seconds before the line appears, and between its u
 
 
 @contextmanager
-def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[None]:
-    """Shows a line `spmd: <what>, <stage> (3 s)` while the code inside runs, if that takes long.
+def progress(
+    what: str, wanted: bool, stream: TextIO | None = None, *, kind: str = ""
+) -> Iterator[None]:
+    """Shows on terminals and in notebooks what is being done inside, if it takes long.
 
-    Nothing is shown if not `wanted`, inside another `progress`, or if `stream` (stderr when left
-    out) is neither a terminal nor a notebook's.
+    Inside another one it does nothing: the outer one goes on. The stream is stderr when left out.
+    `kind` is what other processes are told, as with the shapes of arguments.
     """
-    stream = stream or sys.stderr
-    if not wanted or _line.get() is not None:
+    if _work.get() is not None:
         yield
         return
-    ipython = sys.modules.get("IPython")
-    if not stream.isatty() and (ipython is None or ipython.get_ipython() is None):
-        yield  # nobody looks: it is no terminal, and no notebook, whose streams are none
-        return
-    line = _Line(what, stream)
-    token = _line.set(line)
-    line.start()
+    work, stream = _Work(what, kind), stream or sys.stderr
+    line = _Line(work, stream) if wanted and _is_seen(stream) else None
+    token = _work.set(work)
+    _open.append(work)
+    if line is not None:
+        line.start()
     try:
         yield
     finally:
-        _line.reset(token)
-        line.done.set()
-        line.join()
+        _work.reset(token)
+        _open.remove(work)
+        if line is not None:
+            line.done.set()
+            line.join()
+
+
+def _is_seen(stream: TextIO) -> bool:
+    """Whether anybody looks: at a terminal, or a notebook, whose streams are none."""
+    ipython = sys.modules.get("IPython")
+    return stream.isatty() or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def doing(stage: str) -> None:
-    """Sets the stage that the line of the `progress` around shows; without one does nothing."""
-    line = _line.get()
-    if line is not None:
-        line.stage = stage
+    """Names the stage of the work that begins now, if any is under way here."""
+    work = _work.get()
+    if work is not None:
+        work.stage = stage
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says of what is inside that it waits, to be a stage of the work that is under way, if any."""
+    with progress(what, False):
+        work = _work.get()
+        assert work is not None
+        before, work.stage = work.stage, f"waiting for {what}"
+        try:
+            yield
+        finally:
+            work.stage = before
+
+
+def kind_here() -> str:
+    """Returns the kind of the work that is under way in this thread; empty if none is."""
+    work = _work.get()
+    return "" if work is None else work.kind
+
+
+def under_way() -> str:
+    """Says what is being worked on by any thread, the newest work alone; empty if nothing is."""
+    work = next(reversed(_open.copy()), None)
+    return "" if work is None else ", ".join(filter(None, (work.kind, work.stage)))
 
 
 class Stopwatch:
@@ -79,20 +114,27 @@ class Stopwatch:
                 print(f"spmd: {stage:<12} {own * 1e3:9.1f} ms", file=sys.stderr)
 
 
+@dataclass(eq=False)
+class _Work:
+    what: str
+    kind: str
+    stage: str = ""
+
+
 class _Line(threading.Thread):
     """A thread that writes the line of a `progress` and keeps its seconds up to date."""
 
-    def __init__(self, what: str, stream: TextIO) -> None:
+    def __init__(self, work: _Work, stream: TextIO) -> None:
         super().__init__(name="spmd progress", daemon=True)
-        self.what, self.stream, self.stage = what, stream, ""
+        self.work, self.stream = work, stream
         self.width = 0
         self.done = threading.Event()
 
     def run(self) -> None:
         begin, wait = time.monotonic(), PATIENCE
         while not self.done.wait(wait):
-            stage = f", {self.stage}" if self.stage else ""
-            text = f"spmd: {self.what}{stage} ({time.monotonic() - begin:.0f} s)"
+            stage = f", {self.work.stage}" if self.work.stage else ""
+            text = f"spmd: {self.work.what}{stage} ({time.monotonic() - begin:.0f} s)"
             self.show(text[: shutil.get_terminal_size().columns - 1])
             wait = EVERY
         if self.width:
@@ -107,4 +149,5 @@ class _Line(threading.Thread):
         self.width = len(text)
 
 
-_line: ContextVar[_Line | None] = ContextVar("spmd progress", default=None)
+_work: ContextVar[_Work | None] = ContextVar("spmd progress", default=None)
+_open: list[_Work] = []  # of all threads, the oldest first

@@ -75,9 +75,9 @@ class Store:
             os.utime(path)
         return content
 
-    def put(self, key: str, content: bytes) -> None:
-        """Writes an entry; if that fails, as on a full disk, there is no entry and no error."""
-        with contextlib.suppress(OSError):
+    def put(self, key: str, content: bytes) -> str:
+        """Writes an entry; if that fails, returns why, and none is left behind."""
+        try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, unfinished = tempfile.mkstemp(dir=self.folder)
             try:
@@ -88,6 +88,9 @@ class Store:
                 os.unlink(unfinished)
                 raise
             self._drop()
+        except OSError as error:
+            return str(error.strerror or error)
+        return ""
 
     def _drop(self) -> None:
         """Deletes the least recently used files, until the others take at most `most_bytes`."""

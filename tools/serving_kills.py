@@ -8,6 +8,7 @@ told, or nobody was answered again.
 Examples:
     tools/run serving_kills
     tools/run serving_kills --processes 4 --phases streams,draining
+    tools/run serving_kills --phases loading,idle,streams --kills 30
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,6 +228,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--processes", type=int, default=2, help="of the server; 2 or 4")
     add("--phases", type=words, default=PHASES, help="when a process is killed")
+    add("--kills", type=int, help="how many (default: each process once in each phase)")
     return parser
 
 
@@ -240,16 +243,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_bundle(folder / "tiny")
         with Group(folder, folder / "tiny", given.processes, MESH, folder / "cache") as group:
             group.wait_for(" ready: ")  # from here on the cache has all
-        for phase in given.phases:
-            for victim in (0, given.processes - 1):
-                own = folder / f"{phase}{victim}"
-                own.mkdir()
-                cache = folder / "cache"
-                row = run(own, folder / "tiny", cache, given.processes, phase, victim)
-                print(line_of(row), flush=True)
-                if is_wrong(row):
-                    wrong += 1
-                    print((own / "log").read_text(), file=sys.stderr)
+        kinds = [(phase, victim) for phase in given.phases for victim in (0, given.processes - 1)]
+        kills = len(kinds) if given.kills is None else given.kills
+        for number, (phase, victim) in enumerate(islice(cycle(kinds), kills)):
+            own = folder / str(number)
+            own.mkdir()
+            row = run(own, folder / "tiny", folder / "cache", given.processes, phase, victim)
+            print(line_of(row), flush=True)
+            if is_wrong(row):
+                wrong += 1
+                print((own / "log").read_text(), file=sys.stderr)
+    print(f"{kills - wrong} of {kills} ended as they should")
     sys.exit(1 if wrong else 0)
 
 

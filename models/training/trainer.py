@@ -34,7 +34,14 @@ from spmd.models.training.run.loop import Outcome, Schedule, TrainState, train
 from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
 from spmd.models.training.run.profile import ProfileError, Profiler
 from spmd.models.training.run.sinks import Sinks
-from spmd.models.training.run.start import agree, find_checkpoint, first_state, opened, watched
+from spmd.models.training.run.start import (
+    agree,
+    find_checkpoint,
+    first_state,
+    opened,
+    restart_note,
+    watched,
+)
 from spmd.models.training.run.stateful import Stateful
 from spmd.models.training.run.step import LossFn
 from spmd.models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
@@ -188,6 +195,8 @@ class Trainer:
             LaunchError: processes differ in what they are to do.
         """
         agree(self.options, self.data)
+        if note := restart_note(self.options):
+            self.console.print(note)
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(watched(self.options.watchdog_timeout, self.folder))
             stop = stack.enter_context(StopSignals(lambda: watch.doing))

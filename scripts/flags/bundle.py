@@ -109,6 +109,11 @@ def load(
       BundleError: it is none.
       MeshError: more devices than there are.
     """
+    with launch.line("loading"):  # process 0 loads on a thread of its own
+        return _load(given, console, serves)
+
+
+def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}

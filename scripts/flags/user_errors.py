@@ -4,13 +4,16 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from spmd.launch.restart import exit_code
+
 
 @contextlib.contextmanager
 def one_message(*kinds: type[Exception]) -> Iterator[None]:
     """The inside of a script's `main`: errors of these kinds become `error: ...` and exit code 1.
 
-    All others are mistakes of the program, and keep their traceback. The exit carries the message,
-    so that `launch.stopping_peers` around it hands it on to other processes.
+    Under a launcher that would start it again it is 78 where that would help nobody. All others are
+    mistakes of the program, and keep their traceback. The exit carries the message, so that
+    `launch.stopping_peers` around it hands it on to other processes.
 
     Args:
         kinds: what a user can mend.
@@ -22,7 +25,11 @@ def one_message(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        sys.exit(f"error: {error}")
+        code = exit_code(error, mends=True)
+        if code == 1:
+            sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from error
 
 
 INTERRUPTED_EXIT_CODE = 130

@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
+from spmd.launch.restart import ENV_MAX_RESTARTS, ENV_RESTART, EXIT_REFUSED
 
 COORDINATOR_PORT = 8476
 """Where process 0 listens if nothing else is asked for; Cloud TPU's default, too."""
+
+NOT_AGAIN = (2, EXIT_REFUSED)
+"""Exit codes of a command that would end in the same way if it was started again: the first is that
+of flags that cannot be read."""
 
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,11 +92,13 @@ def parse_env(items: Sequence[str], here: Mapping[str, str]) -> dict[str, str]:
 def restarted(command: str, max_restarts: int) -> str:
     """A loop of the shell that starts a command again when it fails; then `$code` is its exit code.
 
-    What ended well is not started again, nor what stopped because it was asked to.
+    What ended well is not started again, nor what stopped because it was asked to, or would end in
+    the same way.
     """
+    ends = "|".join(map(str, (0, EXIT_PREEMPTED, *NOT_AGAIN)))
     return (
-        f"for SPMD_RESTART in $(seq 0 {max_restarts}); do export SPMD_RESTART; {command}; code=$?; "
-        f"case $code in 0|{EXIT_PREEMPTED}) break;; esac; done"
+        f"export {ENV_MAX_RESTARTS}={max_restarts}; for {ENV_RESTART} in $(seq 0 {max_restarts}); "
+        f"do export {ENV_RESTART}; {command}; code=$?; case $code in {ends}) break;; esac; done"
     )
 
 

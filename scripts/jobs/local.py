@@ -22,9 +22,8 @@ from typing import IO, NamedTuple
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PEER_LOST
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
-
-ENV_RESTART = "SPMD_RESTART"
-"""How many times the job was started again."""
+from spmd.launch.restart import ENV_MAX_RESTARTS, ENV_NEWS, ENV_RESTART, pipe_name
+from spmd.scripts.jobs.job import NOT_AGAIN
 
 LAST_LINES = 20
 """How many of the culprit's last lines are shown again at the end."""
@@ -75,7 +74,9 @@ def run_local(job: LocalJob) -> int:
             if attempt:
                 _say(f"restart {attempt} of {job.max_restarts}")
             code = _Run(job, devices, attempt, received).to_the_end()
-            if code == 0 or received:
+            if code in NOT_AGAIN and attempt < job.max_restarts:
+                _say("it is not started again: it would end in the same way")
+            if code in (0, *NOT_AGAIN) or received:
                 return code
         return code
 
@@ -180,11 +181,17 @@ class _Run:
             ENV_COORDINATOR: f"localhost:{free_port()}",
             ENV_PROCESSES: str(job.processes),
             ENV_RESTART: str(attempt),
+            ENV_MAX_RESTARTS: str(job.max_restarts),
         }
         self.running: dict[int, subprocess.Popen[str]] = {}
+        self.news: dict[int, int] = {}  # process -> the end of a pipe that it hears us by
         for process in range(job.processes):
             env = {**common, **devices[process], ENV_PROCESS: str(process)}
-            self.running[process] = _start(job.command, env)
+            heard, self.news[process] = os.pipe()
+            env[ENV_NEWS] = pipe_name(heard)
+            self.running[process] = _start(job.command, env, heard)
+            os.close(heard)
+        self.guard = _start_guard([started.pid for started in self.running.values()], job.grace_s)
         self.readers = [
             threading.Thread(target=self._read, args=(process, started.stdout), daemon=True)
             for process, started in self.running.items()
@@ -207,6 +214,10 @@ class _Run:
             time.sleep(TICK_S)
         for reader in self.readers:
             reader.join(timeout=1.0)  # a grandchild may hold the pipe open
+        self.guard.kill()
+        self.guard.communicate()
+        for news in self.news.values():
+            os.close(news)
         return self._outcome()
 
     def _read(self, process: int, lines: IO[str] | None) -> None:
@@ -245,6 +256,11 @@ class _Run:
                 f"process {culprit.process} failed: {describe_code(culprit.code)}; the others get "
                 f"SIGTERM, and SIGKILL {self.job.grace_s:g} s later"
             )
+        if culprit.code > 128:  # it could not say so itself
+            text = f"process {culprit.process} was lost: {describe_code(culprit.code)}\n"
+            for process in self.running:  # what hangs in a collective with it need not wait
+                with contextlib.suppress(OSError):
+                    os.write(self.news[process], text.encode())
         self._send(signal.SIGTERM)
 
     def _pass_on(self) -> None:
@@ -277,7 +293,7 @@ class _Run:
         return culprit.code
 
 
-def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], env: Mapping[str, str], heard: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         env=dict(env),
@@ -287,6 +303,20 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[s
         text=True,
         errors="replace",
         start_new_session=True,  # a group of its own: Ctrl-C reaches it through us, once
+        pass_fds=[heard],
+    )
+
+
+def _start_guard(groups: Sequence[int], grace_s: float) -> subprocess.Popen[bytes]:
+    """Starts a process that ends the others when this one is killed: its input ends then."""
+    targets = " ".join(f"-{group}" for group in groups)
+    script = f"cat; kill -s TERM -- {targets}; sleep {grace_s:g}; kill -s KILL -- {targets}"
+    return subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 

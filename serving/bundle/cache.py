@@ -11,8 +11,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
-from spmd.store import user_folder
+from spmd.store import Store, user_folder
 
 _SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -59,6 +57,7 @@ class Cache:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.plans = Store(self.folder / "plans")
         self.hits = self.misses = 0
         self.problem: str | None = None
 
@@ -88,17 +87,14 @@ class Cache:
           asked: whatever else decides the result; its repr counts.
           make: makes it.
         """
-        path = self.folder / "plans" / f"{_key(module, mesh, options, asked)}.json"
-        found = _read(path, mesh)
+        key = _key(module, mesh, options, asked)
+        found = self.plans.get(key)
         if found is not None:
             self.hits += 1
-            return found
+            return from_text(found.decode(), mesh)
         self.misses += 1
         made = make()
-        try:
-            _write(path, made)
-        except OSError as error:  # a full disk costs time at the next start, no more
-            self.problem = str(error.strerror or error)
+        self.problem = self.plans.put(key, as_text(made).encode()) or self.problem
         return made
 
     @contextlib.contextmanager
@@ -168,8 +164,8 @@ def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _write(path: Path, emitted: Emitted) -> None:
-    """Whole or not at all, also with several processes at once."""
+def as_text(emitted: Emitted) -> str:
+    """A program as JSON, without its mesh."""
     content = dataclasses.asdict(emitted)
     content["mesh"] = None  # it is in the key
     for ends in ("arguments", "results"):
@@ -178,28 +174,12 @@ def _write(path: Path, emitted: Emitted) -> None:
         (value.type, base64.b64encode(value.data).decode(), sharding.dims)
         for value, sharding in emitted.constants
     ]
-    payload = json.dumps(content)
-    digest = hashlib.sha256(payload.encode()).hexdigest()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(f"{digest}\n{payload}")
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    return json.dumps(content)
 
 
-def _read(path: Path, mesh: Mesh) -> Emitted | None:
-    """A program that was written; None if there is none, or a damaged one."""
-    try:
-        digest, _, payload = path.read_text(encoding="utf-8").partition("\n")
-    except (OSError, ValueError):
-        return None
-    if hashlib.sha256(payload.encode()).hexdigest() != digest:
-        return None
-    content = json.loads(payload)
+def from_text(text: str, mesh: Mesh) -> Emitted:
+    """The program that `as_text` wrote."""
+    content = json.loads(text)
     return Emitted(
         name=content["name"],
         mesh=mesh,

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from spmd import launch
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
 from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to_texts
@@ -31,7 +32,7 @@ from spmd.mesh.spec import as_mesh, platform_of
 from spmd.models.gpu_graphs import with_gpu_graphs
 from spmd.options import Options
 from spmd.serving.bundle.bundle import Bundle
-from spmd.serving.bundle.cache import Cache
+from spmd.serving.bundle.cache import Cache, as_text, from_text
 from spmd.serving.bundle.folder import check_hashes, read_manifest
 from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import AUTO, PLATFORMS, WEIGHTS, Entrypoint, Manifest, Sizes
@@ -87,7 +88,7 @@ class Modules:
         return entry.modules[self.platform]
 
     def lower(self, entry: Entrypoint, asked: FunctionKey) -> Emitted:
-        """A function, lowered or taken from the cache.
+        """A function, lowered or taken from the cache; in a job by process 0, for all.
 
         Raises:
           BundleError: a module that cannot be read or lowered, or is not what the manifest says.
@@ -97,9 +98,15 @@ class Modules:
         def make() -> Emitted:
             return self._lower(self.files[file], entry, asked)
 
-        if self.cache is None:
-            return make()
-        return self.cache.emitted(self.files[file], self.mesh, self.options, asked, make)
+        def found() -> Emitted:
+            if self.cache is None:
+                return make()
+            return self.cache.emitted(self.files[file], self.mesh, self.options, asked, make)
+
+        if jax.process_count() == 1:
+            return found()
+        text = launch.made_by_first(lambda: as_text(found()), label=f"planning {entry.name}")
+        return from_text(text, self.mesh)
 
     def _lower(self, data: bytes, entry: Entrypoint, asked: FunctionKey) -> Emitted:
         what = f"{self.folder / self.file(entry)} (function {entry.name})"

@@ -21,19 +21,21 @@ from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND, held, hold
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.tracing import Interface, order_of
+from spmd.api.tracing import Interface, kind_text, order_of
 from spmd.compiler import emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
 from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.types import needs_x64, numpy_dtype
+from spmd.launch.doing import RUNS
+from spmd.launch.restart import begun
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.xla_options import xla_options
 from spmd.mesh.sharding import replicated
-from spmd.mesh.spec import jax_mesh, named_sharding
+from spmd.mesh.spec import jax_mesh, named_sharding, processes_of
 from spmd.options import Options
 from spmd.predict.memory import lifted
 from spmd.progress import doing, progress
@@ -71,7 +73,7 @@ class Lowered(Planned):
         `compiler_options` go to XLA, over those in `options`. MeshError as for `Jitted.compile`.
         """
         given = {**self.options.compiler_options, **(compiler_options or {})}
-        with progress(self.name, self.options.shows_progress):
+        with progress(self.name, self.options.shows_progress, kind=f"compiling {_kind(self)}"):
             return Compiled(self, replace(self.options, compiler_options=given))
 
     def export(self) -> jax.export.Exported:
@@ -199,6 +201,7 @@ class Compiled(Planned):
             self._check_types(leaves)
             self.check(taken)
             raise  # it is none of these
+        begun()
         self.boundary.dress(results)
         count = len(results) - len(refs)
         for ref, array in zip(refs, results[count:], strict=True):
@@ -501,6 +504,20 @@ class Compiled(Planned):
                 actual=f"it is for {self.mesh.size} devices that are not here",
                 fix="compile without topology=, for a mesh of devices that are here, to run it",
             )
+
+
+def _kind(planned: Planned) -> str:
+    leaves = jax.tree.leaves(planned.interface.args)
+    return kind_text(planned.name, planned.request.arg_names, leaves)
+
+
+def _running(local: Mapping[str, Any]) -> str | None:
+    """Says which program `Compiled.run` runs, if other processes have to run it, too."""
+    compiled = local["self"]
+    return _kind(compiled) if len(processes_of(compiled.mesh)) > 1 else None
+
+
+RUNS[Compiled.run.__code__] = _running
 
 
 class Boundary:

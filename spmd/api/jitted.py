@@ -27,14 +27,15 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
 from spmd.api.pipelined import in_fastest_schedule
-from spmd.api.tracing import Call, Interface, Recipe, take_apart, trace_call
+from spmd.api.tracing import Call, Interface, Recipe, kind_of_call, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described
 from spmd.explain.prices import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer, note_mesh
+from spmd.launch.doing import RUNS
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, mesh_around
+from spmd.mesh.spec import as_mesh, mesh_around, processes_of
 from spmd.mesh.topology import Topology, as_topology
 from spmd.options import Options
 from spmd.progress import doing, progress
@@ -335,12 +336,14 @@ class Jitted(Generic[P, R]):
         for compiled in self._cache.get(call.key, ()):
             if compiled.boundary.accepts(call.leaves):
                 return compiled
-        with progress(self.__name__, self.recipe.options.shows_progress):
-            compiled = self._lower(call, None).compile()
+        kind = kind_of_call(self.recipe, *call.put_together(call.leaves))
+        shows = self.recipe.options.shows_progress
+        with progress(self.__name__, shows, kind=f"compiling {kind}"):
+            compiled = self._lower(call, None, kind).compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 
-    def _lower(self, call: Call, topology: Topology | str | None) -> Lowered:
+    def _lower(self, call: Call, topology: Topology | str | None, together: str = "") -> Lowered:
         recipe, options = self.recipe, self.recipe.options
         machine = None if topology is None else as_topology(topology)
 
@@ -355,7 +358,7 @@ class Jitted(Generic[P, R]):
             return trace_call(asked, call, machine)
 
         def planned(interface: Interface) -> Lowered:
-            stages = compile_module(interface.request, options)
+            stages = compile_module(interface.request, options, together)
             return Lowered(interface, stages, options, machine or interface.request.mesh.topology)
 
         with progress(self.__name__, options.shows_progress):
@@ -367,6 +370,17 @@ class Jitted(Generic[P, R]):
             text = costly_text(costly, plan.mesh)
             warnings.warn(f"{self.__name__}: {text}", stacklevel=_calls_above())
         return lowered
+
+
+def _running(local: Mapping[str, Any]) -> str | None:
+    """Says which program `Jitted.__call__` runs, if other processes have to run it, too."""
+    jitted, compiled = local["self"], next(iter(local["self"]._cache.values()), None)
+    if not compiled or len(processes_of(compiled[0].mesh)) < 2:
+        return None
+    return kind_of_call(jitted.recipe, local["args"], local["kwargs"])
+
+
+RUNS[Jitted.__call__.__code__] = _running
 
 
 class Traced:

@@ -52,6 +52,8 @@ from spmd.mesh.spec import (
 from spmd.mesh.topology import Topology, as_topology
 from spmd.options import Options
 
+SHOWN = 4  # so many arguments of a call are told to other processes
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -150,6 +152,14 @@ class Call(NamedTuple):
         """All that decides which compiled program runs the call, besides arguments' shardings."""
         return (self.static, self.tree, self.types, self.orders, self.settings)
 
+    def put_together(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the call's arguments, by position and by name, with `leaves` for its own."""
+        positional, named = jax.tree.unflatten(self.tree, leaves)
+        static, rest = dict(self.static), iter(positional)
+        count = len(positional) + sum(isinstance(key, int) for key in static)
+        by_name = {key: value for key, value in static.items() if isinstance(key, str)}
+        return [static[i] if i in static else next(rest) for i in range(count)], named | by_name
+
 
 class Interface(NamedTuple):
     """A traced call: the compiler's input, and the pytrees of its arguments and its result."""
@@ -211,6 +221,21 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return Call(static, tuple(leaves), tuple(types), tuple(orders), tree, settings())
 
 
+def kind_text(name: str, names: Sequence[str], leaves: Sequence[Any]) -> str:
+    """Says what kind of call it is, to people: `step for params/w[16,4], x[8,16] and 3 more`."""
+    pairs = zip(names[:SHOWN], leaves, strict=False)
+    shown = [f"{name}[{','.join(map(str, np.shape(leaf)))}]" for name, leaf in pairs]
+    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
+    return f"{name} for {', '.join(shown) or 'nothing'}{more}"
+
+
+def kind_of_call(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Says what kind of call one of these arguments is; see `kind_text`."""
+    given = recipe.arguments(args, kwargs)
+    leaves = jax.tree.leaves([argument.value for argument in given])
+    return kind_text(function_name(recipe.fn), leaf_names(given), leaves)
+
+
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
@@ -232,17 +257,14 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
             f"for one: spmd.compile_stablehlo(exported, mesh, symbols={symbols})",
         )
     structs = jax.tree.unflatten(call.tree, leaves)
+    args, kwargs = call.put_together(leaves)
     placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
     around = mesh_around()
     mesh_given = recipe.given_mesh or next(iter(placed), None)
     known = None if mesh_given is None else as_mesh(mesh_given)
     platform = (topology.platform if topology else None) or platform_of(known)
-    static, positional = dict(call.static), iter(structs[0])
-    static_names = [name for name in static if isinstance(name, str)]
-    static_numbers = [i for i in static if isinstance(i, int)]
-    count = len(structs[0]) + len(static_numbers)
-    args = [static[i] if i in static else next(positional) for i in range(count)]
-    kwargs = structs[1] | {name: static[name] for name in static_names}
+    static_names = [name for name, _ in call.static if isinstance(name, str)]
+    static_numbers = [i for i, _ in call.static if isinstance(i, int)]
     with seen_meshes(known) as seen:
         traced = trace(
             _warning_of_changes(recipe.fn, structs),
@@ -279,7 +301,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     closed = traced.refs
     taken, orders = (*call.leaves, *closed), (*call.orders, *(None for _ in closed))
     names = (*leaf_names(given), *(f"closed_over_ref{i}" for i, _ in enumerate(closed)))
-    specs = arg_specs(recipe.in_specs, given, recipe.parameters, count) + [None] * len(closed)
+    specs = arg_specs(recipe.in_specs, given, recipe.parameters, len(args)) + [None] * len(closed)
     own_entries = [
         leaf_entries(
             placement(leaf, mesh) if spec is None else spec, leaf, f"argument {name}", mesh

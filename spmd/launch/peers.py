@@ -30,6 +30,10 @@ from typing import Any, NoReturn
 
 import jax
 
+from spmd.errors import SpmdError
+from spmd.launch.agree import ASK_S, AWAITED, excuse, is_open, who_has_what
+from spmd.launch.doing import Doing, doing_now, is_users
+from spmd.launch.restart import exit_code, hear_news
 from spmd.launch.store import JobStore, connected_to, this_process
 
 EXIT_PREEMPTED = 75
@@ -41,6 +45,7 @@ EXIT_PEER_LOST = 76
 EXIT_HUNG = 77  # exit code of a process that its watchdog stopped: no progress within the limit
 
 VERDICT = "verdict"
+HEARD = "heard"  # folder of the processes that know the verdict, and end
 WHO = "who"  # folder of each process's host and process id, which messages name
 
 COLLECTIVE_FAILED = re.compile(
@@ -149,6 +154,51 @@ class StopVote:
             self._change.notify_all()
 
 
+class Absence:
+    """Sees to a comparison that other processes wait for, where this one cannot come to it.
+
+    That is so if its main thread runs a program that the others have to run, too, but do not.
+    """
+
+    # Process 1 compiles for its last, smaller batch; 0 runs what was compiled for the others:
+    #   0 s   1 waits for 0 to compare what it compiles; 0 is inside a collective, and waits for 1
+    #   4 s   1 says that it waits, and has nothing on its devices
+    #   9 s   0's thread reads that. Its main thread may be at the end of what 1 has finished
+    #  14 s   it still runs, and has not run for longer than 1 waits: it says so in the comparison,
+    #         1 raises the error that they differ, and 0 stops since 1 failed
+    # A process that neither comes nor runs anything may come yet: then process 0 tells who does
+    # what.
+
+    def __init__(self, store: JobStore, interval_s: float) -> None:
+        self.store, self.interval_s = store, interval_s
+        self._awaited, self._running, self._is_told = "", "", True
+        self._waited = self._ran = self._ran_before = 0  # looks
+
+    def look(self, doing: Doing) -> None:
+        """Looks once whether others wait; `doing` is what this process does."""
+        is_same = doing.is_running and doing.text == self._running
+        self._ran = self._ran + 1 if is_same else 0
+        self._running = doing.text if doing.is_running else ""
+        awaited = self.store.get(AWAITED) or ""
+        is_new, self._awaited = awaited != self._awaited, awaited
+        if is_new:
+            self._waited, self._is_told, self._ran_before = 0, not awaited, self._ran
+            return
+        self._waited += 1
+        is_sure = self._waited >= self._ran_before and self._waited * self.interval_s >= ASK_S
+        if awaited and self._ran and is_sure:
+            excuse(self.store, awaited, doing.text)
+
+    def tell(self, signs: Mapping[int, str]) -> None:
+        """Prints, as process 0, what all do while some wait for others; once for each occasion."""
+        if self._is_told or self._waited * self.interval_s < ASK_S:
+            return
+        self._is_told = True
+        if is_open(self.store, self._awaited):
+            doing = {p: sign.partition(" ")[2] for p, sign in signs.items() if sign != LEFT}
+            _say(f"note: processes of this job wait for others: {who_has_what(doing)}")
+
+
 class Peers:
     """Runs a thread that writes this process's signs of life, and ends it when another one is lost.
 
@@ -168,9 +218,11 @@ class Peers:
         self.timeout_s = timeout_s
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
+        self.is_told = False  # whether the others need not hear from this process why they end
         self.tell: Callable[[str], None] | None = None
         self.form: Callable[[str], str] = str
         self.vote = StopVote(store, self.process, self.processes)
+        self.absence = Absence(store, self.interval_s)
         self._coordinator = ""
         self._contact = time.monotonic()
         self._leaving = threading.Event()
@@ -202,17 +254,23 @@ class Peers:
                 self._gone.wait(self.interval_s)
 
     def _look(self, signs: Signs, count: int) -> str | None:
-        self.store.put(f"alive/{self.process}", LEFT if self._leaving.is_set() else str(count))
+        doing = Doing("its end", True) if self._leaving.is_set() else doing_now()
+        sign = LEFT if self._leaving.is_set() else f"{count} {doing.text}"
+        self.store.put(f"alive/{self.process}", sign)
+        self.absence.look(doing)
         if self.process == 0:
             found = {int(name): sign for name, sign in self.store.all("alive").items()}
             silent = signs.silent(time.monotonic(), found)
             if silent:
                 self.store.claim(VERDICT, describe_silent(silent, self.store.all(WHO)))
+            self.absence.tell(found)
         if not self._coordinator:
             self._coordinator = self.store.get(f"{WHO}/0") or ""
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
+        if verdict is not None:
+            self.store.put(f"{HEARD}/{self.process}", "")
         return verdict
 
     def coordinator_lost(self, how: str) -> str:
@@ -242,6 +300,11 @@ class Peers:
             return True
         return time.monotonic() - self._contact > self.timeout_s
 
+    def hear(self, news: str) -> NoReturn:
+        """Stops this process, since the launcher says that another one was lost; all hear that."""
+        self.is_told = True
+        self.stop(news)
+
     def stop(self, verdict: str) -> NoReturn:
         """Prints `verdict`, why the job ends, and ends this process, whatever its threads do."""
         with self._stopping:
@@ -258,8 +321,13 @@ class Peers:
                 self.tell(verdict)
 
     def _exit(self, code: int) -> NoReturn:
-        if self.process == 0 and self.tell is None:
-            time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
+        if self.process == 0 and self.tell is None and not self.is_told:
+            with contextlib.suppress(Exception):  # the others read the verdict from us
+                ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
+                end = time.monotonic() + 2 * self.interval_s + 0.5
+                others = {str(process) for process in range(1, self.processes)}
+                while time.monotonic() < end and others - self.store.all(HEARD).keys():
+                    time.sleep(0.1)
         _flush()
         os._exit(code)
 
@@ -315,6 +383,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
     peers._thread.start()
     if peers.process:
         peers._clock.start()
+    hear_news(peers.hear)
     atexit.register(peers.leave)
     show = sys.excepthook
 
@@ -326,8 +395,10 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
             return
         why = "".join(traceback.format_exception_only(kind, error)).strip()
         peers.wait_for_cause(why)
+        if isinstance(error, SpmdError):
+            error.__traceback__ = trace = users_calls(trace) or trace
         show(kind, error, trace)
-        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else exit_code(error))
 
     sys.excepthook = report
     libc = ctypes.CDLL(None)
@@ -354,6 +425,16 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
     _handlers.append(handler)
     libc.signal(signal.SIGABRT, handler)
+
+
+def users_calls(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the calls that are not of the user's code."""
+    if trace is None:
+        return None
+    rest = users_calls(trace.tb_next)
+    if not is_users(trace.tb_frame):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def fail_peers(why: str, code: int = 1) -> None:
@@ -441,9 +522,18 @@ def stopping_peers() -> Iterator[None]:
 
 
 def first_line(error: object) -> str:
-    """Returns the first line of an error's text, or its type where it has none."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:500]
+    """Returns the first line of an error's text, or its type where it has none.
+
+    Of an error of ours it has what is there (`actual`), too.
+    """
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    actual = [f" ({line.partition(': ')[2]})" for line in rest if line.startswith("  actual: ")]
+    return "".join((first, *actual))[:1000]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

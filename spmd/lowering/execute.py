@@ -30,7 +30,7 @@ from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.launch.agree import check_same_program, digest
+from spmd.launch.agree import check_same_program, digest, without_locations
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.expand import LINKED
 from spmd.lowering.local.callbacks import FREE
@@ -38,8 +38,9 @@ from spmd.lowering.local.composite import inline_region
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import local_shape
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.spec import jax_mesh, processes_of
 from spmd.mesh.topology import Topology
+from spmd.progress import kind_here
 
 _program = Primitive("spmd_program")
 _program.multiple_results = True
@@ -237,18 +238,24 @@ def check_no_callbacks(emitted: Emitted) -> None:
 
 def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> None:
     """Raises LaunchError unless all processes of the mesh have this program and these options."""
+    processes = processes_of(emitted.mesh)
+    if len(processes) < 2:
+        return
     more = {
         "shardings": digest(f"{emitted.arguments} {emitted.results}"),
         "donated arguments": str(emitted.donated),
     }
-    if jax.process_count() > 1 and emitted.constants:  # which the module's text does not have
+    if emitted.constants:  # which the module's text does not have
         found = hashlib.sha256()
         for value, sharding in emitted.constants:
             found.update(f"{value.type} {sharding}".encode())
             found.update(value.data)
         more["constants"] = found.hexdigest()[:12]
     more |= {f"compiler option {k}": str(v) for k, v in compiler_options.items()}
-    check_same_program(emitted.name, emitted.module, emitted.mesh, jax_mesh(emitted.mesh), more)
+    text = emitted.module
+    texts = {"one device's program": (digest(without_locations(text)), lambda: text)}
+    label = kind_here() or f"compiling {emitted.name}"
+    check_same_program(label, texts, emitted.mesh, processes, more)
 
 
 def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:

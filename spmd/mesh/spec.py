@@ -62,6 +62,13 @@ def jax_mesh(
     return jax.sharding.Mesh(array.reshape(mesh.sizes), mesh.axis_names, types)
 
 
+def processes_of(mesh: Mesh) -> list[int]:
+    """Returns the numbers of the processes whose devices a mesh has; 0 where it has no devices."""
+    if mesh.size == 1 or not mesh.is_here or jax.process_count() == 1:
+        return [0]
+    return sorted({device.process_index for device in jax_mesh(mesh).devices.flat})
+
+
 def mesh_around() -> Any:
     """Returns the mesh set by `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; None if unset."""
     abstract = jax.sharding.get_abstract_mesh()

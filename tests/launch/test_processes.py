@@ -79,8 +79,18 @@ def test_two_processes_lose_as_one_does(two_processes, expected):
     ("kind", "says"),
     [
         ("flag", "differ in --steps\n  actual: process 1: 20; process 0: 10\n"),
-        ("program", r"differ in program hash\n  actual: process 1: \w{12}; process 0: \w{12}\n"),
-        ("mesh", "differ in mesh, .*mesh: process 1: model=4; process 0: data=2, model=2;"),
+        (
+            "program",
+            r"in the program, compiling <lambda> for x\[8,8\]\n  at: .*/train.py:\d+\n  actual: "
+            r"process 1: %cst = .* dense<3.0\S+> : .*; process 0: %cst = .* dense<2.0\S+> : .*\n",
+        ),
+        (
+            "lowered",
+            r"in one device's program.*  at: .*/train.py:.*process 1: .*<.0x00004040.>.*0: ",
+        ),
+        ("mark", r"and their marks.*process 1: argument x tensor<8x8xf32> .*model.*0: .*data"),
+        ("shape", r"next\n  actual: process 1: compiling <lambda> for x\[6,8\]; .*0: .*x\[8,8\]\n"),
+        ("mesh", "differ in mesh\n  actual: process 1: model=4; process 0: data=2, model=2\n"),
         ("option", "compiler option xla_backend_optimization_level\n  actual: process 1: 1; pro"),
         ("place", "what they do next\n  actual: process 1: loss; process 0: step\n"),
         ("same", "^nothing$"),
@@ -88,6 +98,18 @@ def test_two_processes_lose_as_one_does(two_processes, expected):
 )
 def test_names_the_process_and_what_differs(two_processes, kind: str, says: str):
     assert re.search(says, two_processes["mismatches"][kind], re.S), two_processes["mismatches"]
+
+
+def test_one_process_plans_for_all(two_processes):
+    """Two programs that threads compile in either order; then a plan and a planner that fail."""
+    planning = two_processes["planning"]
+    assert planning["counts"] == ["2", "0"]
+    first, second = planning["short"]
+    assert first == second and re.match(r"PlanError .* [1-9]\d*$", first, re.S), first
+    first, second = planning["failed"]
+    assert first.startswith("ZeroDivisionError")
+    assert second.startswith("LaunchError process 0 failed at planning tanh for x[8,8]\n  actual: ")
+    assert "this is what went wrong" in second
 
 
 def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
@@ -140,6 +162,23 @@ def test_one_that_was_stopped_for_too_long_ends_like_the_others(victim: int, tmp
     lasts = [text.splitlines()[-1] for text in outcome.outputs]
     assert re.search(rf"process {victim}.* was lost: .*it was pid \d+ on ", lasts[1 - victim])
     assert f"error: process {victim} of 2 stops: " in lasts[victim]
+
+
+@pytest.mark.parametrize(
+    ("victim", "alone"), [(1, "compiling <lambda> for x[6]"), (0, "compiling mean for a[8]")]
+)
+def test_a_process_that_compiles_alone_is_told(victim: int, alone: str, tmp_path: Path):
+    """Its last batch is smaller, or it evaluates alone: the other one waits in a collective."""
+    outcome = grieve(victim, "compile", tmp_path)
+    assert outcome.codes[victim] == 1, outcome.outputs
+    assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
+    runs = rf"process {1 - victim}: running <lambda> for x\[8\] at \S*steps.py:\d+ \(main\)"
+    for text in outcome.outputs:
+        assert "the processes of this job differ in what they do next" in text
+        assert f"process {victim}: {alone}" in text and re.search(runs, text), text
+    lines = outcome.outputs[victim].splitlines()
+    files = [line for line in lines if line.startswith('  File "')]
+    assert files and not any("/spmd/" in line for line in files)  # the user's lines alone
 
 
 def test_stops_when_another_exits_with_an_error(tmp_path: Path):

@@ -1,7 +1,11 @@
 """Processes on this machine: numbers, prefixes, exit codes, signals, restarts, devices."""
 
+import contextlib
+import functools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +15,7 @@ import pytest
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PEER_LOST
 from spmd.scripts import launch_job
+from spmd.scripts.jobs.job import NOT_AGAIN
 from spmd.scripts.jobs.local import (
     LocalJob,
     describe_code,
@@ -71,7 +76,7 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_restarts_until_it_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    script = "echo attempt $SPMD_RESTART; exit $((2 - SPMD_RESTART))"
+    script = "echo attempt $SPMD_RESTART; exit $((6 - 3 * SPMD_RESTART))"
     assert run(script, 1, max_restarts=3) == 0
     captured = capfd.readouterr()
     assert captured.out.splitlines() == [f"[0] attempt {n}" for n in range(3)]
@@ -80,6 +85,48 @@ def test_restarts_until_it_works(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 def test_restarts_end():
     assert run("exit 9", 1, max_restarts=1) == 9
+
+
+@pytest.mark.parametrize("code", NOT_AGAIN)
+def test_what_cannot_work_is_not_tried_again(code: int, capfd: pytest.CaptureFixture[str]):
+    assert run(f"echo attempt $SPMD_RESTART of $SPMD_MAX_RESTARTS; exit {code}", 1, max_restarts=3)
+    out, said = capfd.readouterr()
+    assert out == "[0] attempt 0 of 3\n"
+    assert said.count("it is not started again: it would end in the same way") == 1
+
+
+def test_who_was_killed_is_told_to_the_others(capfd: pytest.CaptureFixture[str]):
+    """By a pipe: one that hangs with it in a collective has no other way to know."""
+    listen = "import os, time; from spmd.launch.restart import hear_news; "
+    listen += "hear_news(lambda news: (print('heard:', news, flush=True), os._exit(0))); "
+    listen += f"time.sleep({PATIENCE})"
+    script = "if [ $JAX_PROCESS_ID = 1 ]; then kill -9 $$; fi; "
+    script += f"trap '' TERM; exec {sys.executable} -c \"{listen}\""
+    assert run(script) == 137
+    heard = "[0] heard: process 1 was lost: killed by SIGKILL (exit code 137)\n"
+    assert heard in capfd.readouterr().out
+
+
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
+    """Not even what a process has started, or what ignores SIGTERM."""
+    script = f"echo $$ > {tmp_path}/$JAX_PROCESS_ID; [ $JAX_PROCESS_ID = 1 ] && trap '' TERM; "
+    script += f"while sleep 0.1; do date > {tmp_path}/lives$JAX_PROCESS_ID; done"
+    flags = ["--processes", "2", "--platform", "cpu", "--grace_s", "0.5", "--", "sh", "-c", script]
+    command = [sys.executable, "-m", "scripts.launch_job", "local", *flags]
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "lives0").exists() and (tmp_path / "lives1").exists())
+    launcher.kill()
+    launcher.wait()
+
+    def is_gone(pid: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return False
+        return True
+
+    for process in range(2):
+        pid = int((tmp_path / str(process)).read_text())
+        wait_until(functools.partial(is_gone, pid))
 
 
 def test_variables_are_passed(capfd: pytest.CaptureFixture[str]):

@@ -130,11 +130,11 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
 class Pair:
     """What `Group` is, of two forks without a launcher; they say objects."""
 
-    def __init__(self, folder: Path, bundle: Path, cache: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, bundle: Path, caches: tuple[Path, Path], *flags: str) -> None:
         port, meeting = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
-        server: list[str | Path] = [bundle, "--cache_dir", cache, "--log_format=json"]
-        server += [f"--mesh={MESH}", f"--port={port}", *flags]
+        server: list[str | Path] = [bundle, f"--mesh={MESH}", f"--port={port}", *flags]
+        server.append("--log_format=json")
         shared = {
             ENV_COORDINATOR: f"127.0.0.1:{meeting}", ENV_PROCESSES: "2",
             "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 2),
@@ -142,7 +142,7 @@ class Pair:
         self.processes = [
             Forked(
                 "spmd.scripts.serve_bundle",
-                server,
+                [*server, "--cache_dir", caches[rank]],
                 folder / f"said{rank}",
                 {**shared, ENV_PROCESS: str(rank)},
             )
@@ -168,7 +168,7 @@ def test_what_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     """On any of the processes: with its message, once the others have heard of it."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    with Pair(tmp_path, damaged, tmp_path / "cache") as pair:
+    with Pair(tmp_path, damaged, (tmp_path / "cache",) * 2) as pair:
         codes = {process.wait() for process in pair.processes}
         assert 1 in codes and codes <= {1, EXIT_PEER_LOST}  # one may hear of it from the other
         assert any("manifest.json" in message for message in pair.last_words())
@@ -193,9 +193,10 @@ def layer(tmp_path_factory: Any) -> Path:
 
 
 @contextmanager
-def serving_tensors(layer: Path, work: Path) -> Iterator[Pair]:
-    """Two processes that are ready."""
-    with Pair(work, layer, layer.parent / "cache", "--batch_sizes", "1,4,8") as pair:
+def serving_tensors(layer: Path, work: Path, second: str = "cache") -> Iterator[Pair]:
+    """Two processes that are ready; the `second` one may have a cache of its own."""
+    caches = layer.parent / "cache", layer.parent / second
+    with Pair(work, layer, caches, "--batch_sizes", "1,4,8") as pair:
         first = pair.processes[0]
         wait_until(lambda: '"ready: ' in first.said or not first.process.is_alive())
         yield pair
@@ -242,10 +243,18 @@ def test_a_model_of_tensors(layer: Path, tmp_path: Path) -> None:
 
 
 def test_one_that_is_asked_to_end_drains_all(layer: Path, tmp_path: Path) -> None:
-    """As when a host is taken away: all end with the code that launchers start again."""
-    with serving_tensors(layer, tmp_path) as group, ThreadPoolExecutor(3) as threads:
+    """As when a host is taken away: all end with the code that launchers start again.
+
+    Process 1 finds nothing in its cache, process 0 all, and plans for both.
+    """
+    with (
+        serving_tensors(layer, tmp_path, "another cache") as group,
+        ThreadPoolExecutor(3) as threads,
+    ):
         waiting = wait_for_the_second(group, threads)
         group.processes[1].send_signal(signal.SIGTERM)
         group.processes[1].send_signal(signal.SIGCONT)
         assert {one.result().status_code for one in waiting} == {200}
         assert [process.wait() for process in group.processes] == [EXIT_PREEMPTED] * 2
+    assert (layer.parent / "cache" / "plans").is_dir()
+    assert not (layer.parent / "another cache" / "plans").exists()

@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from spmd import launch
+from spmd.launch.restart import is_first_start, max_restarts
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.data.batches import Dataset, fingerprint
@@ -62,6 +63,17 @@ def agree(options: TrainerOptions, data: Dataset) -> None:
     launch.check_same_sources()
 
 
+def restart_note(options: TrainerOptions) -> str:
+    """Says what a launcher's next start of this run would do, where it would not go on; else ""."""
+    if not max_restarts() or not is_first_start() or (options.run_dir and options.resume):
+        return ""
+    then = "find this run in run_dir, and end" if options.run_dir else "begin anew"
+    return (
+        f"note: --max_restarts starts this run again if it fails, which would {then}; to go on, "
+        "give --run_dir, --save_every and --resume (TrainerOptions.resume)"
+    )
+
+
 @contextlib.contextmanager
 def watched(timeout: float, folder: RunFolder | None) -> Iterator[launch.Watch]:
     """What hears of progress; too long without any ends the job.
@@ -94,6 +106,7 @@ def opened(
         return
     folder.make()
     with (
+        folder.held(),
         folder.kept_up(),
         keeping_compiled(folder.compiled),
         Checkpoints(

@@ -1,7 +1,7 @@
 """Steps without end, each a sum over all devices; one process comes to grief after some.
 
-Arguments: the process, what happens to it (kill, stop, exit, hang, term), a folder for a
-watchdog.
+Arguments: the process, what happens to it (kill, stop, exit, hang, term, or compile: it has a
+program or a shape of its own), a folder for a watchdog.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import spmd
@@ -51,7 +52,10 @@ def main() -> None:
                 print(f"stopped before step {number}", flush=True)
                 time.sleep(0.0 if jax.process_index() == victim else 2.0)  # it takes longer to save
                 sys.exit(launch.EXIT_PREEMPTED)
-            if number == 3 and jax.process_index() == victim:
+            if number == 3 and jax.process_index() == victim and how == "compile":
+                own = spmd.jit(jnp.mean, mesh=mesh, in_specs=[("data",)]) if victim == 0 else step
+                own(x if victim == 0 else np.ones(6, np.float32))
+            elif number == 3 and jax.process_index() == victim:
                 come_to_grief(how)
             x = jax.block_until_ready(step(x))
             dog.beat(step=number)

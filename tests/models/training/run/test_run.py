@@ -17,6 +17,7 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
 from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
 from spmd.models.training.run.profile import ProfileRange
+from spmd.models.training.run.start import restart_note
 from spmd.models.training.run.stop import StopSignals
 from tests.waiting import wait_until
 
@@ -201,3 +202,31 @@ def test_the_second_sigint_interrupts():
         assert stop.is_requested(1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_folder_is_one_jobs(tmp_path: Path):
+    """A second one by mistake would write over what the first one saves."""
+    folder = RunFolder(tmp_path)
+    who = rf"trains in .* now, pid {os.getpid()} on "
+    with folder.held(), pytest.raises(RunError, match=who), folder.held():
+        pass
+    with folder.held():  # a job that was killed leaves its file, and no lock
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "begin anew; to go on, give --run_dir, --save_every and --resume"),
+        ({"run_dir": Path("a")}, "find this run in run_dir, and end; to go on"),
+        ({"run_dir": Path("a"), "resume": "auto"}, ""),
+    ],
+)
+def test_a_restart_that_would_not_go_on_is_said_once(options: dict, says: str, monkeypatch):
+    given = TrainerOptions(steps=9, **{"resume": None, **options})
+    assert restart_note(given) == ""
+    monkeypatch.setenv("SPMD_MAX_RESTARTS", "2")
+    note = restart_note(given)
+    assert (says in note) if says else note == ""
+    monkeypatch.setenv("SPMD_RESTART", "1")
+    assert restart_note(given) == ""
