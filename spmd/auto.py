@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from spmd.api import Jitted, jit, leaf_names, like_parameters, mark_sharding, module_request
+from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
 from spmd.compiler import Request, Trial, plan_problem, problem_for
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
@@ -60,11 +60,11 @@ class AutoSharding:
         """Returns `args`, a call's arguments without static ones, marked with the chosen specs."""
         given = self.jitted.recipe.arguments(args, {})  # those that are not static
         leaves, tree = jax.tree.flatten([argument.value for argument in given])
-        if leaf_names(given) != self._names:
+        if len(leaves) != len(self._names):
             raise SpmdError(
                 "these arguments are not those that the specs were chosen for",
-                actual=f"{len(leaves)} leaves: {', '.join(leaf_names(given)[:8])}",
-                required=f"{len(self._names)} leaves: {', '.join(self._names[:8])}",
+                actual=f"{len(leaves)} leaves",
+                required=f"{len(self._names)}: {', '.join(self._names[:8])}",
                 fix="pass arguments of the structure that spmd.auto was given",
             )
         marked = [

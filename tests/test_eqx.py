@@ -63,7 +63,7 @@ def test_donated_arguments_are_gone(mesh: spmd.Mesh) -> None:
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
-class Scaled(eqx.Module):  # type: ignore[misc,name-defined]  # equinox is not typed where it is missing
+class Scaled(eqx.Module):  # type: ignore[misc,name-defined]
     """Multiplies all that it gets; whatever it takes has another shape, so that all is of use."""
 
     scale: Any

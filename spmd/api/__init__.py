@@ -5,13 +5,7 @@ of arguments) -> `tracing` (the compiler's input) -> `planned` (reports about a 
 (running it); users call `jitted` and `stablehlo`. Other packages import from here alone.
 """
 
-from spmd.api.arguments import (
-    by_number_and_name,
-    check_without,
-    leaf_names,
-    like_parameters,
-    with_keywords,
-)
+from spmd.api.arguments import by_number_and_name, check_without, like_parameters, with_keywords
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.jitted import Jitted, jit
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
@@ -29,7 +23,6 @@ __all__ = [
     "check_without",
     "compile_stablehlo",
     "jit",
-    "leaf_names",
     "like_parameters",
     "lower_stablehlo",
     "mark_sharding",

@@ -79,9 +79,8 @@ def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> 
             name = names[int(name)]
         # `data+model,None,...` is (("data", "model"), None, ...).
         known = {"-": None, "None": None, "...": ...}
-        entries = [entry.strip() for entry in spec.strip().removesuffix(",").split(",")]
-        if entries == [""]:
-            entries = []
+        spec = spec.strip().removesuffix(",")
+        entries = [entry.strip() for entry in spec.split(",")] if spec else []
         if "" in entries:
             raise UsageError(f"--{flag}: {text!r} leaves a dim out: write None for one not split")
         if name in specs:

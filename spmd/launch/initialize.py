@@ -40,7 +40,7 @@ RANKS = (
 machine. They are read if only the coordinator is given; each process then has one GPU, that of
 the last number, as in jax's own detection."""
 
-_joined: Place | None = None
+_joined = False
 
 
 def initialize(
@@ -80,19 +80,17 @@ def initialize(
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
-    process, processes = this_process()
-    there = Place(connected_to(), processes, process) if is_joined else None
-    if (have := _joined or there) is not None:
-        for name in ("coordinator", "processes", "process"):
-            asked, was = getattr(given, name), getattr(have, name)
-            if asked is not None and asked != was:
+    if is_joined:
+        have = (connected_to(), *reversed(this_process()))
+        for name, was in zip(("coordinator", "processes", "process"), have, strict=True):
+            if (asked := getattr(given, name)) not in (None, was):
                 raise LaunchError(
                     f"this process has joined a job before, with another {name}",
                     actual=f"{name} {was} then, {asked} now",
                     fix="call spmd.initialize once, and without arguments after "
                     "jax.distributed.initialize",
                 )
-    if _joined is not None:
+    if _joined:
         return
     if not is_joined:
         place = find_place(given, os.environ, timeout_s)
@@ -129,8 +127,7 @@ def initialize(
             # jax's preemption service catches SIGTERM and only takes a note: nothing would end.
             if on_term is not None:
                 signal.signal(signal.SIGTERM, on_term)
-    store, (process, processes) = job_store(), this_process()
-    _joined = Place(connected_to(), processes, process)
+    _joined, store = True, job_store()
     if store is None:
         return
     watch_peers(store, heartbeat_timeout_s)

@@ -209,8 +209,7 @@ def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool
     """
     fits = _of_16_bits(x_RI) and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
     fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
-    # Pallas counts elements with 32 bits.
-    fits = fits and max(math.prod(x.shape) for x in (x_RI, weights_EOI)) < 1 << 31
+    # No array is too large: Pallas counts with 64 bits what has more than 2^32 bytes.
     if not fits or not weights_EOI.shape[0]:
         return NotImplemented
     return _product(x_RI, weights_EOI, sizes_E, interpret)

@@ -131,14 +131,13 @@ def export(
       >>> (logits,) = program(*exported.arguments(input_ids=tokens.numpy()))
     """
     is_named = isinstance(example_inputs, Mapping)
-    args: Any = () if is_named else example_inputs
-    kwargs: Any = example_inputs if is_named else {}
+    given: Any = ((), example_inputs) if is_named else (example_inputs, {})
     if isinstance(module, torch.export.ExportedProgram):
         if not len(example_inputs):
-            args, kwargs = module.example_inputs
+            given = module.example_inputs
         module = module.module()
     state = state_of(module)
-    inputs = take_apart(module.forward, args, kwargs)
+    inputs = take_apart(module.forward, *given)
     weights, structs = arrays_of(state.tensors), inputs.structs()
     if both := sorted(weights.keys() & structs.keys()):
         raise ArgumentError(

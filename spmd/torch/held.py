@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class Held:
                 fix="load it into the module first if it may differ, with strict=False",
             )
         new = {}
-        for name in state_dict.keys() - extra:
+        for name in (name for name in state_dict if name not in extra):
             first, tensor = state.aliases[name], state_dict[name]
             own = state.tensors[first]
             is_tensor = isinstance(tensor, torch.Tensor)
@@ -497,7 +497,8 @@ class TrainStep(Held):
         opt_state, known = jax.eval_shape(optimizer.init, params), self._initial
         if (old := self._optimizer_state) is not None:
             known = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
-            if jax.tree.structure(old) == cast(Any, jax.tree.structure(opt_state)):
+            has: Any = jax.tree.structure(old)
+            if has == jax.tree.structure(opt_state):
                 opt_state = old
         compiled = jitted.compile(
             params,

@@ -91,7 +91,6 @@ def _sgd_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
         "lr": float(group["lr"]),
         "weight_decay": group["weight_decay"],
         "momentum": group["momentum"],
-        "share": 1.0,  # with dampening each parameter has its own
     }
 
 
@@ -206,11 +205,8 @@ class TorchOptimizer:
         return state
 
     def scalars(self, steps: int) -> Any:
-        """Returns the numbers of each group, such as the learning rate, after `steps` steps.
-
-        Beside them, with dampening, the share of its gradient that goes into each buffer: the first
-        one fills it whole.
-        """
+        """Returns the numbers of each group, such as the learning rate, after `steps` steps."""
+        # With dampening also how much of each gradient its buffer takes: of the first one all.
         shares = {
             name: np.float32(1 - group["dampening"] * (f"momentum_buffer/{name}" in self.filled))
             for name in self.trained
@@ -229,8 +225,8 @@ class TorchOptimizer:
         for name, grad in grads.items():
             if grad is None:
                 continue  # neither moved nor decayed
-            group, now = self._group(name), dict(groups[self._group_of[name]])
-            now["share"] = shares.get(name, now.get("share"))
+            group, now = self._group(name), groups[self._group_of[name]]
+            now = {**now, "share": shares.get(name, 1.0)}
             own = {slot: state[slot][name] for slot in self._rule.slots(group)}
             grad = -grad if group["maximize"] else grad
             param, new = self._rule.update(grad, own, params[name], group, now)
