@@ -238,8 +238,8 @@ def run_pure(
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Returns tensors as jax values; those that were not traced become constants."""
-    return [t.jax() if hasattr(t, "jax") else array_of(t, "a result") for t in tensors]
+    """Returns traced tensors of a result as jax values; others become constants."""
+    return [t.jax() if hasattr(t, "jax") else jnp.asarray(array_of(t, "a result")) for t in tensors]
 
 
 @contextmanager
