@@ -105,7 +105,7 @@ def test_rules_that_are_proposed_are_read(name: str) -> None:
     operands = tuple(TensorType(shape, "f32") for shape in CALLS[name])
 
     def kind(line: int) -> OpKind:
-        attrs = {"call_target_name": f"proposed {name} {line}"}
+        attrs = {"call_target_name": f"test_proposed {name} {line}"}
         return OpKind("stablehlo.custom_call", operands, (TensorType((3, 2), "f32"),), attrs)
 
     lines = fix_of(lambda: rule_of(kind(0)))
@@ -120,7 +120,7 @@ def test_rules_that_are_proposed_are_read(name: str) -> None:
 def test_a_kernel_runs_by_the_rule_that_is_proposed(mesh: spmd.Mesh, line: int) -> None:
     """A product of rows of a sparse matrix, as a kernel of the user's with four operands."""
     ((_, kernel, _),) = cpu_sparse.registrations()["cpu"]
-    target = f"sparse_rows_{line}"
+    target = f"test_sparse_rows_{line}"
     jax.ffi.register_ffi_target(target, kernel, platform="cpu")
     rows = np.arange(9, dtype=np.int32)
 
@@ -254,7 +254,7 @@ def test_topologies_and_rules(mesh: spmd.Mesh, tmp_path: Path) -> None:
     assert there.cost > 0
 
     def register(**more: Any) -> None:
-        spmd.register_rule("fixes_total", "i j -> i", kinds={"j": "reduce"}, **more)
+        spmd.register_rule("test_fixes_total", "i j -> i", kinds={"j": "reduce"}, **more)
 
     (reduction,) = fix_of(register)
     register(reduction=run(reduction))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 import numpy as np
 from jax import lax
+from jax.experimental import sparse
 
 
 def matrices(*shape: int, seed: int = 0) -> Any:
@@ -48,6 +49,13 @@ def rbg(impl: str, sample: Any) -> Any:
         return x * sample(first, x.shape), sample(second, (16, 8))
 
     return fn
+
+
+def sparse_products(values: Any, x: Any) -> Any:
+    """A matrix of 8 rows with two elements each, times a matrix and times a vector."""
+    columns, starts = np.arange(0, 48, 3, dtype=np.int32) % 16, np.arange(0, 18, 2, dtype=np.int32)
+    matrix = sparse.BCSR((values, columns, starts), shape=(8, 16))
+    return matrix @ x, matrix @ x[:, 0]
 
 
 LINALG: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
@@ -92,6 +100,7 @@ LINALG: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         jax.grad(lambda x: jnp.log(jnp.diagonal(jnp.linalg.cholesky(x), axis1=1, axis2=2)).sum()),
         (SPD,),
     ),
+    ("sparse_products", sparse_products, (matrices(16), matrices(16, 8, seed=1))),
     ("random_threefry", rbg("threefry2x32", jax.random.normal), (SIDES[0],)),
     ("random_rbg", rbg("rbg", jax.random.normal), (SIDES[0],)),
     ("random_unsafe_rbg", rbg("unsafe_rbg", jax.random.uniform), (SIDES[0],)),

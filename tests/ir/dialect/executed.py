@@ -36,6 +36,10 @@ NOT_ON_CPU = {
     "custom_call:LuDecomposition",
     "custom_call:cu_threefry2x32_ffi",
     "custom_call:hip_threefry2x32_ffi",
+    "custom_call:cudnn_rnn_ffi",
+    "custom_call:cudnn_rnn_bwd_ffi",
+    "custom_call:hipdnn_rnn_ffi",
+    "custom_call:hipdnn_rnn_bwd_ffi",
 }
 """Rules of ops that no CPU runs as it is; `test_library_calls.py` and `test_manual.py` lower some,
 and `test_custom_calls.py` runs a call in a manual region."""
