@@ -276,7 +276,7 @@ def made_by_first(
     with waiting(f"{label}, which process {members[0]} makes"):
         while (text := store.get(key, ASK_S)) is None:
             pass  # if that process is lost, this one is stopped by the thread that watches it
-    return unpacked(heard(text)[0])
+    return unpacked(heard(text))
 
 
 def packed(text: str) -> str:
