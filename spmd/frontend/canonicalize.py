@@ -98,11 +98,7 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites every op in `CANONICAL`, then those that read or make values without elements.
-
-    Raises:
-      UnsupportedOpError: an op has a form that cannot be rewritten.
-    """
+    """Rewrites ops in `CANONICAL`, then values without elements; UnsupportedOpError for others."""
     program = _rewritten(program, lambda op: CANONICAL.get(key_of(op.name, op.kind.attrs)))
     if any(type_.is_empty for type_ in program.types):
         program = _rewritten(program, _of_nothing)
