@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-overload"
 """What is done wrong at first: one clear error with the place, what is there and the fix."""
 
 import re
