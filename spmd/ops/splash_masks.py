@@ -32,7 +32,7 @@ class Causal(_Band, jax_masks.CausalMask):
     least = 0
 
 
-class Window(_Band, jax_masks.LocalMask):
+class SlidingWindow(_Band, jax_masks.LocalMask):
     """Hides the keys after a query, and those `size` positions or more before it."""
 
     least = 0
