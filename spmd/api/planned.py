@@ -106,7 +106,6 @@ class Planned:
             self.name,
             os.path.basename(self.request.function[0]) if self.request.function else "",
             self.measured,
-            self.options,
         )
 
     def __repr__(self) -> str:
