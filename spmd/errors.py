@@ -1,7 +1,7 @@
-"""The one family of errors that users see, and the one renderer that words them.
+"""The errors that users see: one class for each kind, and one format for all their messages.
 
-Every error says what was asked, the op and the user's source line, the actual and the required
-sharding with sizes, and how to fix it. Fields that do not apply are left out.
+A message says what was asked, the op and the user's source line, what is there and what is required
+(shardings, with sizes), and how to fix it. Fields that do not apply are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class SpmdError(Exception):
     """Base of every error that `spmd` raises on purpose.
 
     Args:
-      what: one sentence, what was asked and why it cannot be done.
+      what: one sentence: what was asked and why it cannot be done.
       op: the op, mark or argument concerned, as text.
       source: `file.py:line (function)` of the user's code.
       actual: what is there, with sizes.
@@ -36,12 +36,12 @@ class SpmdError(Exception):
         super().__init__(self.render())
 
     def at(self, source: str | None) -> SpmdError:
-        """Returns the same error with a source line, where it has none."""
+        """Returns a copy of the error whose source line is `source` if it had none before."""
         fields = {"op": self.op, "actual": self.actual, "required": self.required, "fix": self.fix}
         return type(self)(self.what, source=self.source or source, **fields)
 
     def render(self) -> str:
-        """Returns the message: one line that says what, then one indented line for each field."""
+        """Returns the message: `what`, then one indented line `name: text` for each other field."""
         fields = {"op": self.op, "at": self.source, "actual": self.actual}
         fields |= {"required": self.required, "fix": self.fix}
         return "\n".join(
@@ -50,23 +50,23 @@ class SpmdError(Exception):
 
 
 class MeshError(SpmdError):
-    """Raised for a mesh that cannot exist, or for two meshes where there must be one."""
+    """Raised for a mesh that is missing, impossible, unfit for its use, or unlike another one."""
 
 
 class SpecError(SpmdError):
-    """Raised for a partition spec that does not fit its mesh or its tensor."""
+    """Raised for a partition spec that does not fit its mesh, its tensor or its pytree."""
 
 
 class UnsupportedOpError(SpmdError):
-    """Raised for an op that has no rule, or a use of it that the rule does not cover."""
+    """Raised for an op that `spmd` cannot partition, or not in the form in which it is used."""
 
 
 class FrontendError(SpmdError):
-    """Raised for a module or function that cannot be imported."""
+    """Raised for a function or a StableHLO module that cannot be read into a `Program`."""
 
 
 class PlanError(SpmdError):
-    """Raised when no plan satisfies the marks and the limits."""
+    """Raised when no choice of shardings keeps to the memory limit under the given marks."""
 
     # Of a memory limit that was not kept to: the least that was found, on one device, or what every
     # plan needs at least, where that is more than the limit already.
@@ -78,19 +78,19 @@ class ArgumentError(SpmdError):
 
 
 class LaunchError(SpmdError):
-    """Raised when processes of a job cannot come together, or are not about to do the same."""
+    """Raised when processes of a job cannot connect, or differ in program, flags or versions."""
 
 
 class InstallError(SpmdError, ImportError):
-    """Raised for a package that is not installed, or in a version that does not work."""
+    """Raised when a package that is needed is not installed, or its version does not work."""
 
 
 class LegalityError(SpmdError):
-    """Raised when a stage broke its contract: a bug in `spmd`, never the user's fault."""
+    """Raised when a compiler stage made a malformed program: a bug in `spmd`, not the user's."""
 
 
 def bytes_text(count: float) -> str:
-    """Writes a size in binary units with about three digits: `1.5 KiB`."""
+    """Returns a number of bytes as text with about three digits: `1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
@@ -107,7 +107,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def described(thing: Any) -> str:
-    """Describes what a user passed: `a float32 array of shape (8, 16)`, else by its repr."""
+    """Returns a value as text: `a float32 array of shape (8, 16)`; else its repr, shortened."""
     shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"a {dtype} array of shape {shape}"

@@ -1,10 +1,9 @@
-"""`verify`: the partitioned program against the whole one, and the first op that differs.
+"""`verify`: compares the partitioned program with the whole one, and finds the first wrong op.
 
-A *cut* behind some ops of a program is compared by the values that are still needed behind it.
-Nothing differs at the cut before the first op, something does at the one behind the last. The
-search halves this interval, running both programs up to the cut, until one op is left. If that is a
-loop, its body is run by itself for one iteration after the other, and the first in which it differs
-is searched in the same way.
+The search is a bisection. At a *cut* behind the first n ops, both programs run these ops, and the
+values that later ops read are compared. Nothing differs at cut 0, something at the last cut; the
+interval is halved until one op is left. If that is a loop, both programs run its body by itself for
+one iteration after the other, and the first one that differs is searched in the same way.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Culprit(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """Holds the outcome of `verify`; it prints as a report, and is true when all results agree."""
+    """Holds the outcome of `verify`; it is true if all results agree, and `str` makes a report."""
 
     ok: bool
     comparisons: tuple[Comparison, ...]  # one for each result
@@ -89,12 +88,11 @@ def verify(
 ) -> Verification:
     """Runs the partitioned and the whole program, compares results, and finds the first wrong op.
 
-    The whole program runs on one device, which has to have room for it. One with manual regions
-    runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
-
-    `run` is the compiled program. Arguments are copied, so donation does not reach them. `rtol` and
-    `atol` are chosen by dtype when left out. ArgumentError: this process does not hold an argument
-    whole.
+    `run` calls the partitioned program, compiled; `lower` emits the program of a plan. `module` is
+    the whole program. It runs on one device, or with manual regions on all of the mesh, partitioned
+    by XLA; each device that is used needs memory for all of it. Arguments are copied, not donated.
+    `rtol` and `atol` are as in `Tolerance`; if left out, `rtol` is chosen by dtype.
+    ArgumentError: some of an argument is on devices of other processes.
     """
     program = plan.program
     for argument, name in zip(arguments, program.arg_names, strict=False):  # then come constants
@@ -122,11 +120,11 @@ def verify(
 
 
 _TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
-"""Relative tolerance by the bits of the narrowest float type that a program computes in."""
+"""Bits of the narrowest float type that a program computes in -> relative tolerance."""
 
 
 class Comparison(NamedTuple):
-    """Says how far a value of the partitioned program is from the whole program's."""
+    """Holds how far a value of the partitioned program is from the whole program's."""
 
     name: str
     type: TensorType
@@ -150,9 +148,9 @@ class Comparison(NamedTuple):
 class Tolerance(NamedTuple):
     """Says when two floats agree: if they differ by at most `atol + rtol * |wanted|`.
 
-    If left out, `atol` is `rtol` times the largest magnitude of the result. The error of a sum in
-    another order depends on its terms, which may be large where the sum itself is nearly 0. With
-    `rtol=1e-4` and magnitudes up to 100, elements near 0 may differ by 0.01.
+    If left out, `atol` is `rtol` times the largest magnitude of the result: the rounding error of a
+    sum depends on its terms, which may be large where the sum itself is nearly 0. With `rtol=1e-4`
+    and magnitudes up to 100, elements near 0 may differ by 0.01.
     """
 
     rtol: float
@@ -160,7 +158,7 @@ class Tolerance(NamedTuple):
 
 
 def default_rtol(types: Iterable[TensorType]) -> float:
-    """Returns the relative tolerance for programs that compute in these types."""
+    """Returns the relative tolerance for a program with these types, by its narrowest float."""
     bits = [_float_bits(type_.dtype) for type_ in types]
     return _TOLERANCE_BITS[min((b for b in bits if b), default=32)]
 
@@ -173,7 +171,7 @@ def _float_bits(dtype: str) -> int:
 def compare(
     name: str, type_: TensorType, got: Any, wanted: Any, tolerance: Tolerance
 ) -> Comparison:
-    """Compares two arrays of one type; NaN equals NaN, and infinities only themselves."""
+    """Compares two arrays of type `type_`; NaN equals NaN, an infinity only an equal one."""
     if np.shape(got) != np.shape(wanted):
         text = f"shape {np.shape(got)}", f"shape {np.shape(wanted)}"
         return Comparison(name, type_, np.inf, np.inf, (), *text, False)
@@ -203,7 +201,7 @@ def compare(
 def compare_results(
     program: Program, got: Iterable[Any], wanted: Iterable[Any], tolerance: Tolerance
 ) -> tuple[Comparison, ...]:
-    """Compares the results of two runs of a program, one by one."""
+    """Returns a `Comparison` for each result of a program, given the results of two runs."""
     values = program.body.results
     return tuple(
         compare(name, program.types[v], a, b, tolerance)
@@ -212,7 +210,7 @@ def compare_results(
 
 
 def _wide(array: Any) -> Any:
-    """Converts elements to a dtype in which differences are exact enough."""
+    """Converts an array to a dtype of at least 64 bits, in which differences are exact enough."""
     elements = np.asarray(array)
     if elements.dtype.kind == "c":
         return elements.astype(np.complex128)
@@ -222,13 +220,16 @@ def _wide(array: Any) -> Any:
 
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
-    """Compiles the global program, not partitioned and without its marks: see `text_run`."""
+    """Compiles the global program without its marks; returns a function as `text_run` does."""
     bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
     return text_run(emit(bare, mesh), program, mesh)
 
 
 def text_run(text: str, program: Program, mesh: Mesh) -> Run:
-    """Compiles a whole program for the mesh's first device; with manual regions, for all by XLA."""
+    """Compiles StableHLO `text` of a whole program; returns a function from arguments to results.
+
+    It runs on the mesh's first device, or with manual regions on all, partitioned by XLA.
+    """
     types = tuple(program.types[v] for v in program.body.results)
     is_manual = any(op.name == MANUAL for op in program.walk())
     where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
@@ -237,12 +238,12 @@ def text_run(text: str, program: Program, mesh: Mesh) -> Run:
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:
-    """Copies arrays to numpy."""
+    """Returns arrays as numpy arrays on the host."""
     return [np.asarray(array) for array in arrays]
 
 
 class _Search(NamedTuple):
-    """Searches one block for the first wrong op: the program, or a body with a plan of its own."""
+    """Searches one block, of the program or of an op's region, for the first wrong op."""
 
     plan: Plan
     arguments: Arrays  # for each argument of the block a host array
@@ -251,7 +252,7 @@ class _Search(NamedTuple):
     inside: tuple[str, ...] = ()
 
     def run(self) -> Culprit | None:
-        """Returns the first op whose value differs, or None when both programs agree after all."""
+        """Returns the first op whose value differs; None if all results of the block agree."""
         # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
         # one behind all ops and one more has the results in the shardings that are returned. Of 4
         # ops the third is wrong:
@@ -290,7 +291,7 @@ class _Search(NamedTuple):
         return Culprit(op, "\n".join(lines), self.inside + inside, wrong)
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
-        """Compares the values needed behind the first `cut` ops, and returns those that differ."""
+        """Compares the values that ops after the first `cut` read; returns those that differ."""
         plan, program = self.plan, self.plan.program
         if cut > len(program.body.ops):  # constants are passed as other arguments are
             passed = _with_program(plan, program._replace(constants=()))
@@ -304,7 +305,7 @@ class _Search(NamedTuple):
         return self.differing(plan)(self.arguments) if plan.results else ()
 
     def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
-        """Returns a function that runs both programs on arguments and returns what differs."""
+        """Compiles both programs; returns a function from arguments to comparisons that differ."""
         emitted = self.lower(plan)
         partitioned, whole = executable(emitted), whole_run(plan.program, plan.mesh)
 
@@ -323,7 +324,7 @@ class _Search(NamedTuple):
         return whole_run(program, self.plan.mesh)(self.arguments)
 
     def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        """Returns the first wrong op inside of an op; None if nothing there differs by itself."""
+        """Returns the first wrong op in the regions of `op`; None if none is on equal inputs."""
         if op.name == MANUAL:  # what is inside has no value on the whole program's side
             return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
         if op.is_loop:
@@ -342,7 +343,7 @@ class _Search(NamedTuple):
         return None
 
     def descend_loop(self, index: int, op: Op) -> Culprit | None:
-        """Searches the first iteration whose body differs; None if none does."""
+        """Returns the first wrong op of the first iteration that differs; None if none does."""
         # The whole program makes the carries of every iteration, so that an error in one does not
         # reach the next: the body is always compared on equal inputs.
         condition, body = (_region_program(self.plan, region) for region in op.regions)
@@ -378,14 +379,14 @@ def _with_body(program: Program, body: Region) -> Program:
 
 
 def _with_program(plan: Plan, program: Program) -> Plan:
-    """Returns the plan's decisions for another program that has some of the same values."""
+    """Returns the plan for another program, made of some of the values of its own."""
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
     problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
     return plan._replace(problem=problem, results=results)
 
 
 def _region_program(plan: Plan, region: Region) -> Program:
-    """Makes a program of a region: what it reads from outside is an argument, or is made again."""
+    """Returns a region as a program; values from outside become arguments, or are recomputed."""
     producers, cheap = plan.problem.index.producers, plan.propagated.cheap
     captured: dict[Value, None] = {}
     made: dict[Value, Op] = {}
@@ -405,7 +406,7 @@ def _region_program(plan: Plan, region: Region) -> Program:
 
 
 def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
-    """Returns the plan of a region's program; None if an argument is partial: no array can be."""
+    """Returns the plan of a region's program; None if an argument is partial (no array can be)."""
     states = [plan.states[v] for v in piece.body.args]
     if any(state is not None and state.partial for state in states):
         return None
@@ -414,14 +415,14 @@ def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
 
 
 def probe_sharding(plan: Plan, value: Value) -> Sharding:
-    """Returns a value's planned sharding without axes that its dims do not divide evenly."""
+    """Returns a value's planned sharding, of whole axes that divide its dims, and not partial."""
     state = plan.states[value] or _use_of_cheap(plan, value)
     shape = plan.program.types[value].shape
     return Sharding(whole_axes(state.dims, shape, plan.mesh))
 
 
 def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
-    """Returns the sharding in which the first use takes a cheap value, one that is made per use."""
+    """Returns the sharding in which its first reader takes a value that is made for each reader."""
     cheap = plan.propagated.cheap
     for op in plan.program.walk():
         if value not in op.operands or op.regions:

@@ -1,4 +1,4 @@
-"""A planned program: what it does, what it costs, why it is so, and how it looks at every stage."""
+"""Programs with a plan: reports about shardings, costs and reasons, and texts of each stage."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 STAGES = (
     "stablehlo", "program", "propagated", "planned", "local", "optimized", "emitted", "hlo"
 )  # fmt: skip
-"""Stages of a program that `as_text` prints; the last one only of compiled programs."""
+"""Stages after which `as_text` prints the program, in order; `hlo` of compiled programs alone."""
 
 
 class Planned:
-    """A planned program, and all that can be asked of it before XLA compiles it."""
+    """A program that is planned and partitioned, and the reports that need no run of it."""
 
     def __init__(
         self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
@@ -54,33 +54,33 @@ class Planned:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of one run: kind, axes, bytes, count, source, reason, seconds."""
+        """All collective ops of one device's program in order, with bytes, count and seconds."""
         return list_collectives(self.stages.optimized, self.stages.plan.topology)
 
     @property
     def timeline(self) -> Timeline:
-        """Predicted schedule of one run: when each op runs, on compute or on a mesh axis's link."""
+        """The predicted start and end of each op in one run, on compute or on the links of axes."""
         return self.stages.timeline
 
     @property
     def cost(self) -> float:
-        """Predicted seconds of one run, in which collectives overlap independent arithmetic."""
+        """The predicted seconds of one run, in which collectives overlap independent arithmetic."""
         return self.timeline.seconds
 
     @cached_property
     def predicted_memory(self) -> MemoryUse:
-        """Predicted memory of one device: its buffers, and when each is live."""
+        """The predicted bytes of one device: its buffers, and when each is live."""
         platform = self.stages.plan.topology.platform
         return peak_memory(self.stages.optimized.program, self.donated, platform)
 
     @property
     def memory(self) -> Memory:
-        """Bytes per device: predicted, until XLA has compiled the program."""
+        """The bytes of one device by purpose; predicted, as XLA has not compiled it yet."""
         return Memory.predicted(self.predicted_memory)
 
     @cached_property
     def prices(self) -> Prices:
-        """Prices of other decisions: what each would cost more than the plan; made when asked."""
+        """What other decisions would cost more than the plan's, a mark left out, for example."""
         return Prices(self.stages.plan, self.options)
 
     # Reports are loaded when asked for: training and serving go without.
@@ -110,7 +110,7 @@ class Planned:
         return notebook_cell(self._facts())
 
     def explain(self, value: str | None = None, *, prices: bool = True) -> str:
-        """Returns how values are sharded, why, and what it costs, as text; or all about one value.
+        """Returns a text: how values are sharded, why, and what it costs; or all about one value.
 
         Args:
           value: an argument's or a result's name or a pattern of names (`params/*/w`), a value's
@@ -134,7 +134,7 @@ class Planned:
         return summarize(self._facts(), self.prices.costly_mark)
 
     def report(self, path: str | os.PathLike[str], *, prices: bool = True) -> None:
-        """Writes `explain` as one self-contained HTML page with pictures.
+        """Writes what `explain` says as one self-contained HTML page with pictures.
 
         Args:
           path: the file to write.
@@ -160,7 +160,7 @@ class Planned:
         Path(path).write_text(json.dumps(trace_of(self._facts())), encoding="utf-8")
 
     def as_text(self, stage: str = "planned") -> str:
-        """Returns the program after a stage of `spmd.api.STAGES`, as deterministic text.
+        """Returns the program as text after a stage of `spmd.api.STAGES`, the same in each process.
 
         Raises:
           ArgumentError: there is no such stage.

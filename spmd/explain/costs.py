@@ -1,8 +1,8 @@
-"""Where the time of a run goes: its collectives, and what makes it longer, by source line.
+"""Divides the predicted time of one run among its collectives and the user's source lines.
 
-Arithmetic costs the time that it takes. Of a collective, the part beside which arithmetic runs is
-hidden: it costs only as much as the two slow each other. Layers run the same source lines, and so
-they count together.
+Arithmetic costs the seconds that it takes. A collective costs its seconds less the *hidden* ones:
+`Chip.overlap` times the seconds in which arithmetic runs at the same time. Equal layers run the
+same source lines, so their costs are summed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST = 5  # costs that a report opens with; the largest collective follows where
 
 
 class Collective(NamedTuple):
-    """Describes a collective of a local program."""
+    """Describes one collective op of a local program: what it sends, how often, and why."""
 
     kind: str  # as in `spmd.reshard.comm.KINDS`
     axes: tuple[str, ...]  # the mesh axes (or sub-axes) along which devices transfer
@@ -43,7 +43,7 @@ class Collective(NamedTuple):
 
 
 def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
-    """Lists the collectives of a local program, in program order."""
+    """Returns the collectives of a local program, and kernels that send data, in program order."""
     program, mesh = partitioned.program, partitioned.mesh
     return tuple(
         Collective(
@@ -62,7 +62,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
 
 
 def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yields a region's ops with how often each runs; those inside an op come before it."""
+    """Yields (op, its executions) of a region that runs `times` times; a loop follows its body."""
     for op in region.ops:
         for inner in op.regions:
             yield from with_runs(inner, index, times * index.runs(op))
@@ -70,13 +70,13 @@ def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op
 
 
 def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
-    """Returns the bytes that one device sends in one run of an op; 0 if it exchanges nothing."""
+    """Returns the bytes that one device sends in one execution of an op; 0 if it sends nothing."""
     transfer = Transfer.of(op, mesh)
     return transfer.sent_bytes(mesh, topology) if transfer else 0
 
 
 class Total(NamedTuple):
-    """Sums up collectives that are alike: the first of them, and what all do in one run."""
+    """Holds what several collectives with something in common do together in one run."""
 
     like: Collective
     ops: int = 0
@@ -86,7 +86,7 @@ class Total(NamedTuple):
 
 
 def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
-    """Sums up equal collectives, whatever their layer; most bytes first, then most time."""
+    """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
     found = totals(collectives, lambda c: c._replace(layer="")).values()
     return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
 
@@ -98,7 +98,7 @@ def traffic(collectives: Iterable[Collective]) -> list[Total]:
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
-    """Sums up collectives by what `look` returns for each."""
+    """Maps each key that `look` returns to the total of the collectives that it is returned for."""
     return {
         key: Total(
             alike[0],
@@ -112,7 +112,7 @@ def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -
 
 
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
-    """Lists collectives, equal ones together, each with its reason below it."""
+    """Returns the report's table of collectives: equal ones in one row, with the reason below."""
     rows = [
         (like.kind, ", ".join(like.axes), ops, runs, like.bytes, *sums, (like.source, like.reason))
         for like, ops, runs, *sums in collective_rows(collectives)
@@ -132,25 +132,25 @@ def traffic_section(collectives: Iterable[Collective]) -> w.Section:
 
 
 class Nested(NamedTuple):
-    """Holds a slot of a timeline with those inside it, of a loop those of its first iteration."""
+    """Holds when an op runs (its slot), and for a loop or conditional also the ops in its body."""
 
     slot: Slot
     inside: tuple[Nested, ...]
 
     def slots(self) -> list[Slot]:
-        """Returns it and all that is inside it."""
+        """Returns this slot, and after it the slots nested in it at any depth."""
         return [self.slot, *(slot for inner in self.inside for slot in inner.slots())]
 
 
 def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
-    """Puts the slots of a timeline that are inside a loop or conditional into its slot."""
+    """Makes a tree of a timeline's slots, in which the ops of a loop's body are inside the loop."""
     heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
     ends = pairwise([*heads, len(slots)])
     return tuple(Nested(slots[at], nested(slots[at + 1 : end])) for at, end in ends)
 
 
 class Spent(NamedTuple):
-    """Holds how much longer a slot makes a run, and how much of a collective arithmetic hides."""
+    """Holds by how many seconds an op makes a run longer, all of its executions together."""
 
     slot: Slot
     seconds: float
@@ -158,10 +158,10 @@ class Spent(NamedTuple):
 
 
 def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
-    """Returns what each slot adds to the time of a run; loops add nothing of their own.
+    """Returns how much longer each op makes a run; loops and conditionals themselves are left out.
 
-    Nothing runs beside a loop, and slots inside it have the times of its first iteration: so slots
-    whose times overlap do run side by side.
+    Ops whose slots overlap in time run at the same time: nothing runs beside a loop, and slots in
+    its body have the times of its first iteration. Only arithmetic hides a collective.
     """
     slots = [slot for slot in timeline.slots if not slot.op.regions]
     busy = sorted((slot.start, slot.end) for slot in slots if slot.lane == COMPUTE)
@@ -183,7 +183,7 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 
 
 class Cost(NamedTuple):
-    """Holds what some ops cost: of one source line, in compute or in one kind of collective."""
+    """Holds the cost of a source line's arithmetic, or of its collectives of one kind and axes."""
 
     kind: str  # `compute`, or the collective's kind
     axes: str  # the mesh axes over which a collective goes, as text
@@ -198,12 +198,12 @@ class Cost(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its kind and axes: `all_gather over data`."""
+        """The kind, and the axes if there are any: `all_gather over data`, `compute`."""
         return f"{self.kind} over {self.axes}" if self.axes else self.kind
 
     @property
     def remark(self) -> str:
-        """Its other figures: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
+        """Its counts as text: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
         parts = [w.plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
         parts += [f"{w.bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
         is_hidden = self.hidden > self.seconds / 100
@@ -212,7 +212,7 @@ class Cost(NamedTuple):
 
 
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
-    """Returns what a run's time is spent on, by source line and kind; the largest cost first."""
+    """Returns a run's costs, one for each source line and kind of work, most seconds first."""
     alike = w.grouped(
         spent(timeline, topology),
         lambda part: (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2]),
@@ -222,7 +222,7 @@ def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...
 
 
 def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
-    """Sums up slots of one kind and source line, one at least."""
+    """Adds up what ops of the same kind, axes and source line cost; there must be at least one."""
     slots = [part.slot for part in parts]
     longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
     is_compute = slots[0].lane == COMPUTE
@@ -241,7 +241,11 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
 
 
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
-    """Picks the costs that a report opens with, and their title; `found` has the largest first."""
+    """Returns the costs to report first, behind a title that has their share of `seconds`.
+
+    They are the first `MOST` of `found`, which is sorted; if none of these is a collective, also
+    the first collective.
+    """
     most = [cost for cost in found[:MOST] if cost.seconds]
     title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}"
     if all(cost.kind == COMPUTE for cost in most):
@@ -253,7 +257,7 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
-    """Sums up costs by kind: compute first, then each kind of collective."""
+    """Maps `compute`, and then each kind of collective, to the seconds that its costs add up to."""
     by_kind = {COMPUTE: 0.0}
     for cost in found:
         by_kind[cost.kind] = by_kind.get(cost.kind, 0.0) + cost.seconds
@@ -261,7 +265,7 @@ def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
 
 
 def code_lines(cost: Cost) -> tuple[tuple[str, str], ...]:
-    """Returns (place, text of that line) of a cost's source lines; empty text without a file."""
+    """Returns (`file:line (function)`, code in that line) of a cost's frames; code may be ""."""
     return tuple(
         (str(frame), linecache.getline(frame.file, frame.line).strip()) for frame in cost.frames
     )

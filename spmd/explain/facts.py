@@ -1,4 +1,4 @@
-"""What reports are made from: a program's stages, the figures of one run, and how values lie."""
+"""Gathers what reports show of a program: its stages, figures of one run, and shardings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_STAGES = 4  # stages of the compiler that a report names, those that took l
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds a program and the figures of one run of it; reports leave out what is None."""
+    """Holds all that a report on a program is written from; what is None the report leaves out."""
 
     stages: Stages
     collectives: Sequence[Collective]  # what one run of the program exchanges
@@ -44,12 +44,12 @@ class Facts:
 
     @property
     def name(self) -> str:
-        """The program's name."""
+        """The program's name: `given_name`, or if that is empty the function's name."""
         return self.given_name or self.plan.program.name
 
     @property
     def title(self) -> str:
-        """The program's name, and the file that it is written in, if known."""
+        """The program's name and, if known, its file: `train_step of train.py`."""
         return f"{self.name} of {self.file}" if self.file else self.name
 
     @property
@@ -59,12 +59,12 @@ class Facts:
 
     @property
     def timeline(self) -> Timeline:
-        """Predicted schedule, in which collectives overlap arithmetic where neither waits."""
+        """When each op is predicted to run; collectives may overlap arithmetic."""
         return self.stages.timeline
 
     @cached_property
     def least_seconds(self) -> float:
-        """Lower bound of every plan's seconds: all arithmetic split evenly, nothing sent."""
+        """Lower bound of a run's seconds for any plan: arithmetic split evenly, nothing sent."""
         # Rewrites do equal ops once, so a program may have less to do than was written.
         return min(
             least_seconds(self.plan.problem.index, self.plan.mesh, self.plan.topology),
@@ -73,7 +73,7 @@ class Facts:
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
-        """What a run's time is spent on, the largest cost first."""
+        """What the run's time is spent on, by source line and kind, most seconds first."""
         return costs(self.timeline, self.plan.mesh, self.plan.topology)
 
     @cached_property
@@ -86,22 +86,22 @@ class Facts:
 
     @property
     def arguments(self) -> Sequence[Leaf]:
-        """Every leaf of the arguments, in order."""
+        """The leaves of the arguments, in order, each with its sharding."""
         return self._leaves[: len(self.plan.arguments) - len(self.plan.program.constants)]
 
     @property
     def constants(self) -> Sequence[Leaf]:
-        """The constants that may be split; smaller ones are whole on every device."""
+        """The large constants, which may be split; smaller ones are whole on every device."""
         return self._leaves[len(self.arguments) : len(self.plan.arguments)]
 
     @property
     def results(self) -> Sequence[Leaf]:
-        """Every leaf of the results, in order."""
+        """The leaves of the results, in order, each with its sharding."""
         return self._leaves[len(self.plan.arguments) :]
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device sends in one run."""
+        """Bytes that one device sends in one run, in all collectives."""
         return sum(c.bytes * c.count for c in self.collectives)
 
     @property
@@ -117,7 +117,7 @@ class Facts:
 
     @property
     def header(self) -> list[tuple[str, str]]:
-        """(What, as text) of a program: where it runs, how long, and how good its plan is."""
+        """Rows (name, text) for a report: mesh, machine, solver, predicted time and its bounds."""
         plan, stages = self.plan, self.stages
         rows = [
             ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
@@ -137,7 +137,7 @@ class Facts:
 
     @property
     def memory(self) -> tuple[tuple[str, str], ...]:
-        """(What, bytes as text) per device: those predicted, and the peak that XLA reports."""
+        """Rows (what for, bytes as text) of one device: as predicted, and the peak by XLA."""
         use = self.use
         limit = w.bytes_text(self.plan.topology.hbm_bytes)
         room: str = room_for(use.peak, self.plan.topology)
@@ -157,7 +157,7 @@ class Facts:
 
     @property
     def leaves(self) -> list[w.Section]:
-        """The arguments, the results and the constants (if any) as tables."""
+        """Tables of the arguments, of the results and, if there are any, of the constants."""
         ends = {"arguments": self.arguments, "results": self.results}
         ends |= {"constants": self.constants} if self.constants else {}
         return [
@@ -167,7 +167,7 @@ class Facts:
 
 
 def proof_text(plan: Plan) -> str:
-    """Says which solver made a plan, and how much at most its sum of costs exceeds the least."""
+    """Names a plan's solver and, unless greedy, how far its costs may be above the least sum."""
     if plan.solver == "greedy":
         return plan.solver
     axes = sum(map(bool, plan.mesh.axis_atoms.values()))
@@ -180,7 +180,10 @@ def proof_text(plan: Plan) -> str:
 
 
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
-    """Says how many bytes a device holds of `leaves`, or `held`, and how many unpartitioned."""
+    """Returns `2 MiB (unpartitioned 8 MiB, 4x less)`: bytes per device, and of whole leaves.
+
+    `held`, if given, is what a device holds: pieces of `leaves`, and more that is not split.
+    """
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held
     whole = sum(leaf.type.bytes for leaf in leaves) + part - pieces
@@ -193,7 +196,7 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
 
 
 class Leaf(NamedTuple):
-    """Holds how one leaf of the arguments or results lies on the mesh, and why."""
+    """Holds how one leaf of the arguments, results or constants is sharded, and why."""
 
     name: str  # its path in the user's pytree
     type: TensorType
@@ -203,7 +206,7 @@ class Leaf(NamedTuple):
 
 
 def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:
-    """Returns (`argument` or `result`, name, value, sharding) of each, in order."""
+    """Returns (`argument` or `result`, name, value, sharding) of arguments, then of results."""
     program = plan.program
     arguments = zip(program.arg_names, program.body.args, plan.arguments, strict=True)
     results = zip(program.result_names, program.body.results, plan.results, strict=True)
@@ -252,18 +255,18 @@ def _look(leaf: Leaf) -> object:
 def group_leaves(
     leaves: Iterable[Leaf], look_of: Callable[[Leaf], object] = _look
 ) -> list[list[Leaf]]:
-    """Groups leaves that look the same and have names alike, in order of the first.
+    """Groups leaves for which `look_of` is equal and names are similar, in order of the first.
 
-    Names that differ only in numbers go together, then groups whose names differ in one part, not
-    the first or last, as long as the result holds every combination: `{mu,nu}/*/{w,b}/x` stands for
-    four leaves of each number.
+    Leaves whose names differ only in numbers are a group. Two groups become one if their names
+    differ in one part between `/`, not the first or last: `opt/mu/*/w` and `opt/nu/*/w` are
+    `opt/{mu,nu}/*/w`. So a group holds every combination of its parts.
     """
     alike = w.grouped(leaves, lambda leaf: (re.sub(r"\d+", "*", leaf.name), look_of(leaf)))
     # (look, for each part of the names what stands there, leaves)
     merged: list[tuple[object, list[frozenset[str]], list[Leaf]]] = []
 
     def fitting(look: object, parts: Sequence[frozenset[str]]) -> int | None:
-        """Returns the place of a group that makes one with this, if there is any."""
+        """Returns the index in `merged` of a group that these leaves can join, else None."""
         for place, (other, names, _) in enumerate(merged):
             if look == other and len(parts) == len(names):
                 different = [a != b for a, b in zip(parts, names, strict=True)]
@@ -283,7 +286,7 @@ def group_leaves(
 
 
 def pattern(names: Iterable[str]) -> str:
-    """Returns what texts have in common, part by part: `a/0/w`, `a/1/w` -> `a/*/w`."""
+    """Returns one pattern for texts: `a/0/w`, `a/1/w` -> `a/*/w`; `x/w`, `y/w` -> `{x,y}/w`."""
     given = list(dict.fromkeys(names))
     split = [re.split(r"(/|\d+| )", name) for name in given]
     if len({len(parts) for parts in split}) > 1:
@@ -299,7 +302,7 @@ def pattern(names: Iterable[str]) -> str:
 
 
 def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
-    """Counts results of ops, and copies in another sharding, by (op, type, sharding, source)."""
+    """Counts op results, and resharded copies, by (op, global type, sharding, source line)."""
     found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
     copies: set[tuple[Value, Sharding]] = set()
     for op in plan.program.walk():
@@ -316,7 +319,7 @@ def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
 
 
 def largest_table(plan: Plan, n: int) -> w.Table:
-    """Makes a table of the `n` largest values inside the program, alike ones in one row."""
+    """Returns a table of the `n` largest intermediate values per device, equal ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
         local, spec = local_type(type_, sharding, plan.mesh), w.spec_text(sharding, plan.mesh)

@@ -1,7 +1,7 @@
-"""What goes on in steps: pipelines over stages (`spmd.pipeline`), and pieces that go round rings.
+"""Reports what devices do step by step: in pipelines (`spmd.pipeline`), and in rings.
 
-Of pipelines: their steps, what of them is idle, what is sent and held. Of rings: which operands
-come in pieces that go round, and which could; what the planner weighed.
+In a ring each device has a piece of an operand (attention's keys), and passes pieces on to the next
+device while it computes. An op that could do so may instead gather all pieces first.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ AT_ONCE = 3
 
 
 def _travel_text(travel: Cost | None) -> str:
-    """Says what one device sends: `704 KiB in 22 permutes, 12 us of waiting`."""
+    """Returns the cost of permutes as text: `704 KiB in 22 permutes, 12 us of waiting`."""
     if travel is None:
         return "0 B in 0 permutes, no waiting"
     waiting = f"{w.seconds_text(travel.seconds)} of" if travel.seconds else "no"
@@ -50,12 +50,12 @@ class PipelineRow(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """The share of its steps in which a stage has nothing to do: the bubble."""
+        """The share of steps in which a stage has nothing to do, 0 to 1: the bubble."""
         return 1 - self.of.busy_steps / self.steps
 
     @property
     def title(self) -> str:
-        """Its shape: `4 stages over stage, 8 microbatches, schedule gpipe`."""
+        """The pipeline in words: `4 stages over stage, 8 microbatches, schedule gpipe`."""
         of = self.of
         chunks = f" of {of.chunks} chunks" if of.chunks > 1 else ""
         return (
@@ -65,7 +65,7 @@ class PipelineRow(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
-        """(what, figures) pairs for a report: bubble, bytes sent, bytes held."""
+        """Rows (name, figures) for a report: bubble, bytes sent, bytes held for the gradient."""
         bubble = (
             f"{w.share_text(self.seconds * self.idle, self.seconds)} of "
             f"{w.seconds_text(self.seconds)} in its loops: "
@@ -78,7 +78,7 @@ class PipelineRow(NamedTuple):
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
-    """Returns the figures of each pipeline of a program, in order."""
+    """Returns the figures of each pipeline of a program, in program order."""
     plan = stages.plan
     outermost = [loop for loop in nested(stages.timeline.slots) if loop.slot.op.is_loop]
     found = w.grouped(
@@ -119,7 +119,7 @@ def _loops_in(loop: Nested) -> list[Slot]:
 
 
 def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
-    """Returns the bytes of what the loops of `makers` make and those of `readers` read."""
+    """Returns the bytes of all results of the loops in `makers` that loops in `readers` read."""
     read = {value for slot in readers for value in slot.op.operands}
     made = {
         value: type_.bytes
@@ -130,7 +130,7 @@ def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
 
 
 class RingRow(NamedTuple):
-    """Holds figures of ops that read all pieces of an operand, gathered or passed round a ring."""
+    """Holds figures of equal ops that use, or could use, a ring of devices for an operand."""
 
     op: str
     source: str
@@ -151,7 +151,7 @@ class RingRow(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What it does: `spmd.attention (3 alike): 8 pieces go round seq in zigzag order`."""
+        """The op in words: `spmd.attention (3 alike): 8 pieces go round seq in zigzag order`."""
         alike = f" ({self.ops} alike)" if self.ops > 1 else ""
         did = "go round" if self.goes_round else "are gathered over"
         order = " in zigzag order" if self.is_zigzag else ""
@@ -159,7 +159,7 @@ class RingRow(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
-        """(what, figures) pairs for a report: time, bytes sent and held, price of the other way."""
+        """Rows (name, figures) for a report: time, bytes sent and held, price of `other`."""
         exchange, arithmetic = w.seconds_text(self.exchange), w.seconds_text(self.arithmetic)
         going = w.bytes_text(min(AT_ONCE, self.pieces) * self.piece)
         gathered = w.bytes_text(self.pieces * self.piece)
@@ -182,9 +182,9 @@ class RingRow(NamedTuple):
 
 
 def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
-    """Returns figures of the ops whose operands may go round a ring, in program order.
+    """Returns figures of ops that use, or could use, a ring, equal ones as one, in program order.
 
-    With `prices`, the first few get the price of the other way.
+    With `prices`, the first rows get `other`: the price of gathering instead, or of the reverse.
     """
     plan = stages.plan
     found = [
@@ -215,7 +215,7 @@ def ring_rows(stages: Stages, prices: Prices | None = None) -> list[RingRow]:
 
 
 def _ring(plan: Plan, op: Op, factor: int) -> RingRow | None:
-    """Returns the figures of one op's ring factor; None if its pieces cannot go round."""
+    """Returns the figures of one op's ring factor; None if its pieces cannot go round a ring."""
     rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
     assignment = plan.choice(op).assignment
     axes = ring_axes(rule, factor, assignment, mesh.atom_sizes)

@@ -1,4 +1,4 @@
-"""Reports as text: about a program, whole or in short, about one value, and about two plans."""
+"""Writes reports as text: on a program, long or short, on one value, and on two plans."""
 
 import difflib
 import fnmatch
@@ -48,7 +48,7 @@ MOST_CHANGES = 12  # rows of each part of a difference that are shown, the large
 
 
 def explain_program(facts: Facts) -> str:
-    """Writes the whole report: what costs most, what is sharded how, why, and what it costs."""
+    """Returns the long report on a program: what costs most, shardings and why, traffic, memory."""
     plan, found, stages = facts.plan, facts.collectives, facts.stages
     whole = facts.timeline.seconds
     title, most = costs.largest(facts.costs, whole)
@@ -101,7 +101,7 @@ def _joined(lines: Sequence[str], *meshes: Mesh) -> str:
 
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
-    """Writes the short report for a terminal; `costly` is a mark to warn of, if any."""
+    """Returns the short report on a program; a note warns of the marks `costly`, if given."""
     plan, rows, constants = facts.plan, dict(facts.memory), facts.constants
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
@@ -145,7 +145,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
 
 
 def brief(what: str, facts: Facts) -> str:
-    """Writes a program's mesh and figures in one line, for `repr`; `what` is the class's name.
+    """Returns a program's mesh and figures in one line, for `repr`; `what` is the class's name.
 
     `<spmd.Compiled train_step on data=4, model=2 (8 cpu): 14 collectives, 3.2 MiB sent per device,
     41 MiB memory per device, predicted 1.9 ms>`.
@@ -175,10 +175,10 @@ Found = list[tuple[str, Value, Sharding | None]]  # (title, value, what it lies 
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
-    """Writes all about one value: its sharding, why each dim is split or not, and who reshards it.
+    """Returns a text on one value: its sharding, why each dim is split or not, uses and reshards.
 
-    `name` is as for `Planned.explain`; without `prices` nothing is said of what else would cost.
-    ArgumentError if no value has this name.
+    `name` is an argument, a result, a pattern, `%12` or `model.py:12`; several values may fit. With
+    `prices`, other shardings and what they cost are listed. ArgumentError if no value fits.
     """
     plan, program = stages.plan, stages.plan.program
     found, rest = _found(plan, name)
@@ -205,7 +205,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
 
 
 def _found(plan: Plan, name: str) -> tuple[Found, str]:
-    """Returns the values that a name stands for, and how to speak of those not shown."""
+    """Returns the values that `name` stands for, and a verb for any more: `match 'params/*'`."""
     # An argument or a result of this name, or those that match it as a pattern.
     ends = boundary(plan)
     fitting = [end for end in ends if end[1] == name]
@@ -241,7 +241,7 @@ def _found(plan: Plan, name: str) -> tuple[Found, str]:
 def _value_lines(
     plan: Plan, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
 ) -> w.Lines:
-    """Yields all about one value; without a `sharding`, that every use makes its own copy."""
+    """Yields lines on one value; `sharding` is None if every use makes its own copy of it."""
     type_, state = plan.program.types[value], plan.states[value]
     yield f"{title}: {w.type_text(type_)}"
     if sharding is None:
@@ -298,11 +298,11 @@ def _others(plan: Plan, value: Value, prices: Prices) -> w.Lines:
 
 
 def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> w.Lines:
-    """Yields why one dim is split over the axes that split it, and why not over the others."""
+    """Yields why a dim is split over its axes; if it is not split, why not over each axis."""
     mesh, propagated, size = plan.mesh, plan.propagated, plan.program.types[value].shape[dim]
 
     def why_not(axis: str, atoms: Axes) -> str:
-        """Says why the dim is not split over an axis: the first reason that holds."""
+        """Returns the first reason that holds why the dim is not split over an axis."""
         other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
         if other is not None:
             return f"it already splits dim {other}"
@@ -339,11 +339,11 @@ def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> w.Lines:
 
 
 def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
-    """Yields who reads a value in which sharding, and the collectives that take it there."""
+    """Yields each reader of a value, the sharding that it needs, and the collectives for that."""
     type_, mesh = plan.program.types[value], plan.mesh
 
     def wants(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
-        """Yields (reader, wanted sharding) in a region and those inside it, in order."""
+        """Yields (reader as text, sharding it needs or None) for readers in a region."""
         for op in region.ops:
             choice = plan.choices.get(op.results[0]) if op.results else None
             where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
@@ -387,7 +387,7 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
 
 
 def diff_text(a: Facts, b: Facts) -> str:
-    """Writes what changed from plan `a` to plan `b`."""
+    """Returns what differs between two plans, as text; see `spmd.explain.diff`."""
     changes = (
         _changed_leaves("arguments", a, b, a.arguments, b.arguments),
         _changed_leaves("results", a, b, a.results, b.results),
@@ -421,7 +421,7 @@ def _changed_costs(a: Facts, b: Facts) -> w.Lines:
 def _changed_leaves(
     what: str, a: Facts, b: Facts, old: Iterable[Leaf], new: Iterable[Leaf]
 ) -> w.Lines:
-    """Lists arguments or results whose sharding changed; those whose names are alike together."""
+    """Yields lines on leaves whose sharding differs; the title has `what`: arguments or results."""
     before, after = ({leaf.name: leaf for leaf in leaves} for leaves in (old, new))
 
     def spec(leaf: Leaf | None, facts: Facts) -> str:
@@ -448,10 +448,10 @@ def _changed_leaves(
 
 
 def _changed_values(a: Facts, b: Facts) -> w.Lines:
-    """Lists inner values whose sharding changed, a row for those of one op at one source line."""
+    """Yields lines on ops whose results are sharded differently in `b`, by op and source line."""
 
     def shardings(plan: Plan) -> dict[tuple[str, str, str], tuple[str, int]]:
-        """Maps (op, type, source line) to its values' shardings, and the largest piece's bytes."""
+        """Maps (op, type, source line) to (shardings as text, bytes of the largest piece)."""
         # What copies cost is among the collectives.
         inside = [value for value in values_inside(plan) if not value[0].startswith("copy for ")]
         alike = w.grouped(inside, lambda value: (value[0], w.type_text(value[1]), value[3]))
@@ -477,7 +477,7 @@ def _changed_values(a: Facts, b: Facts) -> w.Lines:
 
 
 def _changed_collectives(a: Iterable[costs.Collective], b: Iterable[costs.Collective]) -> w.Lines:
-    """Lists what `b` has added (+), removed (-) or resized (~) against `a`, by layer and line."""
+    """Yields the collectives that `b` adds (+), removes (-), resizes (~), by layer and place."""
 
     def place(c: costs.Collective) -> tuple[str, str, str]:
         return c.layer, c.source, f"{c.kind} over {', '.join(c.axes)}"

@@ -1,4 +1,4 @@
-"""How reports write things: shardings, sizes, times and source lines, tables, lines of text."""
+"""Formats what reports show: shardings, times and source lines, tables, lines of text."""
 
 from __future__ import annotations
 
@@ -36,25 +36,22 @@ def parts_of_axes(text: str, *meshes: Mesh) -> list[str]:
 
 
 def share_text(part: float, whole: float) -> str:
-    """Writes a share in percent: `12.5%`."""
+    """Returns `part` of `whole` in percent: `12.5%`; `-` if `whole` is 0."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
 def plural(count: int, what: str) -> str:
-    """Writes a count with its noun: `1 op`, `2 ops`."""
+    """Returns a count with its noun: `1 op`, `2 ops`."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def type_text(type_: TensorType) -> str:
-    """Writes a tensor's type: `f32[8,128]`."""
+    """Returns a tensor's type as text: `f32[8,128]`."""
     return f"{type_.dtype}[{','.join(map(str, type_.shape))}]"
 
 
 def source_text(text: str) -> str:
-    """Shortens every source line in a text: `llama/model.py:12 (forward)`.
-
-    Of a path its last two parts stay, of a function's qualified name what is behind `<locals>`.
-    """
+    """Shortens source lines in a text: `/a/llama/m.py:12 (g.<locals>.f)` -> `llama/m.py:12 (f)`."""
     text = re.sub(r"[^\s(]*/([^/\s(]+/[^/\s(]+:\d+)", r"\1", text)
     return re.sub(r"\([^\s()]*<locals>\.([^\s()]+)\)", r"(\1)", text)
 
@@ -67,7 +64,7 @@ def value_name(program: Program, value: Value) -> str:
 
 
 def idle_text(axes: Sequence[str]) -> str:
-    """Says that nothing is split over some axes of a mesh."""
+    """Returns a sentence: nothing is split over these axes of the mesh, so devices repeat work."""
     which = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}"
     return f"nothing is split over {which} of the mesh: the devices along it repeat the same work"
 
@@ -76,12 +73,12 @@ def idle_text(axes: Sequence[str]) -> str:
 # Tables, before they are text or a part of a page; and how text is laid out.
 
 Look = Literal["text", "number", "code", "path", "name", "source", "kind", "lines"]
-"""What a cell holds: a `path` may break at its slashes, a `name` is a path in a fixed-width font, a
-`source` is a source line and its caller's, a `kind` that of a collective, `lines` are several."""
+"""How a cell is shown: a `path` may break at its slashes, a `name` is a path in a fixed-width font,
+a `source` is a source line and its caller's, a `kind` that of a collective, `lines` are several."""
 
 
 class Cell(NamedTuple):
-    """Holds one cell of a table, as text and as the page shows it."""
+    """Holds one cell of a table: its text, and how the HTML page shows it."""
 
     text: str
     look: Look = "text"
@@ -116,12 +113,11 @@ COLUMNS: dict[str, Callable[[Any], Cell]] = {
     "what else would cost": lambda said: Cell(said[0], "lines", said[1], "w"),  # (text, least cost)
     "source": lambda place: _source(*([place] if isinstance(place, str) else place)),
 }
-"""How the facts of each column are shown, by its head; others are text that takes what room is
-left."""
+"""Maps a column's head to the function that makes a cell of a value; others are plain text."""
 
 
 class Table(NamedTuple):
-    """Holds facts in rows, to print as text or to show on the page."""
+    """Holds a table of unformatted values, to be printed as text or shown on the page."""
 
     heads: tuple[str, ...]
     rows: Sequence[tuple[Any, ...]]
@@ -129,21 +125,21 @@ class Table(NamedTuple):
     search: str = ""  # what the rows are, for a box on the page that filters them; no box if empty
 
     def by(self, head: str) -> Table:
-        """Returns the table in order of a column of numbers, the largest first."""
+        """Returns the table sorted by the column `head`, of numbers, the largest first."""
         at = self.heads.index(head)
         return self._replace(rows=sorted(self.rows, key=lambda row: -row[at]), sort=head)
 
     def first(self, most: int) -> Table:
-        """Returns the table's first rows."""
+        """Returns the table with only its first `most` rows."""
         return self._replace(rows=self.rows[:most])
 
     def cells(self) -> list[list[Cell]]:
-        """Returns its rows as cells."""
+        """Returns the rows, each value formatted as `COLUMNS` says for its column."""
         shows = [COLUMNS.get(head, partial(Cell, style="w")) for head in self.heads]
         return [[show(fact) for show, fact in zip(shows, r, strict=True)] for r in self.rows]
 
     def lines(self) -> list[str]:
-        """Returns lines of text: numbers flush right, notes below their rows; none without rows."""
+        """Returns the table as lines of text, notes below their rows; none if there are no rows."""
         if not self.rows:
             return []
         rows = self.cells()
@@ -157,7 +153,7 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Holds one part of a report: what it is called, what is said beside that, and its table."""
+    """Holds one part of a report: a title, a remark beside the title, and a table."""
 
     title: str
     remark: str
@@ -166,11 +162,11 @@ class Section(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """Its title and remark in one line."""
+        """The title and the remark in one line: `collectives: 3, 2 MiB sent`."""
         return f"{self.title}: {self.remark}" if self.remark else self.title
 
     def lines(self) -> Lines:
-        """Yields it as lines of text."""
+        """Yields the heading and the table as lines; nothing without rows and without `empty`."""
         return section(self.heading, self.table.lines() or [self.empty] * bool(self.empty))
 
 
@@ -186,7 +182,7 @@ def section(title: str, lines: Sequence[str]) -> Lines:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Returns rows as lines with aligned columns; those numbered in `right` are flush right."""
+    """Returns rows as lines with aligned columns; columns numbered in `right` are flush right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -198,7 +194,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Puts items with one key together, keys in order of their first item."""
+    """Maps each key to the items that have it; keys are in the order of their first item."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,8 +1,8 @@
-"""Partition: rewrites the global program, by its plan, as one program for every device.
+"""Partition: rewrites the global program, as its plan says, as one program for every device.
 
-Every value exists locally in the shardings that its uses want; each is made once where it is
-visible, from the copy that costs least to reshard. Values that are cheap to compute are computed
-in every sharding wanted.
+A value has a local copy in every sharding that one of its uses needs. A copy is made once for all
+readers that can see it, by resharding an existing copy, the one from which that costs least. Cheap
+values (splats, iotas) are computed anew in each sharding instead.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ _REDUCED = {
     "add": "sum", "mul": "product", "max": "maximum", "min": "minimum", "and": "conjunction",
     "or": "disjunction", "xor": "parity",
 }  # fmt: skip
-"""Kind of a partial value -> what people call its reduction."""
+"""Kind of a partial value -> the word for its reduction in notes to users."""
 
 
 class Partitioned(NamedTuple):
@@ -55,7 +55,7 @@ class Partitioned(NamedTuple):
 
 
 def partition(plan: Plan) -> Partitioned:
-    """Rewrites a planned program as the program of one device."""
+    """Returns the program of one device, with explicit collectives, that a plan describes."""
     return _Partitioner(plan).run()
 
 
@@ -90,7 +90,7 @@ class _Partitioner:
     def returned(
         self, values: Sequence[Value], shardings: Sequence[Sharding], names: Sequence[str], loc: Loc
     ) -> list[Value]:
-        """Returns local results of a region or the program, resharded at their makers' lines."""
+        """Returns local copies of `values` in `shardings`; reshards get their producers' lines."""
         found = []
         for value, sharding, name in zip(values, shardings, names, strict=True):
             maker = self.producers.get(value)
@@ -108,7 +108,7 @@ class _Partitioner:
         return local
 
     def get(self, value: Value, wanted: Sharding) -> Value:
-        """Returns a value's local copy in the wanted sharding, making it if none is visible."""
+        """Returns the local copy of a global value in a sharding, made here if none is visible."""
         # A copy that was made inside a region is visible there alone; one from outside may be used.
         for scope in reversed(self.copies):
             copies = scope.get(value)
@@ -213,7 +213,7 @@ class _Partitioner:
         return "the marked value" if op.is_mark else f"the result of {op.label}"
 
     def partial_source(self, value: Value) -> Op | None:
-        """Returns the op whose split left a value partial, not those that only carried it on."""
+        """Returns the op that made a value partial, not ops it flowed through; None if none did."""
         op = self.producers.get(value)
         while op is not None and not op.regions and op.results[0] in self.plan.choices:
             choice = self.plan.choice(op)
@@ -241,7 +241,7 @@ class _Partitioner:
             self.barrier(waiting)
 
     def barrier(self, ops: Sequence[Op]) -> None:
-        """Appends one barrier for several, so that whatever follows any of them waits for all."""
+        """Appends one optimization barrier over the operands of several, in place of these."""
         choices = [self.plan.choice(op) for op in ops]
         operands = [
             v for op, choice in zip(ops, choices, strict=True) for v in self.operands(op, choice)
@@ -320,7 +320,7 @@ class _Partitioner:
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, mesh: Mesh) -> Value:
-    """Appends one reshard step: from a local value in `step.before` to one in `step.after`."""
+    """Appends one reshard step of `x`, which is in `step.before`; returns it in `step.after`."""
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
     # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)
@@ -362,17 +362,17 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
 
 
 HELD = "spmd.held"
-"""Attribute of control flow whose way may depend on the device: along which atoms it may."""
+"""Attribute of control flow: atoms along which devices may differ in their branches or trips."""
 
 
 def without_permutes(program: Program, mesh: Mesh) -> Program:
-    """Replaces permutes by all-gathers where devices may take different branches (`HELD`).
+    """Replaces collective-permutes by all-gathers inside control flow with `HELD`.
 
-    Inside a manual region a branch or a loop may depend on the device. Devices that agree along the
-    manual axes go together, so a collective whose groups lie within the free axes is safe; but
-    XLA's collective-permute is one exchange among all devices, however far apart its pairs are.
-    Those that the compiler put there become all-gathers, of which each device keeps what was sent
-    to it.
+    Devices that differ along the held atoms may take different branches there; all others take the
+    same. So a collective is safe if it runs over other atoms alone. But XLA runs a permute as one
+    exchange among all devices of the mesh, whatever its pairs are, and some may never come to it.
+    So a permute over other atoms, which the compiler added, becomes an all-gather over them, of
+    which each device keeps what the permute would have sent to it:
 
     before: `%3 = collective_permute %2 {y} pairs=[[0, 1], [1, 0], ...]`
     after:  `%4 = all_gather (reshape %2) {y}; %3 = %4[table[position]]`

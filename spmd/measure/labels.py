@@ -1,8 +1,8 @@
-"""What kind of work an op is, and in which layer: of our local program, and of a profile's events.
+"""Labels ops of a local program, and events of a profile: the kind of work, and the layer.
 
-Both get the same labels, so that what was predicted can stand beside what was measured. XLA keeps
-the name scope and the source line of an op of ours in the metadata of what it makes of it; that is
-how an op of its optimized module is found again in our program.
+Both get the same labels, so that predicted and measured times can be compared. XLA keeps the name
+scope and the source line of an op of ours in the metadata of the instructions that it makes of it;
+by these the op of an instruction in the optimized module is found.
 """
 
 import os
@@ -20,11 +20,11 @@ from spmd.mesh.sharding import axes_text
 MATRIX, ATTENTION, OTHER = "matrix products", "attention", "other kernels"
 COPIES, COLLECTIVES = "copies", "collectives"
 KINDS = (MATRIX, ATTENTION, OTHER, COPIES, COLLECTIVES)
-"""Kinds of work. At any time a device's time counts for the first of them that runs."""
+"""Kinds of work. Of kinds that run on a device at the same time, the first here gets the time."""
 
 
 class Label(NamedTuple):
-    """Says what kind of work an op or event is, and in which layer."""
+    """Holds the kind of work of an op or event, and its layer of the user's model."""
 
     kind: str  # one of `KINDS`
     layer: str  # in the user's model, see `layer_of`
@@ -32,7 +32,7 @@ class Label(NamedTuple):
 
 
 def label_of(op: Op, mesh: Mesh) -> Label:
-    """Returns the label of an op of a local program."""
+    """Returns the kind of work and the layer of an op of a local program."""
     layer = layer_of(op.loc)
     if op.collective:
         axes = axes_text(sorted(op.kind.attrs.get("axes", ())), mesh)
@@ -46,15 +46,15 @@ _STRUCTURE = re.compile(
     r"while|body|cond|closed_call|checkpoint|remat\w*|custom_[jv][vm]p_call\w*|core_call|shard_map"
     r"|spmd_program|branch_\d+_fun|.*->.*|"
 )
-"""Parts of a scope that are no names of the user's: jax's own, and the formula of an einsum."""
+"""Matches parts of a name scope that the user did not name: jax's own, and einsum's formulas."""
 
 
 def layer_of(loc: Loc) -> str:
-    """Returns the part of the user's model that an op belongs to.
+    """Returns the layer of an op: the name of the part of the user's model that it belongs to.
 
-    That is its name scope (`jax.named_scope`, and what flax makes of modules), without what jax
-    adds to it, with `*` for numbers. Where there is none, it is the function that the op is written
-    in, behind the one that calls it: `mlp/linear`.
+    That is its name scope (`jax.named_scope`, and flax's names of modules), without what jax adds
+    to it, with `*` for numbers. Without a scope it is the caller's function and the one that the op
+    is written in: `mlp/linear`.
 
     Example: the scope `jit(step)/transpose(jvp(model))/layer_3/mlp/dot_general` is in
     `model/layer_*/mlp`, forward and backward pass alike.
@@ -74,8 +74,8 @@ def layer_of(loc: Loc) -> str:
 
 
 _CONTROL = {"while", "conditional", "call"}
-"""Ops that only run others, which on CPUs have events of their own inside theirs. On GPUs a call
-launches a CUDA graph, whose kernels carry its name."""
+"""HLO opcodes that only run other instructions. On CPUs the profile has events of both; on GPUs a
+call launches a CUDA graph, whose kernels name the call as their op."""
 
 _MATRIX_CALLS = re.compile(r"gemm|matmul|conv|dot", re.IGNORECASE)
 _ATTENTION_CALLS = re.compile(r"fmha|attention|flash|sdpa", re.IGNORECASE)
@@ -86,16 +86,16 @@ _KERNELS = (
     (ATTENTION, _ATTENTION_CALLS),
     (MATRIX, re.compile(r"gemm|nvjet|cutlass|xmma|cublas|wgrad|dgrad|fprop", re.IGNORECASE)),
 )
-"""What kernels of a GPU are, by their names, where the profile names no op."""
+"""(kind of work, pattern of GPU kernels' names), for kernels for which the profile names no op."""
 
 
 def kernel_kind(name: str) -> str:
-    """Returns one of `KINDS` for a GPU kernel, judged by its name; `OTHER` if no pattern fits."""
+    """Returns the kind of work (of `KINDS`) that a GPU kernel's name tells, else `OTHER`."""
     return next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
 
 
 def kernel_collective(name: str) -> str:
-    """Returns the collective that an NCCL kernel's name tells: `all_gather`; else `nccl`."""
+    """Returns the collective that an NCCL kernel's name tells, as `all_gather`; else `nccl`."""
     for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send_recv"):
         if kind.replace("_", "") in name.lower().replace("_", ""):
             return kind
@@ -103,7 +103,7 @@ def kernel_collective(name: str) -> str:
 
 
 class Labels:
-    """Labels a profile's events, by the optimized HLO module and the local program behind it."""
+    """Labels a profile's events, from the optimized HLO's text and the local program it is of."""
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
         self.module = hlo.parse_module_text(text)
@@ -129,7 +129,7 @@ class Labels:
         self._known: dict[tuple[str, str], Label | None] = {}
 
     def of(self, event: Event) -> Label | None:
-        """Returns an event's label; None for one that only spans others, as a loop does."""
+        """Returns an event's label; None if it only encloses other events, as a loop's does."""
         key = name, op = event.name, event.op
         if key in self._known:
             return self._known[key]
@@ -180,13 +180,13 @@ class Labels:
         return [instruction, *hlo.called(instruction, self.module)]
 
     def collective(self, instruction: hlo.Instruction) -> str:
-        """Returns the kind of collective that an instruction is or starts; "" for anything else."""
+        """Returns the kind of collective in an instruction without products or attention, or ""."""
         if self.kind(instruction):
             return ""
         return next(filter(None, map(hlo.kind_of, self._parts(instruction))), "")
 
     def kind(self, instruction: hlo.Instruction) -> str:
-        """Returns `MATRIX` or `ATTENTION` for an instruction that is or contains one, else ""."""
+        """Returns `MATRIX` or `ATTENTION` if an instruction is or contains such work, else ""."""
         for part in self._parts(instruction):
             if part.opcode in ("dot", "convolution"):
                 return MATRIX
@@ -205,16 +205,16 @@ class Labels:
 class Order:
     """Finds the op of the optimized module that each kernel belongs to, by the order of launches.
 
-    Kernels in CUDA graphs carry the name of their graph, and those of NCCL a name that is not in
-    the module's text. But a GPU's kernels are launched in the order of the module's schedule, and
-    of most it shows what they are; so the first product launched is the first of the schedule:
+    In a profile, kernels in CUDA graphs name their graph as op, and NCCL's a name that is not in
+    the module's text. But kernels are launched in the order of the module's schedule, and most
+    names tell the sort of work: the first product launched is the first product of the schedule:
 
         schedule   loop_add_fusion.4   gemm.3             all-gather-start.2   gemm.7
         launched   loop_add_fusion_1   nvjet_tst_256x128  ncclAllGather        nvjet_tst_64x8
 
-    Each sort of work is counted on its own: all products, or all fusions `loop_add_fusion.N`.
+    Each sort of work is paired on its own: all products, or all fusions `loop_add_fusion.N`.
     Kernels that name their op are fixed points. Between two of them kernels and ops are paired
-    where there are equally many, else left unnamed; if a fixed point contradicts the schedule, the
+    if there are equally many, else left unnamed; if a fixed point contradicts the schedule, the
     whole sort is left unnamed.
     """
 
@@ -231,7 +231,7 @@ class Order:
         self.sorts = {sort: ops for sort, ops in self.sorts.items() if sort not in unknown}
 
     def name(self, events: Sequence[Event]) -> list[Event]:
-        """Returns a device's events of a step; those without op get theirs where launches tell."""
+        """Returns one device's events of a step, with `op` set where the launch order tells it."""
         found: dict[str, list[Event]] = {}
         for event in events:
             sort, kind = _stem(event.name), kernel_kind(event.name)
@@ -249,7 +249,7 @@ class Order:
         return [event._replace(op=ops.get(event, event.op)) for event in events]
 
     def _sort(self, instruction: hlo.Instruction) -> str:
-        """Returns the sort of work that an instruction launches; empty where that does not show."""
+        """Returns the sort of work of an instruction, as `self.sorts` has it; empty if unknown."""
         if instruction.opcode.endswith("-done"):
             return ""
         if instruction.opcode == "fusion":
@@ -264,16 +264,16 @@ class Order:
 
 
 _EXCHANGES = dict.fromkeys(("all_to_all", "collective_permute"), "send_recv")
-"""Kinds of collectives that are sends and receives to NCCL."""
+"""Maps kinds of collectives that NCCL runs as sends and receives to their kernels' sort of work."""
 
 
 def _stem(name: str) -> str:
-    """Returns a name without its numbers, which differ where fusions share a kernel."""
+    """Returns a name without numbers: `loop_add_fusion.4` and `loop_add_fusion_1` are one sort."""
     return re.sub(r"_(\d+|clone|remat\d*)(?=_|$)", "", re.sub(r"\W", "_", name))
 
 
 def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instruction, bool]]:
-    """Yields what a computation runs, loops written out, and whether it surely runs so often."""
+    """Yields (instruction, whether it surely runs) in order, each iteration of loops on its own."""
     for instruction in module.computations.get(computation, ()):
         rest, inside = instruction.rest, list[tuple[str, bool]]()
         if instruction.opcode == "call":
@@ -294,7 +294,7 @@ def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instr
 
 
 def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-    """Pairs events of one sort with ops, between those that name theirs; empty if they disagree."""
+    """Maps a sort's events to ops, both in order; empty if events that name an op contradict it."""
 
     def paired(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
         return dict(zip(events, ops, strict=True)) if len(events) == len(ops) else {}

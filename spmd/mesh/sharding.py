@@ -1,4 +1,4 @@
-"""`Sharding`: how one value is split over a mesh; local shapes, text, axes of other meshes."""
+"""`Sharding`: how a value is split over a mesh; local shapes, text, axes of another mesh."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Axes = tuple[int, ...]  # atoms of a mesh, major to minor
 
 
 def common_prefix(first: Axes, second: Axes) -> Axes:
-    """Returns the longest run of atoms with which both begin."""
+    """Returns the atoms with which both tuples begin: (0, 1, 4) and (0, 1, 2) -> (0, 1)."""
     pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
     return first[: next((k for k, (a, b) in pairs if a != b), shorter)]
 
 
 class Sharding:
-    """For one value: ordered atoms for each dim, plus the atoms over which it is still partial.
+    """How one value is split: the atoms of each dim, and the atoms over which it is partial.
 
-    Equal shardings are one object, compared and hashed by identity: the planner looks up most
-    things by shardings, or by tuples of them.
+    Equal shardings are the same object, so they are compared and hashed by identity: the planner's
+    tables have shardings, or tuples of them, as keys.
     """
 
     __slots__ = ("dims", "kind", "partial", "used")
@@ -41,7 +41,7 @@ class Sharding:
     _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], Sharding]] = {}
 
     def __new__(cls, dims: tuple[Axes, ...], partial: Axes = (), kind: str = "") -> Sharding:
-        """Returns the one object that has these fields."""
+        """Returns the sharding with these fields: the one that exists, or a new one."""
         key = (dims, partial, kind)
         found = cls._interned.get(key)
         if found is None:
@@ -64,23 +64,23 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """Number of dims."""
+        """The number of dims of the value."""
         return len(self.dims)
 
     def full(self) -> Sharding:
-        """Returns the sharding with the same dims that is partial over nothing."""
+        """Returns the sharding that has the same atoms for each dim, and is not partial."""
         return Sharding(self.dims) if self.partial else self
 
     def with_partial(self, partial: Iterable[int], kind: str) -> Sharding:
-        """Returns the sharding with the same dims that is partial over `partial`."""
+        """Returns the sharding with the same dims, partial over `partial` by `kind`: `add`, ..."""
         atoms = tuple(sorted(set(partial)))
         return Sharding(self.dims, atoms, kind if atoms else "")
 
 
 class Mark(NamedTuple):
-    """How the user wants one value to be split: atoms of each dim, and which dims are open.
+    """A user's mark on a value: the atoms of each dim; whether the dim may be split further (open).
 
-    `reason` is where the mark comes from: `argument params/w_in`, `mark_sharding at train.py:12`.
+    `reason` says where the mark is: `argument params/w_in`, `mark_sharding at train.py:12`.
     """
 
     dims: tuple[Axes, ...]
@@ -89,12 +89,12 @@ class Mark(NamedTuple):
 
 
 def replicated(rank: int) -> Sharding:
-    """The sharding of a value that every device holds whole."""
+    """Returns the sharding of a value of `rank` dims of which every device has all."""
     return Sharding(((),) * rank)
 
 
 def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True) -> bool:
-    """Whether it has the shape's rank, uses no atom twice, and (if `even`) divides every dim."""
+    """Whether a sharding has the shape's rank, no atom twice and, if `even`, no padded pieces."""
     atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
     if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):
         return False
@@ -119,13 +119,13 @@ def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool
 
 
 def piece_sizes(size: int, axes: Axes, mesh: Mesh) -> tuple[int, ...]:
-    """Size of a dim's pieces after each atom, the whole first: 10 over {2, 2} is (10, 5, 3)."""
+    """Returns a dim's size, then its pieces' after each atom: 10, atoms of 2, 2 -> (10, 5, 3)."""
     atom_sizes = [mesh.atom_sizes[a] for a in axes]
     return tuple(accumulate(atom_sizes, lambda piece, atom: -(-piece // atom), initial=size))
 
 
 def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one device's piece, padding included."""
+    """Returns the shape of one device's piece of a value of this shape, padding included."""
     atom_sizes = mesh.atom_sizes
     local = []
     for size, axes in zip(shape, sharding.dims, strict=True):
@@ -136,9 +136,9 @@ def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[i
 
 
 def tiles(size: int, axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
-    """Returns (start, number of elements) of each piece of a dim split over `axes`, in order.
+    """Returns (start, number of elements without padding) of each piece of a dim, in order.
 
-    Pieces are padded to one size: 10 over {2, 2} is (0, 3), (3, 2), (5, 3), (8, 2).
+    10 elements over two atoms of 2 are pieces of 3, padded: (0, 3), (3, 2), (5, 3), (8, 2).
     """
     # 10 over {2, 2}: pieces of 10, 5, 3 elements.
     #   (0, 10)  ->  (0, 5), (5, 5)  ->  (0, 3), (3, 2), (5, 3), (8, 2)
@@ -150,7 +150,7 @@ def tiles(size: int, axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
 
 
 def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
-    """Whether a dim's pieces have no padding."""
+    """Whether a dim of `size` elements is split over `axes` without padding."""
     return size % mesh.extent(axes) == 0
 
 
@@ -159,7 +159,7 @@ def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
 
 
 class AxisRef(NamedTuple):
-    """An axis of a mesh, or a part of it, `name:(pre)size`, behind a major part of size `pre`."""
+    """A whole axis of a mesh, or its part `name:(pre)size`; a part of size `pre` is before it."""
 
     name: str
     pre: int
@@ -171,7 +171,7 @@ class AxisRef(NamedTuple):
 
 
 def axis_refs(axes: Iterable[int], mesh: Mesh) -> tuple[AxisRef, ...]:
-    """Returns atoms as axes and parts of axes: neighbouring atoms of one axis are merged."""
+    """Returns atoms as whole axes and parts of axes; consecutive atoms of an axis are one part."""
     refs: list[AxisRef] = []
     for a in axes:
         atom = mesh.atoms[a]
@@ -205,12 +205,12 @@ def axes_text(axes: Iterable[int], mesh: Mesh) -> str:
 
 
 def format_axes(axes: Axes, mesh: Mesh) -> str:
-    """Writes atoms as axes and parts of axes: `{data, model:(2)2}`."""
+    """Returns atoms as the text of whole axes and parts of axes: `{data, model:(2)2}`."""
     return "{" + ", ".join(str(ref) for ref in axis_refs(axes, mesh)) + "}"
 
 
 def format_sharding(sharding: Sharding, mesh: Mesh) -> str:
-    """Writes a sharding as text: `[{data}, {}] partial add {model}`."""
+    """Returns a sharding as text: `[{data}, {}] partial add {model}`."""
     text = "[" + ", ".join(format_axes(axes, mesh) for axes in sharding.dims) + "]"
     if sharding.partial:
         text += f" partial {sharding.kind} {format_axes(sharding.partial, mesh)}"
@@ -218,7 +218,7 @@ def format_sharding(sharding: Sharding, mesh: Mesh) -> str:
 
 
 def parse_axes(text: str, mesh: Mesh) -> Axes:
-    """Reads what `format_axes` writes, without the braces."""
+    """Returns the atoms of a text from `format_axes`, given without braces; else SpecError."""
     atoms: list[int] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"([^:]+)(?::\((\d+)\)(\d+))?", item)
@@ -251,10 +251,10 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
 
 @lru_cache(maxsize=1024)
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
-    """Returns the atoms of `mesh` that make up an axis of another mesh, or a part of one.
+    """Returns the atoms of `mesh` that split devices as axis `name` of the mesh `other` does.
 
-    The part has this size behind parts of the size `pre`; size 0 is the whole axis. MeshError if
-    the meshes have other devices, or there are no such atoms.
+    With `pre` and `size`: as the part `name:(pre)size` of it. MeshError if the meshes are of
+    different devices, or no atoms of `mesh` do.
     """
     if set(mesh.device_ids) != set(other.device_ids):
         raise MeshError(
@@ -300,7 +300,7 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
 
 
 def _described(mesh: Mesh) -> str:
-    """Writes `(x=2, y=4) of 8 devices`; their ids instead where these are not 0, 1, 2, ..."""
+    """Returns `(x=2, y=4) of 8 devices`, or with a list of their ids if not 0, 1, 2, ..."""
     if mesh.device_ids == tuple(range(mesh.size)):
         return f"({mesh}) of {mesh.size} devices"
     more = ", ..." if mesh.size > 16 else ""

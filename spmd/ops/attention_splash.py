@@ -1,7 +1,7 @@
-"""Attention by jax's splash kernel, for TPUs: scores of blocks that nobody sees are left out.
+"""Attention by jax's splash kernel, for TPUs, which skips blocks of scores that are masked.
 
-It takes sequences and heads that its blocks divide. A causal mask is over whole sequences: a part
-of the queries does not know at compile time where it is, so that is left to `attention_reference`.
+It takes sequences that `BLOCKS` divide, heads of `WIDTHS`, and causal masks over whole sequences.
+Positions of a part of the queries are known at run time only: `attention_reference` takes those.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ INTERPRET = False  # whether to run kernels step by step on any platform, for te
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any) -> Any:
-    """Computes `attention_reference.forward` by splash; NotImplemented where it does not fit."""
+    """Returns what `attention_reference.forward` does; NotImplemented if splash has no kernel."""
     spec = Spec(**attributes)
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=True)
     if kernel is None:
@@ -34,7 +34,7 @@ def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: An
 
 
 def gradient(*operands: Any, **attributes: Any) -> Any:
-    """Computes `attention_reference.gradient` by splash; NotImplemented where it does not fit."""
+    """Returns what `attention_reference.gradient` does; NotImplemented if splash has no kernel."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     spec = Spec(**attributes)
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=False)
@@ -55,7 +55,7 @@ def gradient(*operands: Any, **attributes: Any) -> Any:
 
 
 def _kernel(q_BSND: Any, k_BTKD: Any, spec: Spec, *, save_residuals: bool) -> Any:
-    """Returns the kernel for these shapes and dtypes; None if it does not take them."""
+    """Returns the kernel for such operands, or None; with `save_residuals` it gives logsumexp."""
     batch, queries, heads, width = q_BSND.shape
     shape = (queries, k_BTKD.shape[1])
     if (

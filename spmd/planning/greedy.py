@@ -1,12 +1,11 @@
-"""The greedy planner: ops in program order, each takes the choice that is cheapest right there.
+"""The greedy planner: in program order, each op takes the choice that is cheapest at that point.
 
-It is fast and simple, the baseline that the exact planner is measured against and falls back to.
-For each op it weighs the op's own time, the reshards of its operands from the copies that exist,
-and the reshard of its results to what propagation proposed for them.
+It is fast and simple: the baseline of the exact planner, which also proposes its plan. For each op
+it adds up the op's own time, the reshards of its operands from the copies that exist by then, and
+the reshard of its results to what propagation proposed for them.
 
-Its pass over the program, `Walk`, is the exact planner's, too. It keeps the books that the
-partitioner will keep: which copies of a value exist where, and from which of them the next one is
-made.
+The exact planner uses its pass over the program, `Walk`, too. This records what the partitioner
+will do: in which shardings a value exists (its copies), and from which copy the next one is made.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,12 +25,12 @@ CLOSE = 1e-9  # relative difference of times that are a tie
 
 
 def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
-    """Plans a whole program greedily, with each argument in the first sharding that it may have."""
+    """Returns the greedy plan of a program, each argument in the first of its allowed shardings."""
     return _Greedy(problem, choices or Choices(problem)).run()
 
 
 class Walk:
-    """One pass over a program that records states and copies of values, choices and seconds."""
+    """A pass over a program that makes a `Plan` of what a subclass decides (`choose`, `carry`)."""
 
     # What a planner decides: the choice for an op, with the op's own time, without reshards; and
     # the one state of everything that a result of a region op is tied to.
@@ -54,7 +53,7 @@ class Walk:
         self.seconds = 0.0
 
     def run(self) -> Plan:
-        """Settles every op, and returns the plan."""
+        """Walks over the whole program, and returns the plan."""
         problem, body, arguments = self.problem, self.problem.program.body, self.arguments
         self.define(body.args, arguments)
         self.region(body, 1)
@@ -83,15 +82,16 @@ class Walk:
         )
 
     def define(self, values: Iterable[Value], states: Iterable[Sharding]) -> None:
-        """Notes the states in which the producers of values leave them."""
+        """Records the states of values, each of which is also the first copy of its value."""
         for value, state in zip(values, states, strict=False):
             self.states[value], self.copies[value] = state, (state,)
 
     def demand(self, value: Value, wanted: Sharding, times: int, user: Op | None = None) -> float:
-        """Makes the copy that a use wants so many times in one run, and returns the seconds for it.
+        """Plans the reshard of a value for a use that wants a sharding; returns its seconds, once.
 
-        It costs nothing if the copy exists, or if the value is recomputed for every use. The `user`
-        is the op that asks; None for carries and results.
+        One run does it `times` times, which the `Move` that is recorded counts. The seconds are 0
+        if that copy exists, or if each use recomputes the value. `user` reads it; None: carry,
+        result.
         """
         if value in self.cheap or wanted in self.copies[value]:
             return 0.0
@@ -111,7 +111,7 @@ class Walk:
         return seconds + path.seconds + float(self.problem.traffic(value, *ways)[0, 0])
 
     def region(self, region: Region, times: int) -> None:
-        """Settles the ops of a region that runs `times` in one run of the program."""
+        """Walks over the ops of a region, which is run `times` times in one run of the program."""
         cheap, copies = self.cheap, self.copies
         for op in region.ops:
             if op.regions:
@@ -130,7 +130,7 @@ class Walk:
                         self.seconds += self.demand(value, whole, times, op) * times
 
     def control_flow(self, op: Op, times: int) -> None:
-        """Settles a region op: its carries, then what is inside."""
+        """Walks over a loop or conditional: decides its carries' shardings, then its regions."""
         is_loop, bound = op.is_loop, ties(op)
         inner = times * self.problem.index.runs(op)
         carries = tuple(self.carry(tie) for tie in bound)
@@ -152,7 +152,7 @@ class Walk:
         self.choices[op.results[0]] = Choice((), operands, carries)
 
     def full_state(self, value: Value) -> Sharding:
-        """Returns a value's state with nothing partial."""
+        """Returns a value's state as if nothing were partial; replicated if it has no state."""
         state = self.states[value]
         return state.full() if state else replicated(self.types[value].rank)
 
@@ -171,7 +171,7 @@ class _Greedy(Walk):
         return replicated(self.types[tie.result].rank)
 
     def choose(self, op: Op) -> tuple[Choice, float]:
-        """Returns the cheapest choice and its own seconds; equal ops in equal states share it."""
+        """Returns the choice for an op that is cheapest at this point, and the op's own seconds."""
         copies_of, wishes = self.copies.get, self.wishes
         copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
         wanted = tuple([(wish,) if (wish := wishes[v]) else () for v in op.results])
@@ -213,7 +213,7 @@ class _Greedy(Walk):
         return best[2:]
 
     def can_stay_partial(self, value: Value) -> bool:
-        """Whether every use of a value is an op that is linear in it."""
+        """Whether every use of a value is as an operand in which the reading op is linear."""
         return all(
             op is not None
             and not (op.regions or op.is_mark)
@@ -223,7 +223,7 @@ class _Greedy(Walk):
 
 
 def undivided_notes(problem: Problem) -> list[str]:
-    """Returns a note for each dim of an argument or result that its wanted axes do not divide."""
+    """Returns a note for each dim of an argument or result that the axes wanted don't divide."""
     program, mesh, propagated = problem.program, problem.mesh, problem.propagated
     results = zip(program.body.results, program.result_names, strict=True)
     arguments = zip(program.body.args, program.arg_names, strict=True)

@@ -5,9 +5,9 @@
 
 Time is the number of a kernel in the order in which they run (`spmd.predict.fusion`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
-that no later kernel reads, a loop's carries lie in one place as long as the loop runs, and donated
+that no later kernel reads, a loop's carries have one place as long as the loop runs, and donated
 arguments are overwritten by the results of the same type. The place of a result is free until the
-result is made: other values lie there before.
+result is made: other values are there before.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ from spmd.predict.fusion import Kernel, Kernels
 
 
 class Buffer(NamedTuple):
-    """Memory that one value takes on one device."""
+    """Memory that one value takes on one device, from one kernel to another."""
 
     type: TensorType
     op: Op  # that makes the value, or that a transposed copy is made for
@@ -44,7 +44,7 @@ class Buffer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The op and the user's source line."""
+        """The label and the user's source line, for reports."""
         return f"{self.label} {self.op.loc.source}".strip()
 
 
@@ -81,7 +81,7 @@ class MemoryUse(NamedTuple):
 def peak_memory(
     program: Program, donated: Sequence[int] = (), platform: str | None = None
 ) -> MemoryUse:
-    """Predicts what one device holds for a local program.
+    """Returns the predicted memory of one device that runs a local program.
 
     The arguments at the positions `donated` may be overwritten. The platform is `cpu`, `cuda` or
     `tpu`, whose backends order kernels differently; None for any.
@@ -90,10 +90,9 @@ def peak_memory(
 
 
 def alive_bytes(program: Program) -> int:
-    """Returns the peak if every value is held from its op to the last one that reads it.
+    """Returns the peak in bytes if every value is held from its op to the last one that reads it.
 
-    An estimate: values that are computed inside their readers are counted, and what has to wait for
-    these readers is not. `peak_memory` takes ten times as long.
+    An estimate in a tenth of the time of `peak_memory`: values fused into readers count as held.
     """
     sizes = [type_.bytes for type_ in program.types]
 
@@ -114,8 +113,8 @@ def fullest(
 ) -> tuple[int, int]:
     """Returns the most bytes that are held at once, and the first moment at which they are.
 
-    Each span is the first moment and the last one at which so many bytes are held; `inside` are
-    more bytes that are held at a moment only.
+    Each span is (first moment, last moment, bytes held from the one to the other); `inside` has
+    moment -> more bytes that are held at that moment only.
     """
     change = Counter[int]()
     for start, end, size in spans:
@@ -131,7 +130,7 @@ def fullest(
 
 
 def constant_bytes(program: Program) -> int:
-    """Returns the bytes of constants on one device; splats, made where they are read, take none."""
+    """Returns the bytes of a program's constants on one device; splats (one number) take none."""
     attrs = (op.kind.attrs for op in program.walk() if op.name == CONSTANT)
     constants = (found["value"] for found in attrs)
     whole = sum(len(dense.data) for dense in constants if not dense.splat)
@@ -139,22 +138,22 @@ def constant_bytes(program: Program) -> int:
 
 
 def lifted(program: Program) -> tuple[Value, ...]:
-    """Returns the arguments that hold the program's constants, which are its last ones."""
+    """Returns a program's last arguments: those that hold constants lifted out of the program."""
     return program.body.args[len(program.body.args) - len(program.constants) :]
 
 
 def predict(program: Program, donated: Sequence[int], backend: XlaBackend) -> MemoryUse:
-    """Predicts what one device holds under a backend."""
+    """Returns the predicted memory of one device that runs a local program on a backend."""
     return _Simulation(program, donated, backend).run()
 
 
 def _span(start: int, end: int) -> int:
-    """Returns an integer with a bit for each kernel from a first to a last; -1 is before all."""
+    """Returns an integer with a bit set for each kernel from `start` (or 0) to `end`."""
     return (1 << (end + 1)) - (1 << max(start, 0))
 
 
 class _Simulation:
-    """Runs over the kernels in order: allocates, frees, and remembers what was held until when."""
+    """Allocates and frees values kernel by kernel, and records during which each is held."""
 
     def __init__(self, program: Program, donated: Sequence[int], backend: XlaBackend) -> None:
         self.program, self.backend, self.kernels = program, backend, Kernels(program, backend)
@@ -272,7 +271,7 @@ class _Simulation:
             self.now += 1
 
     def make(self, kernel: Kernel, value: Value) -> None:
-        """Allocates a value, in the place of one that dies here if the kernel may write over it."""
+        """Allocates a value that a kernel makes, maybe in the memory of one that it reads last."""
         # A result whose place is free by now is made right there and takes no more memory. With
         # %0 donated: `%2 = dot %0, %1; %3 = abs %2` stores %2, and puts %3 in %0's place, since
         # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes
@@ -319,7 +318,7 @@ class _Simulation:
         self.buffers.append(buffer)
 
     def end_of(self, kernel: Kernel) -> int:
-        """Returns the number of a loop's or conditional's last kernel; of any other, its own."""
+        """Returns the number of the last kernel of a loop or conditional; of others, their own."""
 
         def count(kernels: Sequence[Kernel]) -> int:
             return sum(1 + sum(map(count, kernel.regions)) for kernel in kernels)

@@ -1,15 +1,14 @@
 """Predicted time of one run: a list-schedule of the local program.
 
 Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
-when its operands are there and its links are free, and ops that read its result wait for it. While
-arithmetic waits, a later op whose operands are there goes first, as in XLA's own schedulers. So
-communication that independent arithmetic can hide costs nothing but the rest of it. Collectives
-that a backend waits for (`Backend.waits_for`) take the lane of arithmetic, too.
+when its operands are there and its links are free, and ops that read its result start after it.
+While arithmetic waits, a later op whose operands are there goes first, as in XLA's own schedulers.
+So communication that independent arithmetic can hide costs nothing but the rest of it. Collectives
+during which a backend computes nothing (`XlaBackend.waits_for`) take the lane of arithmetic, too.
 
     before: g = all_gather w; y = dot x, x; z = dot y, g
     after:  compute | dot ..... | dot ... |
             data    | all_gather ..|           (hidden but for what is longer than the first dot)
-
 """
 
 from bisect import bisect_right
@@ -33,7 +32,7 @@ COMPUTE = "compute"
 
 
 class Slot(NamedTuple):
-    """The time that one op, or one loop, takes."""
+    """The lane on which an op or a loop is predicted to run, and its start and end in seconds."""
 
     op: Op
     lane: str  # `compute`, or the mesh axes whose links it uses, as `data` or `data, model`
@@ -45,12 +44,12 @@ class Slot(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it takes; for a loop, all iterations."""
+        """The seconds that it takes; for a loop, all iterations."""
         return self.end - self.start
 
     @property
     def kind(self) -> str:
-        """`compute`, or the kind of a collective."""
+        """`compute`, or the kind of a collective: `all_gather`."""
         return COMPUTE if self.lane == COMPUTE else self.op.collective or RAGGED
 
 
@@ -71,12 +70,12 @@ class Timeline(NamedTuple):
 
     @property
     def scheduled_seconds(self) -> float:
-        """When the last slot ends: `seconds` if running side by side cost nothing."""
+        """Seconds at which the last slot ends: `seconds` if overlap slows nothing down."""
         return max((slot.end for slot in self.slots if slot.depth == 0), default=0.0)
 
 
 def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
-    """Predicts when each op of a local program runs, and the time of one run."""
+    """Returns when each op of a local program is predicted to run, and the time of one run."""
     run = _Schedule(program, mesh, topology)
     end = run.region(program.body, 0.0, 1, 0)
     parts = [slot for slot in run.slots if not slot.op.regions]
@@ -90,7 +89,7 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
 
 
 def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
-    """Returns a lower bound for every partition: the arithmetic, split evenly over all devices."""
+    """Returns the seconds that no plan can beat: a program's arithmetic, split over all devices."""
 
     def region(ops: Iterable[Op]) -> float:
         total = 0.0
@@ -153,7 +152,7 @@ class _Schedule:
         return ready
 
     def begin(self, lane: str, ready: float, seconds: float, start: float) -> float:
-        """Returns when a lane begins what is ready: arithmetic in the first gap that fits it."""
+        """Reserves `seconds` of a lane, not before `ready`; returns when they begin."""
         free = self.free.get(lane, start)
         if lane == COMPUTE:
             first = bisect_right(self.gaps, ready, key=lambda gap: gap[1])
@@ -171,9 +170,9 @@ class _Schedule:
         return begin
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
-        """Schedules a loop as one iteration times its trips, a case as its longest branch.
+        """Schedules a loop (an iteration times its trips) or a case (its longest branch).
 
-        Nothing else runs beside it. Of a case only that branch is in the schedule.
+        Nothing else runs meanwhile. Of a case only that branch has slots. Returns when it ends.
         """
         begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
         place, inner = len(self.slots), self.index.runs(op)
@@ -202,8 +201,7 @@ class _Schedule:
 class LocalTimes:
     """Seconds of a local program's ops on one device: the longer of arithmetic and memory traffic.
 
-    What is computed inside its readers takes no time of its own. An op that reads no such value
-    takes as long as any other one of its kind.
+    What is computed inside its readers takes no time of its own: these read what it is made of.
     """
 
     def __init__(self, program: Program, topology: Topology, index: Index) -> None:
@@ -233,9 +231,9 @@ class LocalTimes:
         return found
 
     def copies(self, op: Op) -> list[tuple[Op, str, float]]:
-        """Returns (op, lane, seconds) of transposes of a dot's 8-bit operands, once for each value.
+        """Returns (op, lane, seconds) of the transposes that a dot of 8-bit operands needs first.
 
-        Tensor cores read such operands with what is contracted innermost, and in no other order.
+        Tensor cores read these with contracted dims innermost only. A value is transposed once.
         """
         kind, rate = op.kind, self.topology.chip.byte_transpose
         if not rate or kind.about.reads != "matrices" or dtype_bits(kind.operands[0].dtype) != 8:
@@ -255,7 +253,7 @@ class LocalTimes:
         return made
 
     def _bytes_read(self, op: Op) -> dict[Value, float]:
-        """Returns by value the bytes that an op, with what is fused into it, reads from memory."""
+        """Returns stored value -> bytes of it that an op, with what is fused into it, reads."""
         # Each stored value is read once, at the largest size that anything inside wants.
         found: dict[Value, float] = {}
         for value, (size, whole) in zip(op.operands, _moves(op.kind)[0], strict=False):
@@ -268,10 +266,7 @@ class LocalTimes:
 
 
 def _moves(kind: OpKind) -> tuple[list[tuple[float, int]], float]:
-    """Returns (bytes read, size in bytes) of each operand, and the bytes that are written.
-
-    An alias is taken to read all that it stands for.
-    """
+    """Returns (bytes read, size in bytes) of each operand, and the bytes that are written."""
     moves: tuple[list[tuple[float, int]], float] | None = kind._cache.get("moves")
     if moves is None:
         sizes = [type_.bytes for type_ in (*kind.operands, *kind.results)]

@@ -1,7 +1,4 @@
-"""HTML and SVG as values, and what the report is made of: shapes, sortable tables, bars, lines.
-
-`tag` makes an element and escapes all text that is put into it.
-"""
+"""Makes HTML and SVG as strings: elements, and the shapes, tables and legends of the report."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,13 +8,13 @@ from spmd.explain.words import Cell, Look, Table, source_text
 
 
 class Html(str):
-    """Text that is markup already, which `tag` does not escape."""
+    """A string that is HTML or SVG markup already, so that `tag` does not escape it."""
 
     __slots__ = ()
 
 
 def tag(look: str, *children: str, **attributes: object) -> Html:
-    """Makes an element from its name and class, as in a CSS selector, its children and attributes.
+    """Returns an element; `look` is its name, and its class behind a dot, as in a CSS selector.
 
     Children that are `Html` stay as they are, other text is escaped. Attributes have `_` where
     their names have dashes; those that are None or False are left out.
@@ -40,14 +37,14 @@ def tag(look: str, *children: str, **attributes: object) -> Html:
 
 
 def joined(*parts: str, by: str = "") -> Html:
-    """Joins elements and text, which it escapes."""
+    """Joins markup and text with `by` between them; text that is not `Html` is escaped."""
     return Html(by.join(p if isinstance(p, Html) else escape(p) for p in parts))
 
 
 def drawing(
     look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
 ) -> Html:
-    """Makes an SVG picture of a class from shapes; screen readers say its label."""
+    """Returns an SVG picture of CSS class `look`; sizes are pixels, screen readers say `label`."""
     box = f"0 0 {width:.0f} {height:.0f}"
     size = {"viewBox": box, "width": width, "height": height}
     return tag(f"svg.{look}", *shapes, **size, role="img", aria_label=label, **attributes)
@@ -56,19 +53,19 @@ def drawing(
 def rect(
     look: str, box: tuple[float, float, float, float], title: str = "", **attributes: object
 ) -> Html:
-    """Makes a rectangle of a class; `box` is (x, y, width, height), hovering shows the title."""
+    """Returns a rectangle of CSS class `look`; `box`: (x, y, width, height), `title`: a tooltip."""
     x, y, width, height = box
     inside = [tag("title", title)] if title else []
     return tag(f"rect.{look}", *inside, x=x, y=y, width=width, height=height, **attributes)
 
 
 def line(look: str, x1: float, y1: float, x2: float, y2: float) -> Html:
-    """Makes a straight line of a class."""
+    """Returns a straight SVG line of CSS class `look` from (x1, y1) to (x2, y2)."""
     return tag(f"line.{look}", x1=x1, y1=y1, x2=x2, y2=y2)
 
 
 def words(x: float, y: float, text: str, look: str = "", **attributes: object) -> Html:
-    """Makes text of a class, from (x, y) on unless `text_anchor` says otherwise."""
+    """Returns SVG text of CSS class `look` that begins at (x, y), unless `text_anchor` is given."""
     return tag(f"text.{look}", text, x=x, y=y, **attributes)
 
 
@@ -80,11 +77,11 @@ _LOOKS: dict[Look, Callable[[str], Html]] = {
     "kind": lambda text: joined(dot(f"var(--{text})"), text),
     "lines": lambda text: joined(*map(breakable, text.splitlines()), by=tag("br")),
 }
-"""How a cell's text is shown; other looks show it as it is."""
+"""Maps a cell's look to the function that makes markup of its text; others show the text as is."""
 
 
 def table(given: Table) -> Html:
-    """Makes a sortable table; nothing where it has no rows."""
+    """Returns an HTML table that the reader can sort by any column; empty if there are no rows."""
     if not given.rows:
         return Html()
     rows = given.cells()
@@ -121,31 +118,31 @@ def _td(head: str, cell: Cell) -> Html:
 
 
 def folded(title: str, body: Html) -> Html:
-    """Makes an element that shows its title, and its body when unfolded."""
+    """Returns an element that shows `title`, and shows `body` after a click on it."""
     return tag("details", tag("summary", title), body)
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Html:
-    """Lists pairs of what, and what is said of it."""
+    """Returns (term, description) pairs as an HTML description list."""
     return tag("dl.facts", *(joined(tag("dt", what), tag("dd", text)) for what, text in rows))
 
 
 def source(trail: str) -> Html:
-    """Shows a source line with its caller; the whole paths are shown on hovering."""
+    """Returns `m.py:2 (f) ← m.py:9 (g)` for an op's `trail`; a tooltip has the full paths."""
     first, _, rest = source_text(trail).partition(" <- ")
     return tag("code", first, tag("span.caller", f" ← {rest}") if rest else "", title=trail)
 
 
 def breakable(name: str) -> Html:
-    """Escapes a path so that the page may break it after any of its parts."""
+    """Escapes a path, and lets the browser break the line after each `/` and `,` in it."""
     return Html(re.sub(r"([/,])", r"\1<wbr>", escape(name)))
 
 
 def dot(colour: str) -> Html:
-    """Makes a dot of a colour, to stand before the name of what has it in a picture."""
+    """Returns a dot of a CSS colour, to be put before a name in a legend."""
     return tag("span.dot", style=f"background:{colour}")
 
 
 def legend(colours: Iterable[tuple[str, str]]) -> Html:
-    """Makes a row of names, each with a dot of its colour, from (name, CSS colour)."""
+    """Returns a row of names, each with a dot of its colour, from (name, CSS colour) pairs."""
     return tag("p.legend", *(tag("span", dot(colour), name) for name, colour in colours))

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: what costs most first, the rest to unfold."""
+"""Writes the report as one self-contained HTML page: the largest costs, then sections to unfold."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -19,7 +19,7 @@ TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
 
 def render(facts: Facts) -> str:
-    """Makes the page: what `explain_program` says, with pictures, without outside resources."""
+    """Returns the whole page: what `explain_program` reports, with pictures, in one file."""
     plan = facts.plan
     links, parts = [], []
     for title, remark, shown, is_open in _parts(facts):
@@ -59,7 +59,7 @@ def render(facts: Facts) -> str:
 
 
 def notebook_cell(facts: Facts) -> Html:
-    """Returns the page's first screen as HTML that brings its own style, for a notebook."""
+    """Returns the figures that the page begins with, and their CSS, for a notebook's cell."""
     on = f" on {facts.plan.mesh}, {facts.plan.topology}"
     return tag(
         "div.spmd spmd-cell",
@@ -70,12 +70,12 @@ def notebook_cell(facts: Facts) -> Html:
 
 
 def _resource(name: str) -> Html:
-    """Reads a file beside this one, which becomes a part of the page unchanged."""
+    """Returns the text of a CSS or JavaScript file in this folder, as markup for the page."""
     return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _tabled(section: w.Section) -> Part:
-    """Makes the part of the page for a table that the text prints, too."""
+    """Returns the part of the page that shows a section of the text report; it is folded."""
     empty = tag("p", section.empty) if section.empty else Html()
     return section.title.capitalize(), section.remark, h.table(section.table) or empty, False
 
@@ -106,7 +106,7 @@ def _parts(facts: Facts) -> list[Part]:
 
 
 def _first_screen(facts: Facts) -> Html:
-    """Shows the figures of a program as cards, what its time is spent on, and what costs most."""
+    """Returns cards with a program's main figures, its time by kind of work, and largest costs."""
     mesh, waits = facts.plan.mesh, facts.timeline.exposed_seconds
     given = w.bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
     unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
@@ -200,7 +200,7 @@ def _timeline(facts: Facts) -> Html:
 
 
 def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
-    """Shows one iteration of a loop, to unfold, with the loops inside it."""
+    """Returns a folded timeline of one iteration of a loop, with those of the loops inside it."""
     each = f": {w.seconds_text(loop.once)}"
     return tag(
         "details.iteration",

@@ -39,7 +39,7 @@ MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--t
 
 
 class Segment(NamedTuple):
-    """Holds what takes time in a lane, in seconds after the run, or the loop's iteration, began."""
+    """Holds one bar of a timeline: an op or collective, or several that are drawn as one."""
 
     lanes: tuple[str, ...]  # `compute`, or the names of the mesh axes whose links are busy
     kind: str  # `compute`, or the collective's kind
@@ -51,12 +51,12 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> float:
-        """Seconds at which it ends."""
+        """When the bar ends, in seconds from the same moment as `start`."""
         return self.start + self.seconds
 
 
 class Bars(NamedTuple):
-    """Holds what happens, in order, in a program, in a branch, or in one iteration of a loop."""
+    """Holds the timeline of a program, of a branch, or of one iteration of a loop."""
 
     segments: Sequence[Segment]  # ops and collectives outside of inner loops
     loops: Sequence[Bars]  # the loops and conditionals, of whose equal iterations one is shown
@@ -67,11 +67,11 @@ class Bars(NamedTuple):
     place: str = ""  # of a loop, the user's source line and its caller's
 
     def lane_seconds(self, lane: str) -> float:
-        """Returns how long a lane is busy in one iteration, inner loops included."""
+        """Returns the seconds for which a lane is busy in one iteration, inner loops included."""
         return sum(s.seconds for s in self.flat() if lane in s.lanes)
 
     def flat(self) -> Iterator[Segment]:
-        """Yields one iteration's segments, inner loops' stretched over all their iterations."""
+        """Yields one iteration's bars; those of an inner loop are stretched to its whole time."""
         yield from self.segments
         for loop in self.loops:
             scale = loop.seconds / loop.once if loop.once else 0.0
@@ -80,10 +80,10 @@ class Bars(NamedTuple):
 
 
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
-    """Returns the predicted run of a program on a mesh, as bars."""
+    """Converts the predicted timeline of a program on a mesh into bars."""
 
     def region(slots: Iterable[Nested], begin: float) -> tuple[list[Segment], list[Bars]]:
-        """Returns a region's ops and loops, timed from `begin`."""
+        """Returns (bars of ops, timelines of loops) in a region; times are since `begin`."""
         segments: list[Segment] = []
         loops: list[Bars] = []
         for slot, inside in slots:
@@ -109,10 +109,10 @@ def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
-    """Joins neighbours of one kind and function, and short segments, so that fewer are drawn.
+    """Joins bars of one kind that follow each other in a lane, so that fewer are drawn.
 
-    Those below `least` seconds are joined to the one before them in their lane, if that is of the
-    same kind and not further away.
+    They are at most `least / 4` seconds apart, and are of the same source line, or compute of the
+    same function, or one of the two takes less than `least` seconds.
     """
     last: dict[tuple[str, ...], int] = {}
     made: list[Segment] = []
@@ -131,7 +131,7 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
 
 
 def _common_group(before: Segment, after: Segment, least: float) -> str | None:
-    """Returns what two neighbours of one lane have in common; None if they are not joined."""
+    """Returns the `group` of two bars joined to one, empty if mixed; None if they stay apart."""
     if before.kind != after.kind or after.start - before.end > least / 4:
         return None
     if before.group and before.group == after.group:
@@ -145,13 +145,13 @@ def _common_group(before: Segment, after: Segment, least: float) -> str | None:
 
 
 def functions_of(group: str) -> tuple[str, ...]:
-    """Returns the functions of a source line and its caller, caller first, without `<locals>`."""
+    """Returns the functions, caller first: `m.py:2 (f) <- m.py:9 (C.g)` -> ("g", "f")."""
     names = re.findall(r"\(([^()]*)\)", group)
     return tuple(name.rpartition(".")[2] for name in reversed(names))
 
 
 def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
-    """Draws a timeline, with loops stretched to their whole time under a bracket."""
+    """Draws a timeline with a lane for compute and for each of `axes`; `what` is its label."""
     lanes = (COMPUTE, *axes)
     total = timeline.once or 1.0
     scale = ACROSS / total
@@ -202,7 +202,7 @@ def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> Html:
-    """Draws memory over the kernels of a run, with its peak and (if near) the device's limit."""
+    """Draws bytes held over the kernels of a run, the peak, and `limit` if the peak is near it."""
     if not curve.steps:
         return Html()
     most = max(sum(curve.steps[curve.peak]), 1)
@@ -253,7 +253,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
 
 
 def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
-    """Makes a chart that can be focused, and a line below it that report.js writes into."""
+    """Returns a chart that can have the focus, and a line in which report.js shows one segment."""
     made = drawing(f"chart {look}", _RIGHT + 8, height, parts, label, tabindex=0)
     return joined(tag("div.scroll", made), tag("output.readout"))
 
@@ -268,7 +268,7 @@ _WIDE, _HIGH, _NAMES, _ABOVE = 30, 24, 74, 26
 
 
 def pipelines(facts: Facts) -> Html:
-    """Shows every pipeline: its figures, and which stage works on what in which step."""
+    """Returns for each pipeline its figures, and a picture of what each stage does in each step."""
     return joined(*(joined(_head(row), _stages(row.of)) for row in pipeline_rows(facts.stages)))
 
 
@@ -322,11 +322,9 @@ class Square(NamedTuple):
 
 
 def shown_steps(count: int, most: int = MOST_COLUMNS) -> list[int | None]:
-    """Returns the steps that get a column; None stands for those that are left out.
+    """Returns the numbers of the steps to draw; None stands for all that are left out.
 
-    Example:
-      >>> shown_steps(100, 5)
-      [0, 1, None, 98, 99]
+    shown_steps(100, 5) -> [0, 1, None, 98, 99]
     """
     if count <= most:
         return list(range(count))
@@ -341,10 +339,10 @@ def grid(
     phases: Sequence[tuple[int, int, str]],
     label: str,
 ) -> Html:
-    """Draws a line for each of `names` and a column for each step, but for some in the middle.
+    """Draws a row of cells for each of `names`, with a column for each of `count` steps.
 
-    `work(line, step)` says what a worker does in a step. A phase is (first step, the one behind the
-    last, name), and gets a bracket above it. `label` is what screen readers say.
+    Of many steps some in the middle are left out. `work(row, step)` returns a cell. A phase (first
+    step, last step + 1, name) gets a bracket above it. `label` is what screen readers say.
     """
     steps, top = shown_steps(count), _ABOVE
     bottom = top + len(names) * _HIGH
@@ -401,7 +399,7 @@ HATCH = Html(
     'height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line class="hatch" x1="0" y1="0" x2="0" y2="6"/></pattern></defs></svg>'
 )
-"""Defines the hatch that the pictures refer to; once on every page that shows one."""
+"""Markup that defines the hatch used by pictures; a page with pictures contains it once."""
 
 
 def tiles(facts: Facts) -> Html:
@@ -436,7 +434,7 @@ Picture = tuple[Html, str, str]  # an SVG, and what lies down and across in it
 
 
 def mesh_picture(mesh: Mesh) -> Picture:
-    """Draws a mesh's devices as a grid: the last axis across, all others down."""
+    """Draws a mesh's devices as a grid: the last axis from left to right, all others downwards."""
     whole = mesh.sizes[-1] if mesh.sizes else 1
     columns, lines = min(whole, MAX_PIECES), max(1, mesh.size // whole)
     rows = min(lines, MAX_PIECES, MAX_DEVICES // columns)

@@ -1,7 +1,7 @@
 """Imports blocks of MLIR ops as ops of a `Program`, one by one.
 
-Handlers import those that become others (`handlers.py`), and those that StableHLO's own passes
-rewrite (`LEGALIZED`). Some are refused (`REFUSED`).
+Most ops become one op of the same name. Handlers import ops that become others (`handlers.py`), and
+ops that StableHLO's own passes rewrite (`LEGALIZED`). Some ops are errors (`REFUSED`).
 """
 
 import functools
@@ -45,11 +45,11 @@ _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 Env = dict[Any, Value]  # maps a value of the module to its number in the program
 Attrs = Mapping[str, Attribute]
 Handler = Callable[["Importer", Any, Env], None]
-"""Imports an op of the module: appends ops, and enters its results into the environment."""
+"""A function that imports an op of the module: appends ops, and enters results into the `Env`."""
 
 
 class Importer:
-    """Makes a program of a module's blocks; knows the types so far, and what is around an op."""
+    """Builds a program from a module's blocks, with the state that importing an op depends on."""
 
     # MLIR shares equal types and attributes, and a model has the same layer many times: every
     # distinct one is converted once and kept by identity. Equal types are therefore one object, and
@@ -84,12 +84,12 @@ class Importer:
     # Values and locations.
 
     def bind(self, env: Env, value: Any) -> Value:
-        """Makes a new value for one of the module's, and enters it into `env`."""
+        """Returns a new value of the program for a module's value, and enters it into `env`."""
         env[value] = self.b.value(self.type(value.type))
         return env[value]
 
     def loc(self, location: Any) -> Loc:
-        """Reads a location; inside an inlined call, the caller's scope and stack are added."""
+        """Returns an MLIR location as a `Loc`, inside a call with the caller's scope and frames."""
         # A call at `train.py:9` in scope `jit(step)` of a function whose op has scope `mlp/dot` and
         # frame `model.py:3` gives the scope `jit(step)/mlp/dot` and both frames, innermost first.
         #
@@ -117,13 +117,13 @@ class Importer:
     # Blocks.
 
     def region(self, block: Any, env: Env) -> Region:
-        """Imports a block with its arguments as a region."""
+        """Imports a block, and its arguments, as a region."""
         args = [self.bind(env, arg) for arg in block.arguments]
         self.b.begin()
         return self.b.end(args, self.block(block, env))
 
     def block(self, block: Any, env: Env) -> tuple[Value, ...]:
-        """Appends the ops of a block; returns the values that it returns."""
+        """Appends the ops of a block; returns the values that the block's terminator returns."""
         for item in block.operations:
             op = item.operation
             self._count += 1
@@ -151,11 +151,11 @@ class Importer:
     # Ops.
 
     def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> None:
-        """Appends an op of the module as one op, unless it is control flow that does nothing.
+        """Appends one op for an op of the module; none for control flow without results or effects.
 
-        `name` and `attrs` replace its own; they must follow from the op alone, for equal ops share
-        a kind. FrontendError if it reads a value that is not visible, UnsupportedOpError if it is
-        refused.
+        `name` and `attrs`, if given, replace the op's own; they must follow from the op alone, for
+        equal ops share a kind. FrontendError: it reads a value that is not visible.
+        UnsupportedOpError: it is in `REFUSED`.
         """
         name = name or op.name
         loc = self.loc(op.location)
@@ -189,17 +189,17 @@ class Importer:
         self._producers.update(dict.fromkeys(outs, self.b.last))
 
     def flag(self, loc: Loc) -> Op:
-        """Makes a constant, to be the result of control flow that only has effects."""
+        """Returns a constant op, not appended, as the result of a region that only has effects."""
         kind = OpKind("stablehlo.constant", (), (FLAG,), {"value": Dense.of(0, FLAG.dtype)})
         return Op(kind, (), (self.b.value(FLAG),), (), loc)
 
     def add(self, name: str, operand: Value, type_: TensorType, attrs: Attrs, loc: Loc) -> Value:
-        """Appends an op of one operand and one result."""
+        """Appends an op with one operand and a result of type `type_`, which is returned."""
         self.b.loc = loc
         return self.b.op(name, (operand,), (type_,), attrs)[0]
 
     def mark(self, value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
-        """Appends a mark and returns its result; the value itself if there is nothing to mark."""
+        """Appends a mark op, returns its result; `value` if the sharding is None or all open."""
         if self.in_bodies or sharding is None:
             return value
         if not any(sharding.dims) and all(sharding.open):
@@ -258,14 +258,17 @@ class Importer:
     # Scalar bodies.
 
     def bodies(self, op: Any) -> dict[str, Attribute]:
-        """Returns an op's regions as `Body` attributes, and its `reducer`: `add`, ..., or ""."""
+        """Returns attributes: an op's scalar regions by name, and what the last one reduces by.
+
+        The names are `body`, or `select` and `scatter`; `reducer` is `add`, `max`, ..., or "".
+        """
         is_scatter = op.name == "stablehlo.select_and_scatter"
         bodies = [self.body(region, op.name) for region in op.regions]
         named = zip(("select", "scatter") if is_scatter else ("body",), bodies, strict=False)
         return {**dict(named), "reducer": body_reducer(bodies[-1])}
 
     def body(self, region: Any, name: str) -> Body:
-        """Reads a region of scalar ops; FrontendError if it reads non-constants from outside."""
+        """Returns a scalar region as a `Body`; FrontendError if it reads non-constants outside."""
         outer = self.b, self._producers  # values are numbered anew
         self.b, self._producers = Builder(), {}
         self.in_bodies += 1
@@ -316,13 +319,13 @@ _DATA = {
     "stablehlo.real_dynamic_slice": 1,
     "stablehlo.set_dimension_size": 1,
 }
-"""Op -> how many of its operands are data; those behind them are sizes and amounts."""
+"""Op -> how many of its operands, the first ones, are data; the rest are sizes and amounts."""
 
 _FOLDED = {
     f"stablehlo.{name}"
     for name in ("add", "concatenate", "constant", "convert", "get_dimension_size", "reshape")
 }
-"""Ops that sizes and amounts are made of."""
+"""Ops that compute sizes and amounts from constants, and that the passes fold."""
 
 
 def _legalize(importer: Importer, op: Any, env: Env) -> None:
@@ -361,7 +364,7 @@ def _legalize(importer: Importer, op: Any, env: Env) -> None:
 
 
 def _makers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the ops that compute sizes or amounts, each behind those that it reads."""
+    """Yields the ops that compute sizes or amounts, each behind the producers that it reads."""
     for maker in map(defining_op, values):
         if maker is not None and maker.name in _FOLDED:
             yield from _makers(maker.operands)
@@ -369,7 +372,7 @@ def _makers(values: Iterable[Any]) -> Iterator[Any]:
 
 
 LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legalize))
-"""Ops that the passes write with others."""
+"""Name of each op that StableHLO's passes rewrite as other ops -> the handler that does so."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -377,7 +380,7 @@ LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legali
 
 
 class Refusal(NamedTuple):
-    """Why an op is refused, and what to write instead."""
+    """Says why the importer refuses an op, and what the user can do instead."""
 
     reason: str
     fix: str
@@ -442,16 +445,16 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
 }  # fmt: skip
 
 REFUSED = {name: why for why, names in _REFUSALS.items() for name in names}
-"""Op (or `custom_call:` and its target) -> why the importer refuses it."""
+"""Name of an op (or `custom_call:` and its target) -> why the importer refuses it."""
 
 
 def refuse(name: str, loc: Loc) -> None:
-    """Raises UnsupportedOpError if an op (`custom_call:` and its target) is in `REFUSED`."""
+    """Raises UnsupportedOpError if the op `name` (or `custom_call:` and target) is in `REFUSED`."""
     if name in REFUSED:
         raise refusal(name, *REFUSED[name], loc)
 
 
 def refusal(name: str, why: str, fix: str, loc: Loc, op: str = "") -> UnsupportedOpError:
-    """Makes the UnsupportedOpError of an op, or of a form of it, that cannot be partitioned."""
+    """Returns the error that says why op `name` at `loc` cannot be partitioned; `fix` is advice."""
     what = f"{name} cannot be partitioned: {why}"
     return UnsupportedOpError(what, op=op or name, source=loc.source, fix=fix)
