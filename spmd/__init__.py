@@ -1,4 +1,4 @@
-"""`spmd`: a sharding compiler. Mark a few tensors; the rest of the program follows."""
+"""`spmd`: a sharding compiler for JAX. Mark a few tensors; it shards the rest of the program."""
 
 from spmd import explain, ops
 from spmd.api import (

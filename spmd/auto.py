@@ -1,7 +1,7 @@
-"""`auto`: specs for every argument that has none, chosen by the planner.
+"""`auto`: lets the planner choose a spec for every argument that has none.
 
-The same formulation as any plan, with more to choose from: an argument may lie in every way that
-its dims divide, an op may split every factor over every axis.
+The planner solves the same problem as for any plan, with more to choose from: an argument may have
+any sharding over whole axes that divide its dims, an op may split every factor over every axis.
 """
 
 import re
@@ -28,7 +28,7 @@ from spmd.progress import doing, progress
 
 @dataclass(frozen=True)
 class Considered:
-    """Holds a mesh that `auto` tried: the predicted seconds of a step, or why it has no plan."""
+    """Holds a mesh that `auto` tried: predicted seconds of a call, or why no plan was found."""
 
     mesh: Mesh
     seconds: float | None
@@ -40,11 +40,11 @@ class AutoSharding:
     """Holds the mesh and the specs that `auto` chose; printed, it is code to paste.
 
     Attributes:
-      mesh: the mesh.
-      specs: argument path -> spec, for every argument leaf, the user's own included.
-      seconds: predicted time of a step.
-      considered: every mesh that was looked at.
-      jitted: the function with its mesh; call it with marked arguments.
+      mesh: the chosen mesh.
+      specs: path of an argument's leaf (`params/w`) -> spec, for all leaves, also those with marks.
+      seconds: predicted seconds of one call.
+      considered: every mesh that `auto` tried, with its predicted seconds.
+      jitted: `spmd.jit` of the function on the mesh; call it with what `mark` returns.
     """
 
     mesh: Mesh
@@ -56,7 +56,7 @@ class AutoSharding:
     _inferred: frozenset[str]
 
     def mark(self, *args: Any) -> tuple[Any, ...]:
-        """Returns the arguments, arrays or `ShapeDtypeStruct`s, marked with these specs."""
+        """Returns `args`, a call's arguments without static ones, marked with the chosen specs."""
         leaves, tree = jax.tree.flatten(args)
         if len(leaves) != len(self._names):
             raise SpmdError(
@@ -71,7 +71,7 @@ class AutoSharding:
         return tuple(jax.tree.unflatten(tree, marked))
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
-        """Returns rules for `mark_tree` of one argument; leaves of equal spec share a pattern."""
+        """Returns the rules for `mark_tree` of one argument: path or pattern (`*/w`) -> spec."""
         # Numbered siblings that agree go under one pattern; patterns come last.
         groups: dict[str, dict[str, tuple[Any, ...]]] = {}
         for name, spec in self.specs.items():
@@ -85,7 +85,7 @@ class AutoSharding:
         return dict(sorted(rules.items(), key=lambda rule: "*" in rule[0]))
 
     def __str__(self) -> str:
-        """Returns code to paste: the mesh, and a mark for each argument."""
+        """Returns code to paste: the mesh, and marks for the arguments."""
         took = f"{self.seconds * 1e3:.3g} ms a step, predicted"
         lines = [f"mesh = spmd.make_mesh({self.mesh})  # {took}"]
         for argument in dict.fromkeys(map(_root, self._names)):
@@ -117,22 +117,22 @@ def auto(
 ) -> AutoSharding:
     """Chooses a spec for every argument that has none, and the mesh if there are several.
 
-    Marks that the arguments and the function carry are kept.
+    Marks of the arguments, and marks inside the function, are kept.
 
     Args:
       fn: a function for one device.
-      mesh: a mesh, or several to choose from.
+      mesh: a mesh, or a list or tuple of meshes to choose from.
       *args: arrays or `ShapeDtypeStruct`s, marked or not.
       topology: the machine to plan for; guessed from the mesh when left out.
-      memory_limit: bytes that one device may use; what the topology has room for when left out.
-      donate_argnums: as for `spmd.jit`: donated arguments and their updates look alike.
+      memory_limit: bytes that one device may use; if left out, what the topology's devices have.
+      donate_argnums: as for `spmd.jit`; a donated argument and its update get the same sharding.
       static_argnums: as for `spmd.jit`.
 
     Returns:
       An `AutoSharding`; printed, it is code to paste and edit.
 
     Raises:
-      MeshError: there is no mesh to choose from.
+      MeshError: the list of meshes is empty.
       PlanError: no mesh has a plan that keeps to the memory limit.
 
     Example:
@@ -184,8 +184,8 @@ def auto_specs(
 ) -> list[tuple[Any, ...]]:
     """Returns a spec for every argument of a static StableHLO module, chosen where there is none.
 
-    The arguments are as for `lower_stablehlo`. PlanError: there is no plan that keeps to the memory
-    limit of the options.
+    Arguments are as for `lower_stablehlo`; of options, the topology and the memory limit count.
+    PlanError: no plan keeps to that limit.
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
@@ -195,7 +195,7 @@ def auto_specs(
 
 
 def _open(request: Request, memory_limit: int | None) -> Trial:
-    """Plans a request whose arguments without a spec may have any sharding."""
+    """Plans a request; arguments without a spec, or with an open dim, may have any sharding."""
     propagated = propagated_of(request)
     doing("plan")
     problem = problem_of(propagated, request.topology, (), request.links)
@@ -205,10 +205,10 @@ def _open(request: Request, memory_limit: int | None) -> Trial:
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:
-    """Returns the names of arguments that need no mark: optimizer state, split as its parameter.
+    """Returns the names of leaves that need no mark, since `spmd.jit` infers the specs they have.
 
-    An argument's leaves need none if each, but for scalars, would get the spec that it has from the
-    leaves of the other arguments, as `opt_state/0/mu/w` does from `params/w`.
+    Those are all leaves of an argument such as optimizer state: the specs of all but scalars follow
+    from leaves of other arguments, as `opt_state/0/mu/w` from `params/w`.
     """
     arguments = plan.program.body.args[: len(names)]
     shapes = [plan.program.types[value].shape for value in arguments]
@@ -230,5 +230,5 @@ def _root(name: str) -> str:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns the axes that one entry of a spec names."""
+    """Returns one entry of a spec as a tuple of axes: `None` -> `()`, `"x"` -> `("x",)`."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

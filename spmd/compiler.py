@@ -1,16 +1,16 @@
-"""The compiler, top to bottom: every stage in order, timed, checked, printable.
+"""Compiles a module to one device's program: all stages in order, each of them timed.
 
     import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate -> shift
     plan -> partition -> optimize -> time -> stack -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`Trial`), and the
-fastest goes on. So does the fastest of the program's forms, the same program written otherwise:
+fastest is kept. The compiler then tries other *forms* of the program, which compute the same:
 
-    stacked       equal work is done at once, and devices share it (`spmd.planning.stacks`)
-    written out   loops of a few trips, so that trips overlap (`spmd.frontend.unroll`)
+    stacked       equal ops are one op with a new dim to split (`spmd.planning.stacks`)
+    written out   loops of few trips are written out, so that trips overlap (`spmd.frontend.unroll`)
 
-A form has a price, the seconds of a run that it has to win for what predictions leave out: time to
-compile it, more kernels. The plan keeps what was weighed, and the report says it.
+A form must save at least some seconds of each run, to pay for what predictions leave out: time to
+compile it, more kernels. The plan records which forms were compared, and reports show it.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ from spmd.store import key_of, store_in
 
 T = TypeVar("T")
 
-PLANNED = "planned"  # the kind of what is kept of a compilation: the form, and the plan
+PLANNED = "planned"  # the store's name for the records of compilations: form and plan
 
 MOST_TRIPS = 64  # loops that run more often stay loops, if nobody says otherwise
 
 WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
-"""Share of its time that a program must win by having its loops written out, and the most that it
-is expected to win: a form that would have to win more than that is not planned."""
+"""Shares of a run's predicted time: the least that writing out loops must save, and the most that
+it is expected to save. Where it must save more (to pay for compiling), it is not tried."""
 
 STACKED_GAIN = 0.05
-"""Share of its time that a program must win by having equal work stacked: copies that this may take
-where a fusion was predicted have no price."""
+"""Share of a run's predicted time that stacking equal ops must save, since it may need copies which
+predictions leave out."""
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Switches garbage collection off: to look for cycles among the stages' tuples takes long."""
+    """Switches Python's garbage collector off inside: its search for cycles takes long."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stages:
-    """Holds the result of every stage, and how long each took."""
+    """Holds the results of a compilation's stages, and how many seconds each stage took."""
 
     program: Program  # the whole one, imported, canonicalized, separated, unrolled and sunk
     propagated: Propagated
@@ -132,7 +132,7 @@ class Stages:
 
 
 class Trial:
-    """Partitions a plan for one device; predicts its time and memory when asked for."""
+    """Holds a plan's program for one device, optimized, with its predicted time and memory."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Trial:
 
     @cached_property
     def _simple(self) -> Program:
-        """The local program after the rewrites that come before recomputation (remat)."""
+        """Returns the local program with the rewrites that come before remat and scheduling."""
         if self._unpriced is not self:
             return self._unpriced._simple
         program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
@@ -172,16 +172,16 @@ class Trial:
 
     @property
     def collects(self) -> bool:
-        """Whether a loop stacks values for a later loop, which could make them again."""
+        """Returns whether a loop stacks values for a later loop, which remat could recompute."""
         return has_pairs(self._simple)
 
     @property
     def is_short(self) -> bool:
-        """Whether the program without recomputation exceeds the memory."""
+        """Returns whether the program without remat needs more memory than a device may use."""
         return self._unpriced.bytes > self._room.bytes
 
     def _schedule(self, program: Program) -> None:
-        """Schedules the program, with reduce-scatters as permutes if that is faster and fits."""
+        """Sets `optimized`: the scheduled program, reduce-scatters as permutes if faster."""
         mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
         most, ahead = self._options.combine_bytes, self._options.prefetch
 
@@ -202,13 +202,13 @@ class Trial:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Predicted schedule of one run."""
+        """Returns the predicted schedule of one run."""
         plan, program = self.plan, self.optimized.program
         return self.clock("time", predict_timeline, program, plan.mesh, plan.topology)
 
     @property
     def seconds(self) -> float:
-        """Predicted time of one run, in which collectives overlap independent arithmetic."""
+        """Returns the predicted seconds of a run, with collectives overlapping other arithmetic."""
         return self.timeline.seconds
 
     @cached_property
@@ -218,11 +218,11 @@ class Trial:
 
     @property
     def bytes(self) -> int:
-        """Predicted memory of one device."""
+        """Returns the predicted peak memory of one device in bytes."""
         return self._memory.peak
 
     def fits(self, limit: float) -> bool:
-        """Whether it takes at most `limit` bytes; the sum of all values is looked at first."""
+        """Returns whether the program needs at most `limit` bytes of memory on each device."""
         return self._bound <= limit or self.bytes <= limit
 
     @cached_property
@@ -231,7 +231,7 @@ class Trial:
 
     @property
     def largest(self) -> list[tuple[str, int]]:
-        """Names and bytes of arguments, of results, and of the largest values live at the peak."""
+        """Returns (name, bytes) of arguments, results, the 3 largest values at peak, constants."""
         memory = self._memory
         values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
         results = memory.results - memory.aliased
@@ -240,7 +240,7 @@ class Trial:
 
 
 def compile_module(request: Request, options: Options) -> Stages:
-    """Runs all stages; `SpmdError` says what one cannot do, with the op and its source line."""
+    """Compiles a request; returns the results of all stages. SpmdError: what failed, and where."""
     clock = Stopwatch(options.verbose)
     with _no_garbage_collection():
         store = store_in(options.cache_dir, PLANNED)
@@ -272,7 +272,10 @@ def compile_module(request: Request, options: Options) -> Stages:
 def _chosen(
     request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> tuple[Trial, tuple[Stack, ...], bool]:
-    """Plans the program's forms; returns the fastest, its stacks, and if loops are written out."""
+    """Plans the program as it is, with equal ops stacked, and with loops written out.
+
+    Returns the fastest of these, its stacks, and whether its loops are written out.
+    """
 
     def planned(program: Program, like: Plan | None = None) -> Trial:
         problem = _problem(request, imported, program, clock)
@@ -301,9 +304,9 @@ def _chosen(
 def _written_out(
     trial: Trial, program: Program, planned: Callable[[Program, Plan], Trial], platform: str
 ) -> Candidate[Trial] | None:
-    """Returns the form with loops written out; None if that is not worth its compile time.
+    """Returns the program with loops written out as a candidate; None if it cannot pay off.
 
-    Its ops are those of the loops: they choose among what these took, and what the marks suggest.
+    Each copy of an op may choose what the plan of `trial` chose for the op, or what marks suggest.
     """
     backend, hope = backend_of(platform), trial.seconds * MOST_GAIN
     if not backend.waits_at_loops or hope * RUNS < backend.compile_seconds:
@@ -321,9 +324,9 @@ def _written_out(
 def _replayed(
     kept: bytes, request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> Trial:
-    """Rebuilds the plan that an earlier start kept, brought down to one device.
+    """Returns the `Trial` of the plan that an earlier process stored: `kept`, as JSON.
 
-    Planning finds the same in every process, so one that reads a plan and one that makes it agree.
+    Planning is deterministic: a process that reads a plan and one that computes it have the same.
     """
     record = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
@@ -339,10 +342,10 @@ def _replayed(
 
 
 def _key(request: Request, options: Options) -> str:
-    """Returns a compilation's cache key, a hash of all that decides it; empty if it is not kept.
+    """Returns a compilation's cache key, a hash of all that its plan depends on; "" if not stored.
 
-    Source lines decide nothing. Programs with ops whose rules or lowerings users wrote are planned
-    anew each time, since no key can tell what those do.
+    Source lines are left out. A program with ops whose rules or lowerings users wrote is not
+    stored, since a key cannot tell what these do.
     """
     text, platform = module_text(request.module), request.platform
     if any(name in text for name in TAUGHT):
@@ -365,7 +368,7 @@ def _key(request: Request, options: Options) -> str:
 
 
 def propagated_of(request: Request) -> Propagated:
-    """Runs the stages before planning, up to propagation."""
+    """Returns what propagation finds for a request's module: a proposal for every value."""
     with _no_garbage_collection():
         clock = Stopwatch()
         imported = _front(request, clock)
@@ -373,7 +376,7 @@ def propagated_of(request: Request) -> Propagated:
 
 
 def _front(request: Request, clock: Stopwatch) -> Imported:
-    """Imports and canonicalizes a module, up to the stage `lift`."""
+    """Runs the stages from `import` to `lift`; returns the program and the module's marks."""
     platform, names, callbacks = request.platform, request.arg_names, request.callbacks
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
     told = names, composites, request.function, callbacks, request.mesh
@@ -388,7 +391,7 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
 
 
 def _problem(request: Request, imported: Imported, program: Program, clock: Stopwatch) -> Problem:
-    """Propagates marks in one form of the program, and returns the problem of planning it."""
+    """Runs stages `sink`, `propagate`, `shift` on `program`; returns the problem of planning it."""
     mesh = request.mesh
 
     def pose(program: Program) -> Problem:
@@ -418,7 +421,7 @@ def plan_problem(
 ) -> Trial:
     """Partitions, optimizes and times the plans that the planner proposes; returns the fastest.
 
-    With `like`, a plan of another form of the program, ops choose among what it took and what marks
+    With `like`, a plan of the same program with loops, ops choose only what it chose or what marks
     suggest. PlanError: no plan was found that keeps to the memory limit.
     """
     clock = clock or Stopwatch()
@@ -436,7 +439,7 @@ def plan_problem(
 
 
 def timed(plan: Plan, options: Options) -> Plan:
-    """Returns a plan with its `run_seconds`: the time that its program is predicted to take."""
+    """Returns a plan with `run_seconds` set to the predicted time of one run of its program."""
     donated = tuple(plan.problem.links.values())
     return _timed(Trial(plan, options, donated, Stopwatch())).plan
 
@@ -447,7 +450,7 @@ def _timed(trial: Trial) -> Trial:
 
 
 def emit_plan(plan: Plan, options: Options) -> Emitted:
-    """Runs the stages after planning: partitions, optimizes and emits the program of a plan."""
+    """Returns a plan's program for one device as StableHLO: partitioned, optimized, emitted."""
     clock = Stopwatch()
     return _emit(Trial(plan, options, (), clock).optimized, (), clock)
 
@@ -458,5 +461,5 @@ def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) ->
 
 
 def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """Pads what was said of the user's arguments with None up to `count`, for constants."""
+    """Returns `given`, one entry for each user argument, padded with None up to `count` entries."""
     return (*given, *[None] * (count - len(given)))

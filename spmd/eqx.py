@@ -1,4 +1,4 @@
-"""Equinox: `filter_jit` of functions of modules and anything else, as `eqx.filter_jit` has it.
+"""Equinox: `filter_jit` compiles functions of any pytrees for a mesh, as `eqx.filter_jit` does.
 
 Needs equinox (`pip install equinox`). Arrays are arguments of the program, all else is constant.
 """
@@ -31,15 +31,15 @@ def filter_jit(
     """Compiles a function of any pytrees for a mesh: their arrays are traced, the rest is constant.
 
     Args:
-      fn: the function, or a module that can be called. Without it, a decorator is returned.
-      donate: which arguments the results may take the memory of, as for `eqx.filter_jit`.
-      **options: as for `spmd.jit`, but nothing is static or donated by number or name.
+      fn: a function, or a module that can be called. Without it, a decorator is returned.
+      donate: the arguments whose memory the results may reuse, as for `eqx.filter_jit`.
+      **options: as for `spmd.jit`, without those that say which arguments are static or donated.
 
     Returns:
-      An object to call like `fn`; see `FilterJit`.
+      A `FilterJit`, which is called like `fn`.
 
     Raises:
-      ArgumentError: static or donated arguments by number or name.
+      ArgumentError: static or donated arguments are given by number or by name.
 
     Example:
       >>> step = spmd.eqx.filter_jit(train_step, mesh=mesh)
@@ -51,7 +51,7 @@ def filter_jit(
 
 
 class FilterJit:
-    """What `filter_jit` returns: call it, or `compile` it for given arguments."""
+    """A function that `filter_jit` compiles: call it, or `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -70,25 +70,32 @@ class FilterJit:
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program."""
+        """Runs the compiled function on the mesh and returns its result, as `fn` would."""
         args, kwargs = self._split(args, kwargs)
         results, others = self.jitted(*args, **kwargs)
         return eqx.combine(results, others.tree)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles for arguments without running, to ask for `explain()` and reports."""
+        """Returns the `Compiled` program for these arguments, for its reports; nothing runs."""
         args, kwargs = self._split(args, kwargs)
         return self.jitted.compile(*args, **kwargs)
 
     def _split(self, args: Any, kwargs: Any) -> Any:
-        """Returns the arrays of arguments, and by name the constants and the function's arrays."""
+        """Returns the (args, kwargs) with which a call of the function calls `self.jitted`.
+
+        Leaves that are no arrays are None there. Two more keywords hold these and the function's,
+        as a `_Constants`, and the function's arrays.
+        """
         (args, kwargs), others = eqx.partition((args, kwargs), _is_traced)
         more = _Constants((self.constants, others)), self.arrays
         return args, dict(**kwargs, **dict(zip(self._names, more, strict=True)))
 
 
 def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the function with constants put back; returns its result's arrays, and other leaves."""
+    """Calls `function` with what is no array put back from `constants`, in it and its arguments.
+
+    Returns the arrays of its result, and the result's other leaves as `_Constants`.
+    """
     around, inside = constants.tree
     args, kwargs = eqx.combine((args, kwargs), inside)
     results = eqx.combine(function, around)(*args, **kwargs)
@@ -98,7 +105,7 @@ def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) 
 
 @jax.tree_util.register_static
 class _Constants:
-    """Holds a pytree without arrays as a static value, hashed by its leaves and structure."""
+    """A pytree of values that are not arrays, hashable so that it can be a static argument."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree

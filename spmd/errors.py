@@ -68,8 +68,8 @@ class FrontendError(SpmdError):
 class PlanError(SpmdError):
     """Raised when no choice of shardings keeps to the memory limit under the given marks."""
 
-    # Of a memory limit that was not kept to: the least that was found, on one device, or what every
-    # plan needs at least, where that is more than the limit already.
+    # Where the memory limit is the cause: bytes of one device that the smallest plan found needs,
+    # or that every plan needs at least, if that is more than the limit already. Else 0.
     least_bytes: int = 0
 
 

@@ -1,7 +1,7 @@
-"""flax.nnx: `jit` updates the modules that it is given in place, as `nnx.jit` does.
+"""flax.nnx: `jit` compiles for a mesh functions that update modules in place, as `nnx.jit` does.
 
-Needs flax (`pip install flax`). nnx takes modules apart and puts them together (`nnx.split_context`
-and `nnx.merge_context`); between the two is a function of arrays for `spmd.jit`.
+Needs flax (`pip install flax`). `nnx.split_context` takes modules apart into structure and arrays,
+and `nnx.merge_context` makes modules of both; `spmd.jit` compiles a function of these arrays.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _NODES = (nnx.Module, nnx.Variable, nnx.Object)
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compiles a function of nnx modules, optimizers, metrics and arrays for a mesh.
 
-    What the function changes in its arguments is changed when the call returns, and what it returns
-    of them are the same objects. Modules that are shared stay shared.
+    The function may update its arguments in place: when the call returns, the caller's objects are
+    updated. If it returns one of them, the call returns the caller's object.
 
     Args:
       fn: the function. Without it, a decorator is returned.
-      **options: as for `spmd.jit`. A spec for a module is one for all its arrays, a tree of specs
-        as `nnx.state` of it has, or None. Results have no specs: mark them inside.
+      **options: as for `spmd.jit`. Of a module the spec is one for all its arrays, a tree of specs
+        like its `nnx.state`, or None. Results have no specs: mark them inside.
 
     Returns:
-      An object to call like `fn`; see `ModuleJit`.
+      A `ModuleJit`, which is called like `fn`.
 
     Raises:
-      ArgumentError: specs for results.
+      ArgumentError: `out_specs` or `out_shardings` is given.
 
     Example:
       >>> step = spmd.nnx.jit(train_step, mesh=mesh)
@@ -53,7 +53,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class ModuleJit:
-    """What `jit` returns: call it, or `compile` it for given arguments."""
+    """A function that `jit` compiles: call it, or `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -69,7 +69,7 @@ class ModuleJit:
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program, and updates the modules among the arguments."""
+        """Runs the compiled function, updates modules among the arguments, returns its result."""
         with nnx.update_context(_TAG):
             args, kwargs = self._split(args, kwargs)
             definition, state, rest = self.jitted(*args, **kwargs)
@@ -78,9 +78,9 @@ class ModuleJit:
         return rest.joined(nodes)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles for arguments without running, to ask for `explain()` and reports.
+        """Returns the `Compiled` program for these arguments, for its reports; nothing runs.
 
-        Its arguments are called as paths of `nnx.state` are: `model/linear/kernel/value`.
+        They name an array of a module by its path in `nnx.state`: `model/linear/kernel/value`.
         """
         with nnx.update_context(_TAG):
             args, kwargs = self._split(args, kwargs)
@@ -89,7 +89,10 @@ class ModuleJit:
     def _split(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments with states in place of modules, and by name the graph of modules."""
+        """Returns the (args, kwargs) with which a call of the function calls `self.jitted`.
+
+        Arguments that hold modules are nnx states there. One more keyword has the modules' graph.
+        """
         numbers, names = self._static
         static = {*(n + len(args) if n < 0 else n for n in numbers), *names}
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
@@ -123,13 +126,13 @@ class ModuleJit:
 
 @dataclass(frozen=True)
 class _Graph:
-    """Holds the graph of the modules of a call, and where they stand among its arguments."""
+    """The structure of the modules in a call's arguments, and which arguments those are."""
 
-    definition: Any
+    definition: Any  # nnx's `GraphDef` of the list of these arguments
     places: tuple[Place, ...]
 
     def __hash__(self) -> int:
-        """Hashes by places alone if modules hold lists, say: `==` tells those apart."""
+        """Returns a hash of both fields, or of `places` alone if `definition` has no hash."""
         try:
             return hash((self.definition, self.places))
         except TypeError:
@@ -139,7 +142,7 @@ class _Graph:
 @jax.tree_util.register_dataclass
 @dataclass
 class _Rest:
-    """Holds a result's leaves, with None for modules and variables, and its structure."""
+    """A function's result: its pytree, and its leaves with None for modules and variables."""
 
     leaves: Sequence[Any]
     tree: Any = field(metadata={"static": True})

@@ -1,4 +1,4 @@
-"""`Options`: everything about a compilation that is not the program, the mesh or the marks."""
+"""`Options`: the settings of a compilation besides the program, its mesh and its marks."""
 
 import os
 from collections.abc import Mapping
@@ -11,37 +11,37 @@ from spmd.mesh.topology import Topology
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the options of one compilation.
+    """The settings of one compilation.
 
     Attributes:
-      topology: the machine to plan for; guessed from the mesh's devices when left out.
-      planner: `exact` weighs all decisions together, `greedy` takes them in program order.
-      memory_limit: bytes that one device may be predicted to use: missing it is an error. Without
-        it the plan aims at what the topology's devices have room for, which on GPUs is 90% of their
-        memory and on TPUs 60% (`spmd.predict.backends`), and says so where it misses it.
-      recompute: whether a program may make values again (a gathered weight, an activation) rather
-        than hold them, where memory is short or where that is faster; `explain()` tells which.
-      combine_bytes: small gathers and reductions over the same axes travel together, up to this
-        many bytes (and memory) at a time; those of more than a quarter of it travel alone. 0: all.
-      prefetch: how many gathers over the same links may be under way or wait ahead of their use;
-        each takes memory. 0 leaves collectives where they are wanted.
-      layouts: whether arguments that are donated, and the results that take their place, lie in
-        memory as the program's collectives want them (`Compiled.in_formats`); else major to minor.
-        None: where these would transpose them otherwise, which is on GPUs.
-      unroll: loops that run at most so often (a `scan` over layers, say) are written out, once for
-        each time. XLA then overlaps one layer's communication with the next, and copies no stacks
-        of residuals; it compiles longer. 0: loops stay. None: on GPUs and TPUs, where 3,000 runs
-        are predicted to save more time than it takes to compile.
+      topology: the machine to plan for; that of the mesh's devices when left out.
+      planner: `exact` chooses all shardings together, by predicted time; `greedy` op after op.
+      memory_limit: bytes that one device may be predicted to use; PlanError if no plan keeps to it.
+        None: the plan aims at what the topology's devices have room for, which on GPUs is 90% of
+        their memory and on TPUs 60% (`spmd.predict.backends`); `explain()` says if it needs more.
+      recompute: whether a program may compute values again (remat of an activation, a second gather
+        of a weight) rather than hold them, where memory is short or where that is faster.
+      combine_bytes: small gathers and reductions over the same axes are combined, into collectives
+        of up to this many bytes (and memory); those of over a quarter of it are not. 0: none is.
+      prefetch: how many gathers over the same links may run or have run ahead of the ops that read
+        them; each takes memory. 0: collectives stay where they are needed.
+      layouts: whether donated arguments, and the results that replace them, have their dims in the
+        order in memory that collectives need (`Compiled.in_formats`); else major to minor. None:
+        on GPUs, where collectives along another dim than the outermost would transpose them.
+      unroll: loops of at most this many trips (a `scan` over layers, say) are unrolled. XLA then
+        overlaps one layer's communication with the next, and copies no stacks of residuals; it
+        compiles longer. 0: no loop. None: those loops, on GPUs and TPUs, where 3,000 runs are
+        predicted to save more time than compiling takes.
       callbacks: `run`, or `drop` to leave `jax.debug.print` and `jax.debug.callback` out of the
-        program. Callbacks whose results it reads, and `io_callback`, always run.
-      check: verify every stage's result against its legality table.
-      verbose: print the time of every stage.
-      progress: say what a compilation of more than a second or two is doing, in one line that is
+        program. `io_callback`, and callbacks whose results the program reads, always run.
+      check: check every stage's program for errors of the compiler itself (LegalityError).
+      verbose: print the time of every stage on stderr.
+      progress: show what a compilation of more than a second or two is doing, in one line that is
         erased at the end; on terminals and in notebooks alone, never in logs.
-      cache_dir: the folder in which plans are kept, so that the next start with the same program
-        plans nothing; `none` keeps nothing. Left out: `$SPMD_CACHE_DIR`, else jax's compilation
-        cache, else `~/.cache/spmd`.
-      compiler_options: passed to XLA as they are, over what is set for the platform by default
+      cache_dir: the folder in which plans are kept, so that the next process with the same program
+        need not plan it; `none` keeps nothing. None: `$SPMD_CACHE_DIR`, else a folder in that of
+        jax's compilation cache, else `~/.cache/spmd`.
+      compiler_options: passed to XLA as they are; they override the defaults for the platform
         (`spmd.lowering.xla_options.DEFAULTS`).
     """
 
@@ -71,5 +71,5 @@ class Options:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether the line of `progress` is shown; prints of `verbose` would break it."""
+        """Whether to show the line of `progress`: not with `verbose`, whose prints break it."""
         return self.progress and not self.verbose

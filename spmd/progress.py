@@ -1,11 +1,11 @@
-"""One line that says what a long compilation is doing: on terminals and in notebooks alone.
+"""`progress`: one line on the terminal that says what a long compilation is doing.
 
     with progress("train_step", wanted=True):
         doing("plan")
         ...                      # after a while, on stderr: spmd: train_step, plan (3 s)
 
-The line appears when the work takes longer than people wait gladly, and is erased at the end. Logs
-never see it: what is written to a file or a pipe stays as it is. A `Stopwatch` tells it of stages.
+The line appears after `PATIENCE` seconds and is erased at the end, on terminals and in notebooks
+alone: nothing is written to files or pipes. A `Stopwatch` calls `doing` for each of its stages.
 """
 
 import shutil
@@ -25,9 +25,10 @@ PATIENCE, EVERY = 1.5, 0.5  # seconds before the line appears, and between its u
 
 @contextmanager
 def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[None]:
-    """Shows on terminals and in notebooks what is being done inside, if it takes long.
+    """Shows a line `spmd: <what>, <stage> (3 s)` while the code inside runs, if that takes long.
 
-    Inside another one it does nothing: the outer one goes on. The stream is stderr when left out.
+    Nothing is shown if not `wanted`, inside another `progress`, or if `stream` (stderr when left
+    out) is neither a terminal nor a notebook's.
     """
     stream = stream or sys.stderr
     if not wanted or _line.get() is not None:
@@ -49,14 +50,14 @@ def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[
 
 
 def doing(stage: str) -> None:
-    """Names the stage that begins now in the line that is being shown, if any."""
+    """Sets the stage that the line of the `progress` around shows; without one does nothing."""
     line = _line.get()
     if line is not None:
         line.stage = stage
 
 
 class Stopwatch:
-    """Times stages, each without those that run inside it; prints them when verbose."""
+    """Measures the seconds of stages, each without stages inside it; prints them if verbose."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
@@ -64,7 +65,7 @@ class Stopwatch:
         self._inside = 0.0
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a stage, adds its time to `seconds`, and returns its result."""
+        """Returns `run(*args, **kwargs)`, and adds its seconds to `seconds[stage]`."""
         doing(stage)
         self.seconds.setdefault(stage, 0.0)
         start, outside, self._inside = time.perf_counter(), self._inside, 0.0
@@ -78,7 +79,7 @@ class Stopwatch:
 
 
 class _Line(threading.Thread):
-    """Writes the line from a thread of its own, as neither stages nor XLA report back meanwhile."""
+    """A thread that writes the line of a `progress` and keeps its seconds up to date."""
 
     def __init__(self, what: str, stream: TextIO) -> None:
         super().__init__(name="spmd progress", daemon=True)

@@ -1,8 +1,8 @@
-"""`Store`: what an earlier start worked out, as files in a folder of the user.
+"""`Store`: files in the user's cache folder that keep results, such as plans, for later processes.
 
-An entry's name is a digest of all that decides its content, this package's source among it, so no
-entry is ever out of date: one that nobody asks for any more is dropped when the folder is full.
-Entries are data, never code; what cannot be read or written is worked out anew.
+An entry's name is a hash of all that decides its content, this package's source included: no entry
+is ever out of date, and those not used for longest are deleted when the folder is full. Entries are
+data, never code; one that cannot be read or written is computed again.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MOST_BYTES = 512 << 20  # that one kind of entries may take
 
 
 def user_folder() -> Path:
-    """Returns the user's cache folder: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
+    """Returns `spmd`'s folder in the user's cache: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "spmd"
 
 
 def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
-    """Returns the store of one kind of entries; None if nothing is to be kept.
+    """Returns the store `folder/kind`; None if the folder is `none`, or the user has no home.
 
-    Where no folder is given it is `$SPMD_CACHE_DIR`, else one in that of jax's compilation cache if
-    it is on disk, else `user_folder()`.
+    The folder is `$SPMD_CACHE_DIR` when left out, else `spmd` in that of jax's compilation cache if
+    that is on disk, else `user_folder()`.
     """
     folder = folder or os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -45,23 +45,23 @@ def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
 
 
 def key_of(*decisive: object) -> str:
-    """Hashes the reprs of `decisive` with this source and the versions of jax, numpy and scipy."""
+    """Hashes the reprs of `decisive`, this package's source and versions of jax, numpy, scipy."""
     parts = (*map(repr, decisive), _environment())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class Store:
-    """Keeps bytes under names in a folder, for all processes that share it.
+    """A folder of entries, each a file of bytes, that several processes may share.
 
-    The folder is made when something is put there. Entries that were not used for longest are
-    dropped when all take more than `most_bytes`.
+    `put` makes the folder. When all entries take more than `most_bytes`, those not used for longest
+    are deleted.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self.folder, self.most_bytes = folder, most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """Returns an entry's bytes; None if there is none, or if it is damaged."""
+        """Returns the bytes of the entry `key`; None if there is none, or its file is damaged."""
         path = self.folder / key
         try:
             digest, _, content = path.read_bytes().partition(b"\n")
@@ -74,7 +74,7 @@ class Store:
         return content
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes an entry; if it cannot be written, none is left behind."""
+        """Writes an entry; if that fails, as on a full disk, there is no entry and no error."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, unfinished = tempfile.mkstemp(dir=self.folder)
@@ -88,7 +88,7 @@ class Store:
             self._drop()
 
     def _drop(self) -> None:
-        """Deletes the least recently used files beyond `most_bytes`, unfinished ones included."""
+        """Deletes the least recently used files, until the others take at most `most_bytes`."""
         found = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process was faster

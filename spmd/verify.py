@@ -44,7 +44,7 @@ class Culprit(NamedTuple):
     op: Op | None  # None where only the reshard of a result can be at fault
     text: str  # the op, its operands' and results' shardings and its source line
     inside: tuple[str, ...]  # the loops and branches around it, outermost first
-    comparisons: tuple[Comparison, ...]  # the values that differ behind it
+    comparisons: tuple[Comparison, ...]  # of the values that differ at the cut behind it
 
     def __str__(self) -> str:
         lines = [self.text]
@@ -131,8 +131,8 @@ class Comparison(NamedTuple):
     max_abs: float  # the largest difference
     max_rel: float  # the same over the expected result's largest magnitude
     at: tuple[int, ...]  # index of the element that exceeds its tolerance most
-    got: Any  # that element in the first program, and in the second
-    wanted: Any
+    got: Any  # that element in the partitioned program
+    wanted: Any  # that element in the whole program
     ok: bool  # every element agrees within the tolerance; integers and predicates exactly
 
     def __str__(self) -> str:
@@ -257,9 +257,8 @@ class _Search(NamedTuple):
         # one behind all ops and one more has the results in the shardings that are returned. Of 4
         # ops the third is wrong:
         #   [0, 5] cut 2 agrees -> [2, 5] cut 3 differs -> [2, 3]: it is ops[2]
-        # A value that nobody needs any more is not compared, so a difference may be gone again at a
-        # later cut. The search still ends at an op behind which something differs, and in front of
-        # which nothing does.
+        # Values that no later op reads are not compared, so a difference may be gone again later.
+        # The search still ends at an op behind which something differs, and before it nothing.
         ops = self.plan.program.body.ops
         equal, differs = 0, len(ops) + 1
         wrong = self.wrong_at(differs)

@@ -1,9 +1,8 @@
 """The public functions: marks, `jit` with its lowered and compiled programs, and modules.
 
-The way of a call: `marks` (what users say of tensors) -> `arguments` (what a call's arguments are
-and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
-can be asked of a plan) -> `compiled` (running it) -> `jitted`, `stablehlo` (where users come in).
-Other packages take these names, never those modules.
+A call passes through `marks` (shardings that users give) -> `arguments` (names, donation and specs
+of arguments) -> `tracing` (the compiler's input) -> `planned` (reports about a plan) -> `compiled`
+(running it); users call `jitted` and `stablehlo`. Other packages import from here alone.
 """
 
 from spmd.api.arguments import by_number_and_name, check_without, like_parameters, with_keywords

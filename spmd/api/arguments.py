@@ -1,4 +1,4 @@
-"""What a call gives for a function's parameters, and where users say that it lies on the mesh."""
+"""Arguments of a call: the names and donation of their leaves, and their specs and the results'."""
 
 import functools
 import inspect
@@ -30,10 +30,10 @@ _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 def by_number_and_name(
     fn: Any, numbers: Numbers, names: Names
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns parameters by number and by name, as `jax.jit` understands them: ((1,), ("mode",)).
+    """Returns static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",)).
 
-    Where only one of both is given, the other is read off the function's signature, so that a
-    parameter is meant however the caller passes it.
+    If only one of `numbers` and `names` is given, the other is read off the signature of `fn`, so
+    that it does not matter whether a call passes the argument by position or by name.
     """
     has_numbers, has_names = numbers is not None, names is not None
     by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
@@ -52,19 +52,19 @@ Parameters = Sequence[inspect.Parameter]
 
 
 def parameter_names(parameters: Parameters, count: int) -> tuple[str, ...]:
-    """Returns the names of the first `count` parameters; `arg2` where a function does not tell."""
+    """Returns `count` names: the first parameters', then `arg<number>`: ("x", "y", "arg2")."""
     found = [p.name for p in parameters[:count]]
     return (*found, *[f"arg{number}" for number in range(len(found), count)])
 
 
 def parameter_count(parameters: Parameters) -> int:
-    """Returns how many parameters may be given by position."""
+    """Returns how many parameters may be passed by position; `*args` is not one."""
     kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
     return sum(p.kind in kinds for p in parameters)
 
 
 def parameters_of(fn: Any) -> Parameters:
-    """Returns a function's parameters; none where it does not tell."""
+    """Returns the parameters in a callable's signature; none if it has no signature."""
     try:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -72,13 +72,13 @@ def parameters_of(fn: Any) -> Parameters:
 
 
 def function_name(fn: Any) -> str:
-    """Returns a function's name; for any other callable object, that of its class."""
+    """Returns the `__name__` of the function inside wrappers; of other callables their class's."""
     fn = _written(fn)
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def function_place(fn: Any) -> tuple[str, str] | None:
-    """Returns a function's file and qualified name; None where it is not written in Python."""
+    """Returns a callable's (file, qualified name); None if it is not written in Python."""
     fn = _written(fn)
     call = fn if hasattr(fn, "__code__") else _written(type(fn).__call__)
     code = getattr(call, "__code__", None)
@@ -86,17 +86,17 @@ def function_place(fn: Any) -> tuple[str, str] | None:
 
 
 def _written(fn: Any) -> Any:
-    """Returns the function inside of `functools.partial`s and wrappers."""
+    """Returns the user's function inside of `functools.partial`s and decorators."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return inspect.unwrap(fn)
 
 
 class Argument(NamedTuple):
-    """Describes an argument of a call that is not static."""
+    """One argument of a call that is not static."""
 
-    key: int | str  # its number among the positional ones of the call, or its name if given by that
-    # the number of its parameter, or its name where the function does not have it in order
+    key: int | str  # its number among the call's positional ones, or its name if passed by name
+    # the number of its parameter, or its name if that cannot be passed by position
     place: int | str
     name: str
     value: Any  # its pytree
@@ -104,7 +104,7 @@ class Argument(NamedTuple):
 
 
 def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
-    """Returns each leaf's name, its parameter's and its path within the argument: `params/w_in`."""
+    """Returns a name for each leaf: its parameter's name and its path, `params/w_in`."""
     return tuple(
         "/".join(filter(None, (part.name, path_name(path))))
         for part in parts
@@ -113,7 +113,7 @@ def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
 
 
 def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
-    """Returns the flat indices of the donated arguments' leaves."""
+    """Returns which of all arguments' leaves, by number, belong to donated arguments."""
     flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.value)]
     return tuple(i for i, is_donated in enumerate(flags) if is_donated)
 
@@ -121,9 +121,9 @@ def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
 def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int], ...]:
     """Pairs results with the donated arguments that they replace: (result leaf, argument leaf).
 
-    An argument's partner is the first part of the results, not taken yet, of the same structure,
-    shapes and dtypes; if there is none, each of its leaves finds its own, as XLA reuses memory. Of
-    `step(params, batch)` that returns (loss, params), with `params = {"w": ..}` donated: ((1, 0),).
+    Leaves are numbered. A donated argument is paired with the first unpaired subtree of the results
+    that has its structure, shapes and dtypes, else leaf by leaf. If `step(params, batch)` returns
+    (loss, params), and `params = {"w": ..}` is donated: ((1, 0),).
     """
     counts = [len(jax.tree.leaves(part.value)) for part in parts]
     starts = np.cumsum([0, *counts]).tolist()
@@ -152,7 +152,7 @@ def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int
 
 
 def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
-    """Yields a tree and all its subtrees, outer ones first, each with its first leaf's number."""
+    """Yields (subtree, number of its first leaf) for a tree and all its subtrees, outer first."""
     level = [(tree, 0)]
     while level:
         yield from level
@@ -175,18 +175,18 @@ def _tree_type(tree: Any) -> Any:
 # Specs: as users give them, and spelled out with an entry for each dim.
 
 Specs = Sequence[Any] | Mapping[str, Any] | None
-"""For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
+"""A spec for each argument or result in order, None if open; or a mapping: name pattern -> spec."""
 
 
 def arg_specs(
     in_specs: Any, parts: Sequence[Argument], parameters: Parameters, positional: int
 ) -> list[Any]:
-    """Returns the spec of each leaf of the arguments, None for open ones.
+    """Returns the spec of each leaf of the arguments `parts`; None for a leaf that is open.
 
-    `in_specs` has one entry for each parameter, static ones counted, or, as `jax.jit` has it, for
-    each positional argument that is not static: a spec, a pytree of specs that is a prefix of the
-    argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. SpecError:
-    another number of entries than of arguments, another structure, or two ways to read one.
+    `in_specs` is one `PartitionSpec` or `NamedSharding` for all, or has an entry for each parameter
+    or, as for `jax.jit`, for each positional argument that is not static: a spec, a pytree of specs
+    that is a prefix of the argument, or None. `positional` is how many arguments, static ones too,
+    are passed by position. SpecError: another number of entries or structure, an ambiguous spec.
     """
     if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
         return [in_specs for part in parts for _ in jax.tree.leaves(part.value)]
@@ -218,7 +218,7 @@ def arg_specs(
 
 
 def specified(shardings: Any) -> Any:
-    """Returns shardings given to `jax.jit` as specs, with None for its `UnspecifiedValue`s."""
+    """Returns a pytree of shardings with None for each `UnspecifiedValue`, jax's default."""
     return jax.tree.map(
         lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
         shardings,
@@ -227,16 +227,16 @@ def specified(shardings: Any) -> Any:
 
 
 def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
-    """Returns each result leaf's spec, None for open ones; SpecError for another structure."""
+    """Returns the spec of each leaf of the result, None if open; SpecError if they do not match."""
     return _spread(out_specs, out_tree, "the result", is_outermost=True)
 
 
 def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:
     """Returns one spec for each leaf of `tree`, given a prefix pytree of specs.
 
-    If `tree` is a tuple or list, specs of the same length are one spec for each part. Where they
-    could be one spec for all parts as well, it is a SpecError, but for a result as a whole. For
-    (x, {"a": y, "b": z}), (P("data"), None) gives [P("data"), None, None].
+    If `tree` is a tuple or list, a tuple of as many specs has one for each part. If it may also be
+    one spec for all parts, as ("data", None), it is a SpecError; not if `is_outermost`, though. For
+    (x, {"a": y, "b": z}) the specs (P("data"), None) become [P("data"), None, None].
     """
     is_each = (
         type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
@@ -271,10 +271,10 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
 
 
 def _by_path(specs: Any, tree: Any, what: str) -> list[Any]:
-    """Returns each leaf's spec by its path; SpecError for specs without leaves, and the reverse.
+    """Returns for each leaf of `tree` the spec at its path, or at a prefix of the path.
 
-    jax takes structures for different if static parts differ, such as a train state's optimizer,
-    which is another object each time that it is made and says nothing of where leaves lie.
+    For trees whose structures jax takes to differ as static parts do: an optimizer, for example, is
+    another object each time it is made. SpecError: a leaf without spec, or a spec without leaf.
     """
     flat = jax.tree_util.tree_leaves_with_path
     given = {_names(path): spec for path, spec in flat(specs, is_leaf=_is_spec)}
@@ -316,7 +316,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def key_dtype(leaf: Any) -> Any:
-    """Returns the dtype of a key array (or of a struct of one), None for everything else."""
+    """Returns the dtype of a key array (`jax.random.key`) or a struct of one; None for all else."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype
@@ -324,7 +324,7 @@ def key_dtype(leaf: Any) -> Any:
 
 
 def mesh_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns the `NamedSharding` that an array or struct was given; None if nobody has done so."""
+    """Returns an array's or struct's `NamedSharding`; None for others and uncommitted arrays."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -334,7 +334,7 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns how an argument lies on a mesh; None if it does not, or is whole on another one."""
+    """Returns `mesh_sharding(leaf)`, but None if that replicates over a mesh unlike `mesh`."""
     sharding = mesh_sharding(leaf)
     if sharding is None or not sharding.is_fully_replicated:
         return sharding
@@ -343,17 +343,17 @@ def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
 
 
 def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
-    """Returns the spec of an argument or result with an entry for each dim; None if it is open.
+    """Returns an argument's or result's axis names dim by dim: (("data",), (), None); None if open.
 
-    A key array gets one more entry, not split, as it is its data inside. MeshError: it is a
-    sharding on a mesh whose axes are not made of this mesh's; SpecError: it does not fit.
+    An open dim is None, too. Of a key array they are those of its data, which has one more dim.
+    MeshError: a sharding on a mesh whose axes are not made of axes of `mesh`; SpecError: no fit.
     """
     source, own, shape = caller(), mesh, np.shape(leaf)
     if spec is None:  # XLA for CPUs crashes where an array without elements is split, in jax 0.11
         return ((),) * len(shape) if 0 in shape else None
 
     def axes_here(names: Sequence[str]) -> tuple[str, ...]:
-        """Translates axes of the spec's own mesh to axes of the program's, or parts of axes."""
+        """Returns axes of the spec's own mesh as axes of the program's mesh, or parts of them."""
         atoms = tuple(a for name in names for a in part_atoms(mesh, own, name))
         return tuple(str(ref) for ref in axis_refs(atoms, mesh))
 
@@ -381,7 +381,7 @@ def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
 
 
 def check_memory(sharding: NamedSharding, what: str) -> None:
-    """Raises SpecError for a sharding in another memory than that of the devices."""
+    """Raises SpecError for a sharding in other memory than the device's, as `pinned_host`."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",
@@ -395,11 +395,11 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 def like_parameters(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
 ) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
-    """Gives open arguments that mirror a marked one its spec; also returns the reason for each.
+    """Gives open arguments the spec of the marked one that they mirror; returns (specs, reasons).
 
-    Optimizer state repeats the parameters' tree further down: `opt_state/0/mu/w_in` has the shape
-    of `params/w_in` and ends with its path. Propagation would find the same split for most of it,
-    but would split the state of a parameter that is marked as not split.
+    Optimizer state mirrors parameters: `opt_state/0/mu/w_in` has the shape of `params/w_in` and its
+    path at the end, so it gets its spec and the reason "like argument params/w_in". Others have no
+    reason, None. Propagation alone would split the state of a parameter marked as not split.
     """
     paths = [tuple(name.split("/"))[1:] for name in names]
     marked: dict[tuple[tuple[str, ...], Any], int] = {}
@@ -422,10 +422,8 @@ def flat_entries(
 ) -> tuple[Entries | None, ...]:
     """Returns for each argument or result its axis names dim by dim, or None if it has no spec.
 
-    An open dim is None, too. `what` says in errors what the specs are for, as "argument".
-
-    Raises:
-      SpecError: the specs are too many or too few, or one does not fit its value.
+    An open dim is None, too: (("data",), (), None). `what` says in errors what the specs are for,
+    as "argument". SpecError: the specs are too many or too few, or one does not fit its value.
     """
     if specs is None:
         return (None,) * len(types)
@@ -450,10 +448,11 @@ def flat_entries(
 def with_keywords(
     call: Callable[..., Any], fn: Any, names: Sequence[str]
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Returns `call(*values, *args, **kwargs)` as a function like `fn` that takes values by name.
+    """Returns (function, names): a function like `fn` that has more keywords and calls `call`.
 
-    Returns the names, too, longer where `fn` has a parameter of that name. The signature is that of
-    `fn` with the new parameters behind its own: users number and name arguments as they wrote them.
+    The call is `call(*values, *args, **kwargs)`, with the values of these keywords. Their names are
+    `names`, with `_` in front where `fn` has such a parameter. They are last in the signature, so
+    that the user's argument numbers and names stay valid.
     """
     signature = inspect.signature(fn)
     free = tuple(
@@ -473,7 +472,7 @@ def with_keywords(
 
 
 def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
-    """Raises ArgumentError if options are given that a framework's jit, called `what`, lacks."""
+    """Raises ArgumentError, with `fix`, if `options` has one of `names`, which `what` lacks."""
     given = [name for name in names if options.get(name) is not None]
     if given:
         raise ArgumentError(f"{what} has no {given[0]}", fix=fix)

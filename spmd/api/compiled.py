@@ -49,10 +49,10 @@ class Lowered(Planned):
     """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run.
 
     Attributes:
-      interface: what the function, its arguments and its results are.
+      interface: the traced call: `request`, and the pytrees of arguments and result.
       stages: the result of every stage of the compiler.
       options: compile options.
-      target: the machine that was asked for in place of the mesh's devices, if any.
+      target: the machine given as `topology=`, to compile for; None for the mesh's devices.
       request: the compiler's input: the module as traced, the mesh and the specs.
       mesh: the mesh that the program is planned for.
       name: the function's name.
@@ -60,14 +60,13 @@ class Lowered(Planned):
       in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
       out_tree: the pytree structure of the result.
       out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
-      measured: what `Compiled.measure` found the last time, which reports show; None before.
+      measured: what `Compiled.measure` returned last, which reports show; None before.
     """
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles by XLA for the machine that it was lowered for, else for the mesh's devices.
 
-        `compiler_options` are passed to XLA, beside those of the options. MeshError as for
-        `Jitted.compile`.
+        `compiler_options` go to XLA, over those in `options`. MeshError as for `Jitted.compile`.
         """
         given = {**self.options.compiler_options, **(compiler_options or {})}
         with progress(self.name, self.options.shows_progress):
@@ -126,8 +125,8 @@ class Compiled(Planned):
     """A compiled program: call it with arguments like those that it was compiled for.
 
     Attributes:
-      executable: jax's compiled program of flat arguments that lie as `in_shardings` say.
-      boundary: where it takes flat arguments and leaves flat results.
+      executable: jax's compiled program; takes flat arguments, sharded as `in_shardings` says.
+      boundary: the shardings and memory orders of flat arguments and results.
     """
 
     def __init__(self, lowered: Lowered, options: Options) -> None:
@@ -151,11 +150,11 @@ class Compiled(Planned):
             self.executable = execute.compile_within(limit, emitted, topology, to_xla, outside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program (without its static arguments)."""
+        """Runs the program on the function's arguments, without static ones; returns its result."""
         return jax.tree.unflatten(self.out_tree, self.run(self._flat(args, kwargs)))
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the program on flat arguments, which it places if need be; returns flat results."""
+        """Runs the program on flat arguments, resharded if need be; returns flat results."""
         self._check_here()
         leaves = self._with_values(leaves)
         taken = self.boundary.take(leaves)
@@ -182,7 +181,7 @@ class Compiled(Planned):
         return results
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
-        """Moves arguments numbered `which` into the program's memory order; the 2nd call warns."""
+        """Moves arguments `which` of `taken` to the program's layout; the second time it warns."""
         self._moved += 1
         if self._moved == 2:  # the first time they come from where nobody knew of it
             names = [self.request.arg_names[i] for i in which]
@@ -195,7 +194,7 @@ class Compiled(Planned):
         return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Puts zeros in place of structs that the program never reads; ArgumentError for others."""
+        """Returns arguments with zeros for structs; ArgumentError if the program reads them."""
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         if not structs:
             return leaves
@@ -215,10 +214,7 @@ class Compiled(Planned):
         return valued
 
     def check(self, arrays: Sequence[Any]) -> None:
-        """Raises ArgumentError if a flat argument is deleted, or is donated and given twice.
-
-        jax's CPU runtime would end the process.
-        """
+        """Raises ArgumentError for arrays that are deleted, or donated and given twice."""
         names = self.request.arg_names
         if any(map(_IS_DELETED, arrays)):
             gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
@@ -270,17 +266,17 @@ class Compiled(Planned):
 
     @property
     def in_shardings(self) -> Any:
-        """Pytree of the arguments' `NamedSharding`s: positional ones, then keywords if any."""
+        """The arguments' `NamedSharding`s: (positional, ...) or ((positional, ...), {name: ..})."""
         return jax.tree.map(_SHARDING, self.in_formats)
 
     @property
     def out_shardings(self) -> Any:
-        """Pytree of the results' `NamedSharding`s."""
+        """The results' `NamedSharding`s, a pytree like the result."""
         return jax.tree.map(_SHARDING, self.out_formats)
 
     @property
     def in_formats(self) -> Any:
-        """Pytree of the arguments' `Format`s (sharding and memory order), as `in_shardings`.
+        """The arguments' `Format`s (sharding and memory order), a pytree like `in_shardings`.
 
         Donated arguments have the memory order that the program's collectives want, see
         `Options.layouts`. An array that comes in another order is copied at each call;
@@ -291,26 +287,24 @@ class Compiled(Planned):
 
     @property
     def out_formats(self) -> Any:
-        """Pytree of the results' `Format`s, as `out_shardings`."""
+        """The results' `Format`s (sharding and memory order), a pytree like the result."""
         return jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Creates an argument directly in the sharding and layout that this program wants it in.
+        """Computes an argument directly in the sharding and layout in which this program takes it.
 
         Args:
-          argnum: which (non-static) positional argument.
-          fn: makes it, e.g. `optimizer.init`.
+          argnum: the argument's number, among the positional ones that are not static.
+          fn: computes the argument, e.g. `optimizer.init`.
           *args: passed to `fn`.
 
         Returns:
-          `fn(*args)`, computed shard by shard, never whole on one device.
+          `fn(*args)`, each shard on its devices.
         """
         self._check_here()
         wanted, _ = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
-        # XLA's partitioner does here: there is nothing to exchange. Compiled by ours, on eight CPU
-        # devices, the parameters and AdamW state of small Llamas came out the same to the bit, in
-        # the same memory, but compiling took longer: CPU seconds were 36 and 42 for parameters of
-        # 32 unrolled layers, 0.8 and 1.7 for their state alone.
+        # XLA's partitioner does here: there is nothing to exchange. Ours made the same parameters
+        # and AdamW state of small Llamas, to the bit, but took up to twice as long to compile.
         return plain_jit(fn, out_shardings=wanted[argnum])(*args)
 
     def verify(
@@ -342,22 +336,22 @@ class Compiled(Planned):
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
     def measure(self, *args: Any, steps: int = 10, **kwargs: Any) -> Measured:
-        """Runs steps of the program, and sets what they took beside what was predicted.
+        """Runs steps of the program, and compares their times with the predicted ones.
 
         After warming up, `steps` steps are timed one by one, from the call until all results are
-        there. Three more run under jax's profiler, which tells what devices did meanwhile. The
-        program keeps the result: `explain`, `summary`, `report` and `save_trace` show it.
+        there. Three more run under jax's profiler, which records what the devices do. The program
+        keeps the result: `explain`, `summary`, `report` and `save_trace` show it.
 
         Args:
           *args: the positional arguments of a call. They are never donated: of those that the
-            program takes over it gets copies, which need their memory once more. A step is given
+            program donates it gets copies, which need their memory once more. A step is given
             the results of the step before it in place of the donated arguments that they update,
             as in a loop of training; other donated arguments are copied again for each step.
           steps: how many steps to time.
           **kwargs: the keyword arguments of a call.
 
         Returns:
-          The times of a step: in total, by kind of work, by layer, by collective. In a job of
+          The seconds of a step: in total, by kind of work, by layer, by collective. In a job of
           several processes all have to call this; each sees its own devices.
 
         Raises:
@@ -412,17 +406,17 @@ class Compiled(Planned):
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes per device, as XLA reports them; `predicted_memory` is the prediction."""
+        """The bytes of one device by purpose, as XLA reports them; see also `predicted_memory`."""
         use, program = self.predicted_memory, self.stages.optimized.program
         passed = sum(program.types[value].bytes for value in lifted(program))
         return Memory.of(self.executable.memory_analysis(), use.constants, passed)
 
     def as_text(self, stage: str = "planned") -> str:
-        """Returns the program after a stage, as text; `hlo` is XLA's optimized module."""
+        """Returns the program as text after a stage; `hlo` is XLA's optimized module."""
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Returns the flat arguments of a call; ArgumentError for a structure not compiled for."""
+        """Returns a call's flat arguments; ArgumentError for a structure not compiled for."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.in_tree:
             raise ArgumentError(
@@ -443,9 +437,9 @@ class Compiled(Planned):
 
 
 class Boundary:
-    """Says how a compiled program's flat arguments and results lie: shardings and memory orders.
+    """The shardings and memory orders of a compiled program's flat arguments and results.
 
-    The program itself has only arrays on its own mesh; of a key array it takes the data.
+    XLA's program takes and returns arrays on its own mesh alone; of key arrays, their data.
     """
 
     def __init__(
@@ -474,7 +468,7 @@ class Boundary:
         self._known: list[Any] = [object()] * len(self.arguments)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether arguments that were placed on a mesh have the shardings that it wants."""
+        """Whether arguments that lie on a mesh have the program's shardings, key arrays aside."""
         return all(
             self._lies_right(index, leaf)
             or mesh_sharding(leaf) is None
@@ -483,7 +477,7 @@ class Boundary:
         )
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the arguments in the shardings that the program wants, moving those in others."""
+        """Returns the flat arguments in the program's shardings, moving those in others."""
         elsewhere = [i for i, leaf in enumerate(leaves) if not self._lies_right(i, leaf)]
         taken = list(leaves)
         if elsewhere:
@@ -500,15 +494,15 @@ class Boundary:
         return taken
 
     def in_other_layouts(self, taken: Sequence[Any]) -> list[int]:
-        """Returns the numbers of arguments, as `take` gave them, in another memory order."""
+        """Returns the numbers of arguments from `take` that are in another memory order."""
         return [i for i, leaf in enumerate(taken) if order_of(leaf) != self._orders[i]]
 
     def laid_out(
         self, taken: Sequence[Any], which: Sequence[int], donated: Sequence[int] = ()
     ) -> list[Any]:
-        """Moves arguments numbered `which`, as `take` gave them, into the program's memory order.
+        """Returns the arguments from `take`, those numbered `which` in the program's memory order.
 
-        They move one by one and donated originals are freed, so only one is there twice at a time.
+        Each is moved alone, and originals of donated ones are freed: only one takes memory twice.
         """
         laid = list(taken)
         for index in which:
@@ -539,7 +533,7 @@ class Boundary:
 
 
 def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:
-    """Returns an array's `Format` as callers see it: a key array lacks the last dim of its data."""
+    """Returns the `Format` that callers see: of a key array, that of its data less the last dim."""
     if key_dtype(struct) is None:
         return placed if isinstance(placed, Format) else Format(None, placed)
     sharding = placed.sharding if isinstance(placed, Format) else placed
@@ -549,9 +543,9 @@ def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:
 
 
 def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
-    """Returns a result's sharding by the user's spec, where that means the same as the planned one.
+    """Returns a result's sharding by the user's spec if that means the same as the planned one.
 
-    The planned one has no axes of size 1, which are parts of jax's types nevertheless.
+    Else the planned one, which lacks axes of size 1. They split nothing, but jax's types have them.
     """
     if spec is None or PartitionSpec.UNCONSTRAINED in spec:
         return planned

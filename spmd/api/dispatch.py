@@ -1,8 +1,8 @@
-"""The way of a call that needs no Python: jax's own C++ dispatch, told of our compiled programs.
+"""Calls that run without Python: jax's C++ dispatch, which is given our compiled programs.
 
-jax looks up arguments by structure, types, shardings, static values and its thread's settings, and
-runs what it finds; only a call of a new kind comes to us. That is not public in jax, so all of it
-that we use is in this file. Where a version of jax lacks it, every call goes the way of a new kind.
+jax looks up a program by the arguments' structure, types, shardings and static values and its own
+settings, and runs it; our Python is called where there is none. None of this is public in jax, so
+all uses are in this file. In a version of jax without it our Python runs at each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ except (ImportError, AttributeError):  # another version of jax
 KINDS = 1024  # how many kinds of call of one function are kept
 
 Miss = Callable[..., tuple[Any, Any]]
-"""Serves a call of a new kind: its result, and what `known` said of the program, or None."""
+"""Runs a call that jax knows no program for; returns (result, what `known` returned or None)."""
 
 
 def dispatched(
@@ -39,9 +39,10 @@ def dispatched(
     static_argnames: Sequence[str],
     donated: Sequence[int | str],
 ) -> Callable[..., Any]:
-    """Wraps `fn` in jax's C++ dispatch: `miss` serves calls with new types, shardings or settings.
+    """Returns `fn` under jax's C++ dispatch: `miss` runs the calls for which it knows no program.
 
-    Static arguments are looked up by value. Under `jax.disable_jit` it runs `fn` as it is.
+    Those have new types, shardings, static values or settings of jax. `donated` are the numbers and
+    names of donated arguments. Under `jax.disable_jit` the function `fn` itself runs.
     """
     if not HAS_FAST_PATH:
         return _plain(fn, miss)
@@ -75,7 +76,7 @@ def _plain(fn: Callable[..., Any], miss: Miss) -> Callable[..., Any]:
 
 
 def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
-    """Returns what jax's dispatch needs to run a program without Python; None where it must not."""
+    """Returns what jax's dispatch needs to run a program without Python; None if Python has to."""
     if not HAS_FAST_PATH or _is_set("debug_nans") or _is_set("debug_infs"):
         return None
     try:
@@ -105,7 +106,7 @@ def _is_set(name: str) -> bool:
 
 
 def settings() -> Any:
-    """Returns all settings of jax, this thread's, that decide how a function is traced."""
+    """Returns this thread's settings of jax that decide how a function is traced, as a dict key."""
     mesh = jax.sharding.get_abstract_mesh()
     try:
         return mesh, config.trace_context()

@@ -1,4 +1,4 @@
-"""`jit`: a function that is compiled for a mesh when it is called, once for each kind of call."""
+"""`jit` returns a function that is compiled for a mesh on the first call of each kind."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
     """Compiles a single-device function for a mesh; takes what `jax.jit` takes, and a mesh.
 
     Called with values, it runs the partitioned program. Called inside of another program (under
-    `jax.grad`, `jax.vmap`, `jax.jit`, another `spmd.jit`, ...) it is a part of that: its marks go
-    with it, and what partitions it is what compiles the whole.
+    `jax.grad`, `jax.vmap`, `jax.jit`, another `spmd.jit`, ...) it is traced into that, with its
+    marks, and whatever compiles the whole, jax or `spmd`, partitions it.
 
     Args:
       fn: a function of pytrees of arrays, as for `jax.jit`. Without it, a decorator is returned.
-      mesh: the mesh, ours or jax's. Left out, it is that of the arguments that are placed on one,
-        of the marks inside `fn`, or that of `jax.set_mesh`.
+      mesh: a `spmd.Mesh` or one of jax. Left out, it is that of the arguments placed on one, of the
+        marks inside `fn`, or that of `jax.set_mesh`.
       in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). As
         for `jax.jit`, static arguments may be left out. A single `PartitionSpec` or `NamedSharding`
         is for all arguments.
@@ -85,25 +85,25 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
       in_shardings: the same as `in_specs`, under the name that `jax.jit` has for it.
       out_shardings: the same as `out_specs`.
       static_argnums: numbers of the arguments that are constants of the program.
-      static_argnames: names of those. As for `jax.jit`, one is read off the other where only one is
-        given, so that an argument may be passed by position and by name.
+      static_argnames: their names. As for `jax.jit`, if only numbers or only names are given, the
+        signature tells the others, so that an argument may be passed by position or by name.
       donate_argnums: numbers of the arguments whose memory the results may take over.
-      donate_argnames: names of those.
+      donate_argnames: their names, likewise.
       keep_unused: as for `jax.jit`, where the function is a part of another program; a program of
         its own keeps all arguments.
-      device: refused, since the mesh says it.
-      backend: refused as well.
+      device: not accepted: a program runs on the devices of its mesh.
+      backend: not accepted, likewise.
       inline: as for `jax.jit`, where the function is a part of another program.
-      compiler_options: passed to XLA as they are, beside those in `options`.
+      compiler_options: passed to XLA as they are; they override those in `options`.
       options: compile options.
 
     Returns:
-      An object to call like `fn`; see `Jitted`.
+      A `Jitted`, which is called like `fn`.
 
     Raises:
       ArgumentError: `fn` is not a function, `options` are not `Options`, a device is given, or
         specs are given under both names.
-      MeshError: the mesh is not one.
+      MeshError: `mesh` is not a mesh.
 
     Example:
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
@@ -168,7 +168,7 @@ def _one_of(specs: Any, shardings: Any, name: str) -> Any:
 
 
 class Jitted(Generic[P, R]):
-    """What `jit` returns: call it, or `trace` / `lower` / `compile` it for given arguments."""
+    """A function that `jit` compiles: call it, or `trace`, `lower` or `compile` it."""
 
     def __init__(self, recipe: Recipe) -> None:
         functools.update_wrapper(self, recipe.fn, updated=())
@@ -179,14 +179,14 @@ class Jitted(Generic[P, R]):
         self._dispatched = self._new_dispatch()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the program, compiled on first use for these shapes and shardings."""
+        """Returns the function's result; compiles first for new shapes, dtypes or shardings."""
         if self._is_on_cpu:
             self._check(args, kwargs)
         result: R = self._dispatched(*args, **kwargs)
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds it as a method: the instance becomes the first argument."""
+        """Returns a bound method: `instance` becomes the function's first argument."""
         return self if instance is None else MethodType(self, instance)
 
     def __repr__(self) -> str:
@@ -197,7 +197,7 @@ class Jitted(Generic[P, R]):
 
     @functools.cached_property
     def inlined(self) -> Any:
-        """`jax.jit` of the function with its specs as constraints, for calls in other programs."""
+        """`jax.jit` of the function, its specs as constraints, to call inside other programs."""
         recipe = self.recipe
         return plain_jit(
             functools.wraps(recipe.fn)(_marked(recipe)),
@@ -210,7 +210,7 @@ class Jitted(Generic[P, R]):
         )
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """Traces the function as `jax.jit(fn).trace` does; `lower` of the result is our own."""
+        """Traces the function as `jax.jit(fn).trace` does, but its `lower` plans with `spmd`."""
         return Traced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ class Jitted(Generic[P, R]):
         return self.inlined.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forgets all compiled programs."""
+        """Drops all compiled programs: the next calls compile again."""
         self._cache.clear()
         self.__dict__.pop("inlined", None)
         self._dispatched = self._new_dispatch()
@@ -235,7 +235,7 @@ class Jitted(Generic[P, R]):
           **kwargs: the keyword arguments of `fn`.
 
         Returns:
-          The compiled program. Calling this object with such arguments runs it, too.
+          The compiled program. Calling this object with such arguments runs the same program.
 
         Raises:
           MeshError: no compiler for the machine is here; `lower` plans for it without one.
@@ -252,8 +252,8 @@ class Jitted(Generic[P, R]):
 
         Args:
           *args: the positional arguments of `fn`, arrays or `ShapeDtypeStruct`s.
-          topology: the machine to plan for, which need not be here; guessed from the mesh when left
-            out.
+          topology: the machine to plan for, which need not be here; that of `options`, else of the
+            mesh's devices, when left out.
           **kwargs: the keyword arguments of `fn`.
         """
         return self._lower(take_apart(self.recipe, args, kwargs), topology)
@@ -284,7 +284,7 @@ class Jitted(Generic[P, R]):
         return jax.tree.unflatten(out_tree, results), way
 
     def _check(self, args: Any, kwargs: Any) -> None:
-        """Raises ArgumentError for deleted or twice donated arrays: the CPU runtime would crash."""
+        """Raises ArgumentError for arrays deleted or donated twice: the CPU runtime would crash."""
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
         is_gone = any(map(_IS_DELETED, arrays))
         donates = self.recipe.donate_argnums or self.recipe.donate_argnames
@@ -308,7 +308,7 @@ class Jitted(Generic[P, R]):
         recipe, options = self.recipe, self.recipe.options
 
         def attempt(may_reuse: bool) -> Lowered:
-            """Returns the call, traced and planned in the pipeline schedule that is being tried.
+            """Traces the call and plans it, in the pipeline schedule that is being tried.
 
             `may_reuse` lets jax take a trace from its cache. PlanError if there is no plan.
             """
@@ -331,7 +331,7 @@ class Jitted(Generic[P, R]):
 
 
 class Traced:
-    """Holds what jax traced (a `jax.stages.Traced`); its `lower` runs our compiler."""
+    """A trace by jax (a `jax.stages.Traced`) whose `lower` plans with `spmd`."""
 
     def __init__(self, jitted: Jitted[..., Any], traced: Any, args: Any, kwargs: Any) -> None:
         self._jitted, self._traced, self._args, self._kwargs = jitted, traced, args, kwargs
@@ -340,17 +340,14 @@ class Traced:
         return getattr(self._traced, name)
 
     def lower(self, *, topology: Topology | None = None, **by_jax: Any) -> Any:
-        """Returns the planned program; with options of jax's `lower`, jax's module with the marks.
-
-        `jax.export` gives such options.
-        """
+        """Returns a `Lowered`; given options of jax's `lower`, as by `jax.export`, jax's own."""
         if by_jax:
             return self._traced.lower(**by_jax)
         return self._jitted.lower(*self._args, topology=topology, **self._kwargs)
 
 
 def _calls_above() -> int:
-    """Returns how many calls of ours are between a warning and the user's own line."""
+    """Returns the `stacklevel` by which a warning of the caller shows the user's own line."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "spmd":
         frame, count = frame.f_back, count + 1
@@ -384,7 +381,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
 
 
 def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
-    """Marks each leaf with its spec on `mesh` or its own `NamedSharding`, if it has either."""
+    """Marks each leaf of `tree` with its spec on `mesh`, or its `NamedSharding`; None: unmarked."""
 
     def mark(leaf: Any, spec: Any) -> Any:
         if spec is None:

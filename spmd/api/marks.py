@@ -1,4 +1,4 @@
-"""Marks: how users say where a tensor lies on a mesh, inside traced code and outside of it."""
+"""Marks: the shardings that users give tensors, inside traced code and outside of it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,10 @@ T = TypeVar("T")
 
 
 def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
-    """Promises how a tensor lies on a mesh.
+    """Marks a tensor with the sharding that it is to have in the partitioned program.
 
-    Inside traced code it is jax's own sharding constraint, so the same program runs under plain
-    `jax.jit`, and the tensor's gradient gets the same mark. A concrete array is placed. A
-    `jax.ShapeDtypeStruct` is annotated.
+    A tracer gets jax's own sharding constraint, so the same program runs under plain `jax.jit`, and
+    its gradient gets the same mark. An array is placed so. A `ShapeDtypeStruct` gets the sharding.
 
     Args:
       t: a tracer, an array or a `ShapeDtypeStruct`.
@@ -85,7 +84,7 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
 
 
 def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
-    """Marks the leaves of a pytree by path.
+    """Returns a pytree with its leaves marked by path, as `mark_sharding` marks a tensor.
 
     Args:
       tree: a pytree of tensors.
@@ -111,17 +110,17 @@ def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Returns a pytree path as text: `layers/0/weight`."""
+    """Returns a pytree path (of `jax.tree_util`) as text: `layers/0/weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Joins names for an error: the first eight, and `...` for the rest."""
+    """Returns names as text for an error: the first eight, and `...` if there are more."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
-    """Returns a tracer under the sharding constraint that a mark of it means."""
+    """Returns a tracer with a sharding constraint of spelled-out `entries`; SpecError if unfit."""
     first = note_mesh(mesh)
     # The axes along which the code being traced is written for one device.
     around = jax.sharding.get_abstract_mesh()
@@ -154,7 +153,7 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
 
 
 def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:
-    """Returns a sharding with dims open where entries are None; its devices need not be here."""
+    """Returns jax's sharding for spelled-out entries; dims whose entry is None are open."""
     spec = PartitionSpec(*(OPEN if entry is None else entry for entry in entries))
     return NamedSharding(known_mesh(mesh), spec)
 
@@ -167,7 +166,7 @@ def known_mesh(mesh: Mesh) -> jax.sharding.Mesh | AbstractMesh:
 
 
 def caller() -> str | None:
-    """Returns the user's line that is running: the innermost frame outside this package and jax."""
+    """Returns the user's line that is running, `file:line (function)`; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

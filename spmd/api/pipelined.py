@@ -1,10 +1,10 @@
 """`pipeline`: layers over stages, microbatch after microbatch, as a loop of plain JAX.
 
-All stages compute at once, each on another microbatch, and then hand on what they made: a `vmap`
-over stages inside a `scan` over steps (GSPMD, Xu et al. 2021, section 3.3). With the stages' dim
-split over a mesh axis, the compiler makes a collective-permute between neighbours of the shift.
+All stages compute at once, each on another microbatch, and then hand their results to the next: a
+`vmap` over stages in a `scan` over steps (GSPMD, Xu et al. 2021, section 3.3). If the stages' dim
+is split over a mesh axis, the shift becomes a collective-permute between neighbours.
 
-What stage s does in step t, with S stages, V chunks of layers a stage, u = t - s:
+What stage s does in step t, with S stages, V chunks of layers a stage, M microbatches, u = t - s:
 
     chunk v = u // S % V  of microbatch  u // (S V) * S + u % S,   where 0 <= u < M V
 
@@ -38,7 +38,7 @@ DEFAULT = "gpipe"
 SHORT = 0.5  # memory is short where a program takes more than this share of it
 
 _TAKEN: ContextVar[str] = ContextVar("schedule of pipelines", default=DEFAULT)
-"""Of this trace: what calls without a schedule take where they can."""
+"""The schedule, in the current trace, of `pipeline` calls that name none, if they can take it."""
 
 
 def pipeline(
@@ -54,11 +54,11 @@ def pipeline(
     chunks: int | None = None,
     mesh: Any = None,
 ) -> T:
-    """Runs layers over the stages of a pipeline, the batch in microbatches.
+    """Applies layers to a batch, one after another, with layers split over stages of a pipeline.
 
     It returns what `jax.lax.scan` over the layers returns on the whole batch, and is plain JAX: it
     may be differentiated, mapped and checkpointed, and runs under `jax.jit`, too. While a pipeline
-    fills and drains, layers compute on copies of a microbatch, of which nothing is seen.
+    fills and drains, idle stages compute on copies of a microbatch; their results are dropped.
 
     Args:
       layer_fn: `layer_fn(layer, x)`, or `layer_fn(layer, x, rows)` if there are rows: one layer. It
@@ -71,16 +71,16 @@ def pipeline(
       stages: how many stages there are. The size of `axis` divides it.
       microbatches: into how many microbatches the batch is cut; it divides B.
       axis: the mesh axis over which stages are split.
-      schedule: `gpipe`; `1f1b`, which computes steps again for the gradient and holds what
-        `stages` microbatches leave, as 1F1B does; `interleaved`, in which each stage has several
+      schedule: `gpipe`; `1f1b`, which computes steps again for the gradient and holds residuals of
+        `stages` microbatches at a time, as 1F1B does; `interleaved`, in which stages have several
         chunks of layers, with a smaller bubble; `interleaved 1f1b`. None: inside `spmd.jit` the one
         whose program is predicted to be the fastest of those that fit in memory, else `gpipe`. All
         but `gpipe` need microbatches that are a multiple of the stages.
-      chunks: how many chunks each stage has where it is interleaved. If it is given, so are stacks:
-        split over `axis` in dim 1, each device has its own chunks. If it is left out, there are 2,
-        and weights that are split over `axis` in their layers move to where they are needed.
-      mesh: where `axis` is; the mesh that the program is compiled for, or of `jax.set_mesh`, when
-        left out. Without one nothing is marked.
+      chunks: how many chunks a stage has if interleaved. If given, `stacked` has them in dim 0, and
+        split over `axis` in dim 1 it has on each device the device's own chunks. If left out, there
+        are 2, and weights that are split over `axis` in their layers move to where they are needed.
+      mesh: the mesh that has `axis`; when left out that which the program is compiled for, or of
+        `jax.set_mesh`. Without one nothing is marked.
 
     Raises:
       ArgumentError: counts that do not divide, leaves of other sizes, an unknown schedule.
@@ -98,7 +98,7 @@ def pipeline(
     of = _chosen_pipeline(schedule, chunks, asked, layers, batch, own)
 
     def mark(tree: Any) -> Any:
-        """Marks each leaf as split over the axis in dim 0; its other dims stay open."""
+        """Marks dim 0 of each leaf as split over `axis`; the other dims stay open."""
         if own is None:
             return tree
         return jax.tree.map(
@@ -106,16 +106,16 @@ def pipeline(
         )
 
     def of_stages(leaf: Any) -> Any:
-        """Reshapes (L, ...) or (V, L / V, ...) to (S, V, layers of a chunk, ...)."""
+        """Reshapes a stack of layers to (stages, chunks of a stage, layers of a chunk, ...)."""
         shape = of.chunks, of.stages, -1, *leaf.shape[1 + (chunks is not None) :]
         return jnp.reshape(leaf, shape).swapaxes(0, 1)
 
     def in_microbatches(leaf: Any) -> Any:
-        """Reshapes (B, ...) to (M, B / M, ...); each has rows of all shards of the batch."""
+        """Reshapes (B, ...) to (microbatches, rows, ...): row i to microbatch i % their number."""
         return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
 
     def entering(leaf: Any, fill: Any) -> Any:
-        """Returns what enters stage 0 in each step: (M, ...) -> (steps, ...)."""
+        """Returns what enters stage 0 by step, or a filler: (microbatches, ...) -> (steps, ...)."""
         if of.chunks > 1:  # later chunks enter from the last stage
             groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
             widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
@@ -139,7 +139,7 @@ def pipeline(
         return state, jax.tree.map(lambda leaf: leaf[-1], state[0])
 
     def leaving(leaf: Any) -> Any:
-        """Keeps what the last stage made with its last chunk: (M V, ...) -> (M, ...), in order."""
+        """Keeps the last chunk's outputs: (microbatches * chunks, ...) -> (microbatches, ...)."""
         if of.chunks > 1:
             leaf = leaf.reshape(-1, of.chunks, of.stages, *leaf.shape[1:])[:, -1]
             leaf = leaf.reshape(of.microbatches, *leaf.shape[2:])
@@ -162,7 +162,7 @@ def pipeline(
 
 
 def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> Any:
-    """Runs all steps; returns their outputs from when the first microbatch leaves the pipeline."""
+    """Scans `step` over `inputs`; returns its outputs but for the first `stages - 1` steps."""
     fill = of.stages - 1
     if not of.is_lean:
         return jax.tree.map(lambda leaf: leaf[fill:], jax.lax.scan(step, state, inputs)[1])
@@ -175,10 +175,13 @@ def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> A
 
 
 def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | None) -> Any:
-    """Shifts (S, ...) by a stage: each gets what the one before made, or `entering`."""
+    """Returns the next inputs of all stages: row s - 1 of `leaf` for stage s, (S, ...) -> (S, ...).
+
+    Where `begins[s]` it is `entering` instead. With chunks stage 0 gets the last row, else zeros.
+    """
 
     def shift(by: int) -> Any:
-        """Shifts dim 0 by so many stages, with zeros where nothing comes from."""
+        """Shifts dim 0 by so many rows, with zeros in the rows that become free."""
         widths = [(by, -by, 0)] + [(0, 0, 0)] * (leaf.ndim - 1)
         return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
 
@@ -216,7 +219,7 @@ def _layers(stacked: Any, chunks: int | None) -> int:
 
 
 def _leading(tree: Any, what: str, shape: str) -> int:
-    """Returns the size of the first dim; ArgumentError if leaves do not share one."""
+    """Returns the size of dim 0 of all leaves; ArgumentError if they differ, or if it is 0."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     sizes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
     first = {shape[0] if shape else None for shape in sizes.values()}
@@ -245,10 +248,9 @@ def _chosen_pipeline(
     batch: int,
     mesh: Mesh | None,
 ) -> Pipeline:
-    """Returns the pipeline of a call, in the schedule that it names, else in the one being tried.
+    """Returns a call's pipeline: of the sizes in `of`, in the schedule named or else being tried.
 
-    `of` has its stages and microbatches; `layers` and `batch` are sizes of the stack and the batch.
-    Errors are as for `pipeline`.
+    `layers` and `batch` are the sizes of the stack and the batch. Errors are as for `pipeline`.
     """
     for what, count in (("stages", of.stages), ("microbatches", of.microbatches)):
         if count < 1:
@@ -299,7 +301,7 @@ def _chosen_pipeline(
 
 
 def _refusal(schedule: str, of: Pipeline, chunks: int | None, layers: int) -> ArgumentError | None:
-    """Returns the error that says why a call cannot take a schedule; None if it can."""
+    """Returns the error for a schedule that a call cannot take, None for others."""
     is_chunked, is_lean = SCHEDULES[schedule]
     if chunks and not is_chunked:
         what = f"chunks={chunks} with schedule={schedule!r}, in which a stage has one"
@@ -318,7 +320,7 @@ def _refusal(schedule: str, of: Pipeline, chunks: int | None, layers: int) -> Ar
 
 
 class _Tried(NamedTuple):
-    """A program that was planned with its pipelines in one schedule, as `Search` judges it."""
+    """A program planned with its pipelines in one schedule, for `Search` to compare."""
 
     lowered: Lowered
 
@@ -337,10 +339,10 @@ class _Tried(NamedTuple):
 def in_fastest_schedule(attempt: Callable[[bool], Lowered], memory_limit: int | None) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
 
-    `attempt(may_reuse)` traces and plans it, in each schedule that its pipelines leave open in
-    turn; `may_reuse` lets jax take a cached trace. Of schedules that do not fit in memory
-    (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
-    PlanError if there is a limit and none keeps to it.
+    `attempt(may_reuse)` traces and plans it. It is called with each schedule that its pipelines
+    leave open (`_TAKEN`); `may_reuse` lets jax take a cached trace. Of schedules that do not fit in
+    memory (`memory_limit`, or what the topology has room for) the one that misses the least is
+    taken; PlanError if there is a limit and none keeps to it.
     """
     names, default = dict.fromkeys(SCHEDULES), DEFAULT
     try:

@@ -1,4 +1,4 @@
-"""StableHLO modules that any framework wrote, compiled like functions."""
+"""StableHLO modules, which any framework may have written, compiled like functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from spmd.progress import progress
 
 Shape = Sequence[int]
 Shapes = Sequence[Shape | None] | Mapping[str, Shape] | None
-"""For each argument its shape, or None where the module says it; or name -> shape."""
+"""A shape for each argument in order, None if the module says it; or a mapping, name -> shape."""
 
 
 def compile_stablehlo(
@@ -36,10 +36,10 @@ def compile_stablehlo(
     """Compiles a StableHLO module that any framework wrote; arguments as for `lower_stablehlo`.
 
     Returns:
-      A program to call with one array for each argument; it returns a tuple.
+      A program to call with one array for each argument; it returns a tuple of arrays.
 
     Raises:
-      FrontendError: a module that cannot be read.
+      FrontendError: a module that cannot be read; and the other errors of `lower_stablehlo`.
     """
     lowered = lower_stablehlo(
         module_or_path, mesh, arg_specs, result_specs, options, updates, symbols, arg_shapes
@@ -67,11 +67,11 @@ def lower_stablehlo(
         from names to specs. Names are the paths that the module has, else `arg0`, `arg1`, ...
       result_specs: the same for its results.
       options: compile options.
-      updates: (result, argument) by number: the argument is donated, and the result, which lies on
-        the mesh like it, takes its place.
-      symbols: of a module that `jax.export` wrote with symbolic dims: symbol -> value.
-      arg_shapes: of a module with dynamic dims that it has no names for: for each argument its
-        shape, or None where that is static; or a mapping from names to shapes.
+      updates: pairs (result number, argument number): the argument is donated, and the result gets
+        its sharding and its memory.
+      symbols: the size of each symbolic dim, by symbol, for a module that `jax.export` wrote so.
+      arg_shapes: for dynamic dims without symbols: for each argument its shape, or None if the
+        module says it; or a mapping from names to shapes.
 
     Raises:
       FrontendError: a module that cannot be read, or cannot have these shapes.
@@ -144,9 +144,9 @@ def _check_updates(
 
 
 def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
-    """Returns a module in memory with static shapes, its symbols replaced by their sizes.
+    """Returns a module in memory with static shapes: symbolic and dynamic dims get their sizes.
 
-    `source` may be a `jax.export.Exported`. FrontendError: it cannot be read, or cannot have these
+    Arguments are as for `lower_stablehlo`. FrontendError: it cannot be read, or cannot have these
     shapes. ArgumentError: a dim whose size is not known, or sizes for what is not there.
     """
     exported = source if hasattr(source, "mlir_module_serialized") else None

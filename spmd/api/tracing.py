@@ -1,4 +1,4 @@
-"""A function and the arguments of a call -> a request to the compiler."""
+"""From a function and the arguments of a call to a `Request`, the input of the compiler."""
 
 import functools
 import warnings
@@ -52,7 +52,7 @@ from spmd.options import Options
 
 @dataclass(frozen=True)
 class Recipe:
-    """Holds a function and what `jit` was told about it: mesh and specs as they were given."""
+    """A function, and what `jit` was told about it: mesh, specs, static and donated arguments."""
 
     fn: Any
     mesh: Any
@@ -67,10 +67,7 @@ class Recipe:
     options: Options
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Argument, ...]:
-        """Describes a call's arguments that are not static, as jax orders them.
-
-        Positional ones come first, then those by name, sorted.
-        """
+        """Returns a call's arguments that are not static: positional ones, then sorted keywords."""
         static, donated = (
             {n + len(args) if n < 0 else n for n in numbers}
             for numbers in (self.static_argnums, self.donate_argnums)
@@ -94,12 +91,12 @@ class Recipe:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The function's parameters."""
+        """The parameters in the function's signature, in order; none if it has no signature."""
         return parameters_of(self.fn)
 
     @property
     def given_mesh(self) -> Any:
-        """The mesh that was given, else that of a `NamedSharding` spec; None if neither is."""
+        """The mesh that `jit` was given, else that of its first `NamedSharding`, else None."""
         if self.mesh is not None:
             return self.mesh
         specs = jax.tree.leaves((self.in_specs, self.out_specs))
@@ -107,12 +104,12 @@ class Recipe:
 
 
 LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None]
-"""Shape, dtype, whether the dtype gives way to others, and the sharding where jax has that in
-types: on a mesh with Explicit axes."""
+"""Shape, dtype, whether the dtype is weak (gives way to others), and the sharding if its mesh has
+Explicit axes, else None."""
 
 
 def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
-    """Returns the type of an argument leaf; TypeError if it is not an array."""
+    """Returns the type of an array, struct or number; TypeError for all else."""
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -124,7 +121,7 @@ def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
 
 
 def order_of(leaf: Any) -> Order | None:
-    """Returns in which order an array's dims lie in memory; None if major to minor."""
+    """Returns an array's order of dims in memory, as (1, 0); None: major to minor, or unknown."""
     if np.ndim(leaf) < 2 or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
         return None
     layout = getattr(getattr(leaf, "format", None), "layout", None)
@@ -133,7 +130,7 @@ def order_of(leaf: Any) -> Order | None:
 
 
 class Call(NamedTuple):
-    """Holds a call's arguments: static ones, and the leaves of the others with their types."""
+    """One call's arguments: the static ones, and the leaves of all others with their types."""
 
     static: tuple[tuple[int | str, Any], ...]  # (number or name, value) of each static argument
     # leaves, types, orders: the others, flat, the type of each, and in which order its dims lie in
@@ -146,12 +143,12 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What decides, besides shardings, which compiled program serves the call."""
+        """All that decides which compiled program runs the call, besides arguments' shardings."""
         return (self.static, self.tree, self.types, self.orders, self.settings)
 
 
 class Interface(NamedTuple):
-    """Holds the compiler's input, and how its arguments and results map to the caller's pytrees."""
+    """A traced call: the compiler's input, and the pytrees of its arguments and its result."""
 
     request: Request
     # args, out: pytrees of `ShapeDtypeStruct`s of ((positional, ...), {name: ...}), static
@@ -204,8 +201,8 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
-    It is planned for the topology, else that of the options, else the mesh's. MeshError: there is
-    no mesh, or there are two; SpecError: a spec that does not fit its argument or result.
+    It is to be planned for `topology`, else that of the options, else that of the mesh's devices.
+    MeshError: there is no mesh, or two that differ; SpecError: a spec that does not fit.
     """
     leaves = [
         jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding)
@@ -299,12 +296,12 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
 
 
 def _warning_of_changes(fn: Any, arguments: Any) -> Any:
-    """Wraps `fn` so that tracing it warns of objects (modules, say) that it changes.
+    """Returns a wrapper of `fn` that warns if `fn` changes an argument, such as a module, in place.
 
-    Arguments are copies: what a traced function does to them and does not return is lost. Where
-    there are no objects among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that
-    it has made before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer
-    that `fn` makes) is the same object as there.
+    Arguments are copies when `fn` is traced: a change that is not returned is lost. Without objects
+    among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that it has made before,
+    as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer that `fn` makes) is
+    the same object as there.
     """
     if jax.tree_util.all_leaves(jax.tree.leaves(arguments, is_leaf=_is_object)):
         return fn
@@ -337,12 +334,12 @@ def _warning_of_changes(fn: Any, arguments: Any) -> Any:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a pytree is of a class of its own, such as a module, which people change in place."""
+    """Whether a value is no tuple, list, dict or None: a leaf of a pytree, or say a module."""
     return type(value) not in (tuple, list, dict, type(None))
 
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Returns jax's axis types of the user's mesh that has these axes, some Explicit; else None."""
+    """Returns jax's axis types of the first mesh like `mesh` with Explicit axes, else None."""
     for given in filter(has_explicit_axes, givens):
         if tuple(given.shape.items()) == tuple(mesh.shape.items()):
             return tuple(given.axis_types)
@@ -350,7 +347,7 @@ def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def topology_of(mesh: Mesh) -> Topology:
-    """Returns the topology of a mesh's devices, or of CPUs if this process cannot see them all."""
+    """Returns the topology of a mesh's devices, or one of CPUs if some are not visible here."""
     if has_devices(mesh):
         return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
     return Topology(f"cpu:{mesh.size}")

@@ -1,1 +1,1 @@
-"""Programs on the command line: `spmd-explain` and `spmd-verify`, and how flags are read."""
+"""The programs `spmd-explain` and `spmd-verify`, and the parser of flags of all programs."""

@@ -1,16 +1,16 @@
-"""Plans a StableHLO file for a mesh, and says what is sharded how, why, and what it costs.
+"""Plans a StableHLO file for a mesh, and prints how its values are sharded, why, and the costs.
 
-The file is text, bytecode or a portable artifact. Nothing is run and no device is needed: the mesh
-and the machine are made up. A spec has an entry for each dim, separated by commas: an axis, several
-as `data+model`, `None` (or `-`) for a dim that is not split, `...` for one that is up to the
-compiler.
+The file is text, bytecode or a portable artifact. Nothing is run, and no device is needed: flags
+describe the mesh and the machine. A spec has an entry for each dim, separated by commas: an axis,
+several as `data+model`, `None` (or `-`) for a dim that is not split, `...` for one that is up to
+the compiler.
 
 Examples:
     spmd-explain model.mlir --mesh data=4,model=2
     spmd-explain model.mlir --arg_spec 0=data,None --arg_spec params/w=None,model
     spmd-explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
-    spmd-explain model.mlir --mesh data=8 --value params/w     # why is it so, and what else costs
-    spmd-explain model.mlir --mesh data=8 --value model.py:12  # all that this line makes
+    spmd-explain model.mlir --mesh data=8 --value params/w     # why one value is sharded so
+    spmd-explain model.mlir --mesh data=8 --value model.py:12  # all values made by this line
     spmd-explain model.mlir --mesh data=8 --stage local        # the program of one device
 
 Exit status: 0, or 2 for flags, files and specs that cannot be used.
@@ -30,7 +30,7 @@ STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
 
 def make_parser() -> Parser:
-    """Makes the parser of the program's flags."""
+    """Returns the parser of the flags of `spmd-explain`."""
     made = Parser("spmd-explain", __doc__)
     add_module_flags(made)
     add = made.add_argument
@@ -56,7 +56,7 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit status; prints errors that users can mend."""
+    """Runs `spmd-explain` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus()
     try:

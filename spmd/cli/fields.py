@@ -1,11 +1,11 @@
-"""Flags and settings that are fields of a dataclass: type, choices and default are said there.
+"""Makes flags and settings from a dataclass: a field gives a flag its type, choices and default.
 
 save_every: int = 0                            type=int, default=0
 on_nonfinite: Literal["stop", "skip"] = ..     choices=("stop", "skip")
 verbose: bool = False                          action=Switch
 metrics: tuple[str, ...] = METRICS             type=words
-profile: ProfileRange | None = field(          type: the function
-default=None, metadata=read_by(ProfileRange.parse))
+profile: ProfileRange | None = field(          type: calls `ProfileRange.parse`
+    default=None, metadata=read_by(ProfileRange.parse))
 """
 
 import argparse
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
-    """Returns metadata for a field whose text `read` parses; its ValueError says what is wrong."""
+    """Returns metadata for a field whose text `read` parses; users see its ValueError's message."""
 
     def value(text: str) -> Any:
         try:
@@ -34,9 +34,9 @@ def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
 
 
 def of_fields(add: Add, cls: type[Any]) -> Add:
-    """Wraps `add_argument`: a flag named as a field of `cls` gets its type, choices and default.
+    """Wraps `add_argument`: a flag gets type, choices and default from the field of `cls` it names.
 
-    Arguments of a call override what its field says.
+    Arguments of a call override what the field says.
 
     Example:
         >>> parser = Parser("train", None)
@@ -55,16 +55,16 @@ def of_fields(add: Add, cls: type[Any]) -> Add:
 
 
 def taken(cls: type[T], given: argparse.Namespace, **others: Any) -> T:
-    """Makes a dataclass from the flags named as its fields; `others` override what they say."""
+    """Makes a `cls` from the parsed flags that are named as its fields; `others` override them."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in vars(given).items() if name in names} | others)
 
 
 def from_yaml(cls: type[T], file: str | Path, **overrides: Any) -> T:
-    """Makes a dataclass from YAML settings named as its fields; `overrides` override the file's.
+    """Makes a `cls` from a YAML file of `field: value`; `overrides` replace values of the file.
 
     `null` is None for a field that may be None, else the default. SettingsError: the file cannot be
-    read, names no field, gives one what it does not take, or lacks one without a default.
+    read, has an unknown name or a wrong value, or lacks a field that has no default.
     """
     from spmd.cli import settings  # not at the top: it needs PyYAML
 

@@ -1,8 +1,8 @@
-"""How programs read their flags: argparse, with the same spelling and the same help everywhere.
+"""Parses the flags of all programs by argparse, with the same spelling and the same help.
 
 A flag's words are joined by underscores; dashes are read as underscores. A switch `--scan` has its
-opposite `--noscan`, or `--no_scan`. Flags that cannot be read end a program with one line and exit
-code 2.
+opposite `--noscan`, or `--no_scan`. If flags cannot be parsed, a program prints one line and ends
+with exit code 2.
 """
 
 import argparse
@@ -17,7 +17,7 @@ Add = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 class Parser(argparse.ArgumentParser):
     """Parses the flags of a program; `about` is the text, often a docstring, that begins `--help`.
 
-    With `settings` flags may come from YAML files, too, as `spmd.cli.settings` says.
+    With `settings` a flag `--settings FILE` reads flags from YAML files (`spmd.cli.settings`).
 
     Example:
       >>> flags = Parser("spmd-explain", "Explains a program.")
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does, after dashes within flags have become underscores."""
+        """Parses as argparse does, after dashes in flags' names have become underscores."""
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)  # what follows are no flags
         words[:end] = map(_underscored, words[:end])
@@ -74,18 +74,18 @@ class Parser(argparse.ArgumentParser):
         return [word for file in read for flag in file.values() for word in flag]
 
     def settings_text(self, given: argparse.Namespace) -> str:
-        """Returns the given flags as YAML, which reads back to the same values."""
+        """Returns parsed flags as YAML, in the form that `--settings` reads."""
         from spmd.cli import settings  # as above
 
         return settings.write(self, given)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with one line: a list of all flags would hide it."""
+        """Prints the message as one line, without a list of flags, and ends with exit code 2."""
         self.exit(2, f"error: {message}; {self.prog} --help lists the flags\n")
 
 
 class Switch(argparse.Action):
-    """Makes a flag `--name` that sets True, and `--noname` (or `--no_name`) that sets False."""
+    """Argparse action of a switch: `--name` sets True, `--noname` (or `--no_name`) sets False."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, default: bool = False, help: str = ""
@@ -101,12 +101,12 @@ class Switch(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Sets True if `--name` was given, False if its opposite was."""
+        """Sets the flag to True if it was spelled `--name`, to False if it was its opposite."""
         setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formats `--help`: keeps a description's line breaks, and ends a flag with its default."""
+    """Formats `--help`: keeps the description's line breaks, and shows defaults as `[100]`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=100)
@@ -138,7 +138,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def positive(text: str) -> int:
-    """Reads an integer of at least 1; ValueError for anything else."""
+    """Parses an integer of at least 1; ValueError for any other text."""
     number = int(text)
     if number < 1:
         raise ValueError
@@ -146,12 +146,12 @@ def positive(text: str) -> int:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Splits a text at its commas; an empty one has no words."""
+    """Splits a text at its commas: `a,b` -> ("a", "b"); an empty text -> ()."""
     return tuple(text.split(",")) if text else ()
 
 
 def _spelled(value: Any) -> str:
-    """Returns a default as one would write it on the command line."""
+    """Returns a default as a flag spells it: ("a", "b") -> `a,b`; {"data": 4} -> `data=4`."""
     if isinstance(value, dict):
         return ",".join(f"{name}={_spelled(item)}" for name, item in value.items())
     if isinstance(value, (list, tuple)):

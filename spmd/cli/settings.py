@@ -1,4 +1,4 @@
-"""Flags in YAML files: a flag's name without its dashes, and what it is given.
+"""Reads and writes YAML files of flags: a flag's name without its dashes, and its value.
 
     mesh: {data: 4, model: 2}     --mesh=data=4,model=2
     data: [a.txt, b.txt]          --data=a.txt,b.txt
@@ -7,8 +7,8 @@
     resume: true                  --resume
     tokenizer: null               nothing: as if the line were not there
 
-A file becomes flags, which are read as those of the command line are. A value is the text that is
-written: YAML 1.1 on its own would read `1e-4` as text, `10:13` as the number 613, `off` as false.
+A file becomes flags, which are parsed as those of the command line are. A value is the text as it
+is in the file: a YAML 1.1 parser would make `1e-4` text, `10:13` the number 613, `off` false.
 """
 
 import argparse
@@ -26,13 +26,13 @@ NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no setti
 
 
 class SettingsError(SpmdError):
-    """Raised for a file of settings that cannot be read; one line says why, with file and line."""
+    """Raised for a file of settings that cannot be used; one line says why, with file and line."""
 
 
 def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """Returns each setting of a file as command-line words: {"scan": ["--noscan"]}; [] for null.
 
-    SettingsError: the file cannot be read, names no flag, or gives one what it does not take.
+    SettingsError: the file cannot be read, has an unknown name, or a value that its flag rejects.
     """
     flags = {_name(flag): flag for flag in _settable(parser)}
     lines: dict[str, int] = {}
@@ -57,7 +57,7 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
 
 
 def write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
-    """Returns all settings as YAML that reads back to the same ones, grouped as by `--help`."""
+    """Returns parsed flags as YAML from which `read` makes them again, grouped as in `--help`."""
     lines = []
     for group in parser._action_groups:
         flags = [flag for flag in group._group_actions if flag in _settable(parser)]
@@ -107,7 +107,7 @@ def _root(file: str | Path) -> yaml.Node:
 
 
 def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.Node) -> list[str]:
-    """Returns a flag's words for its YAML value; a list or mapping is joined, as flags spell it."""
+    """Returns the words that give a flag a YAML value: [a, b] -> ["--data=a,b"]; null -> []."""
     name, truth = f"--{_name(flag)}", None
     if node.tag == f"{TAG}bool":  # `no` and `off` are words
         truth = {"true": True, "false": False}.get(node.value.lower())
@@ -155,7 +155,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a flag's value as YAML has it; other objects as text, which the flag can read."""
+    """Converts a flag's value to what YAML can write; other objects become their text."""
     if isinstance(value, Mapping):
         # No flag is written as an empty mapping: it is the default of one that was left out.
         return {str(key): _plain(item) for key, item in value.items()} or None

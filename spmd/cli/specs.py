@@ -1,4 +1,4 @@
-"""Meshes and specs as flags spell them."""
+"""Parses meshes, sizes of symbols and specs from the text of flags."""
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError
@@ -15,7 +15,7 @@ class UsageError(SpmdError):
 
 
 def add_module_flags(parser: ArgumentParser) -> None:
-    """Adds the flags that name a StableHLO file, its mesh, sizes of symbols, and specs."""
+    """Adds the argument `module` and the flags `mesh`, `symbols`, `arg_spec` and `result_spec`."""
     add = parser.add_argument
     add("module", help="the StableHLO file")
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="axes and their sizes")
@@ -31,7 +31,7 @@ def add_module_flags(parser: ArgumentParser) -> None:
 
 
 def default_to_cpus(count: int | None = None) -> None:
-    """Makes jax use the CPU, with `count` virtual devices, unless the environment says else."""
+    """Makes jax use `count` virtual CPUs, unless JAX_PLATFORMS or XLA_FLAGS say otherwise."""
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     if count and "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -39,12 +39,12 @@ def default_to_cpus(count: int | None = None) -> None:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """Reads `"data=4,model=2"` as `{"data": 4, "model": 2}`; ArgumentTypeError for other forms."""
+    """Parses "data=4,model=2" as {"data": 4, "model": 2}; ArgumentTypeError for other forms."""
     return _named_sizes(text, "axis", "data=4,model=2")
 
 
 def symbol_values(text: str) -> dict[str, int]:
-    """Reads `"n=128,batch=8"` as `{"n": 128, "batch": 8}`; ArgumentTypeError for other forms."""
+    """Parses "n=128,batch=8" as {"n": 128, "batch": 8}; ArgumentTypeError for other forms."""
     return _named_sizes(text, "symbol", "n=128,batch=8")
 
 
@@ -61,7 +61,10 @@ def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """Reads `["0=data,None", "w=None,model"]` as specs by argument; UsageError for other forms."""
+    """Parses `0=data,None` or `w=data,None` into specs by name; UsageError for other forms.
+
+    With `names` ["x"], `["0=data,None"]` is {"x": (("data",), None)}. `flag` is for errors.
+    """
     specs: dict[str, Any] = {}
     for text in texts:
         name, equals, spec = text.rpartition("=")

@@ -2,14 +2,14 @@
 
 Arguments are random. A spec has an entry for each dim, separated by commas: an axis, several as
 `data+model`, `None` (or `-`) for a dim that is not split, `...` for one that is up to the
-compiler. Where no platform is chosen it runs on virtual devices of this machine's CPU.
+compiler. It runs on virtual devices of this machine's CPU, unless JAX_PLATFORMS is set.
 
 Examples:
     spmd-verify model.mlir --mesh data=4,model=2
     spmd-verify model.mlir --mesh data=4,model=2 --arg_spec 0=data,- --arg_spec 1=-,model
     spmd-verify model.mlirbc --mesh data=8 --result_spec 0=data --rtol 1e-3 --high 1000
 
-Exit status: 0 if every result agrees, 1 if one differs, 2 if there is nothing to compare.
+Exit status: 0 if every result agrees, 1 if one differs, 2 if the file or a flag cannot be used.
 """
 
 import math
@@ -29,7 +29,7 @@ from spmd.ir.types import TensorType, numpy_dtype
 
 
 def make_parser() -> Parser:
-    """Makes the parser of the program's flags."""
+    """Returns the parser of the flags of `spmd-verify`."""
     made = Parser("spmd-verify", __doc__)
     add_module_flags(made)
     add = made.add_argument
@@ -55,7 +55,7 @@ def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit status; prints errors that users can mend."""
+    """Runs `spmd-verify` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus(math.prod(given.mesh.values()))
     try:

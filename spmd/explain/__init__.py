@@ -1,4 +1,4 @@
-"""Reports on a plan: as text and as a page, of one value, and of two plans side by side."""
+"""Writes reports on plans, as text or as an HTML page; `diff` compares two plans."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ __all__ = ["diff"]
 
 
 def diff(a: Any, b: Any) -> str:
-    """Returns what changed from one plan to another, and what that costs.
+    """Returns a text that says how plan `b` differs from plan `a`, and what that costs.
 
     Args:
       a: a lowered or compiled program.
@@ -14,9 +14,9 @@ def diff(a: Any, b: Any) -> str:
 
     Returns:
       Text to print: predicted time, bytes sent and peak memory of both and the difference (and the
-      measured time, where both were measured); arguments, results and values inside that lie
-      otherwise; collectives that were added, removed or resized, by layer and source line. Parts
-      in which nothing changed are left out.
+      measured time, if both were measured); arguments, results and intermediate values whose
+      sharding differs; collectives that were added, removed or resized, by layer and source line.
+      Parts in which nothing changed are left out.
 
     Example:
       >>> print(spmd.explain.diff(step.lower(*args), other.lower(*args)))

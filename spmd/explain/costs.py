@@ -33,11 +33,11 @@ class Collective(NamedTuple):
 
     kind: str  # as in `spmd.reshard.comm.KINDS`
     axes: tuple[str, ...]  # the mesh axes (or sub-axes) along which devices transfer
-    bytes: int  # that one device sends in one execution, in the way in which the backend runs it
+    bytes: int  # that one device sends in one execution, by the algorithm that the backend uses
     # executions in one run of the program (loops multiply)
     count: int  # type: ignore[assignment]  # hides tuple.count
     source: str  # the user's source line, and its caller's
-    reason: str  # a sentence: which use wanted what, or that the user wrote it
+    reason: str  # a sentence: which op needed which sharding, or that the user wrote it
     seconds: float  # predicted time of one execution
     layer: str  # the part of the user's model; see `spmd.measure.labels.layer_of`
 
@@ -78,11 +78,11 @@ def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
 class Total(NamedTuple):
     """Holds what several collectives with something in common do together in one run."""
 
-    like: Collective
-    ops: int = 0
-    runs: int = 0
+    like: Collective  # the first of them
+    ops: int = 0  # how many collective ops they are
+    runs: int = 0  # how often these are executed, all together
     bytes: int = 0  # that one device sends for all of them
-    seconds: float = 0.0  # predicted
+    seconds: float = 0.0  # predicted, of all executions one after another
 
 
 def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
@@ -152,9 +152,9 @@ def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
 class Spent(NamedTuple):
     """Holds by how many seconds an op makes a run longer, all of its executions together."""
 
-    slot: Slot
+    slot: Slot  # the op, and when it runs
     seconds: float
-    hidden: float
+    hidden: float  # what a collective takes beyond `seconds`, hidden by arithmetic; else 0
 
 
 def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
@@ -186,7 +186,7 @@ class Cost(NamedTuple):
     """Holds the cost of a source line's arithmetic, or of its collectives of one kind and axes."""
 
     kind: str  # `compute`, or the collective's kind
-    axes: str  # the mesh axes over which a collective goes, as text
+    axes: str  # the mesh axes along which the collectives send, as `data, model`; empty for compute
     frames: tuple[Frame, ...]  # the user's source line and its caller's, innermost first
     reason: str  # why the largest of the collectives is there; empty of compute
     # ops, runs: how many ops it is, and how often they run together; loops multiply

@@ -37,7 +37,7 @@ class Facts:
     collectives: Sequence[Collective]  # what one run of the program exchanges
     use: MemoryUse  # the memory that one device is predicted to use
     compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
-    prices: Prices | None = None  # of what the plan decided against
+    prices: Prices | None = None  # of decisions that the plan did not take
     given_name: str = ""  # what the program is called; the function's name if not given
     file: str = ""  # where its function is written, if known
     measured: Measured | None = None  # what steps of it took
@@ -192,7 +192,7 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Arguments, results and values inside: how each lies on the mesh and why, like ones together.
+# How arguments, results and intermediate values are sharded and why, equal ones together.
 
 
 class Leaf(NamedTuple):
@@ -202,7 +202,7 @@ class Leaf(NamedTuple):
     type: TensorType
     sharding: Sharding
     local: TensorType  # one device's piece
-    origin: str  # `marked`, or the mark that its sharding comes from, or why there is none
+    origin: str  # `marked`, or the mark that its sharding comes from, or that none reaches it
 
 
 def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:

@@ -1,4 +1,4 @@
-"""`Measured`: what a run was predicted to take, beside what it took."""
+"""Compares how long steps of a program took with the predicted time: `Measured`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,43 +29,43 @@ MOST = 20  # rows of a table that are printed
 
 
 class Part(NamedTuple):
-    """Holds a part of a step's time: what takes it, and seconds on one device in the mean."""
+    """Holds the predicted and the measured seconds of one part of a step, the mean of devices."""
 
-    name: str
+    name: str  # a kind of work, a layer of the model, or a collective in a layer
     predicted: float
     measured: float
 
 
 class Worked(NamedTuple):
-    """Holds an event of a device in a measured step, and its share of the device's seconds."""
+    """Holds an event of a profiled step: what it is, and how much of the step it takes."""
 
     event: Event
     label: Label
-    seconds: float
-    hidden: float
+    seconds: float  # of the step that count for this event
+    hidden: float  # in which it ran, but which count for work that ran at the same time
 
 
 @dataclass(frozen=True, repr=False)
 class Measured:
-    """Holds what steps of a program took, beside what was predicted; it prints as tables.
+    """Holds the measured and the predicted time of a program's steps; it prints as tables.
 
-    Times are seconds of one step. Parts are those of the profiled steps, on one device in the mean
-    of this process's devices, the longest first.
+    Times are seconds of one step. What a `Part` measured is the mean of the profiled steps and of
+    this process's devices.
 
     Attributes:
       seconds: the median of `times`.
       predicted: what the compiler predicted, as `Compiled.cost`.
-      times: each step that was timed, without the profiler.
-      profiled: a step under the profiler, in the mean; the parts of `kinds` add up to it.
-      devices: how many devices of this process were seen.
-      platform: theirs, `cpu` or `cuda`. `predicted` is for devices of their own; CPU devices are
-        threads of one machine.
-      kinds: matrix products, attention, other kernels, copies, collectives that nothing else ran
-        beside (exposed), idle; and collectives beside other work (hidden), which add nothing.
-      layers: by the part of the model, which is the name scope of ops (`jax.named_scope`) with `*`
-        for numbers, else the function that they are written in behind the one that calls it; hidden
-        collectives left out.
-      collectives: each kind over the same axes in one layer, the hidden part included.
+      times: the time of each step that ran without the profiler.
+      profiled: the mean of the steps under the profiler; the parts of `kinds` add up to it.
+      devices: how many devices of this process the profile shows.
+      platform: their platform, `cpu` or `cuda`. The prediction is for separate devices; CPU devices
+        are threads of one machine.
+      kinds: matrix products, attention, other kernels, copies, collectives while nothing else ran
+        (exposed), idle; and collectives while other work ran (hidden), which that sum leaves out.
+      layers: a part for each layer of the model, which is the name scope of ops (`jax.named_scope`)
+        with `*` for numbers, or without one the caller's function and the op's, as `mlp/linear`;
+        hidden collectives are left out. The longest come first.
+      collectives: a part for each kind, axes and layer, hidden time included, the longest first.
       step: what the first device did in the last profiled step.
     """
 
@@ -85,7 +85,7 @@ class Measured:
 
     @property
     def title(self) -> str:
-        """The step's time in one line, measured and predicted."""
+        """One line: `1.2 ms a step, the median of 10 (1 ms to 2 ms), 1.1x the predicted 1.1 ms`."""
         text = (
             f"{w.seconds_text(self.seconds)} a step, the median of {len(self.times)} "
             f"({w.seconds_text(min(self.times))} to {w.seconds_text(max(self.times))})"
@@ -96,7 +96,7 @@ class Measured:
         return text
 
     def lines(self) -> w.Lines:
-        """Yields the tables as lines of text."""
+        """Yields the three tables as lines of text, at most `MOST` rows of each."""
         for part in self.sections():
             count = len(part.table.rows)
             more = f", the first {MOST} of {count}" if count > MOST else ""
@@ -104,7 +104,7 @@ class Measured:
             yield from shown.lines()
 
     def sections(self) -> tuple[w.Section, ...]:
-        """Returns the time by kind of work, by layer and by collective, as tables."""
+        """Returns tables of predicted and measured time, by kind of work, layer and collective."""
         whole = f"profiled steps of {w.seconds_text(self.profiled)}"
         whole += f", mean of {w.plural(self.devices, 'device')}"
         whole += " that share one machine" * (self.platform == "cpu")
@@ -120,7 +120,7 @@ class Measured:
 def compare(
     run: Run, labels: Labels, timeline: Timeline, mesh: Mesh, topology: Topology, platform: str
 ) -> Measured:
-    """Labels the measured events, and sets their times beside the predicted ones."""
+    """Returns the time of a run's profiled events beside that of the timeline, by their labels."""
     launched = Order(labels)
     devices: list[tuple[Worked, ...]] = []  # what each device did in each step; the first one last
     for step in run.steps:
@@ -169,7 +169,7 @@ def compare(
 
 
 def _parts(rows: Iterable[tuple[str, float, float]]) -> tuple[Part, ...]:
-    """Sums up rows of one name, the longest first; those that take no time are left out."""
+    """Adds up (name, predicted, measured) rows by name, longest first, and drops zeros."""
     found = [
         Part(name, sum(predicted for _, predicted, _ in alike), sum(own for *_, own in alike))
         for name, alike in w.grouped(rows, lambda row: row[0]).items()

@@ -1,8 +1,4 @@
-"""Memory of a program, per device: as XLA reports it, or as predicted; and what is made again.
-
-`memory_curve` shows the prediction over time: the bytes that are held at each op of a run, what
-they are held for, and which values are alive at the peak.
-"""
+"""Reports the memory of a program on one device, as XLA states it or as predicted, and remat."""
 
 from __future__ import annotations
 
@@ -19,30 +15,32 @@ from spmd.predict.timeline import COMPUTE, Timeline
 
 ARGUMENTS, RESULTS, SAVED, TEMPORARY = "arguments", "results", "saved for the gradient", "temporary"
 KINDS = (ARGUMENTS, RESULTS, SAVED, TEMPORARY)
-"""What memory is held for, from the bottom of the picture to its top."""
+"""What memory is held for, in the order in which the picture stacks it, from the bottom."""
 
 
 class Memory(NamedTuple):
-    """Holds the bytes that a program takes on one device, by what they are for."""
+    """Holds the bytes that a program takes on one device, by what they are used for."""
 
     arguments: int
     results: int
-    aliased: int  # of the results, what reuses donated arguments
+    aliased: int  # those of `results` that are written into donated arguments
     temporary: int  # the largest set of intermediate values alive at once
     code: int  # the executable itself
     is_predicted: bool = False  # whether this is our prediction, and not XLA's report
-    # Those of the program. XLA counts those that are split among its arguments, the rest nowhere.
-    constants: int = 0
+    constants: int = 0  # the program's, which are not counted in `arguments`
 
     @property
     def peak_bytes(self) -> int:
-        """Upper bound of what the program needs at once."""
+        """Upper bound of the bytes held at once: all but `code`, with `aliased` counted once."""
         held = self.arguments + self.results - self.aliased + self.temporary
         return held + self.constants
 
     @staticmethod
     def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
-        """Takes XLA's `memory_analysis()`, less the `passed` bytes of constants in arguments."""
+        """Converts XLA's `memory_analysis()`; all bytes are 0 if that is None.
+
+        `constants` are all bytes of constants, `passed` those that XLA counts as arguments.
+        """
         if analysis is None:
             return Memory(0, 0, 0, 0, 0)  # the backend reports nothing
         return Memory(
@@ -56,26 +54,26 @@ class Memory(NamedTuple):
 
     @staticmethod
     def predicted(use: MemoryUse) -> Memory:
-        """Takes the prediction, for a program that XLA has not compiled yet."""
+        """Converts a prediction, for a program that XLA has not compiled yet; `code` is 0."""
         held = use.arguments, use.results, use.aliased, use.temporary
         return Memory(*held, 0, True, use.constants)
 
 
 class MemoryCurve(NamedTuple):
-    """Holds the bytes that are live at each kernel of a run, and the values live at the peak."""
+    """Gives the bytes that one device holds at each kernel of a run, and the values at the peak."""
 
-    # for each kernel as they run, a loop's before the loop itself, bytes of each of `KINDS`
+    # for each kernel in the order of execution, a loop after its body: bytes of each of `KINDS`
     steps: tuple[tuple[int, ...], ...]
     peak: int  # the step with the most bytes
     at_peak: w.Table  # what is held there, values that look alike together, the largest first
 
 
 def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
-    """Predicts what memory a local program holds over a run, and what for."""
+    """Returns how the predicted memory of a local program changes over a run, by what it is for."""
     count = len(use.order)
 
     def is_saved(buffer: Buffer) -> bool:
-        """Whether the forward pass makes a buffer and the backward pass reads it last."""
+        """Whether the forward pass makes a buffer's value and the backward pass reads it last."""
         last = use.order[min(buffer.end, count - 1)]
         return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
 
@@ -114,7 +112,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
 
 
 def recomputed(plan: Plan, timeline: Timeline) -> w.Section:
-    """Lists what a program recomputes (remat), by op and source line."""
+    """Returns a table of the values that a program recomputes (remat), by op and source line."""
     alike = w.grouped(plan.recomputed, lambda value: (value.name, value.loc.trail))
     rows = [(sum(v.bytes for v in values), len(values), *key) for key, values in alike.items()]
     slots = [slot for slot in timeline.slots if AGAIN in slot.op.loc.note and not slot.op.regions]

@@ -1,15 +1,14 @@
-"""What a plan decided against, and its prices: other choices, and the program without some marks.
+"""Prices of decisions that a plan did not take: other choices, and the program without some marks.
 
-A decision is a variable of the planner's network. With another choice alone left to it the network
-that the plan was taken from is solved again; what it says is a plan, which is brought down to a
-local program and timed like the plan itself. So a price counts everything that follows, and is in
-seconds of the same kind as all that a report shows. The planner's sum only finds the plan.
+A decision is a variable of the planner's cost network. To price another choice, the network is
+solved again with only this choice left to the variable. The solution is a plan, which is lowered to
+a local program and timed like the first plan. So a price counts all that follows from the choice.
 
     price of a choice  =  time of the best plan that makes it  -  time of the plan
 
-Without a mark the program is propagated and planned again, which takes as long as planning did: for
-few marks, those next to the most expensive reshards. A mark that makes a program much slower is
-said without being asked, but not where a program is fast anyway.
+To price a mark, the program is propagated and planned again without it, which takes as long as
+planning did. So only a few marks are priced, those next to the most expensive reshards. A report
+warns of a mark that makes a program much slower even where prices were not asked for.
 
     share of a mark  =  1  -  time of the program planned without it  /  time of the program
 """
@@ -49,21 +48,21 @@ from spmd.propagation.propagate import Conflict
 
 T = TypeVar("T")
 
-MOST_TRIES = 5  # marks without which a program is planned again for a report
-MOST_CONFLICTS = 24  # kinds of conflicts whose losing claims are priced, the largest values first
+MOST_TRIES = 5  # groups of marks that are priced for a report
+MOST_CONFLICTS = 24  # rows of conflicts for which a report says what other axes would cost
 MOST_OTHERS = 5  # other shardings of one argument for which a program is planned again
 # Ops of all programs that are timed for one part of a report: of large ones fewer are timed.
 MOST_OPS = 28_000
 # Programs that are timed while one is planned again; and those of a conflict's losing claims.
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
-LEAST_SHARE = 0.2  # the part of a run that a mark costs if it is spoken of
-OBVIOUS_SHARE = 0.5  # of the planner's sum around a mark, from which on nobody has to ask about it
+LEAST_SHARE = 0.2  # the share of a run's time from which on a report warns of a mark
+OBVIOUS_SHARE = 0.5  # the share of a plan's costs around a mark from which on it is priced unasked
 # Predicted time of a run from which on marks are looked at without being asked. To plan again what
 # takes less would take longer than a mark costs in a thousand runs.
 LEAST_SECONDS = 1e-4
 # How much larger a device's arguments may be without a mark: else it is there to save memory.
 MOST_MORE = 0.1
-MOST_SUSPECTS = 2  # marks without which a program is planned again if nobody asked
+MOST_SUSPECTS = 2  # groups of marks that are priced to find one to warn of
 WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be mentioned
 
 NO_AXIS = "no axis"
@@ -71,15 +70,15 @@ UNPRICED = "no plan that was weighed does so"  # said of a claim that lost, and 
 
 
 class Price(NamedTuple):
-    """Holds what a run with another decision costs more; negative numbers are savings."""
+    """Holds how much more a run costs with another decision; negative numbers are savings."""
 
     seconds: float  # predicted time of one run
-    bytes: int  # what each device sends, reshards only
+    bytes: int  # that each device sends in one run, in reshards alone
     argument_bytes: int = 0  # what each device holds of the arguments: open ones may be held whole
 
     @property
     def run_text(self) -> str:
-        """Its figures: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
+        """Time and traffic: `1.2 ms more, 30 MiB more sent`, `2 ms less, but 3 MiB more sent`."""
         sent = f"{w.bytes_text(abs(self.bytes))} {'more' if self.bytes > 0 else 'less'} sent"
         if abs(self.seconds) < 1e-9:
             return f"the same time, {sent}" if self.bytes else "costs the same"
@@ -90,14 +89,14 @@ class Price(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`run_text`, and how many bytes of the arguments each device holds more."""
+        """`run_text`, and `; arguments take 2 MiB more per device` where that differs."""
         held = self.argument_bytes
         more = f"{w.bytes_text(abs(held))} {'more' if held > 0 else 'less'} per device"
         return f"{self.run_text}; arguments take {more}" if held else self.run_text
 
 
 def price_of(plan: Plan, other: Plan) -> Price:
-    """Returns what `other` costs more than `plan`, by the predicted times of their programs."""
+    """Returns how much more `other` costs than `plan`, by the predicted times in `run_seconds`."""
 
     def sent(of: Plan) -> int:
         return sum(move.bytes for move in of.moves)
@@ -107,13 +106,13 @@ def price_of(plan: Plan, other: Plan) -> Price:
 
 
 def held_bytes(plan: Plan) -> int:
-    """Returns the bytes of the arguments that each device holds."""
+    """Returns the bytes that each device holds of all arguments."""
     leaves = zip(plan.program.body.args, plan.arguments, strict=True)
     return sum(local_type(plan.program.types[v], s, plan.mesh).bytes for v, s in leaves)
 
 
 class Prices:
-    """Prices what a plan decided against: what each other decision would cost more."""
+    """Computes prices of decisions that a plan did not take, each when it is first needed."""
 
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
@@ -123,37 +122,40 @@ class Prices:
 
     @cached_property
     def marks(self) -> MarkPrices:
-        """Prices of the marks next to the most expensive reshards."""
+        """What a run would save without marks, tried for those next to the costliest reshards."""
         return mark_prices(self.plan, self._most(MOST_TRIES, TIMED_FOR_MARK), self.options)
 
     @property
     def most_conflicts(self) -> int:
-        """How many rows of conflicts get prices in a report."""
+        """How many of a report's conflicts (or rings) get prices: fewer in large programs."""
         again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
         return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
 
     def _most(self, most: int, timed: int) -> int:
-        """Returns how many decisions to price, if each takes `timed` programs to be timed."""
+        """Returns how many decisions to price, 1 to `most`, if each times `timed` programs."""
         ops = sum(1 for _ in self.plan.program.walk())
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
     def obvious_mark(self) -> Relief | None:
-        """The mark that costs most, if much and quickly found; None if a run takes no time."""
+        """The marks that cost the most, searched for only where that is quick; else None.
+
+        A run has to take `LEAST_SECONDS`, and over half of the plan's costs to be due to the marks.
+        """
         if self.plan.run_seconds < LEAST_SECONDS:
             return None
         return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The mark that costs the most, if that is a large share of a run; else None."""
+        """The marks that cost the most, if that is over `LEAST_SHARE` of a run; else None."""
         return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Returns other shardings of a value with their prices, the cheapest first.
 
-        For an argument these are those that its uses want, one dim over one axis, and whole: the
-        program is planned again for each. For other values they are those that the planner weighed.
+        For an argument the program is planned again with those that its uses want, each dim over
+        each mesh axis, and replicated; `MOST_OTHERS` at most. For other values see `of_value`.
         """
         plan = self.plan
         if value not in plan.program.body.args:
@@ -180,16 +182,16 @@ class Prices:
 
     @cached_property
     def _built(self) -> CostNetwork:
-        """The network of costs that the plan was solved from."""
+        """The planner's cost network, of which the plan is a solution."""
         costs = weighed(self.plan.problem)[1]
         exposed, by_slack = self.plan.exposed, self.plan.by_slack
         return costs if exposed == costs.exposed else costs.with_exposed(exposed, by_slack)
 
     def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
-        """Returns every other sharding that was weighed for a value, with prices, cheapest first.
+        """Returns a value's other states that the planner weighed, with prices, cheapest first.
 
-        Arguments, and values made anew for every use, have none: the network does not choose
-        theirs.
+        There are none for arguments, and for cheap values, of which each use makes its own copy:
+        the network does not choose their sharding.
         """
         number, index = self._built.units.of[value]
         if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
@@ -200,16 +202,16 @@ class Prices:
     def of_conflicts(
         self, conflicts: Sequence[Conflict]
     ) -> tuple[tuple[tuple[Axes, Price], ...], ...]:
-        """Prices, for each conflict, the axes that lost (and no axis at all), the cheapest first.
+        """Returns for each conflict the axes that were not taken with prices, the cheapest first.
 
-        A claim that no plan can honour (an axis that the factor cannot take) has no price.
+        They are the claimed axes and `()`, no axis. Those that no plan can take are left out.
         """
         units, domains = self._built.units, self._built.domains
 
         def place_of(conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
-            """Returns the variable that a conflict is about, and the factor's axes by choice.
+            """Returns (variable of a conflict's op or carry, its factor's axes in each choice).
 
-            None where the network does not choose: around values made anew for every use.
+            None where the network has no variable: around values of which each use makes its own.
             """
             if conflict.op.results:
                 number = units.of[conflict.op.results[0]][0]
@@ -238,7 +240,10 @@ class Prices:
         return tuple(found)
 
     def of_ring(self, op: Op, factor: int) -> Price | None:
-        """Prices a ring factor's other way: to gather its pieces, or to pass them round a ring."""
+        """Returns the price of gathering a ring factor's pieces instead of passing them round.
+
+        If the plan gathers them, it is the price of passing them round. None if no plan does so.
+        """
         number = self._built.units.of[op.results[0]][0]
         if number < 0:
             return None
@@ -255,11 +260,11 @@ class Prices:
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
-        """Returns each label but the one taken with its price, the cheapest first.
+        """Returns each label but `taken` with its price, the cheapest first.
 
-        `labels` say what each choice of variable `number` amounts to, None where nobody asks.
-        `together` are the variables that are asked about, this one included. What no plan does has
-        no price.
+        `labels` has what is priced (a sharding, say) for each choice of variable `number`, None for
+        choices not to price. A label's price is that of the best plan with one of its choices;
+        without any it is left out. `together` are the variables that are priced with this one.
         """
         variables = self._built.variables
         asked = {
@@ -283,7 +288,7 @@ class Prices:
 
 
 def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
-    """Returns the axes that the plan gave to a conflict's factor, or to the last claimant's dim."""
+    """Returns the axes that the plan gave to a conflict's factor, or to its last claim's dim."""
     op = conflict.op
     choice = plan.choices.get(op.results[0]) if op.results else None
     if choice is not None and conflict.factor < len(choice.assignment):
@@ -294,9 +299,9 @@ def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
 
 
 def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
-    """Lists every conflict of the propagation and how it was settled, equal ones in one row.
+    """Returns a table of propagation's conflicts and what the plan took, equal ones in one row.
 
-    The conflicts about the most bytes come first; with `prices`, the first few get prices.
+    Most bytes come first. With `prices`, the first rows say what the axes not taken would cost.
     """
     plan, every = stages.plan, stages.propagated.conflicts
     program, mesh, types = plan.program, plan.mesh, plan.program.types
@@ -345,53 +350,53 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
 
 
 class MarkGroup(NamedTuple):
-    """Groups marks that a person made as one: at one line, or of arguments like `layers/*/w`."""
+    """Holds marks that belong together: of one source line, or of arguments like `layers/*/w`."""
 
     name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
     values: tuple[Value, ...]
-    # what the first of them says; in a `Relief`, the first that would lie otherwise
+    # of the first mark; in a `Relief`, of the first whose value would have another one without it
     sharding: Sharding
-    seconds: float  # time of the reshards that are next to them
+    seconds: float  # predicted, of the reshards that `mark_groups` counts as next to them
 
     def text(self, mesh: Mesh) -> str:
-        """Names them, with the first one's sharding: `argument x ("data", None) and 2 more`."""
+        """Returns the group in words: `argument x ("data", None) and 2 more`."""
         more = f" and {len(self.values) - 1} more" if len(self.values) > 1 else ""
         return f"{w.source_text(self.name)} {w.spec_text(self.sharding, mesh)}{more}"
 
 
 class Relief(NamedTuple):
-    """Holds some marks, and what the program would cost without them."""
+    """Holds a group of marks, and how time, bytes and shardings would change without them."""
 
     marks: MarkGroup
-    price: Price
+    price: Price  # of the program without them, so negative seconds if that is faster
     seconds: float  # predicted time of one run with them
-    # how the marked value would lie; None if it would be made anew for every use
+    # the marked value's sharding without the marks; None if each use would make its own copy
     instead: Sharding | None
-    # where the marked values would lie as they are marked, the value that lies as `instead` says:
-    # `argument w`, `multiply at model.py:12 (f)`. Empty if it is a marked one
+    # if the marked values would keep their shardings, the value that would have `instead`:
+    # `argument w`, `multiply at model.py:12 (f)`; else empty
     elsewhere: str = ""
 
     @property
     def without(self) -> float:
-        """Predicted time of one run without the marks."""
+        """Predicted seconds of one run without the marks."""
         return self.seconds + self.price.seconds
 
     @property
     def share(self) -> float:
-        """The share of a run's time that the marks cost."""
+        """The share of a run's time that would be saved without the marks: 0.25 is a quarter."""
         return 1 - self.without / self.seconds
 
 
 class MarkPrices(NamedTuple):
-    """Holds the marks that cost enough to mention, those first without which most is saved."""
+    """Holds the groups of marks that cost enough to mention, those that cost most first."""
 
     reliefs: tuple[Relief, ...]
-    tried: int  # how many groups of marks were left out, one after the other
-    groups: int  # of so many that are next to any reshard
+    tried: int  # without how many groups of marks, one at a time, the program was planned again
+    groups: int  # how many groups are next to a reshard
 
 
 def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
-    """Plans again without each of `tries` groups of marks, those next to the costliest reshards."""
+    """Prices each of the `tries` groups of marks next to the costliest reshards, one at a time."""
     groups = mark_groups(plan)
     least = WORTH * sum(move.seconds for move in plan.moves)
     found = [relief_of(plan, group, options) for group in groups[:tries]]
@@ -401,9 +406,9 @@ def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkP
 
 
 def mark_rows(prices: Prices | None) -> tuple[str, list[tuple[str, str]]]:
-    """Returns how many kinds of marks were tried, and (without which, what it saves) of each.
+    """Returns a title that says what was tried, and rows (`without <marks>`, price) of the results.
 
-    Empty where nobody asks for prices, or no mark is next to a reshard.
+    Both are empty if `prices` is None or no mark is next to a reshard.
     """
     if prices is None or not prices.marks.groups:
         return "", []
@@ -417,7 +422,7 @@ def mark_rows(prices: Prices | None) -> tuple[str, list[tuple[str, str]]]:
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
-    """Plans again without a group of marks, and returns what that would save."""
+    """Plans again without a group of marks, and returns what changes: its price and a sharding."""
     other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
     body, producers = other.program.body, plan.problem.index.producers
 
@@ -460,10 +465,10 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
 
 
 def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None:
-    """Returns the mark that costs the most, if that is more than `LEAST_SHARE` of a run.
+    """Returns the marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
 
-    A mark that keeps arguments small does not count: its time pays for the memory. Only marks
-    are tried around which the planner's sum of costs has a share of `suspicion` or more.
+    Marks that save memory for arguments do not count. A group is tried only if reshards next to it,
+    and repeated arithmetic on its values, are more than the share `suspicion` of the plan's costs.
     """
     most = (1 - LEAST_SHARE) * plan.run_seconds
     if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
@@ -498,7 +503,7 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
 def _seconds_behind(
     plan: Plan, groups: Sequence[MarkGroup], seconds: Mapping[Value, float]
 ) -> list[float]:
-    """Sums up, for each group, the seconds of what it marks and of all that is computed from it."""
+    """Returns for each group the sum of `seconds` of its values and of all computed from them."""
     # One pass with a bit for each group: on Explicit axes there are marks on most lines.
     behind: defaultdict[Value, int] = defaultdict(int)
     for bit, group in enumerate(groups):
@@ -516,7 +521,7 @@ def _seconds_behind(
 
 
 def costly_text(relief: Relief, mesh: Mesh) -> str:
-    """Says what marks cost, and how values would lie without them."""
+    """Returns a sentence on what share of a run marks cost, and the sharding without them."""
     instead, held = relief.instead, relief.price.argument_bytes
     where = "computed anew for each use" if instead is None else w.spec_text(instead, mesh)
     where = f"{w.source_text(relief.elsewhere)} as {where}" if relief.elsewhere else where
@@ -529,10 +534,10 @@ def costly_text(relief: Relief, mesh: Mesh) -> str:
 
 
 def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[MarkGroup, ...]:
-    """Groups the marks next to reshards, or every mark; those next to the most time first.
+    """Groups the marks next to reshards, or every mark; those next to the most seconds first.
 
-    With `shares`, arguments that a reshard's axes come from share its time with the other marks:
-    without one of them it would most likely be there still.
+    They mark what is resharded, its reader's results, or an origin of the axes that change. With
+    `shares`, an argument that is only an origin gets the seconds divided by the number of marks.
     """
     propagated, body = plan.propagated, plan.program.body
     # Arguments that are marked like another one belong to that one's group.
@@ -583,7 +588,7 @@ def replanned(
     change: Mapping[Value, Sharding] | None = None,
     options: Options | None = None,
 ) -> Plan:
-    """Plans the program again without the marks of `drop`, with arguments split as in `change`."""
+    """Returns a new plan without the marks on `drop`, with arguments sharded as in `change`."""
     old = plan.propagated
     links = tuple(plan.problem.links.items())
 

@@ -21,7 +21,7 @@ from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
 from spmd.predict.timeline import Slot
 from spmd.propagation.projection import ring_axes
 
-# Pieces that a device has while they go round: its own, one that it reads, and one that comes.
+# Pieces that a device has during a ring: its own, one that it reads, and one that it receives.
 AT_ONCE = 3
 
 
@@ -37,15 +37,14 @@ def _travel_text(travel: Cost | None) -> str:
 class PipelineRow(NamedTuple):
     """Holds the figures of a pipeline in one run of a program, on one device."""
 
-    of: Pipeline  # its figures
-    source: str  # the line that calls it
-    # how often the forward pass moves on, as the program's loops say; in `busy_steps` of them a
-    # stage computes what is wanted
+    of: Pipeline  # its stages, microbatches and schedule
+    source: str  # the source line that calls it
+    # steps of the forward pass, as the program's loops count; a stage has work in `of.busy_steps`
     steps: int
     seconds: float  # what its loops are predicted to take, forward and backward
-    travel: Cost | None  # what goes to the next stage, if anything
-    # bytes that forward loops leave to backward ones, and of steps that are computed again those of
-    # one window; 0 without a gradient
+    travel: Cost | None  # of sending to neighbour stages; None if nothing is sent
+    # bytes of what forward loops make and backward loops read; if steps are computed again for the
+    # gradient, also what that makes for one window of steps. 0 without a gradient
     held: int
 
     @property
@@ -135,18 +134,18 @@ class RingRow(NamedTuple):
     op: str
     source: str
     ops: int  # how many ops are like this
-    # axes, pieces: what splits it, into how many pieces
+    # axes, pieces: the mesh axes that split the operand, into how many pieces
     axes: str
     pieces: int
-    goes_round: bool
+    goes_round: bool  # whether pieces are passed round a ring; else they are gathered
     is_zigzag: bool  # whether positions are in zigzag order
     piece: int  # bytes of one device's piece, of all that may go round together
     # exchange, arithmetic: seconds of one op: what going round takes, and what it hides behind
     exchange: float
     arithmetic: float
-    # of those that go round, all ops of this name at this line together
+    # if pieces go round, what all ops of this name at this line send
     travel: Cost | None = None
-    # what the other way would cost; None if that was not asked, or no plan goes it
+    # of gathering instead of a ring, or the reverse; None if not asked for, or no plan does so
     other: Price | None = None
 
     @property

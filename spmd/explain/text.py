@@ -169,9 +169,9 @@ def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> w.Lines:
 
 
 # ---------------------------------------------------------------------------------------------
-# One value: why each dim is split or not, and who reshards it.
+# One value: why each dim is split or not, and which uses reshard it.
 
-Found = list[tuple[str, Value, Sharding | None]]  # (title, value, what it lies in)
+Found = list[tuple[str, Value, Sharding | None]]  # (title, value, its sharding)
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:

@@ -1,7 +1,7 @@
-"""A run as a trace for ui.perfetto.dev: the predicted timeline, and the measured step beside it.
+"""Makes a trace for ui.perfetto.dev of the predicted timeline, and of a measured step.
 
-Format: Trace Event Format (Google), complete events (`ph` X) with times in microseconds; a process
-is what was predicted or measured, a thread is a lane of it.
+Format: Trace Event Format (Google), complete events (`ph` X) with times in microseconds. The two
+are processes of the trace; compute, links and loops (lanes) are threads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,23 +16,23 @@ from spmd.measure.labels import COLLECTIVES, Label, label_of
 from spmd.predict.timeline import COMPUTE
 
 MOST_SLOTS = 100_000
-"""Up to so many slots every iteration of every loop is written; with more, the first ones alone."""
+"""A run of more ops than this, all iterations counted, is written with first iterations alone."""
 
-PREDICTED, MEASURED = 1, 2  # numbers of the two processes
+PREDICTED, MEASURED = 1, 2  # numbers of the trace's two processes
 
 
 class Slice(NamedTuple):
-    """Holds one rectangle of a trace, in the row of a lane; `more` is shown when it is selected."""
+    """Holds one rectangle of a trace, in a row `lane`; `more` is shown when it is selected."""
 
     lane: str
     name: str
-    start: float
+    start: float  # seconds
     end: float
     more: dict[str, Any]
 
 
 def trace_of(facts: Facts) -> dict[str, Any]:
-    """Returns the trace of a program, predicted and measured, as JSON's objects."""
+    """Returns a program's trace as data for `json.dump`: predicted and, if it was, measured."""
     on, slots = f"{facts.title} on {facts.plan.mesh}", facts.timeline.slots
     seconds = seconds_text(facts.timeline.scheduled_seconds)
     whole = sum(slot.trips for slot in slots if not slot.op.regions) <= MOST_SLOTS
@@ -65,7 +65,7 @@ def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, An
 def _predicted(
     timed: Iterable[Nested], labels: Mapping[int, Label], shift: float, whole: bool
 ) -> Iterator[Slice]:
-    """Yields a region's slots, later by `shift` seconds; loops whole, or their first iteration."""
+    """Yields rectangles of slots, `shift` seconds later; all iterations if `whole`, else one."""
     for slot, inside in timed:
         op, start, end = slot.op, slot.start + shift, slot.end + shift
         if not op.regions:
@@ -88,7 +88,7 @@ def _predicted(
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:
-    """Yields events on lanes for collectives and all else, on several where they overlap."""
+    """Yields rectangles of events in lanes `compute`, `collectives`; in more where they overlap."""
     ends: dict[str, list[float]] = {"compute": [], "collectives": []}
     for work in sorted(step, key=lambda work: work.event.start):
         event, label = work.event, work.label

@@ -70,7 +70,7 @@ def idle_text(axes: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Tables, before they are text or a part of a page; and how text is laid out.
+# Tables, before they are formatted as text or HTML; and the layout of text.
 
 Look = Literal["text", "number", "code", "path", "name", "source", "kind", "lines"]
 """How a cell is shown: a `path` may break at its slashes, a `name` is a path in a fixed-width font,

@@ -1,4 +1,4 @@
-"""Writes JAX functions and modules as portable StableHLO artifacts, and counts their calls."""
+"""Serializes JAX functions and modules as portable StableHLO artifacts; counts custom calls."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from spmd.frontend.trace import trace
 
 
 class CustomCalls(NamedTuple):
-    """How often a module has each custom call and each composite, by name."""
+    """Holds how often each custom call and each composite occurs in a module: name -> count."""
 
     custom_calls: dict[str, int]
     composites: dict[str, int]
@@ -24,11 +24,11 @@ class CustomCalls(NamedTuple):
 def function_artifact(
     fn: Callable[..., Any], args: Sequence[Any], *, platform: str, names: Sequence[str] = ()
 ) -> tuple[bytes, Any, CustomCalls]:
-    """Traces a JAX function and writes it as an artifact; FrontendError for ops that none can have.
+    """Traces a JAX function and serializes it; returns (artifact, result structs, call counts).
 
-    `args` are `ShapeDtypeStruct`s; `platform` decides where jax lowers functions differently for
-    each; `names` are those of the first flat arguments, in place of jax's. Returns the artifact,
-    the result's pytree of `ShapeDtypeStruct`s, and what it calls.
+    `args` are `ShapeDtypeStruct`s, and so are the leaves of the result's pytree. jax lowers for
+    `platform`: `cpu`, `cuda` or `tpu`. `names` replace jax's names of the first flat arguments.
+    FrontendError: the function has an op that artifacts cannot hold.
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
     with module.context:
@@ -39,10 +39,10 @@ def function_artifact(
 
 
 def module_artifact(module: Any) -> bytes:
-    """Writes a module as a portable artifact; FrontendError for ops that none can have.
+    """Returns the bytes of a portable StableHLO artifact of a module.
 
-    Readers of it may have a StableHLO up to twelve weeks older. CHLO becomes StableHLO or
-    composites, marks are kept.
+    Releases of StableHLO up to twelve weeks older can read it. CHLO ops become StableHLO ops or
+    composites; marks are kept. FrontendError: the module has an op that artifacts cannot hold.
     """
     try:
         return bytes(_jax.mlir.serialize_portable_artifact(module, artifact_version(), True))
@@ -55,13 +55,13 @@ def module_artifact(module: Any) -> bytes:
 
 
 def artifact_version() -> str:
-    """The version of StableHLO that artifacts are written in, such as `1.13.7`."""
+    """Returns the version of StableHLO whose format artifacts have, such as `1.13.7`."""
     requirement = stablehlo.StablehloCompatibilityRequirement.WEEK_12
     return str(stablehlo.get_version_from_compatibility_requirement(requirement))
 
 
 def calls_of(module: Any) -> CustomCalls:
-    """Counts a module's custom calls and composites, but for those that stand for marks."""
+    """Counts a module's composites, and its custom calls without those of marks and `shard_map`."""
     custom: Counter[str] = Counter()
     composites: Counter[str] = Counter()
     with module.context:
@@ -76,5 +76,5 @@ def calls_of(module: Any) -> CustomCalls:
 
 
 def is_artifact(data: bytes) -> bool:
-    """Whether bytes begin like MLIR bytecode, as artifacts do."""
+    """Returns whether bytes begin with the magic number of MLIR bytecode, as artifacts do."""
     return data.startswith(MAGIC)

@@ -1,8 +1,7 @@
-"""Turns MLIR bytecode into text, in a process of its own.
+"""Converts MLIR bytecode to MLIR text in a child process.
 
-MLIR's bytecode reader is not made for damaged input: on such bytes it aborts the process (a
-diagnostic that is not UTF-8), reads out of bounds, or never ends. So another process reads them and
-prints text, which this one reads with a parser that survives wrong input.
+On damaged bytes MLIR's bytecode reader aborts its process, reads out of bounds, or never ends, so a
+child runs it. This process parses the text that the child prints; that parser reports errors.
 """
 
 import contextlib
@@ -26,16 +25,16 @@ _MEMORY_PER_BYTE = 64
 
 
 class BytecodeError(ValueError):
-    """Bytes that MLIR cannot read as a module."""
+    """Raised for bytes that MLIR cannot read as a module."""
 
 
 def bytecode_to_text(data: bytes) -> str:
-    """The text of a module in bytecode or of an artifact; BytecodeError if MLIR refuses it."""
+    """Returns the MLIR text of a module in bytecode or of an artifact; else BytecodeError."""
     return bytecodes_to_texts([data])[0]
 
 
 def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
-    """The texts of several modules, read by one process; BytecodeError if MLIR refuses one."""
+    """Returns each module's MLIR text, all read by one child process; or raises BytecodeError."""
     # `-P` and the own path of this file: the reader imports this installation, and nothing from the
     # current folder. A crash shows as a negative return code, the number of the signal.
     size = sum(map(len, modules))
@@ -73,7 +72,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Runs in the other process: reads bytecode from stdin, writes text to stdout."""
+    """Runs in the child process: reads modules as bytecode from stdin, writes texts to stdout."""
     data = sys.stdin.buffer.read()
     with contextlib.suppress(ImportError):  # not on every system
         import resource

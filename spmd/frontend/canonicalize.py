@@ -1,7 +1,7 @@
-"""Canonicalize: rewrites ops that other ops can express, so that later stages know fewer ops.
+"""Canonicalize: rewrites rare ops as common ones, so that later stages handle fewer kinds of ops.
 
-These are CHLO's broadcasts, older and dynamic ops, custom calls that stand for ops, norms, and FFTs
-of several dims.
+Rewritten are CHLO's broadcasts and scans, old and dynamic ops, custom calls that compute what an op
+does, batch norms, and FFTs of several dims.
 
 before: `%2 = stablehlo.batch_norm_inference %x, ...`
 after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`
@@ -32,7 +32,7 @@ from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
 
 
 class Site(NamedTuple):
-    """One op to rewrite: where the new ops go, the op as it was, and its operands as new values."""
+    """Holds an op to rewrite, the builder of the new program, and the op's operands there."""
 
     b: Builder
     op: Op
@@ -40,16 +40,16 @@ class Site(NamedTuple):
 
     @property
     def attrs(self) -> Mapping[str, Attribute]:
-        """The op's attributes."""
+        """Returns the op's attributes by name."""
         return self.op.kind.attrs
 
     @property
     def result(self) -> TensorType:
-        """Type of the first result."""
+        """Returns the type of the op's first result."""
         return self.op.kind.results[0]
 
     def computed(self, function: Callable[..., Any]) -> tuple[Value, ...]:
-        """Appends the ops of a jax function of the op's operands; returns its results."""
+        """Traces a jax function of the op's operands, appends its ops, and returns its results."""
         kind = self.op.kind
         structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
         try:
@@ -60,7 +60,7 @@ class Site(NamedTuple):
         return append_ops(self.b, import_module(module).program, self.operands, loc=self.op.loc)
 
     def fail(self, why: str, fix: str) -> NoReturn:
-        """Raises UnsupportedOpError for an op in a form that cannot be rewritten."""
+        """Raises UnsupportedOpError for this op: why it cannot be rewritten, what to do instead."""
         op = f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}"
         raise refusal(self.op.name, why, fix, self.op.loc, op)
 
@@ -76,11 +76,11 @@ CANONICAL: dict[str, Canonical] = {
     "stablehlo.dynamic_iota": lambda s: (s.b.iota(s.result, s.attrs["iota_dimension"]),),
     "stablehlo.dynamic_reshape": lambda s: (s.b.reshape(s.operands[0], s.result.shape),),
 }
-"""Op (or `custom_call:` and its target) -> how it is written with other ops."""
+"""Name of an op (or `custom_call:` and its target) -> the function that rewrites such an op."""
 
 
 def canonical(*names: str) -> Callable[[Canonical], Canonical]:
-    """Decorator: registers the function that rewrites these ops."""
+    """Returns a decorator that enters a function in `CANONICAL`, to rewrite the ops `names`."""
 
     def register(function: Canonical) -> Canonical:
         CANONICAL.update(dict.fromkeys(names, function))
@@ -90,7 +90,7 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites every op in `CANONICAL`; UnsupportedOpError for forms that cannot be rewritten."""
+    """Rewrites every op in `CANONICAL`; UnsupportedOpError for a form that cannot be rewritten."""
     if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
         return program
 
@@ -122,7 +122,7 @@ BROADCASTING = {
     **{f"chlo.broadcast_{name}": f"stablehlo.{name}" for name in _STABLEHLO},
     **{f"chlo.broadcast_{name}": f"chlo.{name}" for name in ("next_after", "polygamma", "zeta")},
 }
-"""Broadcasting op -> the op that it is once its operands have one shape."""
+"""Name of a CHLO op that broadcasts its operands -> name of the op that does not broadcast."""
 
 
 @canonical(*BROADCASTING)
@@ -131,7 +131,7 @@ def _broadcasting(site: Site) -> Sequence[Value]:
     given: Any = site.attrs.get("broadcast_dimensions")
 
     def spread(x: Value) -> Value:
-        """Broadcasts an operand to the result, along the last dims unless the op says which."""
+        """Broadcasts an operand to the result's shape; as in numpy, unless the op says the dims."""
         rank = b.types[x].rank
         if b.types[x].shape == shape:
             return x
@@ -148,7 +148,7 @@ def _broadcasting(site: Site) -> Sequence[Value]:
 
 @canonical("chlo.scan")
 def _scan(site: Site) -> Sequence[Value]:
-    """Makes an associative scan of log2(n) elementwise steps on shifted slices of the whole.
+    """Rewrites an associative scan of n elements as log2(n) elementwise steps on shifted slices.
 
     `y[0] = body(x[0], init)`, then for shifts s = 1, 2, 4, ...: `y[i] = body(y[i], y[i - s])`.
     """
@@ -193,7 +193,7 @@ def _scan(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.einsum", "stablehlo.unary_einsum")
 def _einsum(site: Site) -> Sequence[Value]:
-    """Makes of an einsum what `jnp.einsum` makes: sums, one `dot_general`, a transpose.
+    """Rewrites an einsum as `jnp.einsum` does: as sums, one `dot_general` and a transpose.
 
     before: `%2 = stablehlo.einsum %0, %1 "ijl,jk->ki"`
     after:  `%2 = reduce_add %0 [2]; %3 = dot_general %2, %1; %4 = transpose %3`
@@ -211,7 +211,7 @@ def _einsum(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.torch_index_select")
 def _torch_index_select(site: Site) -> Sequence[Value]:
-    """Makes one `gather` along `dim`, in which the leading dims of both operands are batch dims."""
+    """Rewrites an index select as a `gather` along `dim`, with `batch_dims` leading batch dims."""
     batch = site.attrs["batch_dims"]
     select = partial(jnp.take, axis=site.attrs["dim"] - batch, mode="clip")
     for _ in range(batch):
@@ -221,7 +221,7 @@ def _torch_index_select(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.map")
 def _map(site: Site) -> Sequence[Value]:
-    """Applies the body of a `map` to whole tensors instead of to each element.
+    """Rewrites a `map` as the ops of its body, on whole tensors instead of on single elements.
 
     before: `%2 = stablehlo.map %0, %1 ({ (a, b): a * b + 1 }) : tensor<4x6xf32>`
     after:  `%2 = %0 * %1; %3 = splat 1; %4 = %2 + %3`
@@ -246,7 +246,7 @@ def _unary(site: Site) -> Sequence[Value]:
 
 @canonical("custom_call:TopK", "custom_call:mhlo.topk")
 def _top_k(site: Site) -> Sequence[Value]:
-    """Makes `chlo.top_k` of `mhlo.topk` and XLA's `TopK`; fails if they ask for the smallest."""
+    """Rewrites a custom call for a top-k as `chlo.top_k`; UnsupportedOpError for the smallest k."""
     given = (site.attrs.get(f"mhlo.{name}") for name in ("attributes", "backend_config"))
     if any("largest = false" in getattr(attr, "text", "") for attr in given):
         site.fail("it asks for the smallest elements", "negate the operand and the values")
@@ -256,9 +256,9 @@ def _top_k(site: Site) -> Sequence[Value]:
 
 @canonical("custom_call:ApproxTopK")
 def _approx_top_k(site: Site) -> Sequence[Value]:
-    """Makes a sort by the call's own comparator and takes its first elements: an exact top-k.
+    """Rewrites an approximate top-k as an exact one: the first elements of a sort.
 
-    The operands are the tensors to reorder, then an initial value for each, which a sort ignores.
+    The call's body is the comparator. Its operands are tensors, then initial values (not needed).
     """
     if "body" not in site.attrs:
         site.fail("the module lacks its comparator", "use jax.lax.top_k")
@@ -332,7 +332,7 @@ def _norm(site: Site) -> Sequence[Value]:
     epsilon = float(getattr(site.attrs["epsilon"], "text", "0").partition(":")[0])
 
     def spread(x: Any) -> Any:
-        """Broadcasts a vector with a number for each feature to the whole tensor's shape."""
+        """Broadcasts a vector of one number for each feature to the shape of the operand."""
         return lax.broadcast_in_dim(x, type_.shape, (feature,))
 
     def total(x: Any) -> Any:

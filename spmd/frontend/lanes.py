@@ -1,17 +1,16 @@
-"""Lanes: finds ops that do equal work on different values, and does them at once, batched.
+"""Lanes: finds equal ops on different values, and replaces them by one op with a new leading dim.
 
 before: `%4 = dot %0, %0; %5 = tanh %4;  %6 = dot %1, %1; %7 = tanh %6`
 after:  `%8 = concatenate (reshape %0), (reshape %1); %9 = dot_general[batch 0] %8, %8;
          %10 = tanh %9; %5 = reshape (slice %10 [0:1]); %7 = reshape (slice %10 [1:2])`
 
-A Python loop over matrices, layers or members of an ensemble writes such programs. A device could
-do some of them and leave the rest to others, but what is split is a dim, and there is none that
-runs over them until they are stacked.
+A Python loop over matrices, layers or members of an ensemble writes such programs. Devices can only
+split dims. The new dim runs over the equal computations, so that each device can do some of them.
 
-A *row* has an op of each *lane*, all of one kind: above `%4, %6` and `%5, %7` in two lanes. Rows
-are found from a first one (`Block.grown`): the ops that make its operands, or that read its
-results, are a row, too, if they are of one kind. No op of a lane may need one of another lane.
-`spmd.planning.stacks` decides which rows are worth it.
+A *lane* is one of the equal computations: above `%4, %5` and `%6, %7`. A *row* has one op of each
+lane, all of one kind: `%4, %6` and `%5, %7`. Rows are found from a first one (`Block.grown`): the
+producers of an operand, or the readers of a result, are a row if they are of one kind. No op may
+depend on an op of another lane. `spmd.planning.stacks` decides which rows are stacked.
 """
 
 import heapq
@@ -27,25 +26,25 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, has_effect, reads
 from spmd.ir.rewrite import remove_dead, repeat_op
 
-Row = tuple[int, ...]  # places of ops, of each lane one, that do the same
+Row = tuple[int, ...]  # one op of each lane, all of one kind, by their indices in the body
 
 OUTSIDE = -1
-"""In place of a reader: a region's results, or an op that reads a value inside its regions."""
+"""In `Block.users`: for an op, the program's results; for an operand, the op's regions."""
 
 
 class Stack(NamedTuple):
-    """Rows of ops that are to be done at once; an op stands in `rows` as its first result."""
+    """Holds rows of equal ops, each to become a batched op; an op is given by its first result."""
 
     rows: tuple[tuple[Value, ...], ...]
 
     @property
     def lanes(self) -> int:
-        """The number of lanes."""
+        """Returns the number of ops in a row, that is of the equal computations (lanes)."""
         return len(self.rows[0])
 
 
 def described(program: Program, stack: Stack) -> str:
-    """Describes equal work that is done at once by its number of lanes and its first op.
+    """Returns text for people on ops to be batched: how many are equal, the first, its source line.
 
     For instance `16 times dot_general and 56 more ops (muon.py:12 (step))`.
     """
@@ -57,7 +56,7 @@ def described(program: Program, stack: Stack) -> str:
 
 
 class Block:
-    """A program's body, to find rows in: its ops by place, and the place that makes each value."""
+    """Finds rows of equal ops in a program's body; the *place* of an op is its index there."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.ops = program, program.body.ops
@@ -66,12 +65,12 @@ class Block:
 
     @cached_property
     def reads(self) -> list[tuple[Value, ...]]:
-        """For each op the values that it reads, also those that only its regions read."""
+        """Returns for each op its operands, then the values that its regions read from outside."""
         return [reads(op) if op.regions else op.operands for op in self.ops]
 
     @cached_property
     def users(self) -> Mapping[Value, Sequence[tuple[int, int]]]:
-        """For each value its readers' places, with the operand's number (else `OUTSIDE`)."""
+        """Returns value -> (index of a reader, number of the operand) pairs; -1: see `OUTSIDE`."""
         users: dict[Value, list[tuple[int, int]]] = {}
         for place, op in enumerate(self.ops):
             for i, value in enumerate(self.reads[place]):
@@ -81,7 +80,7 @@ class Block:
         return users
 
     def shape(self, place: int) -> Hashable:
-        """Returns what ops of one row share (kind, regions); None if it cannot be stacked."""
+        """Returns a key that is equal for ops to batch together; None if the op cannot be."""
         op = self.ops[place]
         if not op.regions:
             return op.kind
@@ -91,7 +90,7 @@ class Block:
         return self._shapes[place]
 
     def same(self, values: Iterable[Value]) -> bool:
-        """Whether all values are one and the same, or equal constants."""
+        """Returns whether all values are one value, or results of equal constants or iotas."""
         names: set[Hashable] = set()
         for value in values:
             op = self.ops[self.places[value]] if value in self.places else None
@@ -99,21 +98,24 @@ class Block:
         return len(names) == 1
 
     def operands(self, row: Row) -> list[tuple[Value, ...]]:
-        """Returns for each operand of a row's ops its values in all lanes."""
+        """Returns for each operand position a tuple with that operand of every op of a row."""
         return list(zip(*(self.ops[place].operands for place in row), strict=True))
 
     def results(self, row: Row) -> list[tuple[Value, ...]]:
-        """Returns for each result of a row's ops its values in all lanes."""
+        """Returns for each result position a tuple with that result of every op of a row."""
         return list(zip(*(self.ops[place].results for place in row), strict=True))
 
     def rows(self, stack: Stack) -> list[Row]:
-        """Returns the rows of a stack as places of ops."""
+        """Returns the rows of equal ops in a stack, each op by its index in the body."""
         return [tuple(self.places[v] for v in row) for row in stack.rows]
 
     # What does the same.
 
     def grown(self, seeds: Row, taken: Iterable[int] = ()) -> list[Row]:
-        """Returns the rows that are found from the row `seeds`, at places that are not taken."""
+        """Returns `seeds`, a row of equal ops, and rows of producers and readers found from it.
+
+        No row has an op at an index in `taken`. [] if the ops of `seeds` cannot be batched.
+        """
         if not self._fits(seeds):
             return []
         rows, waiting, used = [seeds], [seeds], {*taken, *seeds}
@@ -126,7 +128,7 @@ class Block:
         return rows
 
     def _beside(self, row: Row) -> Iterator[Row]:
-        """Yields the rows that make an operand of a row, and those that read a result of it."""
+        """Yields rows of ops that produce one operand, or read one result, of a row's equal ops."""
         for values in self.operands(row):
             if all(v in self.places for v in values):
                 yield tuple(self.places[v] for v in values)
@@ -155,11 +157,11 @@ class Block:
         return form_of(op.kind, len(row), differs) is not None
 
     def independent(self, rows: Sequence[Row], seeds: Row) -> list[Row]:
-        """Returns the rows in which no lane needs another.
+        """Drops rows in which an op depends on another lane; lane k is the k-th ops of all rows.
 
-        Sets of lanes are bits. First go rows with an op that the seed of another lane leads to, or
-        that leads to one: the layers of a network, found from the gradients of its weights. Then
-        those that an op of another lane leads to in some other way.
+        First it drops rows in which an op depends on another lane's op in `seeds`, or that op on
+        it, such as a network's layers, found from their gradients. Of the others it drops those in
+        which an op depends on another lane's op in a row that is kept.
         """
         span = range(min(map(min, rows)), max(map(max, rows)) + 1)
         seed = {place: 1 << lane for lane, place in enumerate(seeds)}
@@ -171,10 +173,10 @@ class Block:
             if lanes:
                 for value in (*self.reads[place], *self.ops[place].results[:1]):
                     ahead[value] = ahead.get(value, 0) | lanes
-        behind = self._led_to_by(seed, span)
+        behind = self._led_to_by(seed, span)  # sets of lanes are bits, here and above
 
         def is_apart(row: Row, lanes: Callable[[int], int]) -> bool:
-            """Whether the lanes at the place of each op are none but its own."""
+            """Returns whether `lanes(place)` of the k-th op of a row has no bit but the k-th."""
             return not any(lanes(place) & ~(1 << lane) for lane, place in enumerate(row))
 
         def beside(place: int) -> int:
@@ -190,7 +192,7 @@ class Block:
         return kept
 
     def _led_to_by(self, own: Mapping[int, int], span: range) -> dict[int, int]:
-        """Returns for each place the lanes (bits) of the ops that lead to it, its own included."""
+        """Returns index of an op -> all bits in `own` of that op and of ops that it depends on."""
         of: dict[Value, int] = {}
         found: dict[int, int] = {}
         for place in span:
@@ -205,10 +207,10 @@ class Block:
     # In which order.
 
     def order(self, stacks: Sequence[Stack]) -> list[Row] | None:
-        """Returns ops and rows, each behind what it reads; None if there is no such order.
+        """Returns an order of the body with each row of equal ops at one place, behind producers.
 
-        The old order is kept as far as it can be, a row being at the place of its last op. Effects
-        keep their order.
+        Entries are indices of ops, several for a row; None if there is no such order. The old order
+        is kept as far as it can be, a row being where its last op was. Effects keep their order.
         """
         nodes: list[Row] = [(place,) for place in range(len(self.ops))]
         for stack in stacks:
@@ -240,7 +242,7 @@ class Block:
 
 
 def _structure(region: Region) -> Hashable:
-    """Returns a region with its values numbered anew, so that equal regions compare as equal."""
+    """Returns a region as tuples with its values renumbered from 0: equal for equal regions."""
     numbers: dict[Value, int] = {}
 
     def named(values: Iterable[Value]) -> tuple[int, ...]:
@@ -262,7 +264,10 @@ def _structure(region: Region) -> Hashable:
 
 
 def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[bool] | None:
-    """Returns which carries of a loop differ among lanes; None if the loop cannot be batched."""
+    """Returns which carries differ among `count` equal loops; None if they cannot be batched.
+
+    `differs` says which operands of the loops, the carries' initial values, do.
+    """
     cond, body = op.regions
     carried, after = list[bool](), list(differs)
     while after != carried:
@@ -274,7 +279,7 @@ def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[boo
 
 
 def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | None:
-    """Returns which results of a region differ if its arguments do so; None if it has no form."""
+    """Returns which results of equal regions differ if arguments do; None if not batchable."""
     env = dict(zip(region.args, given, strict=True))
     for op in region.ops:
         differs = [env.get(v, False) for v in op.operands]
@@ -297,7 +302,7 @@ def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | N
 
 
 def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
-    """Replaces the ops of each stack by batched ones; `Block.order` must have found an order."""
+    """Replaces each row of equal ops by a batched op; `Block.order` of the stacks must exist."""
     block, b = Block(program), Builder(program.types)
     order = block.order(stacks)
     assert order is not None
@@ -354,10 +359,10 @@ def _write(
     count: int,
     env: dict[Value, Value],
 ) -> tuple[tuple[Value, ...], list[bool]]:
-    """Appends an op for all lanes at once; returns its results, and which differ among lanes.
+    """Appends one op for `count` ops like `op`; returns results, and which have a batch dim.
 
-    Results that differ have a new dim in front, as do operands. `env` has the new values of all
-    that an op reads that does not differ.
+    Operands that differ among the ops (`differs`) have it, too: dim 0, of `count` elements. `env`
+    maps the values that `op` reads to those of the new program.
     """
     if not any(differs):
         repeat_op(b, op, env)
@@ -386,7 +391,7 @@ def _write(
 def _write_loop(
     b: Builder, op: Op, operands: Sequence[Value], differs: Sequence[bool], count: int
 ) -> tuple[tuple[Value, ...], list[bool]]:
-    """Appends one loop for those of all lanes; returns results, and which differ among lanes."""
+    """Appends one loop for `count` loops like `op`; arguments and results are as for `_write`."""
     carried = carries_that_differ(op, count, differs)
     assert carried is not None
 

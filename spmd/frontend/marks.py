@@ -1,4 +1,4 @@
-"""Collects the marks of the module and of users' specs, and checks them."""
+"""Turns shardings that a module states, and users' specs, into marks; checks that they fit."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from spmd.mesh.sharding import Axes, Mark
 from spmd.mesh.spec import dims_of, spec_entries
 
 Entries = tuple[tuple[str, ...] | None, ...]
-"""A spelled-out spec: for each dim its axis names, or None if it is open."""
+"""A spec: `(("x", "y"), (), None)` splits dim 0 over axes x and y, dim 1 not; dim 2 is open."""
 
 
 def collect_marks(
@@ -22,10 +22,11 @@ def collect_marks(
     result_entries: Sequence[Entries | None],
     arg_reasons: Sequence[str | None],
 ) -> dict[Value, Mark]:
-    """Returns the marks of a program's values: of mark ops, of arguments and of results.
+    """Returns value -> mark for values that mark ops, the user's specs, or the module's mark.
 
-    A result's mark counts only where nothing else marks the value, which may be returned twice.
-    SpecError for a mark that does not fit the mesh or the shape.
+    An argument's or result's spec (`..._entries`) counts before the module's mark. `arg_reasons`
+    say why an argument has its spec (None: the user gave it). A result's mark counts only where
+    nothing else marks the value. SpecError: a mark does not fit the mesh or the shape.
     """
     program = imported.program
     marks: dict[Value, Mark] = {}
@@ -57,7 +58,7 @@ def collect_marks(
 def result_mark(
     imported: Imported, mesh: Mesh, entries: Sequence[Entries | None], index: int
 ) -> Mark | None:
-    """The mark of one result: its spec, else what the module says; SpecError if it does not fit."""
+    """Returns the mark of result `index`: of its spec in `entries`, else of the module, or None."""
     program = imported.program
     what = f"result {program.result_names[index]}"
     shape = program.types[program.body.results[index]].shape
@@ -82,7 +83,11 @@ def atoms_of_attr(
     source: str | None,
     even: bool = True,
 ) -> tuple[Axes, ...]:
-    """Returns the atoms that split each dim by a module's sharding; SpecError if it misfits."""
+    """Returns for each dim the atoms that split it, major to minor, by a sharding of the module.
+
+    `what` and `source` (`file:line`) are for errors. SpecError: an axis or part of one is not in
+    the mesh, or (if `even`) does not divide its dim.
+    """
     if not any(size for axes in attr.dims for _, _, size in axes):
         entries = tuple(tuple(name for name, _, _ in axes) for axes in attr.dims)
         spec_entries(entries, len(shape), mesh, what=what, source=source)

@@ -1,8 +1,8 @@
-"""Small rewrites of an imported program, after which devices can split more of it.
+"""Small rewrites of an imported program, after which more of its dims can be split over devices.
 
 Unflatten: a sum over a flattened tensor becomes a sum over the tensor's own dims. A flattened dim
-can be split as its major dim is, and no further: a tensor that is split over another dim would be
-gathered just to be added up.
+can be split only as the first of the dims that it is made of. A tensor that is split along another
+one would be all-gathered for the sum.
 
 before: `%1 = reshape %0 : 8x16x4 -> 128x4;  %2 = reduce[add, dims 0] %1 : 4`
 after:  `%2 = reduce[add, dims 0 1] %0 : 4`
@@ -11,17 +11,15 @@ before: `%2 = reshape %0 : 8x16 -> 128;  %3 = reshape %1 : 8x16 -> 128;  %4 = do
 after:  `%4 = dot_general[contract 0 1, 0 1] %0, %1`
 
 Accumulate: updates that are scattered into zeros and then added to a tensor are scattered into that
-tensor. Where each step of a loop reads a piece of a value, its gradient is made so: zeros around a
-step's piece, added to the sum of those before, reading and writing all of it.
+tensor, if no two hit one element (the order of a sum changes its rounding). Gradients of loops that
+read a value piece by piece have such sums: each step writes, reads and adds a tensor of zeros.
 
 before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
 after:  `%4 = scatter[add] %sum, %i, %update`
 
-Only where no two updates hit one element: a sum of few bits depends on its order.
-
-Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each. An op
-is split in one way, and all of its operands with it. Operands that have nothing to do with each
-other would compete for a mesh axis that each of them may have for itself.
+Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each result.
+One op has one assignment of mesh axes for all of its operands; independent operands can then be
+split in different ways.
 
 before: `%2, %3 = stablehlo.optimization_barrier %0, %1`
 after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_barrier %1`
@@ -29,16 +27,16 @@ after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_bar
 before: `%4, %5 = stablehlo.reduce %0, %1, %2, %3 ({ (a, b, c, d): a + c, max(b, d) })`
 after:  `%4 = stablehlo.reduce %0, %2 ({ (a, c): a + c }); %5 = stablehlo.reduce %1, %3 (...)`
 
-Barriers that were one are put together again when the program is partitioned
-(`spmd.lowering.partition`): what waits for what stays as the user wrote it.
+Partitioning (`spmd.lowering.partition`) joins the parts of a barrier again, so that it orders the
+same ops as the user's barrier.
 
 Lift: large constants become arguments of the program, behind the user's, to be split like these.
 
 before: `main(%0: "x") { %1 = constant {value = dense<...>}; %2 = add %0, %1; return %2 }`
 after:  `main(%0: "x", %1: "constants/0") { %2 = add %0, %1; return %2 }`
 
-The plan shards them. They are placed once, when the program is compiled, and passed at each call
-(`spmd.lowering.execute`). Constants inside a manual region are of one device, and stay there.
+They are put on devices once, when the program is compiled, and passed at each call
+(`spmd.lowering.execute`). Constants inside a manual region stay: they are one device's own.
 """
 
 import math
@@ -60,14 +58,14 @@ from spmd.ir.types import Dense, DotDims, dtype_bits
 
 
 class DimGroup(NamedTuple):
-    """A run of dims, and the run that a reshape makes of it; both have as many elements."""
+    """Holds adjacent dims of a reshape's operand, and the dims of its result that they become."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
 
 def unflatten(program: Program) -> Program:
-    """Rewrites sums over flattened tensors; a program without any is returned as it is."""
+    """Rewrites sums over flattened dims as sums over the dims that were flattened by a reshape."""
     producers = producers_of(program)
     flattened: dict[Value, list[DimGroup]] = {}  # of reshapes in which several dims become one
     for value, op in producers.items():
@@ -77,7 +75,7 @@ def unflatten(program: Program) -> Program:
                 flattened[value] = groups
 
     def is_sum(op: Op) -> bool:
-        """Whether an op sums over flattened dims, each of them whole."""
+        """Returns whether an op reduces whole flattened dims, or is a dot of flattened tensors."""
         if op.name == "stablehlo.reduce":
             groups = flattened.get(op.operands[0], [])
             is_single = len(op.operands) == 2
@@ -119,7 +117,10 @@ def unflatten(program: Program) -> Program:
 
 
 def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...] | None:
-    """Returns the dims that `after` was flattened of; None if none was, or one is not whole."""
+    """Returns the dims that a reshape, given by its groups, turns into its result's dims `after`.
+
+    None if no dims are flattened there, or if `after` has only some of the dims of a group.
+    """
     dims: list[int] = []
     taken, is_flattened = set(after), False
     for group in groups:
@@ -133,10 +134,9 @@ def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """Splits a reshape's dims into the shortest runs with as many elements; [] for empty tensors.
+    """Pairs the dims of a reshape in the shortest runs of equal size; [] for empty tensors.
 
-    Example:
-      8 16 4 -> 128 4: the groups (0, 1) -> (0) and (2) -> (1)
+    For 8x16x4 -> 128x4 the groups are (0, 1) -> (0) and (2) -> (1), since 8 * 16 = 128 and 4 = 4.
     """
     if not math.prod(before):
         return []
@@ -158,7 +158,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 
 def accumulate(program: Program) -> Program:
-    """Scatters into the tensor to which a scatter's result is added, instead of into zeros."""
+    """Rewrites `x + scatter_add(zeros, i, u)`, with unique indices, as `scatter_add(x, i, u)`."""
     if not any(_adds_apart(op) for op in program.walk()):
         return program
     producers, users = producers_of(program), users_of(program)
@@ -186,14 +186,14 @@ def accumulate(program: Program) -> Program:
 
 
 def _adds_apart(op: Op) -> bool:
-    """Whether an op is a scatter that adds, at unique indices."""
+    """Returns whether an op is a scatter-add at unique indices, with one result."""
     attrs = op.kind.attrs
     is_alone = op.name == SCATTER and len(op.results) == 1
     return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
 
 
 def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
-    """Yields each sum of a value and a scatter's result of the same region, with the scatter."""
+    """Yields (add, scatter): each `add`, nested too, of a value and a scatter-add of its region."""
     made: dict[Value, Op] = {}
     for op in region.ops:
         if _adds_apart(op):
@@ -209,10 +209,10 @@ def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
 
 
 def separate(program: Program) -> Program:
-    """Splits barriers and reductions with independent results into one op for each result."""
+    """Splits barriers, and reductions with independent results, into one op for each result."""
 
     def bodies_of(op: Op) -> tuple[Body, ...]:
-        """Returns a body for each result of a reduction; () if these share anything."""
+        """Returns a body for each result of a reduction; () if results share operands."""
         # A sort has a body, too, but its body has one result: the order of all of its operands.
         body = op.kind.attrs.get("body")
         if not isinstance(body, Body) or len(body.region.results) != len(op.results):
@@ -248,12 +248,12 @@ def separate(program: Program) -> Program:
 # Lift.
 
 LARGE = 64 << 10
-"""Bytes above which a constant is an argument. Below, an argument more at each call (some
-microseconds on eight devices) is worth more than the memory."""
+"""Bytes above which a constant becomes an argument. To pass an argument costs each call some
+microseconds on eight devices; to hold a smaller constant whole on each device costs less."""
 
 
 def lift_constants(imported: Imported) -> Imported:
-    """Makes large constants the last arguments of a program, equal ones one argument."""
+    """Makes large constants arguments behind the others; equal constants become one argument."""
     program = imported.program
     large = {op.results[0] for op in program.walk() if op.name == CONSTANT and _is_large(op)}
     large -= held_atoms(program).keys() if large else set()

@@ -1,11 +1,10 @@
-"""Turns a module with dynamic shapes, given sizes for its arguments, into one that is all static.
+"""Makes all shapes of a module with dynamic shapes static, given those of its arguments.
 
     func @main(%n: i32, %x: ?x4) { %1 = composite "f" %n, %x {@f} }       and n = 8, x 8x4
     func @main(%x: 8x4) { %1 = composite "f" %x {@f} : 8x4 }              with @f for 8x4, too
 
-Shapes are computed by StableHLO's own passes, which jax runs too when it compiles what was exported
-with symbolic dims. `jax.extend.mlir.refine_polymorphic_shapes` is the same in one call, but refuses
-composites.
+StableHLO's own passes compute the shapes; jax runs the same to compile an export with symbolic
+dims. `jax.extend.mlir.refine_polymorphic_shapes` runs them in one call, but refuses composites.
 """
 
 import ast
@@ -46,7 +45,7 @@ hlo.register_stablehlo_passes()
 NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 
 SYMBOL = "jax.global_constant"
-"""How jax names an argument that is the value of a symbol: it is in front of the others."""
+"""Attribute of arguments that are symbols' values; it names the symbol. They come first."""
 
 DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
@@ -56,12 +55,12 @@ _PASSES = (
 )
 
 ArgumentDims = tuple[Dim | None, ...]
-"""The size of each dim, as a number or an expression of symbols; None: the module says nothing."""
+"""The sizes of an argument's dims: a number, an expression such as `2*n`, or None if unknown."""
 
 
 @malformed()
 def is_dynamic(module: ir.Module) -> bool:
-    """Whether a function of a module has dynamic dims, or an argument that is a symbol's value."""
+    """Returns whether any function of a module has a dynamic dim, or takes a symbol's value."""
     with module.context:
         return any(
             _symbols(function)
@@ -72,7 +71,7 @@ def is_dynamic(module: ir.Module) -> bool:
 
 @malformed()
 def symbols_of(module: ir.Module) -> tuple[str, ...]:
-    """Returns the symbols, as `n`, whose values a module's function takes as first arguments."""
+    """Returns the names (`n`) of the symbols whose values are a module's first arguments."""
     with module.context:
         return tuple(_symbols(Contents(module).main()).values())
 
@@ -83,9 +82,9 @@ def refine(
 ) -> ir.Module:
     """Returns a copy of a module with static shapes, given those of its arguments.
 
-    `symbols` has the values of symbols, for modules whose functions take such. The module returned
-    has no dynamic shapes, shape assertions, or arguments for symbols. FrontendError for shapes or
-    values that do not fit, or dims that depend on data.
+    The copy has no dynamic shapes, shape assertions, or arguments for symbols' values. `shapes` has
+    none for these; `symbols` has the values by name. FrontendError: shapes or values that do not
+    fit, or a dim that depends on data.
     """
     with module.context, ir.Location.unknown():
         data = io.BytesIO()
@@ -151,13 +150,13 @@ def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
 
 
 def exported_dims(exported: Any) -> list[ArgumentDims]:
-    """Returns the dims of the arguments of a `jax.export.Exported`, symbolic ones as text."""
+    """Returns the dims of arguments of a `jax.export.Exported`'s module, symbolic ones as text."""
     shapes = [exported.in_avals[i].shape for i in exported.module_kept_var_idx]
     return [tuple(d if isinstance(d, int) else str(d) for d in shape) for shape in shapes]
 
 
 def constraints_of(dim: Any) -> list[str]:
-    """Returns the constraints that a dim's symbols were made with: `n >= 2`, `mod(n, 8) == 0`."""
+    """Returns the user's constraints on a jax dim's symbols as text, such as `mod(n, 8) == 0`."""
     # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
     # nobody wrote.
     stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
@@ -166,10 +165,10 @@ def constraints_of(dim: Any) -> list[str]:
 
 @malformed()
 def stated_dims(module: ir.Module) -> list[ArgumentDims]:
-    """Returns the dims of a module's arguments: numbers, expressions of symbols, None if unknown.
+    """Returns the dims of each argument: numbers, expressions of symbols, or None if unknown.
 
-    A type has `?` for a dim that is not static. Modules of `jax.export` check the arguments'
-    shapes, and name the symbols in the message of a failure:
+    Symbols' values are left out. A dynamic dim is `?` in a type. But modules of `jax.export` check
+    their arguments' shapes, and the message of a failure has the expressions:
 
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
     """
@@ -195,7 +194,7 @@ def _dims(type_: Any) -> ArgumentDims:
 
 
 def _specifications(module: ir.Module) -> list[ArgumentDims]:
-    """Reads the shapes in the message of the first shape assertion."""
+    """Returns the shapes in the error message of the first shape assertion; [] without one."""
     for op in ops_in(module.operation):
         attributes = op.attributes
         is_call = op.name == "stablehlo.custom_call"
@@ -209,7 +208,7 @@ def _specifications(module: ir.Module) -> list[ArgumentDims]:
 
 
 def _shape(text: str) -> ArgumentDims:
-    """Reads `n, 2*m, 4), ...` as dims, up to the closing bracket; () where it is no shape."""
+    """Parses a shape up to its closing bracket: `n, 4), ...` -> `("n", 4)`; () if it is none."""
     depth = 1
     for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -237,13 +236,13 @@ def _shape(text: str) -> ArgumentDims:
 
 
 def _symbols(function: Any) -> dict[int, str]:
-    """Maps the position of an argument to the symbol whose value it is."""
+    """Returns position -> symbol of the arguments that are values of symbols."""
     stated = enumerate(stated_of(function, "arg_attrs"))
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
 def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
-    """Puts constants in place of the arguments that are values of symbols, in all functions."""
+    """Replaces arguments that are symbols' values by constants, in all functions and calls."""
     missing = [name for name in own.values() if name not in symbols]
     if missing:
         raise FrontendError(
@@ -254,7 +253,7 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
         return
 
     def sized(attr: Any) -> Any:
-        """Returns a composite's attribute, or the size that it stands for as a symbolic dim."""
+        """Returns a composite's attribute, or if it is a symbolic dim (`DIM`) its size instead."""
         if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
             return attr
         size = size_of(attr.value.removeprefix(DIM), symbols)
@@ -307,11 +306,11 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
 BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
-"""Op that calls a function -> its attribute that names it."""
+"""Name of an op that calls a function -> its attribute that names the function."""
 
 
 class Taken(NamedTuple):
-    """The name, attributes and location of an op that barriers stand for meanwhile."""
+    """Holds name, attributes and location of an op that barriers replace while the passes run."""
 
     name: str
     attributes: Mapping[str, Any]
@@ -343,11 +342,11 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
 
 
 def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
-    """Inlines the functions that `main` calls, then erases them unless a manual call remains.
+    """Inlines the functions that `main` calls; returns barrier's number -> op that it replaces.
 
-    Numbered barriers take the place of Shardy ops with dynamic results, and surround what was
-    inlined for a composite. Returns the op that each number stands for, which `_put_together`
-    restores. FrontendError if a call has no body to inline, or calls never end.
+    Barriers replace Shardy ops with dynamic results, and enclose the ops inlined for a composite;
+    `_put_together` restores both. Functions are erased, unless a call of a `shard_map`'s body
+    remains. FrontendError: a function without a body, recursion, or too many ops.
     """
     functions, count = named_ops(module, "func.func"), 0
     taken: dict[int, Taken] = {}
@@ -380,7 +379,7 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
 
 
 def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
-    """Replaces a call by its function's ops, with barriers around a composite's; returns them."""
+    """Replaces a call by its function's ops, a composite's between barriers; returns these ops."""
     made: list[Any] = []
 
     def marked(values: Sequence[Any], name: str) -> list[Any]:
@@ -413,7 +412,7 @@ def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
 
 
 def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
-    """Puts a barrier with a number in front of an op; returns the barrier's results."""
+    """Inserts a barrier with the attribute `name` = `number` before an op; returns its results."""
     with ir.InsertionPoint(op):
         barrier = hlo.OptimizationBarrierOp(list(operands))
     number_type = ir.IntegerType.get_signless(64)
@@ -422,7 +421,7 @@ def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
 
 
 def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) -> None:
-    """Restores the ops that `_take_apart` took, at the shapes that there are now."""
+    """Replaces the numbered barriers in a region by the ops in `taken`, now with static shapes."""
     for block in region.blocks:
         line: list[Any] = []
         begins: dict[int, int] = {}  # number -> where its first barrier is in the line
@@ -452,7 +451,7 @@ def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) ->
 def _composite(
     module: ir.Module, first: Any, inside: list[Any], last: Any, taken: Taken, number: int
 ) -> Any:
-    """Makes a composite in place of its last barrier; the ops between become its function."""
+    """Replaces the barrier `last` by a composite op, whose function gets the ops `inside`."""
     returned = list(last.operands)
     needed, ops = set(returned), []
     for op in reversed(inside):
@@ -478,7 +477,7 @@ def _composite(
 
 
 def _read(op: Any) -> set[Any]:
-    """The values that an op, or what is inside it, reads from around it."""
+    """Returns the values that an op or its regions read, and that are not made inside them."""
     items = ops_in(op)
     blocks = [block for item in items for region in item.regions for block in region.blocks]
     own = {value for item in items for value in item.results}

@@ -1,4 +1,4 @@
-"""Shift: a scan's first element is put in its place by a `select`, not by a `concatenate`.
+"""Shift: replaces the `concatenate` of an associative scan's first element by a `select`.
 
 Each level of `jax.lax.associative_scan` combines all elements but its first:
 
@@ -7,9 +7,9 @@ before: `%2 = slice %x[2::2]; %3 = slice %odd[:-1]; %4 = f %3, %2`
 after:  `%2 = slice %x[0::2]; %3 = pad %odd by one in front; %4 = f %3, %2`
         `%6 = select (the first), %2, %4`
 
-Where the dim is split, the three slices and the concatenate have halos before, and only the pad
-does after. The select leaves out what f makes of the padding. Where the dim is whole, nothing is
-gained: GPUs take 1.1 to 1.5 times as long for such a scan of their own.
+Where the dim is split, this saves communication: before, the three slices and the concatenate need
+halos, after, only the pad does. The select discards the element that `f` computes from the padding.
+Where the dim is whole, nothing is saved, and GPUs take 1.1 to 1.5 times as long for the scan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ SLICE, CONCATENATE, PAD = "stablehlo.slice", "stablehlo.concatenate", "stablehlo
 
 
 def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Program:
-    """Replaces concatenations of one element and a tail by selects, as the module describes.
+    """Replaces each concatenate of one element and a tail by a select, as the module describes.
 
-    It does so only along dims that the marks suggest to split: `proposals` are the axes for each
-    value and dim.
+    It does so only along dims that propagation proposes to split: `proposals[value][dim]` are the
+    atoms proposed for a dim.
     """
     joins = []
     for op in program.walk():
@@ -59,15 +59,15 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
 
 
 class _Shifts(NamedTuple):
-    """The ops that make the tail of a `concatenate`, along one dim."""
+    """Says how the tail in `concatenate(head, tail)` is computed from slices by elementwise ops."""
 
-    dim: int
-    head: Value  # the slice of which the head is the element in front
-    inside: frozenset[Value]  # elementwise ops' results, to be made one element longer
+    dim: int  # along which head and tail are joined
+    head: Value  # the slice that begins one step behind the concatenate's head
+    inside: frozenset[Value]  # the elementwise ops' results, to be made one element longer
 
 
 def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
-    """Returns what makes the tail, if one of its slices starts just behind the head's slice."""
+    """Returns how a concatenate's tail is made; None if no slice in it begins behind the head."""
     dim = op.kind.attrs["dimension"]
     first = producers.get(op.operands[0])
     if first is None or first.name != SLICE:
@@ -98,11 +98,11 @@ def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
 def _chosen(
     b: Builder, now: Now, producers: Mapping[Value, Op], shifts: _Shifts, join: Op
 ) -> Value:
-    """Makes the select of a concatenate's head, at its place, and its tail, one element longer."""
+    """Appends the ops that replace the concatenate `join`; returns the select, their result."""
     dim = shifts.dim
 
     def longer(value: Value) -> Value:
-        """Returns a value with one more element in front, which the select leaves out."""
+        """Returns a value with one more element in front along the dim: `[b, c]` -> `[a, b, c]`."""
         return b.once(("longer", value, dim), lambda: made(value))
 
     def made(value: Value) -> Value:

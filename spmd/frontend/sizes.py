@@ -1,7 +1,4 @@
-"""Sizes of symbolic dims: what `n`, `2*n` and `floordiv(n, 4)` are where n is known.
-
-Dims are written as jax prints those of `jax.export.symbolic_shape`.
-"""
+"""Computes sizes of symbolic dims, which are text as jax prints them: 16 of `2*n` for n = 8."""
 
 import ast
 import operator
@@ -13,7 +10,7 @@ LONGEST = 1000  # characters of a dim at most
 LARGEST = 1 << 62  # sizes, and all numbers on the way to them, are below it
 
 Dim = int | str
-"""The size of a dim: a number, or an expression of symbols."""
+"""The size of a dim: a number of elements, or an expression of symbols such as `"2*n + 1"`."""
 
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -33,17 +30,17 @@ _FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
 
 
 def symbols_in(dims: Iterable[Dim]) -> tuple[str, ...]:
-    """The symbols that dims are made of, in order of their names: `m` and `n` of `2*n`, `m + 1`."""
+    """Returns the names of all symbols in dims, sorted: `("m", "n")` for `["2*n", "m + 1", 8]`."""
     trees = [_parsed(dim) for dim in dims if isinstance(dim, str)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
     return tuple(sorted({node.id for node in nodes} - set(_FUNCTIONS)))
 
 
 def size_of(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The size of a dim, a number or an expression of symbols.
+    """Returns the size of a dim in elements, given the value of each symbol by name.
 
     Raises:
-      FrontendError: a symbol without a value, text that is no expression, or a negative size.
+      FrontendError: a symbol without a value, text that is no expression, an impossible size.
 
     Example:
       >>> size_of("2*n + 1", {"n": 8})
@@ -58,7 +55,7 @@ def size_of(dim: Dim, symbols: Mapping[str, int]) -> int:
 
 
 def sizes_of(dims: Sequence[Dim], symbols: Mapping[str, int]) -> tuple[int, ...]:
-    """The size of every dim of a shape; raises as `size_of`."""
+    """Returns the size of every dim of a shape, in order; raises as `size_of`."""
     return tuple(size_of(dim, symbols) for dim in dims)
 
 

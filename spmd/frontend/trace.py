@@ -1,4 +1,4 @@
-"""Traces JAX functions and lowers them to StableHLO modules, on no device at all."""
+"""Traces JAX functions and lowers them to StableHLO modules; no device is needed."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ from spmd.mesh.spec import as_mesh, has_explicit_axes, mesh_around
 register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
 
 _SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
-"""Of this thread's trace, if it is in one: the meshes of the marks that it met."""
+"""Meshes of the marks met by the trace that runs in this thread; None outside of a trace."""
 
 
 @contextmanager
 def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
-    """Collects the meshes of the marks met while tracing, in order, behind `known`."""
+    """Yields a list to which traces inside add the distinct meshes of marks, behind `known`."""
     found = [] if known is None else [known]
     token = _SEEN.set(found)
     try:
@@ -46,7 +46,7 @@ def seen_meshes(known: Mesh | None = None) -> Iterator[list[Mesh]]:
 
 
 def mesh_at_hand() -> Mesh | None:
-    """Returns the mesh of this trace (known, or its first mark's), else that of jax, if any."""
+    """Returns the first mesh that this trace knows, else that of `jax.set_mesh`, else None."""
     found = _SEEN.get()
     if found:
         return found[0]
@@ -55,7 +55,7 @@ def mesh_at_hand() -> Mesh | None:
 
 
 def note_mesh(mesh: Mesh) -> Mesh:
-    """Notes the mesh of a mark; returns the first one of the trace, or itself outside of one."""
+    """Adds a mark's mesh to the trace's; returns the trace's first, or `mesh` outside a trace."""
     found = _SEEN.get()
     if found is None:
         return mesh
@@ -65,17 +65,17 @@ def note_mesh(mesh: Mesh) -> Mesh:
 
 
 OnCallbacks = Literal["run", "drop"]
-"""What becomes of `jax.debug.print` and `jax.debug.callback`; others run in any case."""
+"""What happens to `jax.debug.print` and `jax.debug.callback`; all other callbacks always run."""
 
 
 class ClosedOverTracer(FrontendError):
-    """A function closes over a tracer: a value of another function that jax is tracing."""
+    """Raised for a function that closes over a tracer of another function that jax is tracing."""
 
 
 class Trace(NamedTuple):
-    """A function that was traced and lowered."""
+    """Holds a traced function's StableHLO module, and the meshes and callbacks that it uses."""
 
-    module: Any
+    module: Any  # in memory, lowered and not partitioned
     out: Any  # the result's pytree of `ShapeDtypeStruct`s
     manual: list[Any]  # the distinct meshes of its calls of `jax.shard_map`
     meshes: list[Any]  # those meshes and the ones of jax's sharding constraints that have devices
@@ -95,10 +95,10 @@ def trace(
 ) -> Trace:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
-    `args` and `kwargs` are `jax.ShapeDtypeStruct`s, static arguments as they are; `platform` is
-    `cpu`, `cuda` or `tpu`. Where `on_callbacks` is left out, callbacks stay those of jax, which
-    point to Python objects: the module cannot be imported. `mesh` is the one to compile for; that
-    of the first mark if left out. The module numbers devices by their position in it.
+    `args` and `kwargs` are `jax.ShapeDtypeStruct`s, but static arguments are passed as they are;
+    `platform` is `cpu`, `cuda` or `tpu`. With `on_callbacks` None, jax's callbacks stay, and such a
+    module cannot be imported, since they point to Python objects. `mesh` is the mesh to compile
+    for, or if left out the first mark's. The module numbers devices by their position in it.
 
     Raises:
       FrontendError: a `shard_map` over Explicit axes gets an argument that is split otherwise.
@@ -158,7 +158,7 @@ def trace(
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """Makes a `ShapeDtypeStruct` of an abstract value, weak or on Explicit axes as that is."""
+    """Returns a `ShapeDtypeStruct` of an abstract value, weakly typed and Explicit as that is."""
     typed = getattr(aval, "sharding", None)
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
@@ -167,7 +167,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Turns jax's errors about Explicit axes and orders of devices into errors of `spmd`."""
+    """Converts errors raised inside by jax, on Explicit axes or device orders, to `spmd`'s."""
     try:
         yield
     except ValueError as error:
@@ -201,9 +201,9 @@ def _eqns_in(jaxpr: Any) -> Iterator[Any]:
 
 
 def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
-    """Makes the devices of a module's meshes positions in the program's mesh, in place.
+    """Renumbers the devices of a module's meshes in place, as positions in the program's mesh.
 
-    `order` are the ids of devices in the order of jax's meshes, `program` in the program's order.
+    `order` are the devices' ids in the order of jax's meshes, `program` in the program's order.
     """
     # jax's meshes have one order of devices, by which the module numbers them. For the program's
     # mesh with the devices 0 2 1 3 and jax's with 0 1 2 3:
@@ -221,7 +221,7 @@ def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...
 
 
 def _stated(positions: Sequence[int]) -> list[int]:
-    """Returns the devices of a mesh as Shardy states them: [] where they are 0, 1, 2, ..."""
+    """Returns `positions` as Shardy writes the devices of a mesh: [] if they are 0, 1, 2, ..."""
     return [] if list(positions) == list(range(len(positions))) else list(positions)
 
 
@@ -242,7 +242,7 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
 def _lower_composite(
     ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
 ) -> Any:
-    """Lowers a composite, by way of a call, so that its function gets symbols' values, too."""
+    """Lowers a composite by way of a call, which passes the symbols' values to its function."""
     (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
     function = plain_jit(jaxpr_as_fun(closed))
     results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
@@ -275,7 +275,7 @@ _uneven_mark = Primitive("spmd_mark")
 
 
 def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
-    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims."""
+    """Returns a tracer marked with the axes of each dim (None: open), which need not divide it."""
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
 
@@ -321,14 +321,14 @@ mlir.register_lowering(_uneven_mark, _lower_mark)
 # after:  `spmd_callback[number=0 ...] x`, with callback 0 in the table beside the program
 
 _KERNELS = ("pallas_call",)
-"""Primitives whose bodies run where no Python can be called; they print by means of their own."""
+"""Primitives whose bodies cannot call Python: callbacks in them stay as they are."""
 
 _callback = Primitive("spmd_callback")
 _callback.multiple_results = True
 
 
 class _OwnCallbacks:
-    """Replaces jax's callbacks in one program by `spmd`'s; a jaxpr that is used twice stays one."""
+    """Replaces jax's callbacks in a program by `spmd_callback`s, numbered as in `callbacks`."""
 
     def __init__(self, on_callbacks: OnCallbacks) -> None:
         self.on_callbacks = on_callbacks
@@ -336,7 +336,7 @@ class _OwnCallbacks:
         self._done: dict[int, Jaxpr] = {}
 
     def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
-        """Returns the program, with callbacks replaced, as a flat function; None if it has none."""
+        """Returns the program as a flat function, callbacks replaced; None if it has none."""
         own = self._rewritten(program)
         if own is program:
             return None
@@ -349,9 +349,9 @@ class _OwnCallbacks:
         return flat
 
     def lowering_rules(self) -> tuple[tuple[Primitive, Any], ...]:
-        """Returns rules that lower jax's callbacks to ours, for those that no jaxpr shows.
+        """Returns (primitive, rule) pairs that lower jax's callbacks to ours.
 
-        Some libraries have primitives that trace what they do only when they are lowered.
+        They are for callbacks in no jaxpr: some libraries trace code when a primitive is lowered.
         """
 
         def lower(ctx: Any, *args: Any, primitive: Primitive, **params: Any) -> Any:
@@ -366,9 +366,9 @@ class _OwnCallbacks:
         return tuple((p, functools.partial(lower, primitive=p)) for p in _of_jax().labels)
 
     def _rewritten(self, value: Any) -> Any:
-        """Returns a parameter of a primitive, with callbacks replaced in the jaxprs inside.
+        """Returns a primitive's parameter with the callbacks in its jaxprs replaced.
 
-        One without callbacks, or effects of a branch that has some, is returned as it is.
+        A jaxpr in which neither equations nor effects change is returned as the same object.
         """
         if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:  # jax 0.11 has one class
             inner = self._rewritten(value.jaxpr)
@@ -385,7 +385,7 @@ class _OwnCallbacks:
         return self._done[id(value)]
 
     def _eqn(self, eqn: Any) -> Sequence[Any]:
-        """Returns an equation with its callbacks replaced; () for a callback that is dropped."""
+        """Returns an equation with callbacks replaced, as a tuple; () for a dropped callback."""
         effects = _own_effects(eqn.effects)
         if eqn.primitive in _of_jax().labels:
             own = self._called(eqn.primitive, eqn.params)
@@ -400,7 +400,7 @@ class _OwnCallbacks:
         return (eqn.replace(params=params, effects=effects),)
 
     def _called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the parameters of the call that replaces a callback; None if it is dropped."""
+        """Numbers a callback; returns its `spmd_callback`'s parameters, None if it is dropped."""
         label = _of_jax().labels[primitive]
         is_debug = label.startswith("jax.debug.")
         if is_debug and self.on_callbacks == "drop":
@@ -422,7 +422,7 @@ class _OwnCallbacks:
 
 
 class _OfJax(NamedTuple):
-    """jax's callbacks: its primitives, by their names for users, and its effects."""
+    """Holds jax's primitives of callbacks, with the names that users know, and their effects."""
 
     labels: Mapping[Primitive, str]  # as `jax.debug.print`
     ordered: tuple[type, ...]  # effects of ordered ones
@@ -461,7 +461,7 @@ def _is_ordered(params: Mapping[str, Any]) -> bool:
 
 
 def _own_effects(effects: Any) -> Any:
-    """Returns effects with our own in place of those of jax's callbacks."""
+    """Returns effects with `spmd_callback`'s in place of those of jax's callbacks."""
     return frozenset(_of_jax().own if isinstance(e, _of_jax().effects) else e for e in effects)
 
 

@@ -1,17 +1,16 @@
-"""Unroll: a loop that runs a few times is written out, once for each time.
+"""Unroll: writes out a loop of few trips, as a copy of its body for each trip.
 
 before: `%9 = while(%i = 0, %x = %0) { %w = dynamic_slice %1, %i; ...; return %i + 1, %x @ %w }`
 after:  `%w0 = slice %1 [0:1]; ...; %w1 = slice %1 [1:2]; ...`
 
-The loop's counter is then constant, so each trip reads its piece of a stack directly; and what one
-loop collects for another (a scan's residuals for its gradient) is handed on piece by piece, without
-the stack. A stack that is read whole is a concatenate of its pieces. So a scan over layers becomes
-what a Python loop over them would be: backends overlap the communication of one layer with the
-next, and copy nothing. It takes longer to compile.
+The loop's counter is then constant, so each trip reads its slice of a stacked tensor directly. What
+one loop stacks for another (a scan's residuals for its gradient) is read slice by slice, too; only
+what reads the whole stack gets a concatenate. As in a Python loop over layers, backends overlap the
+communication of one layer with the next layer's work, and copy nothing. Compiling takes longer.
 
-By remat (`jax.checkpoint`) a gradient's loop computes again what the forward loop computed. Once
-both are written out, backends would merge the two, and keep everything live. So each trip's
-residuals, where remat reads them, wait for its cotangents behind a barrier:
+With remat (`jax.checkpoint`) a gradient's loop computes again what the forward loop computed. Once
+both are written out, backends would merge the equal ops, and keep all results live. So residuals
+that remat reads go through a barrier with the cotangents of their trip:
 
     %x1, %g1 = optimization_barrier %x, %g; %y1 = tanh %x1    // `tanh %x` was computed before
 """
@@ -40,7 +39,7 @@ _FOLDED: Mapping[str, Callable[..., int]] = {
     "stablehlo.select": lambda which, yes, no: yes if which else no,
     "stablehlo.clamp": lambda low, x, high: min(max(x, low), high),
 }
-"""Ops on integers of which the result is worked out: what counts and what places pieces."""
+"""Name of an op on integer scalars, such as counters and indices -> how it is computed here."""
 
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
     name: getattr(operator, name.lower()) for name in ("EQ", "NE", "LT", "LE", "GT", "GE")
@@ -48,7 +47,7 @@ _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def unroll(program: Program, most: int) -> Program:
-    """Writes out the loops that run at most `most` times and hold no other such loop."""
+    """Writes out the loops of at most `most` trips, but not loops around such a loop."""
     index = Index(program)
     chosen: dict[Value, int] = {}
     for op in program.walk():  # inner loops first
@@ -63,14 +62,14 @@ def unroll(program: Program, most: int) -> Program:
 
 
 class _Collected(NamedTuple):
-    """A stack that was written piece by piece along dim 0: the tensor below, and the pieces."""
+    """Holds a stacked tensor as it was before, and the slices written since, by index in dim 0."""
 
     under: Value
     pieces: Mapping[int, Value]
 
 
 class _Same(dict[Value, Value]):
-    """Maps old values to new ones; those that are not in it, from around a loop, stay."""
+    """Maps a loop body's values to new values, and values from outside of it to themselves."""
 
     def __missing__(self, value: Value) -> Value:
         return value
@@ -94,7 +93,7 @@ class _Unroller:
         self.cotangents: list[Value] = []
 
     def edit(self, b: Builder, op: Op, _now: Now) -> Sequence[Value]:
-        """Writes a chosen loop out and returns its results."""
+        """Appends a loop's body once for each trip; returns the values of the loop's results."""
         body, carried = op.regions[1], list(op.operands)
         self.loop = op.results[0]
         for _ in range(self.chosen[self.loop]):
@@ -135,7 +134,7 @@ class _Unroller:
         return self._repeated(b, op.kind, operands)
 
     def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
-        """Appends an op, behind a barrier if it is remat of what another loop computed."""
+        """Appends an op, its operands behind a barrier if it is remat; returns its results."""
         source = self.widened.get(operands[0]) if len(operands) == 1 else None
         if source is not None and _widens(kind, -1) and b.types[source] == kind.results[0]:
             return (source,)
@@ -151,7 +150,7 @@ class _Unroller:
         return made
 
     def _late(self, b: Builder, value: Value) -> Value:
-        """Puts a residual of another loop behind a barrier with this trip's cotangents."""
+        """Returns a value; if it is another loop's residual, behind a barrier with cotangents."""
         number = self.number.get(value, value)
         if number not in self.handed:
             return value
@@ -167,7 +166,7 @@ class _Unroller:
         return integer_of(self.index.producers, value) if known is None else known
 
     def _folded(self, kind: OpKind, operands: Sequence[Value]) -> int | None:
-        """Returns the integer scalar that an op computes, if its operands are known."""
+        """Returns the integer scalar that an op computes; None unless its operands are known."""
         if len(kind.results) != 1 or kind.results[0].rank:
             return None
         dtype = numpy_dtype(kind.results[0].dtype)
@@ -189,7 +188,7 @@ class _Unroller:
         return found if fits else None
 
     def _place(self, starts: Sequence[Value], shape: Sequence[int], piece: Sequence[int]) -> Any:
-        """Returns the index of a piece of size 1 along dim 0, else whole; None if not known."""
+        """Returns a piece's index in dim 0; None if unknown, or not of shape `(1, *shape[1:])`."""
         known = [self._integer(v) for v in starts]
         if not shape or tuple(piece) != (1, *shape[1:]) or None in known[:1]:
             return None
@@ -215,7 +214,7 @@ class _Unroller:
 
 
 def _widens(kind: OpKind, more: int) -> bool:
-    """Whether an op only adds `more` dims of size 1 in front, or drops them if negative."""
+    """Returns whether an op only adds `more` leading dims of size 1, or drops them if negative."""
     if kind.name not in (RESHAPE, BROADCAST):
         return False
     before, after = kind.operands[0].shape, kind.results[0].shape

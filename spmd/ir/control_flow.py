@@ -1,6 +1,6 @@
 """How values flow through a program: loop carries, trip counts, producers, users and manual atoms.
 
-`Index` computes each of these tables once for a program, when it is first asked for.
+`Index` has these as tables of one program, each computed when it is first read.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell 
 
 
 class Tie(NamedTuple):
-    """A result of an op with regions, and the values that have to have the same sharding as it."""
+    """One result of a loop, branch or manual region, and the values to be sharded like it."""
 
-    source: Value | None  # from outside the op: the initial value of a carry
+    source: Value | None  # the initial value of a loop's carry; None for other ops
     inside: tuple[Value, ...]  # region arguments and results
-    result: Value  # the op's
+    result: Value  # of the op
 
 
 def ties(op: Op) -> tuple[Tie, ...]:
-    """Returns for each result of an op with regions the values that share its sharding."""
+    """Returns a `Tie` for each result of an op with regions (a loop, branch or manual region)."""
     # %2 = while %0 { cond(%3): ...; body(%4): ... return %5 } ties %0, %3, %4, %5 and %2: they are
     # one buffer in memory, and a sharding that changed on the way round would cost each iteration.
     # A branch has no arguments: it reads what is around it, where nothing has to be shared.
@@ -41,10 +41,10 @@ def ties(op: Op) -> tuple[Tie, ...]:
 
 
 def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
-    """Returns for each value inside manual regions the atoms that are manual there.
+    """Returns, for each value inside manual regions (`shard_map`), the atoms that are manual there.
 
-    Devices may hold different values along them, which the compiler cannot know. So only ops that
-    the user wrote may split or reduce the value over them.
+    Other values have no entry. Devices may hold different values along such atoms, unseen by the
+    compiler: only ops that the user wrote may split or reduce the value over them.
     """
     found: dict[Value, tuple[int, ...]] = {}
 
@@ -65,7 +65,7 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
 
 
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
-    """Returns the number that an integer scalar is, if it is a constant or a converted one."""
+    """Returns the integer that a scalar constant (or a converted one) is; None for other values."""
     op = producers.get(value)
     if op is None:
         return None
@@ -78,12 +78,12 @@ def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
 
 
 def producers_of(program: Program) -> dict[Value, Op]:
-    """The op that defines each value (arguments have none)."""
+    """Maps each value to the op whose result it is; arguments, of regions too, have no entry."""
     return {result: op for op in program.walk() for result in op.results}
 
 
 def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
-    """For each value, its uses as (op, operand index); a region's return is (None, index)."""
+    """Maps each value to its uses: (op, operand index), or (None, i) as a region's i-th result."""
     users: dict[Value, list[tuple[Op | None, int]]] = {}
 
     def visit(region: Region) -> None:
@@ -101,7 +101,7 @@ def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Tables about the values of one program (`index.producers[value]`), made when first read."""
+    """Tables of one program's values, each made when first read: `index.producers[value]`."""
 
     program: Program
 
@@ -111,19 +111,19 @@ class Index:
 
     @cached_property
     def trips(self) -> Mapping[Value, int | None]:
-        """Maps the first result of each loop to its trip count, None where it is not known."""
+        """Maps the first result of each loop to its trip count, None if that is not known."""
         loops = (op for op in self.program.walk() if op.is_loop)
         return {op.results[0]: self._trip_count(op) for op in loops if op.results}
 
     def runs(self, op: Op) -> int:
-        """Returns the trip count of a loop (`UNKNOWN_TRIPS` if not known); 1 for any other op."""
+        """Returns a loop's trip count, `UNKNOWN_TRIPS` if that is not known; 1 for any other op."""
         if not op.is_loop:
             return 1
         trips = self.trips.get(op.results[0])
         return UNKNOWN_TRIPS if trips is None else trips
 
     def _trip_count(self, op: Op) -> int | None:
-        """Returns the trip count of `while i < n` or `i != n` with constant start, step and n."""
+        """Returns how often a loop `while i < n` (or `i != n`) runs; None if it cannot be told."""
         cond, body = op.regions
         if len(cond.results) != 1:
             return None

@@ -1,7 +1,7 @@
 """`Description`: what the compiler knows of an op by its name, as data.
 
-Modules of `spmd.ir.dialect` write the descriptions. Other code asks for a trait of an op
-(`op.kind.about.is_elementwise`), or, where it means one op alone, for its name (`BROADCAST`).
+Modules of `spmd.ir.dialect` write the descriptions. Other code reads a trait of an op
+(`op.kind.about.is_elementwise`), or compares its name where it means one op alone (`BROADCAST`).
 """
 
 import math
@@ -27,7 +27,7 @@ CUSTOM_CALL = "stablehlo.custom_call"  # a call of a library; `call_target_name`
 
 
 class Role(IntEnum):
-    """How XLA's fusion treats an op."""
+    """How XLA's fusion treats an op: whether a reader's kernel computes it, and what is stored."""
 
     INSIDE = 0  # computed inside its readers, again for each
     ONCE = 1  # computed inside its only reader; stored where there are several
@@ -39,7 +39,7 @@ class Role(IntEnum):
 
 
 class Description(NamedTuple):
-    """What the compiler knows of an op by its name; fields that are functions take its `OpKind`."""
+    """All that the compiler knows of the ops of one name: sharding rule, traits, cost functions."""
 
     rule: Callable[[Any], Any] | None = None  # its sharding `Rule`; None for control flow
     # of how many such ops, and which operands differ among them, the op that does all at once
@@ -78,24 +78,24 @@ class Description(NamedTuple):
 
 
 UNKNOWN = Description()
-"""Description of ops that nobody described: nothing is known, and there is no rule."""
+"""The description of an op that has none in `DESCRIPTIONS`: no rule, every trait at its default."""
 
 
 def columns(kind: Any) -> float:
-    """Returns the larger of the last two dims of the largest operand, to guess `passes` by."""
+    """Guesses how often an op reads its operands: the larger of the largest's last two sizes."""
     shape = max((t.shape for t in kind.operands), key=math.prod, default=())
     return max(1, *shape[-2:]) if shape else 1
 
 
 UNKNOWN_CALL = Description(is_repeatable=False, has_effect=True, passes=columns)
-"""Description of other custom calls: they may have effects, so they run as often as written."""
+"""The description of a custom call that has none in `DESCRIPTIONS`: it counts as having effects."""
 
 DESCRIPTIONS: dict[str, Description] = {}
-"""Name of an op, `custom_call:<target>` or `composite:<name>` -> its description."""
+"""Maps an op's key (its name, `custom_call:<target>`, `composite:<name>`) to its description."""
 
 
 def key_of(name: str, attrs: Mapping[str, Any]) -> str:
-    """Returns a key of `DESCRIPTIONS`: an op's name, `custom_call:<target>`, `composite:<name>`."""
+    """Returns an op's key in `DESCRIPTIONS`: name, `custom_call:<target>` or `composite:<name>`."""
     if name == COMPOSITE:
         return f"composite:{attrs['name']}"
     if name == CUSTOM_CALL:

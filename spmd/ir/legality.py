@@ -1,7 +1,7 @@
 """What must hold of a program at each stage, as a table of small checks.
 
-A failure is a bug of the stage before, never the user's fault. Everything takes time proportional
-to the number of ops, so tests check every stage always.
+A failure is a bug of the stage that made the program, never the user's fault. Checking a program
+takes time proportional to the number of its ops.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ DIALECTS = ("stablehlo", "chlo", "spmd")
 
 
 def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn:
-    """Raises LegalityError, which names the stage to blame, for a check that did not hold."""
+    """Raises LegalityError: the program that stage `stage` made does not pass check `check`."""
     raise LegalityError(
         f"stage {stage} broke its contract ({check}): {problem}",
         op=format_op(op) if op else None,
@@ -29,7 +29,7 @@ def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn
 def hold(
     stage: str, checks: Iterable[Callable[..., str | None]], op: Op | None, *given: object
 ) -> None:
-    """Calls each check with `given`; raises LegalityError for the first problem returned."""
+    """Calls each check as `check(*given)`; raises LegalityError for the first that returns text."""
     for check in checks:
         problem = check(*given)
         if problem is not None:
@@ -37,7 +37,7 @@ def hold(
 
 
 class View(NamedTuple):
-    """What a check of one op may look at: types, and the values defined in front of the op."""
+    """What a check of one op may read: the type of every value, and which values are defined."""
 
     types: Sequence[TensorType]  # type of every value
     defined: set[Value]  # values that have a definition so far, visible or not
@@ -56,17 +56,17 @@ _PREDICATE = TensorType((), "i1")
 
 
 def defines_once(view: View, op: Op) -> str | None:
-    """No value is defined twice."""
+    """Returns a problem if the op defines a value twice, again, or without a type; else None."""
     return _once(view, op.results)
 
 
 def reads_visible(view: View, op: Op) -> str | None:
-    """What an op reads is defined before it, in its region or around it."""
+    """Returns a problem if an operand is not defined before the op and visible to it; else None."""
     return _visible(view, op.operands)
 
 
 def kind_has_types(view: View, op: Op) -> str | None:
-    """The types in an op's kind are those of its operands and results."""
+    """Returns a problem if operands or results have other types than the op's kind; else None."""
     sides = ("operand", op.operands, op.kind.operands), ("result", op.results, op.kind.results)
     for what, values, types in sides:
         if len(values) != len(types):
@@ -78,7 +78,7 @@ def kind_has_types(view: View, op: Op) -> str | None:
 
 
 def regions_fit(view: View, op: Op) -> str | None:
-    """Control flow has the regions that it needs, and only control flow has regions."""
+    """Returns a problem if number or types of the op's regions are wrong for it; else None."""
     # Types of operands and results; name, types of arguments and of results of each region.
     about, operands, results = op.kind.about, op.kind.operands, op.kind.results
     regions: list[tuple[str, _Types, _Types]] = []
@@ -109,13 +109,13 @@ def regions_fit(view: View, op: Op) -> str | None:
 
 
 def dialect_known(view: View, op: Op) -> str | None:
-    """An op belongs to a dialect that the compiler speaks."""
+    """Returns a problem if the op is of no dialect in `DIALECTS`; else None."""
     dialect = op.name.partition(".")[0]
     return None if dialect in DIALECTS else f"the dialect {dialect} is none of {DIALECTS}"
 
 
 def is_global(view: View, op: Op) -> str | None:
-    """The whole program has collectives in manual regions only, and no op of the partitioner's."""
+    """Returns a problem if the op may not be in a global program, or not outside manual regions."""
     if op.kind.about.is_local:
         return "an op of one device's program in the whole program"
     if op.kind.about.is_manual and "manual" not in view.around:
@@ -124,7 +124,7 @@ def is_global(view: View, op: Op) -> str | None:
 
 
 def is_local(view: View, op: Op) -> str | None:
-    """One device's program has no marks or manual regions; collectives say over which axes."""
+    """Returns a problem if the op is a mark, a manual region or a collective without axes."""
     if op.kind.about.is_global:
         return "an op of the whole program in one device's program"
     return _axes_known(op)
@@ -136,7 +136,7 @@ def _axes_known(op: Op) -> str | None:
 
 
 def is_expanded(view: View, op: Op) -> str | None:
-    """What is emitted has no `spmd` ops but callbacks, which are emitted by way of jax."""
+    """Returns a problem if the op is an `spmd` op other than those of callbacks; else None."""
     own = op.name.startswith("spmd.") and op.name not in (CALLBACK, CHECK_CALLBACK)
     return "an op that only spmd knows" if own else None
 
@@ -184,13 +184,13 @@ STAGES: Mapping[str, tuple[OpCheck, ...]] = {
     "optimized": (*_ALWAYS, is_local),
     "expanded": (*_ALWAYS, is_local, is_expanded),
 }
-"""Stage -> the checks that every op must pass. `regions_fit` comes after an op's regions."""
+"""Maps each stage to the checks of every op. `regions_fit` is made at all stages, after these."""
 
 
 def check_program(program: Program, stage: str = "program") -> None:
-    """Checks a program at a stage; LegalityError names a check that does not hold, with the op.
+    """Raises LegalityError if a program is not as its stage must leave it; it names check and op.
 
-    `stage` is `program` for the whole program; `local`, `optimized` or `expanded` for one device's.
+    `stage` is `program` for a global program; `local`, `optimized` or `expanded` for a local one.
     """
     for what, values, names in (
         ("argument", program.body.args, program.arg_names),
@@ -204,7 +204,7 @@ def check_program(program: Program, stage: str = "program") -> None:
 def _check_region(
     region: Region, owner: Op | None, stage: str, view: View, bodies: set[int]
 ) -> None:
-    """Checks a region; afterwards nothing in it is visible any more."""
+    """Checks a region and all inside it; its values are in `view.visible` only meanwhile."""
     if problem := _once(view, region.args):
         fail(stage, "arguments_defined_once", problem, owner)
     view.defined.update(region.args)

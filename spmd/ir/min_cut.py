@@ -7,30 +7,30 @@ import numpy as np
 SOURCE, SINK = 0, 1
 
 RESOLUTION, ENDLESS = 10**9, 2 * 10**9
-"""All capacities of a network together, and one that no cut can take: both fit into 32 bits."""
+"""Capacities become integers that sum to `RESOLUTION`; infinite ones become `ENDLESS`."""
 
 
 class FlowNetwork:
-    """A directed graph whose edges have capacities in seconds; nodes are any hashable values."""
+    """A directed graph from `SOURCE` to `SINK`, to be cut where edges cost the least seconds."""
 
     def __init__(self) -> None:
         self.numbers: dict[object, int] = {SOURCE: SOURCE, SINK: SINK}
         self.edges: list[tuple[int, int, float]] = []
 
     def edge(self, start: object, end: object, seconds: float) -> None:
-        """Adds an edge, cut if `start` is on the source's side and `end` on the sink's."""
+        """Adds an edge: `seconds` to cut if `start` is on the source's side and `end` is not."""
         if seconds:
             a, b = (self.numbers.setdefault(node, len(self.numbers)) for node in (start, end))
             self.edges.append((a, b, seconds))
 
     def seconds(self, behind: Collection[object]) -> float:
-        """Returns what the cut costs that has these nodes on the sink's side."""
+        """Returns the seconds of the cut that has just the nodes `behind` on the sink's side."""
         names = list(self.numbers)
         ends = ((names[a] in behind, names[b] in behind, cost) for a, b, cost in self.edges)
         return sum(cost for start, end, cost in ends if end and not start)
 
     def behind_cut(self) -> set[object]:
-        """Returns the nodes on the sink's side of the minimum cut that has fewest of them there."""
+        """Returns the nodes on the sink's side of the cheapest cut; of equal cuts the fewest."""
         if not self.edges:
             return set()
         # Imported late: few programs make values again, and all wait for their imports.

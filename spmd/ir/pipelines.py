@@ -1,7 +1,7 @@
 """Pipelines over stages: their sizes and schedules, and the name scope that marks their ops.
 
-`spmd.pipeline` is plain JAX. The compiler knows that a loop is a pipeline's only by this scope,
-which modules that were exported still have.
+`spmd.pipeline` is written in plain JAX: the compiler recognizes a pipeline's loop by this name
+scope alone, which exported modules keep.
 """
 
 import re
@@ -22,11 +22,11 @@ SCHEDULES = MappingProxyType(
         "interleaved 1f1b": (True, True),
     }
 )
-"""Name -> whether stages have several chunks of layers, and whether steps are computed again."""
+"""Maps a schedule to (stages have several chunks of layers, the backward pass recomputes steps)."""
 
 
 class Pipeline(NamedTuple):
-    """The stages, microbatches and schedule of a pipeline, and the steps that follow from them."""
+    """One `spmd.pipeline`: its stages, microbatches and schedule, and the steps that it takes."""
 
     axis: str  # the mesh axis of its stages
     stages: int  # how many there are
@@ -40,21 +40,21 @@ class Pipeline(NamedTuple):
 
     @property
     def busy_steps(self) -> int:
-        """Steps in which a stage has work: one for each microbatch and chunk of layers."""
+        """How many steps each stage has work in: one for each microbatch and chunk of layers."""
         return self.microbatches * self.chunks
 
     @property
     def steps(self) -> int:
-        """Steps in all: the last stage begins `stages - 1` after the first."""
+        """How many steps the pipeline takes: `busy_steps`, plus 1 for each stage but the first."""
         return self.busy_steps + self.stages - 1
 
     @property
     def window(self) -> int:
-        """Steps that a stage takes for `stages` microbatches, with all of its chunks of layers."""
+        """How many steps a stage takes to bring `stages` microbatches through all of its chunks."""
         return self.stages * self.chunks
 
     def work(self, stage: int, step: int) -> tuple[int, int] | None:
-        """(microbatch, chunk) that a stage computes in a step; None while it fills and drains."""
+        """Returns the (microbatch, chunk) numbers of what a stage does in a step; None if idle."""
         done = step - stage
         if not 0 <= done < self.busy_steps:
             return None
@@ -63,24 +63,24 @@ class Pipeline(NamedTuple):
 
     @property
     def schedule(self) -> str:
-        """The schedule's name."""
+        """The schedule's name, a key of `SCHEDULES`."""
         traits = self.chunks > 1, self.is_lean
         return next(name for name, those in SCHEDULES.items() if those == traits)
 
     @property
     def open_schedules(self) -> tuple[str, ...]:
-        """The schedules that could have been chosen; empty where the user named one."""
+        """The schedules that the compiler may choose from; empty if the user named one."""
         return tuple(name for i, name in enumerate(SCHEDULES) if self.open >> i & 1)
 
     @property
     def scope(self) -> str:
-        """The name scope of its ops: `pipeline[stage,stages=4,microbatches=8,chunks=1,...]`."""
+        """The pipeline's name scope: `pipeline[stage,stages=4,microbatches=8,chunks=1,...]`."""
         counts = f"stages={self.stages},microbatches={self.microbatches},chunks={self.chunks}"
         return f"pipeline[{self.axis},{counts},lean={self.is_lean:d},open={self.open}]"
 
 
 def pipeline_of(scope: str) -> Pipeline | None:
-    """Reads the innermost pipeline from an op's name scope; None if there is none."""
+    """Returns the innermost pipeline in an op's name scope (see `Pipeline.scope`); None if none."""
     found = _SCOPE.findall(scope)
     if not found:
         return None
@@ -90,5 +90,5 @@ def pipeline_of(scope: str) -> Pipeline | None:
 
 
 def without_pipelines(scope: str) -> str:
-    """Returns a name scope without the parts that `spmd.pipeline` adds."""
+    """Returns an op's name scope without what `spmd.pipeline` added to it."""
     return _SCOPE.sub("", scope).replace(SHIFT, "")

@@ -1,7 +1,7 @@
 """`Program`: frozen SSA over global value numbers, with structured control flow.
 
-A value is an integer; `Program.types[value]` is its type. Numbers run through all regions, so that
-a region may read any value defined outside and before it, and tables over values are flat lists.
+A value is an integer; `Program.types[value]` is its type. All regions share the numbers: a region
+may read values defined outside and before it, and a table over values is a flat list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spmd.ir.types import Attribute, Dense, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Callback:
-    """A Python function that the program calls on the host; ops name it by its number."""
+    """A Python function that the program calls on the host; ops refer to it by its index."""
 
     function: Callable[..., Sequence[Any]]  # from arrays to a sequence of arrays
     label: str  # what the user wrote: `jax.debug.print`, `jax.pure_callback of lookup`
@@ -43,7 +43,7 @@ _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.se
 
 
 class Frame(NamedTuple):
-    """One frame of the user's stack."""
+    """One frame of the Python stack from which an op was traced."""
 
     file: str
     line: int
@@ -54,7 +54,7 @@ class Frame(NamedTuple):
 
 
 class Loc(NamedTuple):
-    """An op's name scope, the user's stack (innermost first), and why the compiler added the op."""
+    """Where an op is from: name scope, Python stack (innermost first), the compiler's note."""
 
     scope: str = ""
     frames: tuple[Frame, ...] = ()
@@ -62,18 +62,18 @@ class Loc(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The innermost frame that is the user's own code, not an installed library's or ours."""
+        """The innermost frame of the user's own code, `model.py:252 (linear)`; empty if unknown."""
         return str(self.user_frames[0]) if self.frames else ""
 
     @property
     def trail(self) -> str:
-        """`source` and who called it: `model.py:252 (linear) <- model.py:240 (mlp)`."""
+        """`source` and the frame that called it: `model.py:252 (linear) <- model.py:240 (mlp)`."""
         shown = self.user_frames[:2]
         return " <- ".join(str(f) for f in shown if f is shown[0] or f.function != "<module>")
 
     @property
     def user_frames(self) -> tuple[Frame, ...]:
-        """The frames of the user's own code, innermost first; all frames if there are none."""
+        """The frames outside installed packages and `spmd`, innermost first; all if none is."""
         own = [
             f
             for f in dict.fromkeys(self.frames)
@@ -83,16 +83,15 @@ class Loc(NamedTuple):
 
 
 def numberless(name: str) -> str:
-    """A path with `*` for its numbers, the same for all layers: `layers/3/w` -> `layers/*/w`."""
+    """Returns a path with `*` for its numbers, one for all layers: `layers/3/w` -> `layers/*/w`."""
     return re.sub(r"(?<=/)\d+(?=/|$)", "*", name)
 
 
 class OpKind:
-    """Everything about an op but the values that it reads and makes.
+    """Everything about an op but which values it reads and makes: name, types and attributes.
 
     Kinds are interned: equal ones are one object, and are compared by identity. Rules, costs and
-    local lowerings depend on the kind alone and are cached by it. That is what makes repeated
-    layers cheap.
+    local lowerings depend on the kind alone and are cached by it, once for all equal layers.
     """
 
     __slots__ = ("__weakref__", "_cache", "about", "attrs", "name", "operands", "results")
@@ -113,7 +112,7 @@ class OpKind:
         results: tuple[TensorType, ...],
         attrs: Mapping[str, Attribute],
     ) -> OpKind:
-        """Returns the one object that has these fields."""
+        """Returns the one object with these fields, made when they first occur."""
         # Python has 1 == True == 1.0, with equal hashes: without the types in the key, the kind of
         # an op with `is_stable = 1` would be handed out for one with `is_stable = True`.
         items = tuple(sorted(attrs.items()))
@@ -127,7 +126,7 @@ class OpKind:
         return kind
 
     def __getattr__(self, name: str) -> Description:
-        """Looks `about` up in the descriptions when it is first read; later it is a plain field."""
+        """Returns the op's `Description` when `about` is read and is not a field yet."""
         if name != "about":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         key = key_of(self.name, self.attrs)
@@ -140,12 +139,12 @@ class OpKind:
 
     @property
     def adds_dims(self) -> bool:
-        """Whether it is a broadcast that only adds dims of size 1: no element is repeated."""
+        """Whether the op is a broadcast that repeats no element, as each dim it adds has size 1."""
         return self.name == BROADCAST and self.operands[0].size == self.results[0].size
 
     @property
     def is_renaming(self) -> bool:
-        """Whether it only adds or moves dims of size 1: the result is the operand's memory."""
+        """Whether the op only adds or moves dims of size 1, so that no element moves in memory."""
         if self.name == BROADCAST and self.adds_dims:
             dims = list(self.attrs["broadcast_dimensions"])
             return dims == sorted(dims)
@@ -163,7 +162,7 @@ class OpKind:
 
 
 class Op(NamedTuple):
-    """One operation; `regions` only for control flow (scalar bodies are attributes)."""
+    """One op; only control flow has `regions` (the scalar body of a reduce is an attribute)."""
 
     kind: OpKind
     operands: tuple[Value, ...]
@@ -173,7 +172,7 @@ class Op(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The op's dialect-qualified name."""
+        """The op's name with its dialect: `stablehlo.add`."""
         return self.kind.name
 
     @property
@@ -187,22 +186,22 @@ class Op(NamedTuple):
 
     @property
     def is_loop(self) -> bool:
-        """Whether it runs its regions (condition and body) again and again."""
+        """Whether the op is a while loop; its regions are the condition and the body."""
         return self.kind.about.region == "loop"
 
     @property
     def is_mark(self) -> bool:
-        """Whether it is a mark: its operand, with the sharding that the user wants."""
+        """Whether the op is a mark, which returns its operand and says how to shard it."""
         return self.kind.about.is_mark
 
     @property
     def collective(self) -> str:
-        """The kind of a collective, as `all_gather`; empty for other ops."""
+        """The kind of a collective, such as `all_gather`; empty for other ops."""
         return self.kind.about.collective
 
 
 class Region(NamedTuple):
-    """A block: arguments, ops in order, and the values that its terminator returns."""
+    """A block of ops in order, with its arguments and the values that it returns."""
 
     args: tuple[Value, ...]
     ops: tuple[Op, ...]
@@ -210,14 +209,14 @@ class Region(NamedTuple):
 
 
 class Body(NamedTuple):
-    """The scalar function of a reduce, sort, ...; it has values of its own, numbered from 0."""
+    """The scalar function of a reduce, sort, ...: a region with values of its own, from 0 on."""
 
     types: tuple[TensorType, ...]
     region: Region
 
 
 class Program(NamedTuple):
-    """A function as every stage has it: arguments, ops and results, and the type of every value."""
+    """A program at any stage: one function's arguments, ops and results, and all values' types."""
 
     name: str  # the function's name
     types: tuple[TensorType, ...]  # type of every value
@@ -230,12 +229,12 @@ class Program(NamedTuple):
     constants: tuple[Dense, ...] = ()
 
     def walk(self) -> Iterator[Op]:
-        """Every op, regions' ops before the op that holds them, in program order."""
+        """Yields every op in program order, those inside an op's regions before that op."""
         return walk_region(self.body)
 
 
 def walk_region(region: Region) -> Iterator[Op]:
-    """Every op of a region and of the regions inside it, inner ones first."""
+    """Yields every op of a region in order, those inside an op's regions before that op."""
     for op in region.ops:
         for inner in op.regions:
             yield from walk_region(inner)
@@ -243,13 +242,13 @@ def walk_region(region: Region) -> Iterator[Op]:
 
 
 def has_effect(op: Op) -> bool:
-    """Whether an op, or one inside it, does more than make its results."""
+    """Whether an op, or one inside it, must run even if nothing reads its results (a callback)."""
     inner = (inner for region in op.regions for inner in region.ops)
     return op.kind.about.has_effect or any(map(has_effect, inner))
 
 
 def free_values(region: Region) -> tuple[Value, ...]:
-    """Values that a region reads and does not define, in order of first use."""
+    """Returns the values that a region reads and does not define, in order of first use."""
     defined: set[Value] = set()
     free: dict[Value, None] = {}
 
@@ -267,5 +266,5 @@ def free_values(region: Region) -> tuple[Value, ...]:
 
 
 def reads(op: Op) -> tuple[Value, ...]:
-    """All that an op reads: its operands, and what its regions read from around it."""
+    """Returns all values an op reads: its operands, then those its regions read from outside."""
     return (*op.operands, *(value for region in op.regions for value in free_values(region)))

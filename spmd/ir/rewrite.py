@@ -9,12 +9,12 @@ from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
 
 Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
-"""Given the builder, an op without regions and its new operands: the new results, or None to
-copy the op as it is."""
+"""Takes the builder, an op without regions, and its operands in the new program. Returns the values
+there that replace the op's results, or None to copy the op."""
 
 
 def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
-    """Rebuilds a program, letting `rewrite` replace ops.
+    """Returns a copy of a program in which `rewrite` has replaced ops; values are numbered anew.
 
     before: `%1 = a %0; %2 = b %1`, with a rewrite that turns `a` into `c; d`
     after:  `%1 = c %0; %2 = d %1; %3 = b %2`
@@ -33,9 +33,9 @@ def append_ops(
     rewrite: Rewrite | None = None,
     loc: Loc | None = None,
 ) -> tuple[Value, ...]:
-    """Appends a program's ops to the one that `b` makes, as if called with `args`.
+    """Appends a program's ops to the program that `b` builds, like a call with `args`.
 
-    Returns the values of its results there. `rewrite` may replace ops; new ops have the location
+    Returns the new values of its results. `rewrite` may replace ops. New ops have the location
     `loc`, or that of the old op if left out.
     """
     env = dict(zip(program.body.args, args, strict=True))
@@ -51,10 +51,10 @@ def repeat_op(
     rewrite: Rewrite | None = None,
     loc: Loc | None = None,
 ) -> None:
-    """Appends a copy of an op and of its regions, which makes new values.
+    """Appends a copy of an op and of its regions; its results are new values.
 
-    `env` maps values of the old program to the new one's, and gets the op's results; `rewrite` and
-    `loc` are as for `append_ops`.
+    `env` maps values of the old program to those of the new one, and the op's results are added to
+    it. `rewrite` and `loc` are as for `append_ops`.
     """
 
     def bind(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[Value, ...]:
@@ -82,21 +82,19 @@ def repeat_op(
 
 
 Now = Callable[[Value], Value]
-"""Maps a value of the old program to the one that replaces it, else to itself."""
+"""Returns the value that has replaced a value of the program, or that value itself if none has."""
 
 Edit = Callable[[Builder, Op, Now], "Sequence[Value] | None"]
-"""Called with the builder, an op whose operands are replaced already, and `Now` for other values.
+"""Takes the builder, an op whose operands are replaced already, and a `Now` for other values.
 Returns the values that replace the op's results, or None to keep the op."""
 
 
 def edit_ops(program: Program, edit: Edit, chosen: Container[Value] | None = None) -> Program:
-    """Walks a program and lets `edit` replace ops; all other values keep their numbers.
+    """Returns a program in which `edit` has replaced ops; all other values keep their numbers.
 
-    `edit` is called for ops whose first result is in `chosen`, or for all if left out. A program of
-    which nothing is replaced is returned as it is.
-
-    Since numbers stay, an edit may read any value that is visible where it is, not just its op's
-    operands. An op with regions comes after the ops inside them.
+    `edit` is called for each op, or for those whose first result is in `chosen`, if that is given;
+    for an op with regions after the ops inside them. It may read any value that is visible at the
+    op. A program of which nothing is replaced is returned as it is.
 
     before: `%1 = a %0; %2 = b %1`, with an edit that replaces `%1` by `c %0`
     after:  `%3 = c %0; %2 = b %3`
@@ -131,7 +129,7 @@ def edit_ops(program: Program, edit: Edit, chosen: Container[Value] | None = Non
 
 
 def remove_dead(program: Program) -> Program:
-    """Drops ops whose results nobody reads; those with an effect are kept.
+    """Returns the program without ops that have no effect and whose results nothing reads.
 
     before: `%1 = negate %0; %2 = tanh %0; return %2`
     after:  `%2 = tanh %0; return %2`
@@ -157,10 +155,10 @@ def remove_dead(program: Program) -> Program:
 
 
 def dedupe(program: Program) -> Program:
-    """Removes ops that repeat another with equal operands, and transposes that undo each other.
+    """Removes ops that equal an earlier op with equal operands, and transposes that undo another.
 
-    An op inside a branch may reuse one that is visible from it, never the other way round. A loop's
-    body reuses nothing from outside: XLA's export of loops that capture values is fragile.
+    An op in a branch may be replaced by one before the branch, never the other way round. In a
+    loop's body nothing from outside replaces an op: XLA's export of loops that capture is fragile.
 
     before: `%2 = all_gather %1 {data}; ...; %7 = all_gather %1 {data}`
     after:  `%2 = all_gather %1 {data}; ...` and every use of `%7` reads `%2`
@@ -193,7 +191,7 @@ def dedupe(program: Program) -> Program:
 
 
 class Carry(NamedTuple):
-    """A loop's carry: initial value, argument of the condition and the body, next value, result."""
+    """A loop's carry: initial value, arguments of condition and body, next value, result."""
 
     operand: Value
     test: Value
@@ -205,7 +203,7 @@ class Carry(NamedTuple):
 def recarried(
     loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Carry] = ()
 ) -> Op:
-    """Returns a loop without the carries numbered in `without`, and with `more` carries at the end.
+    """Returns a loop less the carries whose numbers are in `without`, with `more` at the end.
 
     before: `%5, %6 = while(%0, %1) { body(%2, %3): ...; return %4, %3 }`
     after:  `%5, %9 = while(%0, %7) { body(%2, %8): ...; return %4, %8 }`, without carry 1

@@ -52,7 +52,7 @@ STRUCTS: dict[str, Any] = {
     "scatter": ScatterDims,
     "sharding": ShardingAttr,
 }
-"""Structured attributes, by the word that stands in front of their fields."""
+"""Maps the word in front of a structured attribute's fields, `dot(...)`, to its class."""
 
 ESCAPES = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", '"': '\\"', "`": "\\`"}
 _STRUCT_NAMES = {cls: name for name, cls in STRUCTS.items()}
@@ -65,21 +65,22 @@ def format_program(
     *,
     locs: bool = False,
 ) -> str:
-    """Writes a program of any stage as text, which `parse_program` reads back, but for locations.
+    """Returns a program of any stage as text.
 
-    `annotate` gives the comment behind a value's definition, a `mesh` makes the `axes` of
-    collectives names instead of atoms, and with `locs` each op's source line is behind it.
+    `annotate` returns the comment behind a value's definition. With a `mesh` the atoms in `axes`
+    are written as names of axes. With `locs` each op's source line and note are behind it. Tests
+    read the text back, but for comments and for constants above `LARGEST` bytes.
     """
     return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
 
 
 def format_op(op: Op, mesh: Mesh | None = None) -> str:
-    """One op on one line; what is inside its regions and bodies is left out."""
+    """Returns an op as one line of text, without what its regions and bodies contain."""
     return _Printer(mesh, whole=False).head(op) + (" {...}" if op.regions else "")
 
 
 def quote(text: str, mark: str = '"') -> str:
-    """Text between quotation marks, on one line whatever it contains."""
+    """Returns text between quotation marks, on one line: line breaks and the like are escaped."""
 
     def escape(char: str) -> str:
         if char in ("\\", mark) or not char.isprintable():
@@ -126,7 +127,7 @@ class _Printer:
                 yield "}"
 
     def head(self, op: Op) -> str:
-        """Returns an op's text without its regions: one line, or several if it has a body."""
+        """Returns an op's text without its regions: a line, or several if it has a scalar body."""
         kind = op.kind
         text = _values(op.results) + " = " if op.results else ""
         text += _name(kind.name, OP_NAME)
@@ -172,7 +173,7 @@ class _Printer:
         raise TypeError(f"attribute {name} = {value!r} has no text form")
 
     def axes(self, value: Attribute) -> str | None:
-        """Returns atoms as names of axes; None where `parse_axes` would not give the same atoms."""
+        """Returns atoms as text, `{data}`; None if `parse_axes` would not read the same atoms."""
         assert self.mesh is not None
         try:
             text = format_axes(value, self.mesh)
@@ -219,7 +220,7 @@ def _return(region: Region) -> str:
 
 
 def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
-    """Returns lines for the value numbers that have a type and no definition, left by rewrites."""
+    """Returns lines `unused %3, %7 : tensor<8xf32>` for value numbers that nothing defines."""
     defined = set(region.args)
     for op in walk_region(region):
         defined.update(op.results, *(inner.args for inner in op.regions))
@@ -231,14 +232,15 @@ def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
 
 
 READABLE_ELEMENTS = 16
-"""Constants of more elements are written as the hexadecimal digits of their bytes."""
+"""Constants of more elements, if not all equal, are written as the hexadecimal digits of their
+bytes."""
 
 LARGEST = 1 << 16
-"""Constants of more bytes are written as a digest of them, which tells them apart and no more."""
+"""Constants of more bytes are written as a SHA-256 digest, from which they cannot be read back."""
 
 
 def dense_text(dense: Dense) -> str:
-    """Returns a constant's elements as text, in hexadecimal where decimals would not be exact."""
+    """Returns a constant's elements as text: decimals where exact, hexadecimal, or a digest."""
     if len(dense.data) > LARGEST:
         return f"sha256 {hashlib.sha256(dense.data).hexdigest()}"
     raw = f"{'splat' if dense.splat else 'hex'} {dense.data.hex()}"
@@ -268,7 +270,7 @@ def _element(raw: bytes, dtype: np.dtype[Any]) -> str:
 
 
 def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
-    """The bytes of one element from its text; ValueError or OverflowError if it is none."""
+    """Returns an element's bytes from text, `1.5` or `0x3f`; ValueError, OverflowError if bad."""
     if text.startswith("0x"):
         return int(text, 16).to_bytes(dtype.itemsize, "little")
     number: Any

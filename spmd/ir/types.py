@@ -14,11 +14,11 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, local_shape
 
 Order = tuple[int, ...]
-"""The dims of a tensor as they lie in memory, major to minor; as numbered where it is None."""
+"""A tensor's layout in memory: its dims, major to minor. None instead means: as numbered."""
 
 
 class TensorType(NamedTuple):
-    """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`), or `token`."""
+    """A tensor's static shape and MLIR element type (`f32`, `bf16`, ...); `token` for a token."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,7 +35,7 @@ class TensorType(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor, sub-byte elements packed."""
+        """Bytes of the whole tensor; elements smaller than a byte are packed."""
         return _bytes_of(self)
 
     def __str__(self) -> str:
@@ -44,15 +44,15 @@ class TensorType(NamedTuple):
         return "tensor<" + "".join(f"{n}x" for n in self.shape) + self.dtype + ">"
 
     def with_shape(self, shape: tuple[int, ...]) -> TensorType:
-        """The same element type with another shape."""
+        """Returns the type with the same element type and another shape."""
         return TensorType(shape, self.dtype)
 
     def with_dim(self, dim: int, size: int) -> TensorType:
-        """The same type with another size of one dim."""
+        """Returns the type with size `size` in dim `dim`."""
         return self.with_shape((*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
     def scaled(self, dim: int, times: int, parts: int = 1) -> TensorType:
-        """The same type with one dim multiplied by `times` and divided by `parts`."""
+        """Returns the type with the size of one dim multiplied by `times`, divided by `parts`."""
         return self.with_dim(dim, self.shape[dim] * times // parts)
 
 
@@ -87,17 +87,17 @@ _BITS: dict[str, int] = {
     **{name: np.dtype(made).itemsize * 8 for name, made in _NUMPY_DTYPES.items()},
     **{"i2": 2, "ui2": 2, "i4": 4, "ui4": 4, "f4E2M1FN": 4, "token": 0},
 }
-"""Bits of an element; those below a byte are packed."""
+"""Maps an element type to the bits of an element; those smaller than a byte are packed."""
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy (or ml_dtypes) dtype of an MLIR element type; KeyError when there is none."""
+    """Returns the numpy (or ml_dtypes) dtype of an MLIR element type; KeyError if there is none."""
     found: np.dtype[Any] = np.dtype(_NUMPY_DTYPES[dtype])
     return found
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits that one element takes in memory; a predicate takes a byte."""
+    """Returns the bits of one element in memory, 8 for an `i1`; KeyError for an unknown type."""
     bits = _BITS.get(dtype)
     if bits is not None:
         return bits
@@ -110,7 +110,7 @@ _X64 = frozenset({"i64", "ui64", "f64", "complex<f64>"})
 
 
 def needs_x64(types: Iterable[TensorType]) -> bool:
-    """Whether some elements are of 64 bits, which jax narrows unless x64 is enabled."""
+    """Whether any type has 64-bit numbers, which jax makes 32 bits wide unless x64 is enabled."""
     return any(t.dtype in _X64 for t in types)
 
 
@@ -127,7 +127,7 @@ class Dense(NamedTuple):
     splat: bool
 
     def array(self) -> np.ndarray[Any, Any]:
-        """The elements as a numpy array of the full shape (a broadcast view if splat)."""
+        """Returns the elements as a numpy array of the full shape (a broadcast view if splat)."""
         flat = np.frombuffer(self.data, numpy_dtype(self.type.dtype))
         if self.splat:
             return np.broadcast_to(flat.reshape(()), self.type.shape)
@@ -135,7 +135,7 @@ class Dense(NamedTuple):
 
     @staticmethod
     def of(array: Any, dtype: str) -> Dense:
-        """A constant from numpy elements; equal elements become a splat."""
+        """Returns the constant with an array's elements, as `dtype`; a splat if all are equal."""
         # Elements are compared as bytes, which keeps -0.0 apart from 0.0 and knows equal NaNs.
         elements = np.asarray(array, numpy_dtype(dtype))
         kind = TensorType(tuple(elements.shape), dtype)
@@ -146,13 +146,13 @@ class Dense(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """An attribute that the compiler only hands on, as MLIR text."""
+    """An attribute kept as MLIR text, for which there is no structure here."""
 
     text: str
 
 
 class DotDims(NamedTuple):
-    """`#stablehlo.dot`: which dims of each operand are batch and which are contracted."""
+    """The dims of a matrix product (`#stablehlo.dot`): each operand's batch and contracted ones."""
 
     lhs_batch: tuple[int, ...]
     rhs_batch: tuple[int, ...]
@@ -161,7 +161,7 @@ class DotDims(NamedTuple):
 
 
 class GatherDims(NamedTuple):
-    """`#stablehlo.gather`, StableHLO specification, section gather."""
+    """The dims of a gather (`#stablehlo.gather`), by the names of StableHLO's specification."""
 
     offset_dims: tuple[int, ...]
     collapsed_slice_dims: tuple[int, ...]
@@ -172,7 +172,7 @@ class GatherDims(NamedTuple):
 
 
 class ScatterDims(NamedTuple):
-    """`#stablehlo.scatter`, StableHLO specification, section scatter."""
+    """The dims of a scatter (`#stablehlo.scatter`), by the names of StableHLO's specification."""
 
     update_window_dims: tuple[int, ...]
     inserted_window_dims: tuple[int, ...]
@@ -183,7 +183,7 @@ class ScatterDims(NamedTuple):
 
 
 class ConvDims(NamedTuple):
-    """`#stablehlo.conv`: which dims of input, kernel and output are batch, features and space."""
+    """A convolution's dims (`#stablehlo.conv`): batch, feature, space of input, kernel, output."""
 
     input_batch: int
     input_feature: int
@@ -209,11 +209,11 @@ DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
     GatherDims: ("gather", GatherDims._fields),
     ScatterDims: ("scatter", ScatterDims._fields),
 }
-"""Which dim is what -> the attribute in MLIR, and its fields there in the order of ours."""
+"""Maps a class of dims to (attribute in MLIR, MLIR's names of its fields, in our order)."""
 
 
 class ShardingAttr(NamedTuple):
-    """A mark as the module states it, by names of axes, which no mesh has been asked about yet."""
+    """A user's mark as a module has it: by names of axes, not yet by atoms of a mesh."""
 
     # for each dim, the (axis name, pre, size) entries that split it; size 0 is the whole axis
     dims: tuple[tuple[tuple[str, int, int], ...], ...]

@@ -1,4 +1,4 @@
-"""Jobs of several processes: joining, agreeing, stopping together; launchers and a watchdog."""
+"""Jobs of several processes: joining, agreeing on a program, stopping together; a watchdog."""
 
 from spmd.launch.agree import check_same, check_same_sources, exchange, from_first
 from spmd.launch.initialize import initialize, is_main_process

@@ -1,4 +1,4 @@
-"""Agreement: before processes compute together they compare what they are about to do.
+"""Agreement: before processes compute together they compare their programs, settings and sources.
 
 They use the key-value store alone: where something differs, a device collective would hang.
 """
@@ -21,10 +21,10 @@ from spmd.launch.store import JobStore, job_store, this_process
 from spmd.mesh.mesh import Mesh
 
 TIMEOUT_S = 600.0
-"""How long processes wait for the slowest: compiling takes minutes, and hosts differ."""
+"""Seconds to wait for the slowest process: compiling takes minutes, and hosts differ."""
 
 LONGEST = 200  # characters of a value that a message shows
-Found = Mapping[int, Mapping[str, str]]  # process -> what it says, by name
+Found = Mapping[int, Mapping[str, str]]  # process -> its `what`: name -> value
 
 _calls: Counter[tuple[int, ...]] = Counter()
 
@@ -36,7 +36,7 @@ def check_same(
     processes: Sequence[int] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Compares a mapping with that of every other process; a no-op with one process.
+    """Raises LaunchError unless `what` is equal in all processes; does nothing with one process.
 
     All processes have to call it, in the same order.
 
@@ -58,17 +58,17 @@ def check_same(
 
 
 def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """Returns what every process says, in the order of their numbers; alone, its own text.
+    """Returns the texts of all processes, in the order of their numbers; with one process, its own.
 
     All processes have to call it, in the same order. No device takes part.
 
     Args:
-      text: what this process says.
-      label: what is told, for messages.
+      text: this process's text.
+      label: what the texts are, for messages; the same in all processes.
       timeout_s: seconds to wait for the slowest process.
 
     Raises:
-      LaunchError: a process did not come in time, or came to something else.
+      LaunchError: a process did not come in time, or came to another exchange or check.
 
     Example:
       >>> exchange("4 files", label="files found")
@@ -94,10 +94,11 @@ def judged(
     processes: Sequence[int] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
-    """Returns on each process what `judge`, run by the first, makes of what all say; None if alone.
+    """Returns `judge(found)` on each process, where `found` has every process's `what`, by number.
 
-    `what["checked"]` names the occasion. LaunchError on all of them: the one that `judge` raises,
-    or that processes are at different occasions, or that one did not come.
+    The first process runs `judge`, whose result has to fit JSON and be no dict. `what["checked"]`
+    names the call and has to be the same in all. None if alone or not in `processes`. LaunchError
+    on all if `judge` raises one, these names differ, or a process does not come in time.
     """
     store, (me, count) = job_store(), this_process()
     members = tuple(range(count) if processes is None else sorted(processes))
@@ -120,7 +121,7 @@ def gathered(
     judge: Callable[[Found], Any],
     timeout_s: float,
 ) -> Any:
-    """Does what `judged` says, in a `folder` of this call."""
+    """Does what `judged` says, as process `me` of `members`, by texts in `folder` of the store."""
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/all/1/<its number>; 0 waits for all three
     #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
@@ -160,7 +161,7 @@ def written(work: Callable[[], Any]) -> str:
 
 
 def heard(text: str) -> Any:
-    """Returns what another process has `written`, or raises its `LaunchError`."""
+    """Returns what is in a text by `written`, or raises the `LaunchError` that is in it."""
     found = json.loads(text)
     if isinstance(found, dict):
         raise LaunchError(**found)
@@ -168,7 +169,7 @@ def heard(text: str) -> Any:
 
 
 def refuse_differences(found: Found) -> None:
-    """Raises LaunchError if processes differ in what they say, with who says what."""
+    """Raises LaunchError if processes differ in a value; it tells which process has which."""
     parts = {}
     for name in dict.fromkeys(name for what in found.values() for name in what):
         values = {process: what.get(name, "(not set)") for process, what in found.items()}
@@ -187,7 +188,7 @@ def refuse_differences(found: Found) -> None:
 
 
 def _who_has_what(values: Mapping[int, str]) -> str:
-    """Says who has which value: `process 1: b; processes 0, 2: a`, the most common value last."""
+    """Returns who has which value: `process 1: b; processes 0, 2: a`, the most common one last."""
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])  # of equals the first: process 0's
     rest = [process for process, value in values.items() if value != common]
@@ -208,7 +209,7 @@ def _short(value: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Returns a short hash of a text, the same in every process."""
+    """Returns a short hash of a text, the same in every process: 12 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -216,15 +217,15 @@ def digest(text: str) -> str:
 
 
 PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
-"""XLA flags that may differ from process to process."""
+"""How the names of XLA flags begin that may differ from process to process."""
 
 
 def check_same_program(
     name: str, emitted: str, mesh: Mesh, jax_mesh: jax.sharding.Mesh, more: Mapping[str, str]
 ) -> None:
-    """Compares a program, its mesh, settings of jax and XLA, and `more`, as `check_same` does.
+    """Raises LaunchError if processes differ in a program, mesh, settings of jax or XLA, or `more`.
 
-    The devices of `jax_mesh` tell which processes take part. Source locations do not count.
+    Processes with devices in `jax_mesh` take part. Source locations in `emitted` do not count.
     """
     processes = sorted({device.process_index for device in jax_mesh.devices.flat})
     if len(processes) < 2:
@@ -246,7 +247,7 @@ def without_locations(module: str) -> str:
 
 
 def settings() -> dict[str, str]:
-    """Returns the settings of jax and flags of XLA that may change what is computed."""
+    """Returns name -> value of jax's settings and XLA's flags that may change what is computed."""
     names = "enable_x64 default_matmul_precision default_prng_impl threefry_partitionable"
     found = {f"jax_{name}": str(getattr(jax.config, f"jax_{name}")) for name in names.split()}
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
@@ -262,9 +263,9 @@ def settings() -> dict[str, str]:
 
 
 def imported() -> dict[str, str]:
-    """Hashes the files of the modules that are imported from outside the environment: name -> hash.
+    """Returns name -> hash of the file of each imported module that is no installed package's.
 
-    The program itself is `__main__`. Paths do not count: they differ between hosts.
+    The program itself is `__main__`. The standard library and the paths of files do not count.
     """
     inside = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
     packages = {"site-packages", "dist-packages"}  # what is below them has a version
@@ -281,7 +282,7 @@ def imported() -> dict[str, str]:
 
 
 def by_package(modules: Mapping[str, str]) -> dict[str, str]:
-    """Returns one hash for the modules of each top-level package."""
+    """Returns top-level package -> one hash for its modules, given a hash for each module."""
     tops: dict[str, list[str]] = {}
     for name, sha in sorted(modules.items()):
         tops.setdefault(name.partition(".")[0], []).append(f"{name} {sha}")
@@ -289,7 +290,7 @@ def by_package(modules: Mapping[str, str]) -> dict[str, str]:
 
 
 def hash_of(files: Iterable[Path]) -> str:
-    """Hashes the contents of files; a file that is not there any more adds nothing."""
+    """Returns a hash of the contents of files; a file that is not there any more adds nothing."""
     hashed = hashlib.sha256()
     for path in files:
         with contextlib.suppress(OSError):
@@ -298,19 +299,16 @@ def hash_of(files: Iterable[Path]) -> str:
 
 
 def check_same_sources() -> None:
-    """Compares what was imported with what the other processes imported; a no-op with one process.
+    """Raises LaunchError on all processes if one has imported other source files than process 0.
 
     `spmd.initialize` has compared what was imported by then; this finds what came later. Modules
     that only some processes have imported are not compared. All processes have to call it.
-
-    Raises:
-      LaunchError: a module differs. It is raised on every process.
     """
     judged({"checked": "sources", **imported()}, refuse_other_sources)
 
 
 def refuse_other_sources(found: Found) -> None:
-    """Raises LaunchError if a module differs between processes that have imported it."""
+    """Raises LaunchError if a module differs between process 0 and another that has it, too."""
     different: dict[str, int] = {}
     for process, theirs in found.items():
         for name in found[0].keys() & theirs.keys():

@@ -1,7 +1,7 @@
 """`initialize`: joins the processes of a job, or does nothing where there is but one.
 
-Where a process belongs is taken from the arguments, then from the environment that our launchers
-set, then from the cluster that jax recognises (Slurm, Cloud TPU, GKE, Open MPI, ...).
+Which process of which job this is, is taken from the arguments, then from the environment that our
+launchers set, then from the cluster that jax recognises (Slurm, Cloud TPU, GKE, Open MPI, ...).
 """
 
 import os
@@ -36,9 +36,9 @@ RANKS = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
-"""Variables in which engines give the number of processes, this one's number, and its number on its
-machine. They are read if only the coordinator is given; each process then has one GPU, as in jax's
-own detection."""
+"""Variables in which MPI and Slurm give the number of processes, this one's, and this one's on its
+machine. They are read if only the coordinator is given; each process then has one GPU, that of
+the last number, as in jax's own detection."""
 
 _joined: Place | None = None
 
@@ -61,14 +61,15 @@ def initialize(
     Args:
       coordinator_address: `host:port` of process 0, where it will listen.
       num_processes: how many processes the job has.
-      process_id: which one this is, from 0.
-      local_device_ids: the accelerators of this machine that are this process's; all if left out.
+      process_id: the number of this process, from 0.
+      local_device_ids: numbers of this machine's accelerators for this process; all if left out.
       timeout_s: seconds to wait for the other processes to come.
       heartbeat_timeout_s: seconds of silence after which a process counts as lost.
 
     Raises:
       LaunchError: the coordinator cannot be reached, too few or too many processes came, they run
-        different versions, or jax has used its devices already.
+        different versions or sources, jax has used its devices already, or an earlier call was for
+        another job.
 
     Example:
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
@@ -134,7 +135,7 @@ def initialize(
 
 
 def versions() -> dict[str, str]:
-    """Returns what must be equal in all processes of a job: versions, and hashes of sources."""
+    """Returns name -> value of what must be equal in all processes: versions, hashes of sources."""
     # Hosts that read different checkouts of this package have the same version number. Its files
     # are compared whether they are imported yet or not.
     root = Path(__file__).parent.parent
@@ -151,7 +152,7 @@ def versions() -> dict[str, str]:
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
-    """Finds a process's place in its job by arguments, environment or cluster; None if alone."""
+    """Returns this process's place by arguments, environment or cluster; None if it is alone."""
     coordinator = given.coordinator or env.get(ENV_COORDINATOR) or None
     processes = _from(env, ENV_PROCESSES) if given.processes is None else given.processes
     process = _from(env, ENV_PROCESS) if given.process is None else given.process
@@ -182,7 +183,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _seat(place: Place) -> tuple[str, int, int]:
-    """Returns coordinator, processes and process; LaunchError if one is missing or cannot be."""
+    """Returns (host:port, number of processes, this one's); LaunchError if one is unfit."""
     parts = {
         f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
         f"num_processes ({ENV_PROCESSES})": place.processes,

@@ -1,8 +1,8 @@
 """Meeting: before jax connects the processes, they find out whether they belong together.
 
 jax's own client aborts, in C++, when a process does not come, when two have the same number or when
-one expects another number of processes. So they first meet at the coordinator's port: everyone says
-who it is and what it runs, process 0 answers all of them at once, and whoever is told no raises.
+one expects another number of processes. So they first connect to the coordinator's port: each sends
+its number and its versions, process 0 answers all of them at once, and all raise if not all agree.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from spmd.launch.agree import heard, refuse_differences, written
 _SLOW_S = 10.0  # seconds that process 0 may be late with its answer
 
 _HELLO_S = 2.0
-"""Seconds that a connection may take to say who it is, before process 0 turns to the next."""
+"""Seconds that process 0 waits for a connection's first message before it goes to the next one."""
 
 _GREETING = b"spmd process 0\n"
 _GREETING_S = 8.0
-"""Who is connected for so long and was not greeted is connected to another program."""
+"""A program that accepts connections for so many seconds but never greets is not process 0."""
 
 _LONGEST = 1 << 16  # bytes of a message
 
@@ -32,7 +32,7 @@ _COUNT = "number of processes"
 def meet(
     coordinator: str, processes: int, process: int, about: Mapping[str, str], timeout_s: float
 ) -> None:
-    """Waits until all processes of a job are there, and compares what they say of themselves.
+    """Waits until all processes of a job have connected, and compares their `about`: name -> value.
 
     `coordinator` is `host:port` of process 0. LaunchError if it cannot be reached, a process did
     not come, came twice or expects another number of processes, or something in `about` differs.
@@ -50,7 +50,7 @@ def meet(
 
 
 def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: float) -> str:
-    """Collects who comes, as process 0, and answers all once the last is there or time is up."""
+    """As process 0: waits for all others, sends them the outcome (see `written`), returns it."""
     # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
     #              1 -> 0 {"process": 1, "about": {number of processes, versions}}
     #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
@@ -126,7 +126,7 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 
 def _ask(coordinator: str, process: int, about: dict[str, str], timeout_s: float) -> str:
-    """Connects to process 0, waiting until it is there, and returns its answer."""
+    """Connects to process 0, waiting until it is there, sends `about`, and returns its answer."""
     start = time.monotonic()
     host, _, port = coordinator.rpartition(":")
     hello = json.dumps({"process": process, "about": about})

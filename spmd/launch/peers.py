@@ -1,14 +1,15 @@
 """Peers: processes of one job stop together, and say why.
 
-A process that dies leaves the others inside collectives that never end. So each one leaves signs
-of life in the store; process 0 looks at all of them and passes a verdict that everyone else reads.
-A process that fails passes the verdict itself. Whoever reads one prints it and exits with
-`EXIT_PEER_LOST`, from a thread: the main thread may hang inside a collective.
+A process that dies leaves the others inside collectives that never end. So a thread of each process
+writes a sign of life, a counter, to the store every few seconds. If one does not change for long,
+process 0 writes a verdict: the text that says which process was lost. A process that fails writes
+one itself. A thread that reads a verdict prints it and ends its process with `EXIT_PEER_LOST`, even
+while the main thread hangs inside a collective.
 
 They stop at one step, too, when one of them gets SIGTERM (`StopVote`).
 
-If process 0 dies the store dies with it, and jax's client aborts within milliseconds; `Abort` turns
-that into a message and the same exit code.
+If process 0 dies the store dies with it, and jax's client aborts within milliseconds; `watch_peers`
+handles that signal, for a message and the same exit code.
 """
 
 import atexit
@@ -32,12 +33,12 @@ import jax
 from spmd.launch.store import JobStore, connected_to, this_process
 
 EXIT_PREEMPTED = 75
-"""Stopped by SIGTERM after its state was saved: start it again (`EX_TEMPFAIL` of sysexits.h)."""
+"""Exit code after SIGTERM if the state was saved: start it again (`EX_TEMPFAIL` of sysexits.h)."""
 
 EXIT_PEER_LOST = 76
-"""Stopped because another process of the job was lost or failed: the cause is elsewhere."""
+"""Exit code of a process that stopped because another one of its job was lost or failed."""
 
-EXIT_HUNG = 77  # stopped by its watchdog: no progress within the limit
+EXIT_HUNG = 77  # exit code of a process that its watchdog stopped: no progress within the limit
 
 VERDICT = "verdict"
 WHO = "who"  # folder of each process's host and process id, which messages name
@@ -45,7 +46,7 @@ WHO = "who"  # folder of each process's host and process id, which messages name
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
 )
-"""Words in errors that another process's end most likely caused."""
+"""Matches the text of an error that the end of another process has most likely caused."""
 
 
 LEFT = "left"  # sign of a process that ended normally: its silence afterwards means nothing
@@ -53,16 +54,16 @@ SHOWN = 4  # so many lost processes are named with their hosts
 
 
 class Signs:
-    """Notes when each process last gave a sign of life; silence counts from `started` on."""
+    """Keeps when each process's sign of life, a counter, changed last; at first `started`."""
 
     def __init__(self, processes: int, timeout_s: float, started: float) -> None:
         self.timeout_s = timeout_s
         self._seen = dict.fromkeys(range(processes), ("", started))
 
     def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
-        """Returns process -> seconds of silence, for those that have been silent for too long.
+        """Returns process -> seconds since its counter changed, if these are over `timeout_s`.
 
-        `signs` has each one's latest: another text than last time is a sign of life.
+        `signs` has each process's counter, or `LEFT` after its normal end; `now` is in seconds.
         """
         # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
         # at the moment when it sees a counter change.
@@ -77,7 +78,10 @@ class Signs:
 
 
 def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
-    """Says who is lost: `process 1 was lost: no sign of life for 12 s; it was pid 4711 on host`."""
+    """Returns `process 1 was lost: no sign of life for 12 s; it was pid 4711 on host; ...`.
+
+    `silent` is what `Signs.silent` returns, and `who` is process -> `pid 4711 on host`, if known.
+    """
     names = ", ".join(str(process) for process in sorted(silent))
     one = len(silent) == 1
     known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
@@ -96,7 +100,7 @@ STOP_REACHED = "stop/reached"
 class StopVote:
     """Lets all processes stop before the same step, though SIGTERM reaches them at different ones.
 
-    `look` is called by the thread that watches peers, `reached` by the main thread.
+    The thread that watches peers calls `look` every few seconds, the main thread `reached`.
     """
 
     # A process that is asked to stop says so in the store. Then the thread of every process freezes
@@ -113,7 +117,7 @@ class StopVote:
         self._change = threading.Condition()
 
     def reached(self, step: int, wanted: bool) -> bool:
-        """Whether all processes stop before this step, the next one; `wanted` asks for that."""
+        """Whether all processes stop before this step; if `wanted`, this one asks them to stop."""
         if wanted and not self._has_asked:
             self._has_asked = True
             self.store.claim(STOP_REQUEST, str(self.process))
@@ -127,7 +131,7 @@ class StopVote:
             return False
 
     def look(self) -> None:
-        """Looks into the store once: publishes the step if a stop was asked for, counts votes."""
+        """After a request to stop, publishes this process's step, then sets the step to stop at."""
         if self._stop_at is not None:
             return
         if not self._is_frozen:
@@ -146,9 +150,9 @@ class StopVote:
 
 
 class Peers:
-    """Runs a thread that gives signs of life, looks for others', and stops this process in time.
+    """Runs a thread that writes this process's signs of life, and ends it when another one is lost.
 
-    After `timeout_s` seconds of silence a process counts as lost.
+    A process is lost after `timeout_s` seconds without a sign, or when it reports its failure.
     """
 
     # How process 2 of 4 is missed, with a timeout of 60 s and a look every 5 s:
@@ -212,15 +216,12 @@ class Peers:
         return verdict
 
     def coordinator_lost(self, how: str) -> str:
-        """Returns the verdict that process 0 was lost, and how."""
+        """Returns the text that process 0 was lost, with the cause `how`, its pid and host."""
         told = f"; it was {self._coordinator}" if self._coordinator else ""
         return f"process 0, the coordinator, was lost: {how}{told}"
 
     def _watch_store(self) -> None:
-        """Stops this process where the store neither answers nor refuses, and `_look` hangs.
-
-        That is so if process 0 is stopped, or its machine is gone.
-        """
+        """Runs in a thread: ends this process if the store has no answer for `timeout_s`."""
         # Silence is counted in turns of this thread, so that it ends where this process itself was
         # stopped or had no time.
         contact, silence = self._contact, 0.0
@@ -231,7 +232,7 @@ class Peers:
                 self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
 
     def is_coordinator_gone(self) -> bool:
-        """Whether the coordinator refuses connections, or its store was silent for too long."""
+        """Whether process 0 refuses connections, or did not answer for `timeout_s` seconds."""
         if self.process == 0:
             return False
         host, _, port = str(connected_to()).rpartition(":")
@@ -242,7 +243,7 @@ class Peers:
         return time.monotonic() - self._contact > self.timeout_s
 
     def stop(self, verdict: str) -> NoReturn:
-        """Prints the verdict and ends this process at once, whatever its other threads do."""
+        """Prints `verdict`, why the job ends, and ends this process, whatever its threads do."""
         with self._stopping:
             self._tell(verdict)
             _flush()
@@ -265,10 +266,10 @@ class Peers:
     # This process's own end.
 
     def wait_for_cause(self, why: str) -> None:
-        """Waits for a verdict if an error looks like that of a collective.
+        """Waits, if the error text `why` is of a failed collective, until its cause would be known.
 
-        Its cause is then most likely another process's end. Once the verdict on that comes, `stop`
-        ends this process before its own error, which would tell users nothing, is shown.
+        Most likely another process ended. The thread that watches them then ends this process, with
+        that reason: its own error, which tells users nothing, is not shown.
         """
         if COLLECTIVE_FAILED.search(why):
             time.sleep(self.timeout_s + 3 * self.interval_s)
@@ -276,7 +277,7 @@ class Peers:
                 return
 
     def fail(self, why: str, code: int) -> None:
-        """Tells the others that this process ends with an error of its own."""
+        """Tells the others that this process fails with error `why`, and will exit with `code`."""
         verdict = f"process {self.process} failed: {first_line(why)}"
         with self._stopping:
             self.failed = code
@@ -285,7 +286,7 @@ class Peers:
         self._tell(verdict)
 
     def leave(self) -> None:
-        """Runs at the interpreter's end: waits for the other processes, and ends the thread."""
+        """Runs at the interpreter's end: waits for the others' end, or exits if this one failed."""
         # A thread must not be inside of jax's client when the interpreter ends: Python would end
         # the thread there, which C++ answers with an abort, and that with our handler of it, which
         # needs the interpreter.
@@ -308,7 +309,7 @@ _handlers: list[Any] = []  # keeps the C function that handles aborts alive
 
 
 def watch_peers(store: JobStore, timeout_s: float) -> None:
-    """Starts to watch the other processes; from here on an error of this one ends them, too."""
+    """Starts to watch the other processes; an uncaught error of this one will end them, too."""
     global _peers
     _peers = peers = Peers(store, timeout_s)
     peers._thread.start()
@@ -332,7 +333,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
     libc = ctypes.CDLL(None)
 
     def on_abort(_: int) -> None:
-        """Runs where jax's client aborts the process from C++, as when its coordinator is lost."""
+        """Handles SIGABRT: if it is since process 0 was lost, says so and exits."""
         # Our message and exit code then; any other abort goes on as it would without us.
         silence = time.monotonic() - peers._contact
         if peers.process == 0 and silence > peers.timeout_s:
@@ -356,7 +357,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
 
 
 def fail_peers(why: str, code: int = 1) -> None:
-    """Tells the other processes that this one fails; does nothing if there are none."""
+    """Makes the other processes, if there are any, stop: this one fails with error `why`."""
     if _peers is not None:
         _peers.wait_for_cause(why)
         _peers.fail(why, code)
@@ -365,8 +366,8 @@ def fail_peers(why: str, code: int = 1) -> None:
 def at_stop(tell: Callable[[str], None]) -> None:
     """Sets `tell`, called with the reason before this process ends because one of the job failed.
 
-    It runs on any thread, and has to see to it that the other processes get to know: they need not
-    find it in the store any more. Does nothing where there is but one process.
+    It runs on any thread, and has to pass the reason on to the other processes: process 0 no longer
+    waits until they have read it in the store. Does nothing where there is but one process.
     """
     if _peers is not None:
         _peers.tell = tell
@@ -382,7 +383,7 @@ def form_last_line(form: Callable[[str], str]) -> None:
 
 
 def peer_lost(process: int, how: str) -> NoReturn:
-    """Ends this process since another one was lost, with that one's own verdict if it left one."""
+    """Ends this process since `process` was lost; prints why: the store's reason, else `how`."""
     assert _peers is not None
     verdict = f"process {process} was lost: {how}"
     if process:  # with process 0 the store is gone
@@ -393,14 +394,14 @@ def peer_lost(process: int, how: str) -> NoReturn:
 
 
 def stop_now(verdict: str, code: int = EXIT_PEER_LOST) -> NoReturn:
-    """Ends this process with a verdict that others know, or get to know through `at_stop`."""
+    """Prints `verdict`, why the job ends, and ends this process; the others are not told."""
     assert _peers is not None
     _peers.failed = code
     _peers.stop(verdict)
 
 
 def stop_agreed(step: int, wanted: bool) -> bool:
-    """Whether all processes stop before this step; every process asks before every step.
+    """Whether all processes stop before this step; every process has to call it before every step.
 
     SIGTERM reaches processes at different steps, and some not at all, but a checkpoint is saved by
     all together. True from the same step on everywhere, soon after `wanted` was true anywhere.
@@ -418,10 +419,10 @@ def stop_agreed(step: int, wanted: bool) -> bool:
 
 @contextlib.contextmanager
 def stopping_peers() -> Iterator[None]:
-    """Makes an exit with an error, as by `sys.exit("error: ...")`, stop the other processes, too.
+    """Makes an exit with an error inside, as by `sys.exit("error: ...")`, stop the other processes.
 
-    Exceptions that nobody catches are reported without it; an exit is seen here only. Without it
-    the others would wait for this process in their next collective.
+    Uncaught exceptions stop them anyway, after `initialize`. Without this they would wait, after an
+    exit, for this process in their next collective.
 
     Example:
       >>> with stopping_peers():

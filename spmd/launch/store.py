@@ -1,6 +1,6 @@
-"""The coordination service's key-value store: what processes say to each other without devices.
+"""The key-value store of jax's coordination service, by which processes exchange text.
 
-jax keeps the client of this service to itself; this file is the only one that reaches for it.
+jax's client of this service is private; this file is the only one that uses it.
 """
 
 import re
@@ -30,7 +30,7 @@ class JobStore:
         self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
     def claim(self, key: str, value: str) -> None:
-        """Writes a value unless there is one, from this or another process."""
+        """Writes a value unless the key has one already, from this or another process."""
         try:
             self._client.key_value_set(_PREFIX + key, value)
         except jax.errors.JaxRuntimeError as error:
@@ -38,7 +38,7 @@ class JobStore:
                 raise
 
     def get(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """Reads a value, waiting up to `timeout_s` for it to be written; None if there is none."""
+        """Returns a value, waiting up to `timeout_s` seconds for it; None if there is none."""
         try:
             if timeout_s > 0:
                 wait = int(timeout_s * 1000)
@@ -50,7 +50,7 @@ class JobStore:
             raise
 
     def all(self, folder: str) -> dict[str, str]:
-        """Reads all values under `folder/`, by their names within it."""
+        """Returns key -> value for all keys under `folder/`, which is left out of the keys."""
         start = f"{_PREFIX}{folder}/"
         found = self._client.key_value_dir_get(start)
         return {key.removeprefix(start): value for key, value in found}
@@ -58,7 +58,7 @@ class JobStore:
 
 @dataclass(frozen=True)
 class Place:
-    """Says where a process is within a job, with None for what is unknown.
+    """Which process of which job a process is, with None for what is unknown.
 
     `coordinator` is `host:port` of process 0, `devices` are the local accelerators that it may use.
     """
@@ -88,7 +88,7 @@ def this_process() -> tuple[int, int]:
 
 
 def connected_to() -> str | None:
-    """Returns `host:port` of the coordinator that this process is connected to; None without."""
+    """Returns `host:port` of the coordinator that this process is connected to, else None."""
     return distributed.global_state.coordinator_address
 
 

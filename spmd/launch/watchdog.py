@@ -1,8 +1,8 @@
 """`Watchdog`: if a run hangs, it writes down what every process was doing, then ends the run.
 
-Two threads watch, because neither sees everything. Ours says what was finished last, asks the other
-processes for their stacks and chooses the exit code, but it needs the interpreter's lock. That of
-`faulthandler` is C and needs no lock: it writes the stacks when even ours cannot run.
+Two threads watch, as neither can do all. One, in Python, writes what was finished last, makes other
+processes write their stacks and chooses the exit code, but it needs the interpreter's lock. That of
+`faulthandler`, in C, needs no lock: it writes the stacks even when the other cannot run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import IO
 from spmd.launch.peers import EXIT_HUNG, fail_peers
 from spmd.launch.store import job_store, this_process
 
-REMEMBERED = 100  # how many of the last marks a file shows
+REMEMBERED = 100  # how many of the last beats a file shows
 
 LONG = 10.0
-"""What may take longer than a step may take so many times the limit, if nothing else is said; so
-may the first beat, before which programs are compiled."""
+"""Where no other limit is given, `may_take`, and all before the first beat (programs are compiled
+then), may take `timeout_s` times this."""
 
 REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
@@ -37,13 +37,13 @@ class Watchdog:
     """Ends a run that makes no progress, after writing down what every process was doing.
 
     Each process writes `process-<number>.txt` into the folder: why, the last finished step, the
-    last marks and the stack of every thread. With several processes one that hangs makes all of
+    last beats and the stack of every thread. With several processes one that hangs makes all of
     them write, and they stop together.
 
     Args:
-      timeout_s: the most seconds between two beats.
+      timeout_s: the most seconds between two calls of `beat`.
       folder: where the files go; made when needed.
-      first_timeout_s: seconds until the first beat, ten times as many if left out.
+      first_timeout_s: the most seconds until the first one; 10 * `timeout_s` if left out.
       stop: end the process with `EXIT_HUNG`; else go on waiting, and write again after a new beat.
 
     Raises:
@@ -119,7 +119,7 @@ class Watchdog:
                     self.folder.rmdir()  # unless another process has something to say
 
     def beat(self, step: int | None = None, what: str = "step finished") -> None:
-        """Says that there is progress.
+        """Reports progress: the time limit starts anew.
 
         Args:
           step: the step that was finished.
@@ -135,16 +135,16 @@ class Watchdog:
 
     @property
     def doing(self) -> str:
-        """What the innermost open `may_take` says is being done; empty outside of any."""
+        """What is being done by the innermost `may_take` around: `evaluating`; else empty."""
         return next((what for what, _ in reversed(tuple(self._begun))), "")
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """Says that what is inside may take longer than a step: compiling, evaluating, saving.
+        """Sets another limit for the code inside, which takes longer than a step, as saving does.
 
         Args:
-          what: what it is, for messages.
-          seconds: until it ends or the next beat; ten times the limit if left out.
+          what: what is done inside, for messages: `"evaluating"`.
+          seconds: until it ends or the next beat; ten times `timeout_s` if left out.
         """
         self._begun.append((what, LONG * self.timeout_s if seconds is None else seconds))
         self._last = time.monotonic()
@@ -157,13 +157,13 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds within which the next beat has to come."""
+        """The most seconds that may pass until the next call of `beat`, as of now."""
         if self._begun:
             return self._begun[-1][1]
         return self.timeout_s if self._beats else self.first_timeout_s
 
     def _arm(self) -> None:
-        """Sets the alarm of `faulthandler`'s thread: later than ours, for it only writes stacks."""
+        """Makes `faulthandler` write all stacks if no beat comes, some time after `limit_s`."""
         later = self.limit_s * 1.25 + 2 * self._interval_s
         faulthandler.dump_traceback_later(later, file=self._file or sys.stderr)
 
@@ -217,7 +217,7 @@ class Watchdog:
         return True
 
     def _answer(self) -> None:
-        """Writes this process's file when another one asks, unless it did since the last beat."""
+        """Writes this process's file if another one asks, unless it did since the last beat."""
         if self._store is None:
             return
         token = self._store.get(REQUEST)
@@ -258,17 +258,17 @@ class Watchdog:
 
 
 class Unwatched:
-    """Takes a program's reports of progress in place of a `Watchdog`: nothing is watched."""
+    """Takes the same calls as a `Watchdog` where a run has none: nothing is watched."""
 
     def __init__(self) -> None:
         self.doing = ""
 
     def beat(self, step: int | None = None, what: str = "") -> None:
-        """Does nothing, since no watchdog waits for a sign of progress."""
+        """Does nothing, as no watchdog waits for it."""
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """Notes in `doing` what is being done inside."""
+        """Sets `doing` to `what` while the code inside runs."""
         before, self.doing = self.doing, what
         try:
             yield
@@ -277,4 +277,4 @@ class Unwatched:
 
 
 Watch = Watchdog | Unwatched
-"""What a program tells of its progress."""
+"""What a program reports its progress to, whether it is watched or not."""

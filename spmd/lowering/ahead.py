@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation: descriptions of devices that are not here, for XLA to compile for.
+"""Ahead-of-time compilation: describes devices that this machine lacks, for XLA to compile for.
 
-`libtpu` holds XLA's whole compiler for TPUs, and jax's plugin for CUDA that for NVIDIA GPUs: both
-run on any Linux machine. Without a GPU XLA does not try out which of several kernels is fastest.
+The package `libtpu` has XLA's compiler for TPUs, jax's CUDA plugin the one for NVIDIA GPUs. Both
+run on any Linux machine. Without a GPU, XLA does not time kernels to choose the fastest.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from spmd.mesh.topology import Topology
 
 
 class _Gpu(NamedTuple):
-    """The hardware figures of one GPU model, as XLA's compiler asks for them."""
+    """The hardware figures of one GPU model that XLA needs in order to compile for it."""
 
     name: str  # CUDA's name for it
     capability: tuple[int, int]  # compute capability
@@ -46,7 +46,7 @@ RESERVED = 1 << 10  # bytes of shared memory that CUDA keeps of every block
 
 
 def _target(gpu: _Gpu) -> str:
-    """Returns the text that describes a GPU to XLA."""
+    """Returns XLA's description of a GPU as a compilation target: a protobuf in text format."""
     major, minor = gpu.capability
     shared = gpu.shared << 10
     return f"""
@@ -79,23 +79,23 @@ dnn_version_info {{ major: 9 minor: 10 }}
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-"""With it jax's plugin starts without cuDNN and the like, which compiling does not take."""
+"""Environment variable; if it is 1, jax's CUDA plugin starts without cuDNN and other libraries."""
 
 _CHIP_CONFIG = {"v4": "megacore"}  # chips whose two cores are one device only if libtpu is told so
 
 
 def is_here(mesh: Mesh, topology: Topology) -> bool:
-    """Whether the mesh's devices are visible and of the topology's platform."""
+    """Whether jax sees all devices of the mesh, and the topology is for their platform or any."""
     if not has_devices(mesh):
         return False
     return topology.platform in (None, platform_of(mesh))
 
 
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
-    """Returns descriptions of a machine's devices in the mesh's order: to compile for, not run on.
+    """Returns jax descriptions of a topology's devices, in the mesh's order, to compile for.
 
-    The mesh has as many devices as the topology; for TPUs it may have several slices of as many.
-    Raises MeshError if no compiler for the machine is installed, or the mesh does not fit it.
+    A mesh of GPUs has as many devices as the topology, one of TPUs a multiple (several slices).
+    Raises MeshError if the number does not fit, or no compiler for the topology is installed.
     """
     is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
     if not is_tpu and (topology.platform != "cuda" or chip not in _GPUS):

@@ -1,8 +1,7 @@
-"""Emit: the local program as StableHLO text, with replica groups and source locations.
+"""Emit: writes the local program as StableHLO text, with replica groups and source locations.
 
-Text and plain data (`Emitted`) are all that leaves the compiler; `execute` parses the text once,
-inside jax's own lowering. The generic form of MLIR is used throughout, so that no op needs a
-printer of its own.
+The compiler's output, `Emitted`, is text and plain data only; `execute` parses the text when jax
+lowers the program. All ops are in MLIR's generic form, so that none needs a printer of its own.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from spmd.mesh.spec import has_parts, named_sharding, partition_spec
 from spmd.reshard.comm import group_size
 
 Placement = NamedSharding | Format
-"""Where an array lies: on the devices of a mesh, and in an order of its own in their memory."""
+"""How an array lies on devices: its sharding alone, or with the order of its dims in memory."""
 
 
 class Constant(NamedTuple):
-    """A constant that the program takes as one more argument: its elements and its sharding."""
+    """A large constant that is passed to the program as an argument: its elements and sharding."""
 
     value: Dense
     sharding: Sharding
@@ -57,48 +56,47 @@ class Emitted:
 
     name: str
     mesh: Mesh
-    # StableHLO text with a function `main`, to be run on every device. It takes pieces of the
-    # arguments, and behind them those of the constants
+    # StableHLO text; `main`, which every device runs, takes pieces of arguments, then of constants
     module: str
     # arguments, results: shardings of the global arguments and results
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
-    # argument_types, result_types: of the global arguments; of one device's pieces
+    # argument_types, result_types: of the global arguments; of one device's pieces of the results
     argument_types: tuple[TensorType, ...]
     result_types: tuple[TensorType, ...]
-    # argument_orders, result_orders: in which order their dims lie in memory
+    # argument_orders, result_orders: the dims in memory, outermost first; None for 0, 1, 2, ...
     argument_orders: tuple[Order | None, ...]
     result_orders: tuple[Order | None, ...]
     donated: tuple[int, ...]  # flat indices of donated arguments
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()  # the Python functions that it calls, by number
-    # peak_bytes, seconds: of one device and run, predicted where somebody asked for it
+    # peak_bytes, seconds: predicted for one device and one run; None if not predicted
     peak_bytes: int | None = None
     seconds: float | None = None
-    constants: tuple[Constant, ...] = ()  # what it takes behind its arguments
+    constants: tuple[Constant, ...] = ()  # passed to `main` behind the arguments
 
     @cached_property
     def boundary_mesh(self) -> Mesh:
-        """The mesh; if part of an axis splits an argument or result, with an axis for each atom."""
+        """The mesh; one with an axis per atom if part of an axis splits an argument or result."""
         ends = (*self.arguments, *self.constant_shardings, *self.results)
         has = any(has_parts(sharding, self.mesh) for sharding in ends)
         return self.mesh.refined() if has else self.mesh
 
     @property
     def constant_shardings(self) -> tuple[Sharding, ...]:
-        """The shardings of the constants."""
+        """The sharding of each of `constants`, in their order."""
         return tuple(constant.sharding for constant in self.constants)
 
     def specs(self, shardings: Sequence[Sharding]) -> tuple[PartitionSpec, ...]:
-        """Returns shardings as `PartitionSpec`s on `boundary_mesh`."""
+        """Returns each sharding as a `PartitionSpec` with the axis names of `boundary_mesh`."""
         return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in shardings)
 
     def named(self, shardings: Sequence[Sharding], where: JaxMesh) -> tuple[NamedSharding, ...]:
-        """Returns shardings on `where`, or on a finer mesh if parts of axes split them."""
+        """Returns jax's shardings on `where`; those with parts of axes have an axis per atom."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in shardings)
 
     def major_to_minor(self) -> Emitted:
-        """Returns the program with the default layout in memory for all arguments and results."""
+        """Returns a copy whose arguments and results have the default order of dims in memory."""
         arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
         return replace(self, argument_orders=arguments, result_orders=results)
 
@@ -106,7 +104,7 @@ class Emitted:
 def formats(
     shardings: Sequence[NamedSharding], orders: Sequence[Order | None]
 ) -> tuple[Placement, ...]:
-    """Returns each sharding as a `Format` with its order of dims, or as it is if that is None."""
+    """Returns `Format`s of shardings and orders of dims; just the sharding for an order None."""
     return tuple(
         sharding if order is None else Format(Layout(order), sharding)
         for sharding, order in zip(shardings, orders, strict=True)
@@ -114,7 +112,7 @@ def formats(
 
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
-    """Emits a local program after `expand`; `donated` are flat indices of donated arguments."""
+    """Returns an expanded local program as text; `donated` are positions of donated arguments."""
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)
@@ -149,10 +147,10 @@ _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 
 
 def emit(program: Program, mesh: Mesh) -> str:
-    """Returns StableHLO text with one public function `main`: the program that every device runs.
+    """Returns a program as StableHLO text with one public function, `main`.
 
-    Arguments without elements become constants, which `main` does not take. In a program that was
-    not partitioned, each `jax.shard_map` becomes a `sdy.manual_computation`, which XLA partitions.
+    Arguments of zero elements are constants inside `main` instead. In a global program, each
+    `jax.shard_map` becomes a `sdy.manual_computation`, around which XLA partitions.
     """
     return _Emitter(program, mesh).run()
 
@@ -280,7 +278,7 @@ class _Emitter:
         self.write(op._replace(kind=kind, operands=operands), attrs, [block])
 
     def crossings(self, ops: Sequence[Op]) -> str:
-        # How what crosses a manual region's boundary is split.
+        # Says how the values that enter or leave a manual region are split.
         dims = [[self.axis_names(axes, open_=True) for axes in op.kind.attrs["dims"]] for op in ops]
         shardings = ", ".join(f"<@{_MESH}, [{', '.join(value)}]>" for value in dims)
         return f"#sdy.sharding_per_value<[{shardings}]>"
@@ -302,7 +300,7 @@ class _Emitter:
         self.lines.append(f'"{end}"({values}) : {signature}')
 
     def body(self, body: Body) -> None:
-        """Writes an op's scalar body, such as a reducer; a prefix keeps its value names apart."""
+        """Writes an op's scalar body, such as a reducer, with values named `%b0`, `%b1`, ..."""
         outer, self.names = self.names, {}
         start = len(self.lines)
         self.block(body.region, body.types)

@@ -1,7 +1,7 @@
-"""Execute: the emitted module as a JAX primitive inside `shard_map` inside `jax.jit`.
+"""Execute: runs the emitted module as a jax primitive inside `jax.shard_map` inside `jax.jit`.
 
 So dispatch, donation, multi-process arrays, the compilation cache, profiling and `jax.export` are
-jax's own. The module is merged into the surrounding one when jax lowers the primitive.
+jax's own. When jax lowers the primitive, the emitted module is merged into jax's module.
 """
 
 import contextlib
@@ -86,24 +86,25 @@ mlir.register_lowering(_program, _lower)
 
 @dataclass(frozen=True)
 class Outside:
-    """What jax is told of a program's arguments and results beyond what `Emitted` says."""
+    """What jax needs to know of arguments and results besides what `Emitted` has."""
 
-    mesh: jax.sharding.Mesh  # the mesh that they lie on: the program's, with the user's axis types
-    weak: tuple[bool, ...] = ()  # whether the type of each result is weak; none is if empty
-    # descriptions of devices that are not here, in the mesh's order; the process's own by id if
-    # None
+    mesh: jax.sharding.Mesh  # the mesh of their shardings, with the user's axis types
+    weak: tuple[bool, ...] = ()  # whether each result is weakly typed; none is if empty
+    # descriptions of devices to compile for that are not here, in the mesh's order; None: the
+    # program runs on the mesh's own devices
     devices: Sequence[Any] | None = None
-    # how the results lie, in the user's words; as the program says if empty
+    # shardings or formats of the results, written as the user's specs; those of `Emitted` if empty
     results: tuple[Placement, ...] = ()
 
 
 def compile_emitted(
     emitted: Emitted, compiler_options: Mapping[str, Any], outside: Outside | None = None
 ) -> Any:
-    """Compiles an emitted program, after a check that all processes of the mesh have the same one.
+    """Compiles an emitted program with XLA.
 
-    Returns jax's compiled program, which takes and returns flat global arrays, or a `WithConstants`
-    around it. Raises LaunchError if another process of the job has another program.
+    Returns jax's compiled program, which takes and returns flat global arrays; inside a
+    `WithConstants` if it has constants. Raises LaunchError if another process of the mesh has
+    another program, which is not checked for devices that are not here (`outside.devices`).
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
@@ -120,9 +121,9 @@ def compile_emitted(
 
 
 class WithConstants:
-    """jax's compiled program together with the constants that it takes in front of its arguments.
+    """jax's compiled program, called with its constants in front of the given arguments.
 
-    Each process places the pieces of its own devices; of a program compiled ahead of time, none.
+    The constants are put on the devices at once, but not if these are not here.
     """
 
     def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
@@ -135,7 +136,7 @@ class WithConstants:
                 self.constants.append(array)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs the program on the constants and the given flat arguments."""
+        """Runs the program on the constants and the given flat arguments; returns flat results."""
         return self.compiled(*self.constants, *arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +146,7 @@ class WithConstants:
 def on_own_mesh(
     mesh: Mesh, devices: Sequence[Any] | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context to trace `executable` on its own mesh, whatever mesh the user has set."""
+    """Returns a context in which jax's current mesh is `mesh`, on `devices` (None: its own)."""
     return jax.set_mesh(jax_mesh(mesh, devices))
 
 
@@ -156,10 +157,10 @@ def compile_within(
     compiler_options: Mapping[str, Any],
     outside: Outside | None = None,
 ) -> Any:
-    """Compiles as `compile_emitted` does, for a program planned within `limit` bytes of a device.
+    """Compiles as `compile_emitted` does; the program should take at most `limit` bytes a device.
 
-    If XLA takes more, it compiles again with a scheduler that is told of the limit, and the smaller
-    program is kept. A limit from the start would also slow down programs that fit without it.
+    If it takes more, compiles again with `options_within`, and returns the smaller of the two
+    programs. It may still exceed the limit. Programs that fit are faster without these options.
     """
     free = compile_emitted(emitted, compiler_options, outside)
     used, around = _memory(free)
@@ -171,7 +172,7 @@ def compile_within(
 
 
 def _memory(compiled: Any) -> tuple[int, int]:
-    """Returns a program's bytes on a device, and how many are of arguments and results."""
+    """Returns (all bytes of a compiled program on a device, those of its arguments and results)."""
     use = compiled.memory_analysis()
     if use is None:
         return 0, 0
@@ -180,7 +181,7 @@ def _memory(compiled: Any) -> tuple[int, int]:
 
 
 def check_no_callbacks(emitted: Emitted) -> None:
-    """Raises MeshError if a program calls Python: it cannot be compiled ahead of time."""
+    """Raises MeshError if a program to be compiled ahead of time calls Python functions."""
     if emitted.callbacks:
         raise MeshError(
             "a program that calls Python cannot be compiled for a machine that is not here",
@@ -191,7 +192,7 @@ def check_no_callbacks(emitted: Emitted) -> None:
 
 
 def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> None:
-    """Raises LaunchError unless all processes have this program; else collectives would hang."""
+    """Raises LaunchError unless all processes of the mesh have this program and these options."""
     more = {
         "shardings": digest(f"{emitted.arguments} {emitted.results}"),
         "donated arguments": str(emitted.donated),
@@ -212,10 +213,10 @@ def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
-    """Returns the jitted function of constants and flat global arguments that runs a program.
+    """Returns a jitted function that runs a program: `(*constants, *arguments) -> results`.
 
-    Constants come first, where jax's C++ dispatch puts such values. It has to be traced within
-    `on_own_mesh`.
+    All are flat global arrays. The function has to be traced within `on_own_mesh`. Constants come
+    first, as jax's C++ dispatch has them.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
@@ -244,10 +245,10 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
 def executable_on(
     module: str, out_types: Sequence[TensorType], where: Any, callbacks: Callbacks = ()
 ) -> Any:
-    """Returns a function of host arrays that runs an unpartitioned module on a jax device or mesh.
+    """Returns a function from host arrays to jax arrays that runs an unpartitioned module.
 
-    `where` is a mesh if the program has a `jax.shard_map`: every device then holds all arguments
-    and results, and XLA partitions what is between. Callbacks of `jax.debug` do nothing.
+    `where` is a jax device, or a `Mesh` if the module has a `jax.shard_map`: then every device has
+    all arguments and results, and XLA partitions the rest. Callbacks of `jax.debug` do nothing.
     """
     run, place = _runner(module, tuple(out_types), silent(callbacks)), where
     more: dict[str, Any] = {}
@@ -277,7 +278,7 @@ def _runner(
 def without_shardings(module: ir.Module) -> str:
     """Returns a module's text without sharding annotations, except those of a `jax.shard_map`.
 
-    Raises UnsupportedOpError for a `jax.shard_map` in GSPMD's form: only its partitioner runs that.
+    Raises UnsupportedOpError if a `jax.shard_map` is in GSPMD's form, which only GSPMD can run.
     """
     if any(_target(op) == LEAVES for op in ops_in(module.operation)):
         raise UnsupportedOpError(
@@ -332,7 +333,7 @@ def _effect(ordered: bool) -> Any:
 
 
 def silent(callbacks: Callbacks) -> Callbacks:
-    """Returns the callbacks, those of `jax.debug` replaced by functions that do nothing."""
+    """Returns the callbacks with those of `jax.debug` replaced by functions that do nothing."""
     return tuple(replace(c, function=lambda *_: ()) if c.is_debug else c for c in callbacks)
 
 
@@ -342,7 +343,10 @@ def _target(op: Any) -> str:
 
 
 def _emit(ctx: Any, op: Any, callback: Callback, raised: list[Exception]) -> None:
-    """Replaces a call of a callback; `raised` has what one raised on this process's devices."""
+    """Replaces the MLIR op `op`, which calls or checks a callback, by jax's own callback call.
+
+    If one device calls for all, an exception goes into `raised`, from where the check raises it.
+    """
     operands, results = list(op.operands), list(op.results)
     is_linked = LINKED in op.attributes
     is_shared = FREE in op.attributes and op.attributes[FREE].value
@@ -355,7 +359,7 @@ def _emit(ctx: Any, op: Any, callback: Callback, raised: list[Exception]) -> Non
         raise RuntimeError(f"{callback.label} raised\n{trace}")
 
     def call(*args: Any) -> _Arrays:
-        """Returns an error flag, the callback's results and, if it is linked, the last argument."""
+        """Returns (flag: 1 if the function raised, *results, and the last argument if linked)."""
         args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
         flag = 0
         try:
@@ -395,7 +399,7 @@ def _aval(type_: Any) -> Any:
 
 
 def _on_cpu(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
-    """Calls a function with arrays on a CPU, as jax does, or numpy's if there is no CPU backend."""
+    """Calls `function` with jax arrays on a CPU (else numpy arrays); returns numpy arrays."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Last rewrite before emission: `spmd.*` helper ops become StableHLO arithmetic.
+"""Last rewrite before emission: `spmd.*` helper ops are written as StableHLO ops.
 
 before: `%1 = spmd.axis_index {data}`         (mesh data=4, model=2)
 after:  `%1 = convert(partition_id) / 2 % 4`
@@ -6,8 +6,8 @@ after:  `%1 = convert(partition_id) / 2 % 4`
 before: `%3 = spmd.local_slice %2 {data} dim=0`
 after:  `%3 = dynamic_slice %2, axis_index * piece, 0`
 
-XLA merges a slice of a slice by adding their starts, as if neither were out of range. So a dynamic
-slice that is sliced again gets its starts clamped first:
+XLA merges a slice of a slice by adding their starts, as if neither were out of range. So the starts
+of a dynamic slice that is sliced again are clamped first:
 
 before: `%3 = dynamic_slice %2, %1; %4 = spmd.local_slice %3`
 after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
@@ -29,11 +29,11 @@ from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
-MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # slices of what they make are made of slices
+MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is made of a slice
 
 
 def expand(program: Program, mesh: Mesh) -> Program:
-    """Replaces the `spmd.*` helper ops of a local program by StableHLO ops."""
+    """Writes `spmd.*` helper ops as StableHLO, puts callbacks in branches, links ordered ones."""
     program = in_order(program)
     producers, sliced = producers_of(program), set[Value]()
     # Dynamic slices that another slice is taken from, or that XLA moves there.
@@ -81,7 +81,7 @@ def _where(
     operands: tuple[Value, ...],
     otherwise: Callable[[], Sequence[Value]],
 ) -> Sequence[Value]:
-    """Appends a branch: the results of `op` where a flag is set, those of `otherwise` elsewhere."""
+    """Appends `if flag: op(operands), else: otherwise()`, and returns the results."""
     b.begin()
     done = b.end((), b.repeat(op.kind, operands))
     b.begin()
@@ -126,13 +126,13 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
 # Ordered callbacks.
 
 LINKED = "linked"
-"""Attribute of a callback whose last operand and last result are a number that orders it."""
+"""Attribute of a callback that has the number added by `in_order` as last operand and result."""
 
 
 def in_order(program: Program) -> Program:
-    """Links each ordered callback to the one before it, so that XLA cannot change their order.
+    """Makes each ordered callback depend on the one before, so that XLA cannot reorder them.
 
-    Each takes a number from the one before and returns it, through loops and branches.
+    Each takes a number that the one before returns. Loops and branches hand the number on:
 
     before: `spmd.callback %0 {ordered}; while { spmd.callback %1 {ordered} }`
     after:  `%7 = spmd.callback %0, zero; while(%8 = %7) { %9 = spmd.callback %1, %8; return %9 }`

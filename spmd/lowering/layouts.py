@@ -1,19 +1,19 @@
-"""Layouts in memory of a step's state: donated arguments, and the results in their place.
+"""Chooses how donated arguments, and the results that reuse their buffers, lie in memory.
 
-GPU collectives join and cut pieces along the outermost dim. A weight of (out, in) that is split
-along `in` would be transposed in front of its gather, its gradient transposed in front of the sum,
-and the sum once more for the optimizer. So what one run hands on to the next (donated arguments,
-and the results that take their place) lies in the order that the collectives want:
+GPU collectives join and cut pieces along the outermost dim in memory, and XLA transposes what they
+read and write where that is another dim. A weight of shape (out, in) that is split along `in` would
+be transposed before its all-gather, its gradient before the reduce-scatter, and the result of that
+once more for the optimizer. So these arguments and results get the order that collectives need:
 
     %0: tensor<4096x2048xf32> "w"                  // in memory: 1, 0
     %8 = convert %0; %9 = all_gather %8 dim=1      // 2048 columns stay one piece
 
-Dims are followed through all that leaves their elements in order: elementwise ops, slices,
-reshapes, loops. AdamW's moments lie like their weight, since its update reads both.
+Ops that keep the elements of a dim in order (elementwise ops, slices, reshapes, loops) get the same
+order on both sides: AdamW's moments have the order of their weight, since its update reads both.
 
-XLA chooses the order of what is in between. Where an op could write in any order, it does not see
-that a donated argument waits for the result further down: rows that are added to a table of zeros
-would lie as suits another table of zeros. Such results are pinned, in the order of the argument:
+XLA chooses the layout of all other values. It does not see that the result of a scatter or a
+concatenate, which could be written in any order, ends up in a donated buffer further down. Large
+results of that kind are pinned to the order of the donated argument by a custom call:
 
     %8 = scatter %zeros, %rows; %9 = custom_call %8 {call_target_name = "LayoutConstraint"}
 """
@@ -37,7 +37,7 @@ from spmd.predict.backends import backend_of
 _JOINED = ("all_gather", "reduce_scatter")
 
 _PINNED_BYTES = 1 << 20
-"""Results of at least so many bytes are pinned: others are transposed as fast as they are read."""
+"""The least bytes of a result that is pinned; a smaller one is transposed as fast as it is read."""
 
 
 def lay_out(
@@ -47,12 +47,12 @@ def lay_out(
     platform: str,
     wanted: bool | None = None,
 ) -> Partitioned:
-    """Chooses the layouts of donated arguments, and of the results that reuse their buffers.
+    """Returns `local` with orders in memory for donated arguments and the results in their buffers.
 
-    `links` are the (result, argument) pairs of donation. Other arguments keep the order that
-    `given` has (None: major to minor). All collectives must be in the program, as they decide.
-    `wanted` is whether to choose at all; None chooses where the backend would have to transpose for
-    collectives along another dim than the outermost one.
+    `links` are pairs of positions: a result, and the donated argument whose buffer it reuses. All
+    other arguments keep their order in `given` (dims, outermost first; None: 0, 1, 2, ...). The
+    collectives in the program decide, so none may be added later. `wanted` is whether to choose
+    orders at all; None: if the platform's collectives need the outermost dim (GPUs).
     """
     program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]
@@ -71,7 +71,7 @@ def lay_out(
 
 
 def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Program:
-    """Constrains large joins and scatters that end up in donated buffers to the layout of these."""
+    """Adds `LayoutConstraint`s behind large concatenates and scatters tied to donated `links`."""
     ranks = [(value, program.types[value].rank) for value in links]
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
@@ -102,13 +102,13 @@ _Dim = tuple[Value, int]  # a value and the number of one of its dims
 
 
 class _Wishes:
-    """The orders of dims that suit the collectives; dims that have to lie alike are one class."""
+    """Orders of dims in memory that suit collectives; dims to be ordered alike form a class."""
 
     def __init__(self, program: Program) -> None:
         self.types, self.index = program.types, Index(program)
-        self.same: dict[_Dim, _Dim] = {}  # to another of its class; not of one that stands for it
-        self.blank: set[Value] = set()  # the same everywhere: they have no order
-        # (dim, other dim) -> bytes of the collectives that want the one in front of the other
+        self.same: dict[_Dim, _Dim] = {}  # dim -> another of its class (all but one)
+        self.blank: set[Value] = set()  # values that are equal everywhere: any order fits
+        # (dim, other dim) -> bytes of the collectives that need the one in front of the other
         self.first: dict[tuple[_Dim, _Dim], int] = defaultdict(int)
         self.tie(program.body)
         self.wish(program.body, 1)
@@ -135,7 +135,7 @@ class _Wishes:
         return root
 
     def wish(self, region: Region, runs: int) -> None:
-        """Adds the bytes of a region's collectives, times `runs`, to the dims they want first."""
+        """Adds to `first`, for pairs of dims, the bytes of a region's collectives, times `runs`."""
         for op in region.ops:
             for inner in op.regions:
                 self.wish(inner, runs * self.index.runs(op))
@@ -148,11 +148,11 @@ class _Wishes:
                             self.first[pair] += type_.bytes * runs
 
     def tie(self, region: Region) -> None:
-        """Puts dims in one class if an op of the region keeps their elements in order."""
+        """Puts an operand's dim and a result's in one class if an op keeps the elements' order."""
         for op in region.ops:
             for inner in op.regions:
                 self.tie(inner)
-            if op.regions:  # the values that control flow makes one
+            if op.regions:  # the values that are one in control flow, as a carry and its result
                 for flow in ties(op):
                     outside = [v for v in (flow.source,) if v is not None and v not in self.blank]
                     for dim in range(self.types[flow.result].rank):
@@ -181,7 +181,7 @@ class _Wishes:
 
 @functools.cache
 def _kept(kind: OpKind) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns (operand, dim, result, dim) where the op keeps the elements of a dim in order."""
+    """Returns (operand, dim, result, dim) numbers where an op keeps a dim's order of elements."""
     about = kind.about
     # A product makes other elements; backends choose how it reads its operands and writes.
     if about.rule is None or about.collective or about.flops is not None or kind.name == SCATTER:

@@ -13,13 +13,14 @@ from spmd.mesh.sharding import format_sharding
 from spmd.reshard.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
+"""Returns in words what is wrong with an op of a program for the mesh; None if nothing is."""
 
 
 def check_local(partitioned: Partitioned, stage: str, whole: Program | None = None) -> None:
     """Raises LegalityError, which names the check and the op, if a local program is malformed.
 
-    `stage` says which checks apply: `local` (partitioned), `optimized` (rewritten) or `expanded`.
-    With `whole`, the global program, arguments and results must have the types of its pieces.
+    `stage` selects the checks: `local` (partitioned), `optimized` (rewritten) or `expanded`. If
+    the global program `whole` is given, types of arguments and results must be those of its pieces.
     """
     check_program(partitioned.program, stage)
     for op in partitioned.program.walk():
@@ -50,7 +51,7 @@ def check_local(partitioned: Partitioned, stage: str, whole: Program | None = No
 
 
 def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
-    """Returns a problem, in words, unless `axes` are distinct atoms; an index may have none."""
+    """Returns a problem unless `axes` are distinct atoms, at least one except for an axis index."""
     axes = op.kind.attrs.get("axes")
     if type(axes) is not tuple or not all(type(a) is int for a in axes):
         return f"axes = {axes!r} is not a tuple of atoms"
@@ -60,7 +61,7 @@ def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
 
 
 def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
-    """Returns a problem unless explicit `groups` of devices have one size and are disjoint."""
+    """Returns a problem unless `groups`, if given, are disjoint sets of devices, of one size."""
     groups = op.kind.attrs.get("groups")
     if groups is None:
         return None
@@ -71,7 +72,7 @@ def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
 
 
 def sizes_follow(mesh: Mesh, op: Op) -> str | None:
-    """Returns a problem unless results have the operands' types, dims scaled by the group size."""
+    """Returns a problem unless result types follow from operand types and devices per group."""
     resized = RESIZED[op.collective] if op.collective else Resized(shrinks=op.kind.about.along)
     devices, attrs = group_size(op.kind.attrs, mesh), op.kind.attrs
     if len(op.operands) != len(op.results) or not op.operands:
@@ -94,7 +95,7 @@ def sizes_follow(mesh: Mesh, op: Op) -> str | None:
 
 
 def reduces_pairs(mesh: Mesh, op: Op) -> str | None:
-    """Returns a problem unless a reducing collective's body combines two scalars of its dtype."""
+    """Returns a problem unless a reducing collective's body makes one scalar of two, same dtype."""
     body = op.kind.attrs.get("body")
     if not isinstance(body, Body):
         return "no body says how to reduce"
@@ -108,7 +109,7 @@ def reduces_pairs(mesh: Mesh, op: Op) -> str | None:
 
 
 def pairs_permute(mesh: Mesh, op: Op) -> str | None:
-    """Returns a problem if a device sends or receives twice, or the mesh does not have it."""
+    """Returns a problem unless `pairs` has sources and targets, all of them devices, each once."""
     pairs = op.kind.attrs.get("pairs", ())
     for what, devices in (("sources", [p[0] for p in pairs]), ("targets", [p[1] for p in pairs])):
         known = bool(devices) and set(devices) <= set(range(mesh.size))
@@ -118,7 +119,7 @@ def pairs_permute(mesh: Mesh, op: Op) -> str | None:
 
 
 def indexes(mesh: Mesh, op: Op) -> str | None:
-    """Returns a problem unless an axis index has no operands and an i32 scalar as its result."""
+    """Returns a problem unless an axis index has no operands and one i32 scalar as its result."""
     fits = not op.operands and op.kind.results == (TensorType((), "i32"),)
     return None if fits else "it is not () -> tensor<i32>"
 
@@ -137,4 +138,4 @@ OP_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
         AXIS_INDEX: (indexes,),
     }.items()
 }
-"""Kind of a collective, or name of another op that knows of devices -> its checks."""
+"""Kind of a collective (`all_gather`), or name of another op with `axes` -> checks of such ops."""

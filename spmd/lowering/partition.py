@@ -49,7 +49,7 @@ class Partitioned(NamedTuple):
     # arguments, results: shardings of the global ones
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
-    # the orders of their dims in memory; empty until chosen
+    # the order of dims in memory of each, None for 0, 1, 2, ...; empty until chosen (`lay_out`)
     argument_orders: tuple[Order | None, ...] = ()
     result_orders: tuple[Order | None, ...] = ()
 
@@ -69,7 +69,7 @@ class _Partitioner:
         self.resharder = plan.problem.resharder
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
-        self.use: str | tuple[Op, int] = ""  # what a value is resharded for; an operand of an op
+        self.use: str | tuple[Op, int] = ""  # what reshards are for: words, or an op's operand
         self.recipes: dict[tuple[OpKind, Sharding], Choice] = {}
         self.local_kinds: dict[tuple[int, int], OpKind] = {}
 
@@ -316,7 +316,7 @@ class _Partitioner:
 
 
 # ---------------------------------------------------------------------------------------------
-# Reshard steps as ops, and what they must not be where devices part ways.
+# Reshard steps as ops; and without permutes where devices may take different branches.
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, mesh: Mesh) -> Value:

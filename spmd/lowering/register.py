@@ -1,4 +1,4 @@
-"""`register_rule`, `register_composite`: users teach the compiler ops that it does not know."""
+"""`register_rule`, `register_composite`: users describe ops that the compiler does not know."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,9 +35,10 @@ def register_rule(
       kinds: factor -> `pass` (split freely; the default), `reduce` (splitting it leaves the
         results partial) or `replicate` (must not be split).
       reduction: for `reduce` factors, how partial results combine: `add`, `max`, ...
-      linear: groups of operands in which the op is linear: a partial sum may flow through these.
-      lower: computes the local results; the op itself at local shapes when left out, with the
-        padding of reduced dims replaced by the reduction's identity.
+      linear: groups of operand numbers; partial sums may flow through the operands of a group
+        together: `[(0, 1)]` for `x + y`, `[(0,), (1,)]` for `x * y`.
+      lower: a function from a `LocalOp` to the local results; when left out, the op itself at local
+        shapes, with the padding of reduced dims replaced by the reduction's identity.
 
     Raises:
       SpmdError: the op has a rule already, or the text is not a rule.
@@ -88,13 +89,13 @@ def register_composite(
         not partial over it.
       reduction: as for `register_rule`.
       linear: as for `register_rule`.
-      flops: floating-point operations of an op of this kind, for the planner.
-      bytes_read: of an op of this kind, how many bytes it reads of each operand, for the planner:
-        for kernels that look a few pieces up in a large operand. All bytes when left out.
+      flops: for the planner, from an op's kind to its floating-point operations.
+      bytes_read: for the planner, from an op's kind to the bytes that it reads of each operand, for
+        kernels that look a few pieces up in a large operand. All bytes when left out.
       arithmetic: the kind of kernel that does the `flops`, as in `Chip.efficiency`, which says how
         fast it is on a chip. Kinds that a chip does not list are as fast as its matrix products.
-      lower: computes the local results; the kernel or the decomposition at local shapes
-        (`spmd.lowering.local.composite.lower_composite`) when left out.
+      lower: a function from a `LocalOp` to the local results; when left out, the kernel or the
+        decomposition at local shapes (`spmd.lowering.local.composite.lower_composite`).
 
     On a platform without a kernel and with no `decomposition`, the composite is inlined.
 
@@ -123,7 +124,7 @@ def register_composite(
 
 
 def _note(name: str) -> None:
-    """Records an op that a caller from outside of this package registers."""
+    """Adds an op to `registry.TAUGHT` if code outside of this package is registering it."""
     if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "spmd":
         registry.TAUGHT.add(name.rpartition(":")[2])
 
@@ -135,7 +136,7 @@ def _rule_function(
     reduction: str,
     linear: Iterable[Sequence[int]],
 ) -> Callable[[OpKind], Rule]:
-    """Returns a function from an op's kind to its rule; SpmdError for unknown kinds of factors."""
+    """Returns a function from an op's kind to its rule; raises SpmdError if `kinds` is wrong."""
     bad = set(kinds.values()) - {"pass", "reduce", "replicate"}
     if bad:
         raise SpmdError(

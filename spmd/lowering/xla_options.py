@@ -1,4 +1,4 @@
-"""Compiler options for XLA that are set unless the user sets them; each was measured."""
+"""Compiler options for XLA that are set unless the user sets them; each one was measured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,28 +21,28 @@ DEFAULTS: dict[str, dict[str, str | bool | int]] = {
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     },
 }
-"""Platform -> options; jaxlib 0.10 and 0.11 know those of GPUs, libtpu 0.0.42 those of TPUs."""
+"""Platform -> default options. jaxlib 0.10 and 0.11 know those of GPUs, libtpu 0.0.42 of TPUs."""
 
 EIGHT_BIT: dict[str, dict[str, str | bool | int]] = {
     # XLA tries Triton's products first, which takes 16 s for each shape of float8, against 0.2 s
     # without; what it takes in the end is cuBLASLt's either way. On an H200, jax 0.11.2.
     "cuda": {"xla_gpu_enable_triton_gemm": False}
 }
-"""Platform -> options for programs with products of 8-bit floats."""
+"""Platform -> more default options, for programs that multiply matrices of 8-bit floats."""
 
 XLA_SHARE = 0.8
 """The share of a GPU's memory that XLA's scheduler counts on (`GetSchedulerMemoryLimit`)."""
 
 SCHEDULED = 0.5
-"""What XLA's scheduler is given of what a memory limit leaves for temporary values.
+"""The share of the memory left for temporary values that XLA's scheduler is told to use.
 
-It delays products as long as it has memory, and buffers take more than it counts. Given all, four
-layers of 7B's width took 13% more than the limit, and 5% given half.
+The scheduler uses all that it may, and buffers then take more than it counts. Told all, four layers
+of 7B's width took 13% more than the limit, and 5% told half.
 """
 
 
 def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns compiler options for a local program; the user's, `given`, take precedence."""
+    """Returns XLA's options for a local program: defaults, and `given` by the user, which win."""
     chosen = DEFAULTS.get(platform, {})
     kinds = {op.kind for op in program.walk()}
     products = [kind for kind in kinds if kind.about.flops is not None]
@@ -54,7 +54,10 @@ def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Ma
 def options_within(
     limit: int, around: int, topology: Topology, compiler_options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns options for GPUs to aim at `limit` bytes, `around` of them arguments and results."""
+    """Returns `compiler_options`, for GPUs plus a memory limit for XLA's scheduler unless set.
+
+    `limit` is in bytes of a device, `around` of which are arguments and results.
+    """
     flag = "xla_gpu_memory_limit_slop_factor"  # percent of what arguments and results leave
     if topology.platform != "cuda" or flag in compiler_options:
         return compiler_options

@@ -1,1 +1,1 @@
-"""What a compiled program really does: steps are run under jax's profiler and read back."""
+"""Measures compiled programs: runs steps under jax's profiler, and reads and labels its events."""

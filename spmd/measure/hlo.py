@@ -1,7 +1,4 @@
-"""Reads the text of an optimized HLO module: instructions, their types and their metadata.
-
-Grammar: XLA's `hlo_parser.cc`. Attributes stay text, which the functions below search on demand.
-"""
+"""Parses the text of an optimized HLO module, by the grammar in XLA's `hlo_parser.cc`."""
 
 import math
 import re
@@ -14,21 +11,21 @@ from spmd.errors import ArgumentError
 
 
 class Instruction(NamedTuple):
-    """One HLO instruction: `name = type opcode(operands), attributes, metadata={...}, ...`."""
+    """Holds an HLO instruction, `name = type opcode(operands), attributes, metadata={...}`."""
 
     name: str
     type: str
     opcode: str
-    rest: str
-    root: bool
+    rest: str  # all behind `opcode(`, as text: operands, attributes and metadata
+    root: bool  # whether it is the result of its computation
 
 
 class Module(NamedTuple):
-    """An HLO module as data: computations by name, and the tables that metadata refers to."""
+    """Holds an HLO module: the instructions of its computations, and the user's stack frames."""
 
-    entry: str
-    computations: Mapping[str, list[Instruction]]
-    devices: int
+    entry: str  # the name of the computation that is run
+    computations: Mapping[str, list[Instruction]]  # by name
+    devices: int  # partitions times replicas
     frames: Mapping[int, tuple[str, int]]  # number -> `file:line (function)`, parent (0: none)
 
 
@@ -42,7 +39,7 @@ COLLECTIVES = {
     "collective-broadcast": "collective_broadcast",
     "send": "collective_permute",
 }
-"""Opcode -> kind, of every instruction that moves data between devices."""
+"""Maps opcodes that send data between devices to the kind of collective, as spmd names it."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
@@ -99,7 +96,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def items(text: str, start: int = 1) -> tuple[list[str], int]:
-    """Splits a list whose items begin at `start`; also returns where its parenthesis closes."""
+    """Splits a list that begins at `start`: `(a, {b}) c` -> (["a", "{b}"], 7), the index of `)`."""
     items, depth = [], 0
     for match in _BRACKET_OR_COMMA.finditer(text, start):
         if match[0] in "({[":
@@ -133,13 +130,13 @@ def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int
 
 
 def integer(pattern: str, text: str) -> int:
-    """Returns the number that the group of a pattern matches; 0 where the pattern is not found."""
+    """Returns the integer that group 1 of a regular expression matches; 0 if it is not found."""
     match = re.search(pattern, text)
     return int(match[1]) if match else 0
 
 
 def names_of(rest: str, key: str) -> list[str]:
-    """Returns the computations that an attribute names, as `branch_computations={%a, %b}` does."""
+    """Returns the names in attribute `key`: `calls=%a` -> ["a"], `calls={%a, %b}` -> ["a", "b"]."""
     match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^\s,]+))", rest)
     if match is None:
         return []
@@ -147,24 +144,24 @@ def names_of(rest: str, key: str) -> list[str]:
 
 
 def op_name_of(instruction: Instruction) -> str:
-    """Returns the path of name scopes (`op_name`) that an instruction came from; empty without."""
+    """Returns an instruction's `op_name`, as `jit(f)/mlp/dot_general`; empty if it has none."""
     match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
     return match[1].replace('\\"', '"') if match else ""
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """Returns the kind of collective that an instruction is or starts, None for anything else."""
+    """Returns the kind of collective that an instruction is or starts; None for any other one."""
     return COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
 
 
 def called(instruction: Instruction, module: Module) -> list[Instruction]:
-    """Returns the instructions inside a fusion, a call or the start of something asynchronous."""
+    """Returns the instructions in computations that an instruction calls, as a fusion's body."""
     names = [*names_of(instruction.rest, "calls"), *names_of(instruction.rest, "to_apply")]
     return [inner for name in names for inner in module.computations.get(name, ())]
 
 
 def groups_of(instruction: Instruction, module: Module) -> frozenset[frozenset[int]]:
-    """Returns the groups of devices that exchange in a collective; empty if they are not listed."""
+    """Returns the sets of device numbers that exchange in a collective; empty if not listed."""
     #   {{0,1},{2,3}}        each group
     #   {}                   one group of all devices
     #   [4,2]<=[2,4]T(1,0)   numbers in the shape 2x4, transposed, in four groups of two
@@ -184,7 +181,7 @@ def groups_of(instruction: Instruction, module: Module) -> frozenset[frozenset[i
 
 
 def stated_trips(loop: Instruction) -> int | None:
-    """Returns how often a `while` runs, if XLA states it, as for CPUs and GPUs; else None."""
+    """Returns the trip count that XLA states for a `while` loop; None if it states none."""
     stated = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
     return int(stated[1]) if stated else None
 
@@ -194,7 +191,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def places_of(instruction: Instruction, module: Module) -> list[str]:
-    """Returns `file:line` of each stack frame of an instruction, the innermost first."""
+    """Returns `file:line` of each frame of an instruction's stack, the innermost first."""
     if file := re.search(r'source_file="([^"]*)"', instruction.rest):
         return [f"{file[1]}:{integer('source_line=([0-9]+)', instruction.rest)}"]
     found, frame = [], integer(r"stack_frame_id=(\d+)", instruction.rest)

@@ -1,11 +1,11 @@
-"""Runs steps under jax's profiler, reads what it recorded, and says whose time is whose.
+"""Runs steps under jax's profiler, reads the profile, and divides time among its events.
 
-A step is what happens between the two ends of an annotation on the host. Where its ops ran:
+A step is the time of one annotation `STEP` on the host. Where the profile has the events in it:
 
     CPU   threads of the plane `/host:CPU`. An event is one op of the optimized module; it names
           the op, the module and the device.
     GPU   lines `Stream ...` of the planes `/device:GPU:N`. An event is a kernel or a copy, and
-          names the op that launched it, but in a CUDA graph; `labels.Order` finds those.
+          names its op, except in a CUDA graph; `labels.Order` finds it there.
 """
 
 import re
@@ -27,53 +27,53 @@ PROFILED = 3  # steps that run under the profiler, after those that are timed wi
 
 
 class Event(NamedTuple):
-    """Holds what one device did, in seconds after its step began: a kernel, a copy, or an op."""
+    """Holds one kernel, copy or op that a device ran; times are seconds after its step began."""
 
     device: int
     name: str  # the kernel's; on CPUs the op's
     op: str  # the op of the optimized module that it belongs to; empty where the profile names none
     start: float
     end: float
-    # of a GPU's kernel, the number of the call that launched it, and its place in the CUDA graph
-    # that was launched
+    # of a GPU's kernel: the number of the host's call that launched it, and its number in the CUDA
+    # graph that was launched
     launch: tuple[int, int] = (0, 0)
 
 
 class Step(NamedTuple):
-    """Holds a step: seconds until all results are there, and what devices did, by their start."""
+    """Holds one step of a profile: its time, and the events of all devices in it."""
 
-    seconds: float
-    events: tuple[Event, ...]
+    seconds: float  # until all results are there
+    events: tuple[Event, ...]  # in order of their start
 
 
 class Run(NamedTuple):
-    """Holds steps that were run: seconds of each without the profiler, and those under it."""
+    """Holds steps that were run: first some without the profiler, then some under it."""
 
-    times: tuple[float, ...]
-    steps: tuple[Step, ...]
+    times: tuple[float, ...]  # seconds of each step without the profiler
+    steps: tuple[Step, ...]  # those under it
 
     @property
     def seconds(self) -> float:
-        """The median of the times."""
+        """The median of `times`, in seconds."""
         return statistics.median(self.times)
 
 
 class Feed:
-    """Runs a program again and again; the arrays that it was given first are not donated."""
+    """Runs a program again and again, without donating the arrays that it was given first."""
 
     def __init__(
         self,
         executable: Any,
         arguments: Sequence[Any],
         donated: Sequence[int],  # positions among the arguments
-        links: Sequence[tuple[int, int]],  # (result, argument) that replace these
+        links: Sequence[tuple[int, int]],  # (result, argument that it replaces in the next step)
     ) -> None:
         self.executable, self.arguments, self.donated = executable, arguments, donated
         self.links = [(result, argument) for result, argument in links if argument in donated]
         self.updates: dict[int, Any] = {}
 
     def prepare(self) -> list[Any]:
-        """Returns the next step's arguments: for donated ones, their updates or fresh copies."""
+        """Returns the next step's arguments; donated ones are results of the last, or copies."""
         made = list(self.arguments)
         for position in self.donated:
             given, update = made[position], self.updates.pop(position, None)
@@ -86,7 +86,7 @@ class Feed:
         return made
 
     def run(self, arguments: list[Any]) -> None:
-        """Runs a step, and waits for its results."""
+        """Runs a step, and waits until its results are there."""
         results = jax.block_until_ready(self.executable(*arguments))
         self.updates = {argument: results[result] for result, argument in self.links}
 
@@ -94,9 +94,9 @@ class Feed:
 def run_steps(
     step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
 ) -> Run:
-    """Warms up, times `steps` steps (without `prepare`), and profiles `profiled` more.
+    """Calls `step(prepare())` to warm up, then `steps` times timed, then `profiled` times profiled.
 
-    `step` takes what `prepare` returns, and has to wait for its results: the host's clock is read.
+    `step` has to wait for its results, as the host's clock is read. `prepare` is not timed.
     """
 
     def timed() -> float:
@@ -122,13 +122,13 @@ def run_steps(
 
 
 def read_folder(folder: Path) -> tuple[Step, ...]:
-    """Reads the steps of the profile that jax wrote into a folder."""
+    """Returns the steps of the profile that jax wrote into a folder, in order."""
     (file,) = folder.rglob("*.xplane.pb")
     return read_steps(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def read_steps(profile: Any) -> tuple[Step, ...]:
-    """Reads the steps of a `jax.profiler.ProfileData`."""
+    """Returns the steps of a `jax.profiler.ProfileData` in order, each with its events."""
     # Times are nanoseconds on one clock for all planes; that of a GPU is off by microseconds.
     spans = sorted(
         (event.start_ns, event.end_ns)
@@ -170,7 +170,7 @@ def _device_events(profile: Any) -> Iterator[Event]:
 
 
 class _Thread:
-    """Holds what one thread of a CPU did: its ops, its tasks, and the ends that it reports."""
+    """Holds a CPU thread's events: ops, tasks, and the ends of ops, also those of other threads."""
 
     def __init__(self, line: Any) -> None:
         self.ops: list[tuple[Event, Mapping[str, Any]]] = []  # each with its stats
@@ -191,12 +191,12 @@ class _Thread:
         self.tasks.sort()
 
     def task_at(self, moment: float) -> float:
-        """Returns when the thread began the task that it is doing at a moment."""
+        """Returns when the task began that the thread runs at a moment, in nanoseconds; else 0."""
         at = bisect_right(self.tasks, moment)
         return self.tasks[at - 1] if at else 0.0
 
     def first_for(self, device: int, after: float, before: float) -> float:
-        """Returns when it first began an op of a device between two moments, else the second."""
+        """Returns the next start after `after` of an op of `device`; `before` if there is none."""
         at = bisect_right(self.ops, after, key=lambda op: op[0].start)
         for event, _ in self.ops[at:]:
             if event.start >= before:
@@ -207,7 +207,7 @@ class _Thread:
 
 
 def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
-    """Yields the ops that threads ran for the devices of a CPU."""
+    """Yields an event for each op, in nanoseconds, that lasts until all its threads are done."""
     # A thread that hands an op to its pool goes on at once: `dot` ends, and some time later, on
     # another thread, there is an event `end: dot`; `_p` of the one is `_c` of the other. But before
     # that thread says so it runs what waited for the op, in the same task:
@@ -229,20 +229,20 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
 
 
 class Share(NamedTuple):
-    """Holds the seconds of a device's time that count for an event, and those hidden."""
+    """Holds how many of the seconds in which an event ran count for it, and how many do not."""
 
-    seconds: float  # without anything that comes before it
-    hidden: float  # beside such
+    seconds: float  # while nothing of a lower rank ran
+    hidden: float  # while something of a lower rank ran, for which the time counts
 
 
 def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
-    """Divides the time of one device among what it did, of which it may do several things at once.
+    """Divides a device's time among spans (rank, start, end) of its work, which may overlap.
 
-    before: dot 0..4, all_gather 3..7, copy 6..8        (seconds)
-    after:  dot 4, all_gather 2 and 1 hidden, copy 2    (nothing waits for what runs beside it)
+    before: dot 0..4, all_gather 3..7, copy 6..8        (seconds; ranks 0, 2, 1)
+    after:  dot 4, all_gather 2 and 2 hidden, copy 2
 
-    At any moment the time is that of the (rank, start, end) spans with the lowest rank that run, in
-    equal parts. All `seconds` add up to the time in which anything ran.
+    At any moment the time counts for the spans with the lowest rank that run, in equal parts. All
+    `seconds` add up to the time in which anything ran.
     """
     seconds, hidden = [0.0] * len(spans), [0.0] * len(spans)
     timed = [(i, start, end) for i, (_, start, end) in enumerate(spans) if end > start]

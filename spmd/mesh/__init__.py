@@ -1,1 +1,1 @@
-"""Meshes, axes, shardings and the machines they lie on."""
+"""Meshes of devices, shardings of values over them, and figures of chips and their links."""

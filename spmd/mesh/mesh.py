@@ -1,4 +1,4 @@
-"""`Mesh`: named axes over devices, and the atoms that parts of axes are made of."""
+"""`Mesh`: devices arranged along named axes; `Atom`: a prime-sized part of an axis."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spmd.errors import MeshError
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A prime-sized piece of a mesh axis: the unit that shardings are written in.
+    """A prime-sized part of a mesh axis: the smallest part that can split a dim of a tensor.
 
-    Axis `data` of size 4 has the atoms `data:(1)2` and `data:(2)2`, major first. A whole axis, and
-    every part of it, is a run of neighbouring atoms, so that axes are compared as tuples of atoms.
+    Axis `data` of size 4 has the atoms `data:(1)2`, its halves, and `data:(2)2`, the two places in
+    a half; in brackets is the product of the sizes of the axis's atoms before it.
     """
 
     axis: int  # index of the mesh axis
@@ -33,11 +33,11 @@ class Mesh:
     """Devices arranged along named axes.
 
     Args:
-      device_ids: one id for each device, in row-major order of `shape`; `None` for `0, 1, 2, ...`.
+      device_ids: jax's id of each device, in row-major order of `shape`; `None` for 0, 1, 2, ...
       shape: size of each axis.
       axis_names: name of each axis, major first.
-      dcn_shape: how much of each axis crosses slices of machines, as `HybridMesh` says; 1 for each
-        if left out.
+      dcn_shape: for each axis, over how many slices (machines that a data-centre network joins)
+        it goes, as `dcn` of `HybridMesh`; 1 for each if left out.
 
     Raises:
       MeshError: sizes and names that don't match, a repeated name or a repeated device.
@@ -97,17 +97,17 @@ class Mesh:
 
     @cached_property
     def shape(self) -> Mapping[str, int]:
-        """Axis name -> size, in the order of the axes."""
+        """Maps the name of each axis to its size, major axis first."""
         return MappingProxyType(dict(zip(self.axis_names, self.sizes, strict=True)))
 
     @cached_property
     def size(self) -> int:
-        """Number of devices."""
+        """The number of devices in the mesh."""
         return math.prod(self.sizes)
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
-        """All atoms, axis by axis, major first; an axis of size 1 has none."""
+        """The atoms of all axes, major first; elsewhere an atom is its index in this tuple."""
         # Devices lie in row-major order, so strides shrink from axis to axis. (data=4, model=2):
         #   data:(1)2  stride 4        position = 4 * i + 2 * j + k
         #   data:(2)2  stride 2        for coordinates i, j, k along the three atoms
@@ -124,29 +124,29 @@ class Mesh:
 
     @cached_property
     def atom_sizes(self) -> tuple[int, ...]:
-        """Size of each atom."""
+        """The size, a prime, of each atom of `atoms`."""
         return tuple(atom.size for atom in self.atoms)
 
     @cached_property
     def axis_atoms(self) -> Mapping[str, tuple[int, ...]]:
-        """Axis name -> its atoms (indices into `atoms`), major first."""
+        """Maps the name of each axis to its atoms (indices into `atoms`), major first."""
         return {
             name: tuple(i for i, atom in enumerate(self.atoms) if atom.axis == axis)
             for axis, name in enumerate(self.axis_names)
         }
 
     def pieces(self) -> dict[str, tuple[str, ...]]:
-        """Axis name -> names of its prime-sized parts in `refined()`, major first."""
+        """Maps each axis to the axes of `refined()` that replace it: `{"m": ("m.0", "m.1")}`."""
         return {
             name: tuple(f"{name}.{i}" for i in range(len(atoms))) if len(atoms) > 1 else (name,)
             for name, atoms in self.axis_atoms.items()
         }
 
     def refined(self) -> Mesh:
-        """The same devices with an axis for each prime-sized part of an axis.
+        """Returns a mesh of the same devices in which every atom is an axis.
 
-        Specs name whole axes. Here every part of `model` is an axis, so a model with 2 key heads
-        can split them over one half of `model=4`, which is called `model.0`.
+        `model=4` becomes `model.0=2, model.1=2`. So a spec, which names whole axes, can split 2 key
+        heads over `model.0` alone. An axis of a prime size, or of size 1, stays as it is.
         """
         pieces = self.pieces()
         sizes, dcn_sizes = [], []
@@ -158,16 +158,16 @@ class Mesh:
         return Mesh(self.device_ids, sizes, names, dcn_sizes)
 
     def atoms_of(self, axes: Iterable[str]) -> tuple[int, ...]:
-        """The atoms of several whole axes, in the order given."""
+        """Returns the atoms (indices into `atoms`) of whole axes, in the order of `axes`."""
         return tuple(atom for name in axes for atom in self.axis_atoms[name])
 
     def extent(self, atoms: Iterable[int]) -> int:
-        """Product of the sizes of some atoms: how many pieces they split a dim into."""
+        """Returns into how many pieces some atoms split a dim: the product of their sizes."""
         sizes = self.atom_sizes
         return math.prod([sizes[a] for a in atoms])
 
     def coordinate(self, position: int, atoms: Sequence[int]) -> int:
-        """The coordinate along some atoms, major to minor, of the device at `position`."""
+        """Returns the index of device_ids[position]'s piece of a dim that is split over `atoms`."""
         index = 0
         for a in atoms:
             atom = self.atoms[a]
@@ -175,16 +175,16 @@ class Mesh:
         return index
 
     def coordinates(self, atoms: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The coordinate along some atoms of every device, by position."""
+        """Returns integers (size,): `coordinate` of each device, in the order of `device_ids`."""
         positions: Any = np.arange(self.size)
         index: np.ndarray[Any, np.dtype[np.int64]] = 0 * positions
         return index + self.coordinate(positions, atoms)
 
     def groups(self, atoms: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Replica groups of a collective over some atoms, as positions in the flattened mesh.
+        """Returns the replica groups of a collective over some atoms.
 
-        Within a group, members are ordered by their coordinate along `atoms` (major to minor);
-        groups are ordered by their first member.
+        A group is a tuple of indices into `device_ids`, ordered by the devices' `coordinate` along
+        `atoms`; groups are ordered by their first member.
         """
         # On (data=4, model=2), whose atoms are 0, 1 and 2 with strides 4, 2 and 1:
         #   groups((0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
@@ -197,7 +197,7 @@ class Mesh:
 
 
 def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
-    """A mesh over the visible devices, one keyword an axis, major first.
+    """Returns a mesh over the visible devices, with one axis for each keyword, major axis first.
 
     The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
     minor axes on the fastest links.
@@ -205,14 +205,15 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
     Args:
       *shape_and_names: sizes and names of the axes, as `jax.make_mesh` takes them, in place of the
         keywords.
-      devices: jax devices to use; all visible ones (as many as the axes need) when left out.
+      devices: jax devices, the first of which are used, as many as the axes need; the visible
+        ones when left out.
       **axes: size of each axis.
 
     Returns:
       A `Mesh`.
 
     Raises:
-      MeshError: the axes need more devices than there are, or are given in neither form.
+      MeshError: the axes need more devices than there are, or are given in none of the two forms.
 
     Example:
       >>> mesh = make_mesh(data=4, model=2)
@@ -239,15 +240,15 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
 def HybridMesh(
     ici: Mapping[str, int], dcn: Mapping[str, int], *, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
+    """Returns a mesh over several slices: each axis has the size dcn[axis] (major) * ici[axis].
 
     Args:
       ici: axis -> size within a slice (fast links).
       dcn: axis -> size across slices (data-centre network); axes left out have size 1.
-      devices: jax devices; all visible ones when left out.
+      devices: as for `make_mesh`.
 
     Returns:
-      A `Mesh` whose `dcn_sizes` records how much of each axis crosses slices.
+      A `Mesh` whose `dcn_sizes` has the `dcn` size of each axis.
 
     Raises:
       MeshError: an axis of `dcn` that `ici` lacks, or more devices than there are.
@@ -281,7 +282,7 @@ def HybridMesh(
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """Prime factors in ascending order, so that the major parts of an axis divide most dims."""
+    """Returns prime factors, ascending: 12 -> (2, 2, 3). A major 2 divides more dims than a 3."""
     found: list[int] = []
     prime = 2
     while number > 1:

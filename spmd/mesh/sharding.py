@@ -13,7 +13,7 @@ import numpy as np
 from spmd.errors import MeshError, SpecError
 from spmd.mesh.mesh import Mesh
 
-Axes = tuple[int, ...]  # atoms of a mesh, major to minor
+Axes = tuple[int, ...]  # atoms, as indices into `Mesh.atoms`, major to minor
 
 
 def common_prefix(first: Axes, second: Axes) -> Axes:

@@ -1,4 +1,4 @@
-"""Turns users' meshes and partition specs into `spmd`'s, and shardings back into jax's."""
+"""Turns users' meshes and partition specs into those of `spmd`, and shardings into jax's."""
 
 import difflib
 import fnmatch
@@ -15,11 +15,11 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, parse_axes
 
 OPEN = PartitionSpec.UNCONSTRAINED
-"""A spec entry that leaves a dim to the compiler; `...` means the same."""
+"""An entry of a spec: the compiler decides how this dim is split. `...` means the same."""
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """Returns the `spmd.Mesh` of a jax `Mesh` or `AbstractMesh`, or itself; else MeshError."""
+    """Returns a `spmd.Mesh` as it is, a jax `Mesh` or `AbstractMesh` as one; else a MeshError."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
@@ -41,7 +41,10 @@ def _devices_by_id() -> dict[int, Any]:
 def jax_mesh(
     mesh: Mesh, devices: Any = None, axis_types: Sequence[AxisType] | None = None
 ) -> jax.sharding.Mesh:
-    """Makes a jax mesh of the same devices; MeshError if one of them is not visible here."""
+    """Returns `mesh` as a jax mesh; MeshError if a device is not visible to this process.
+
+    `devices` are jax's in the mesh's order, by default those with its ids; types are Auto.
+    """
     if devices is None:
         known = _devices_by_id()
         missing = [i for i in mesh.device_ids if i not in known]
@@ -65,7 +68,7 @@ def has_devices(mesh: Mesh) -> bool:
 
 
 def mesh_around() -> Any:
-    """The mesh that `jax.set_mesh` (or `jax.sharding.use_abstract_mesh`) has set; else None."""
+    """Returns the mesh set by `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; None if unset."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
@@ -77,27 +80,27 @@ def mesh_around() -> Any:
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Whether a jax mesh has Explicit axes, whose shardings are a part of arrays' types."""
+    """Whether a jax mesh has an axis of jax's type Explicit (arrays' types say what it splits)."""
     return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Returns the platform (`cpu`, `cuda`, `tpu`) of a mesh's devices, else of jax's own ones."""
+    """Returns `cpu`, `cuda` or `tpu`: of a mesh's devices if visible, else of jax's default."""
     if mesh is None or not has_devices(mesh):
         return str(jax.default_backend()).replace("gpu", "cuda")
     return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
-    """Returns the sharding of an argument or result, over whole axes, as a `PartitionSpec`."""
+    """Returns as a `PartitionSpec` a sharding over whole axes, for which `has_parts` is False."""
     dims = (tuple(ref.name for ref in axis_refs(axes, mesh)) for axes in sharding.dims)
     return PartitionSpec(*dims)
 
 
 def named_sharding(sharding: Sharding, mesh: Mesh, where: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of an argument or result for jax, on its mesh `where`.
+    """Returns a sharding on `mesh` as one of jax; `where` is the jax mesh of the same devices.
 
-    One with parts of axes is on a finer mesh, which has an axis for each part (`Mesh.refined`).
+    If it splits over a part of an axis, the result is on a jax mesh like `mesh.refined()`.
     """
     if has_parts(sharding, mesh):
         mesh = mesh.refined()
@@ -107,7 +110,7 @@ def named_sharding(sharding: Sharding, mesh: Mesh, where: jax.sharding.Mesh) -> 
 
 
 def has_parts(sharding: Sharding, mesh: Mesh) -> bool:
-    """Whether a part of an axis splits a dim, and not just whole axes."""
+    """Whether a sharding splits some dim over a part of an axis, not over whole axes only."""
     return not all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
 
 
@@ -119,9 +122,9 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 def match_patterns(
     patterns: Iterable[str], names: Sequence[str], *, what: str, source: str | None = None
 ) -> list[str | None]:
-    """For each name the first pattern (a name, or a glob whose `*` crosses `/`) that matches it.
+    """Returns, for each name, the first pattern that is or (as a glob) matches it; else None.
 
-    `what` says what the names are of in errors. SpecError for a pattern that matches no name.
+    `*` matches `/`, too. SpecError for a pattern that matches no name; `what` says of what.
     """
     for pattern in patterns:
         if not any(first_match(name, (pattern,)) for name in names):
@@ -138,12 +141,12 @@ def match_patterns(
 def spec_entries(
     spec: Any, rank: int, mesh: Mesh, *, what: str, source: str | None = None
 ) -> tuple[tuple[str, ...] | None, ...]:
-    """Checks a user's spec and spells it out: for each dim its axis names, or None if it is open.
+    """Checks a user's spec; returns, for each dim, its axis names, () if not split, None if open.
 
-    An entry is an axis name, a mesh-axis index, a tuple of them (major to minor), None, `...` or
-    `OPEN`; dims behind the last are not split. `what` and `source` are what the spec is for and the
-    user's line, for errors. SpecError for a spec that is too long, an unknown axis, or one used
-    twice.
+    An entry of a spec is the name or index of a mesh axis, a tuple of these (major to minor), None
+    (not split), or `...` or `OPEN` (open). Dims without an entry are not split. SpecError for a
+    spec that is too long, an unknown axis, or one used twice: it says `what` the spec is of, and
+    the user's line `source`.
     """
     if isinstance(spec, jax.sharding.Sharding):
         raise SpecError(
@@ -212,9 +215,9 @@ def dims_of(
     source: str | None = None,
     even: bool = True,
 ) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
-    """Returns the atoms of each dim by its entry from `spec_entries`, and whether it is open.
+    """Returns (the atoms of each dim, whether each dim is open) for entries of `spec_entries`.
 
-    SpecError, if `even`, for a dim that its axes don't divide.
+    SpecError, if `even`, for a dim of `shape` whose size its axes don't divide.
     """
     dims: list[Axes] = []
     for d, (entry, size) in enumerate(zip(entries, shape, strict=True)):

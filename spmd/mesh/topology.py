@@ -1,7 +1,4 @@
-"""`Topology`: devices of one kind, how they are wired, and the link behind each atom of a mesh.
-
-`Chip` has the peaks, memory and links of one device, as published and as measured.
-"""
+"""`Topology`: a machine's devices and links. `Chip`: the figures of one kind of device."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from spmd.mesh.mesh import Mesh
 
 
 class Link(NamedTuple):
-    """One device's connection to its neighbours along a mesh axis."""
+    """A device's link along a mesh axis: the bytes/s that it can send, and latency in seconds."""
 
     bandwidth: float  # bytes/s that one device can send while it receives as much
     latency: float  # seconds until the first byte of a message arrives
 
 
 class CollectiveSpeed(NamedTuple):
-    """Measured speed of one kind of collective among some devices behind a switch."""
+    """Measured latency and bandwidth of a collective `kind` among `devices` of one host."""
 
     kind: str
     devices: int
@@ -42,7 +39,7 @@ DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator and its links; every figure is per device."""
+    """A kind of device: arithmetic, memory and links. Every figure is of one device."""
 
     name: str  # as in `Topology("name:shape")`
     flops: tuple[tuple[str, float], ...]  # (one of `DTYPES`, operations/s of matrix products)
@@ -113,7 +110,7 @@ _MEASURED: dict[str, Any] = {
 }
 _GIB, _GB = 2**30, 10**9
 _Teraflops = tuple[float, float, float, float]
-"""Peaks of f32, of bf16 and f16, of i8, and of fp8 products."""
+"""Peak 10^12 operations/s of matrix products in f32, in bf16 and f16, in i8, and in fp8."""
 
 
 def _tpu(
@@ -174,11 +171,11 @@ DEVICE_KINDS = (
 
 @dataclass(frozen=True, init=False)
 class Topology:
-    """Devices of one kind and how they are wired; predictions of time and memory start from it.
+    """A machine, for predictions of time and memory: devices of one kind, and how they are wired.
 
     Args:
-      name: `chip:shape`, as `v5e:4x4`, `v4:4x4x8` or `h200:8`.
-      chip: the figures of a chip that is not in the table, or a correction of one that is.
+      name: `chip:shape`, with the sizes of a TPU's torus, or how many GPUs: `v5e:4x4`, `h200:8`.
+      chip: the chip's figures, if its name is not known, or in place of the known ones.
 
     Raises:
       MeshError: an unknown chip, or a shape that it cannot have.
@@ -226,12 +223,12 @@ class Topology:
 
     @cached_property
     def count(self) -> int:
-        """Number of devices."""
+        """The number of devices: that of chips, times the devices of a chip (2 of a tpu7x)."""
         return math.prod(self.shape) * self.chip.cores
 
     @property
     def platform(self) -> str | None:
-        """Returns the devices' backend: `tpu`, `cuda` or `cpu`; None for chips not in the table."""
+        """The devices' platform: `tpu`, `cuda` or `cpu`; None if the chip's name is not known."""
         kind = self.name.partition(":")[0]
         if kind not in CHIPS:
             return None
@@ -241,16 +238,16 @@ class Topology:
 
     @property
     def hbm_bytes(self) -> int:
-        """Memory of one device, bytes."""
+        """The memory of one device, in bytes."""
         return self.chip.hbm_bytes
 
     @property
     def hbm_bandwidth(self) -> float:
-        """Bytes/s between one device and its memory."""
+        """The bandwidth between one device and its memory, in bytes/s."""
         return self.chip.hbm_bandwidth
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak operations/s of one device for an MLIR element type (`bf16`, `f8E4M3FN`, `i8`)."""
+        """Returns a device's peak operations/s of products in an MLIR dtype: `bf16`, `f8E4M3FN`."""
         peaks = dict(self.chip.flops)
         if dtype in peaks:
             return peaks[dtype]
@@ -261,20 +258,20 @@ class Topology:
         return peaks["f32"]
 
     def arithmetic_seconds(self, flops: float, dtype: str, kernel: str = "") -> float:
-        """Time of so many operations on one device.
+        """Returns the seconds that one device needs for some operations.
 
         Args:
-          flops: how many.
-          dtype: the MLIR element type of what is computed with.
+          flops: the number of operations.
+          dtype: the MLIR element type of the operands.
           kernel: the kind of kernel, as in `Chip.efficiency`; empty for matrix products.
         """
         return flops / (self.peak_flops(dtype) * dict(self.chip.efficiency).get(kernel, 1.0))
 
     def link(self, mesh: Mesh, axis: int) -> Link:
-        """Returns the link along mesh axis number `axis`: the slowest of its atoms' links.
+        """Returns the link along mesh axis number `axis`: the slowest of its `atom_links`.
 
-        An axis that matches whole torus dims has all their links; one that closes into a ring sends
-        both ways at once. Behind a switch every axis has all of a device's bandwidth.
+        An axis that covers whole torus dims has the bandwidth of all their links, twice where they
+        are rings, which send both ways. Behind a switch an axis has all of a device's bandwidth.
         """
         pairs = zip(mesh.atoms, self.atom_links(mesh), strict=True)
         links = [link for atom, link in pairs if atom.axis == axis]
@@ -283,15 +280,15 @@ class Topology:
         return Link(min(x.bandwidth for x in links), max(x.latency for x in links))
 
     def atom_links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """The link behind each atom of the mesh; an axis's major atoms are its slow part."""
+        """Returns the link along each of `mesh.atoms`: `dcn` if it crosses slices or hosts."""
         return _atom_links(self, mesh)
 
     def detour(self, mesh: Mesh, axis: int) -> float:
-        """Returns how much longer an all-to-all along a mesh axis takes than sends to neighbours.
+        """Returns by which factor an all-to-all along an axis is slower than sends to neighbours.
 
-        Behind a switch it is 1. In a torus a message passes a quarter of a ring on its way, or as
-        much of a line, so in a dim of 8 chips each link carries twice what a chip sends into it. It
-        is 1, too, for an axis that covers no torus dims.
+        In a torus a message passes the links of a quarter of a ring, or as much of a line, so in a
+        dim of 8 chips each link carries twice what a chip sends into it: 2. The factor is 1 behind
+        a switch, and for an axis that covers no torus dims.
         """
         if not self.chip.torus_dims:
             return 1.0
@@ -301,9 +298,9 @@ class Topology:
         return max([1.0, *(sum(each) * s / 4 / w for s, w in zip(sizes, each, strict=True))])
 
     def measured(self, kind: str, devices: int) -> CollectiveSpeed | None:
-        """Returns the measured speed of a kind of collective among `devices` of one host, if any.
+        """Returns the measured speed of `kind`, such as `all_gather`, in a host; None if unknown.
 
-        For a count that was not measured: that of the next larger one, else of the largest.
+        If this number of `devices` was not measured: of the next larger one, else the largest.
         """
         known = [m for m in self.chip.measured if m.kind == kind]
         larger = [m for m in known if m.devices >= devices]
@@ -321,7 +318,7 @@ class Topology:
 
     @staticmethod
     def load(path: str | Path) -> Topology:
-        """Reads what `save` wrote.
+        """Returns the topology that `save` wrote.
 
         Raises:
           MeshError: a file that is not a topology.
@@ -398,7 +395,7 @@ def _atom_links(topology: Topology, mesh: Mesh) -> tuple[Link, ...]:
 
 
 def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Returns for each mesh axis the fewest torus dims whose sizes multiply to its own, if any."""
+    """Returns for each mesh axis the fewest torus dims whose sizes multiply to its size, or ()."""
     # Minor axes choose first, as in jax's mesh_utils: they are expected to communicate most.
     # On v5e:4x4 with data=4, model=4, `model` takes torus dim 1 and `data` dim 0. With data=2,
     # model=8, no set of dims multiplies to 8 or 2: such axes count on one port in one direction.
@@ -420,5 +417,5 @@ def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def _ways(chip: Chip, size: int) -> int:
-    """Returns 2 for a torus dim that is a ring and sends both ways at once, 1 for a line."""
+    """Returns in how many directions a torus dim of this size sends: 2 for a ring, 1 for a line."""
     return 2 if size % chip.wrap == 0 else 1

@@ -1,4 +1,4 @@
-"""Ops that stay whole in the compiler: each with a rule and a kernel for each platform."""
+"""Functions for models. Most are one op to the compiler, with a kernel on some platforms."""
 
 from spmd.ops.attention import attention
 from spmd.ops.attention_order import from_zigzag, zigzag

@@ -1,14 +1,14 @@
-"""`attention`: one op to the compiler, forward and backward, and a fused kernel on each device.
+"""`attention`: softmax attention as one op (and one for its gradient), with fused kernels.
 
 Shapes are in the names:
 
     B batch    S, T sequence (query, key)    N query heads    K key heads    D head
     G query heads of one key head (N = K * G)
 
-Under `spmd.jit` its two composites, `spmd.attention` and `spmd.attention_grad`, stay whole: see
-`attention_split` for how they are split. What computes them on one device is cuDNN's kernel on
+Under `spmd.jit` its two composites, `spmd.attention` and `spmd.attention_grad`, are one op each;
+`attention_split` says how devices split them. On one device they are computed by cuDNN's kernel on
 NVIDIA GPUs, the splash kernel on TPUs, and `attention_reference` everywhere else, also for shapes
-and dtypes that a kernel does not take. Under plain `jax.jit` composites are their reference.
+and dtypes that a kernel does not take. Plain `jax.jit` takes `attention_reference` for both.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,30 +47,30 @@ def attention(
     zigzag: int = 1,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """`softmax(q k * scale) v` over the keys that each query sees.
+    """Returns `softmax(q k * scale) v`, for each query over the keys that it sees (attends to).
 
     Args:
       q_BSND: queries.
-      k_BTKD: keys; each of the K heads serves N / K query heads in a row.
-      v_BTKD: values, with the heads of the keys.
-      causal: whether query `i` sees the keys up to `i` alone.
-      window: of the keys that a causal query sees, how many at most: its own and those just before
-        it. The sliding window of Mistral 7B (Jiang et al. 2023); None is all of them.
-      positions: integers (S,): the last key that each query sees, for queries that are a part of a
-        sequence.
-      segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees the keys of its own
-        segment alone. For packed documents.
+      k_BTKD: keys; key head 0 is for the first N / K query heads, head 1 for the next, and so on.
+      v_BTKD: values, with the same heads as the keys.
+      causal: whether query `i` sees only the keys 0 to `i`.
+      window: the most keys that a causal query sees: its own and those just before it. The sliding
+        window of Mistral 7B (Jiang et al. 2023); None is no limit.
+      positions: integers (S,): the index of the last key that each query sees, if the queries are
+        a part of a causal sequence; 0 to S - 1 when left out.
+      segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees only the keys that have
+        its number, such as those of its own document where documents are packed.
       scale: the factor of the scores; `1 / sqrt(D)` when left out.
       logits_dtype: the dtype in which scores and their softmax are computed.
-      zigzag: the number of parts for which queries and keys were put into zigzag order
-        (`spmd.ops.zigzag`); 1: they are in the usual one.
+      zigzag: the `parts` with which `spmd.ops.zigzag` reordered queries, keys and values; 1 if
+        they are in the usual order.
       implementation: `auto` and `composite` leave it to the compiler: `spmd.jit` takes the
         platform's kernel, plain `jax.jit` the reference. `xla` is the reference as plain ops, which
         XLA's or this compiler's partitioner splits. `cudnn` is jax's own cuDNN attention, for GPUs:
         what a program compiled by plain `jax.jit` should use there.
 
     Returns:
-      (B, S, N, D) in the dtype of the queries. A query that sees no key has no defined result.
+      (B, S, N, D) in the dtype of the queries. The result of a query that sees no key is undefined.
 
     Raises:
       ArgumentError: shapes that do not fit each other, or an unknown implementation.
@@ -181,7 +181,10 @@ def _run(
 
 
 def _composite(name: str, reference: Kernel, attributes: Any, positions: int, tensors: int) -> Any:
-    """Makes a composite that `jax.vmap` turns into the same composite on a larger batch."""
+    """Returns `reference` as a composite, which under `jax.vmap` is one with a larger batch.
+
+    It has `tensors` operands (B, ...), `positions` (0 or 1) operands (S,), and segments (B, ...).
+    """
 
     @custom_vmap
     def run(*operands: Any) -> Any:
@@ -233,11 +236,11 @@ Tensors = Sequence[Any]
 
 
 def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple[Any, Any]:
-    """Returns the outputs and the logsumexp over the pieces of keys so far and one more.
+    """Returns (output, logsumexp) of attention over the pieces of keys so far and one more.
 
-    Operands are this device's queries, a piece's keys and values, whether that is of a device
-    before this one, the float32 outputs and logsumexp so far, and segments (B, S) and (B, T), if
-    any.
+    Operands are this device's queries, the piece's keys and values, whether a device before this
+    one has that part of the sequence, output (float32) and logsumexp so far, and segments (B, S)
+    and (B, T), if any.
     """
     q_BSND, k_BTKD, v_BTKD, is_before, out_BSND, lse_BNS, *segments = operands
     run = _either(kernel, attention_reference.forward)
@@ -267,7 +270,7 @@ def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple
 
 
 def _joined(so_far: Tensors, more: Tensors) -> Tensors:
-    """Combines two pairs of outputs and logsumexp into the pair over the keys of both."""
+    """Combines [output, logsumexp] over some keys and those over others into those over all."""
     (out, lse), (more_out, more_lse) = so_far, more
     both = jnp.logaddexp(lse, more_lse)
     old, new = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, more_lse))
@@ -277,10 +280,10 @@ def _joined(so_far: Tensors, more: Tensors) -> Tensors:
 def piece_gradient(
     kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any
 ) -> tuple[Any, Any, Any]:
-    """Returns the queries' gradient over the pieces so far and one more, and that piece's own ones.
+    """Returns q's gradient, summed up to this piece of the keys, and those of the piece's k and v.
 
-    Operands are as for `piece`, with outputs and logsumexp over all pieces and the gradient of the
-    outputs before `is_before`, and the queries' gradient over the pieces so far, in float32, after.
+    Operands are q, the piece's k and v, output and logsumexp over all pieces, output gradient,
+    `is_before` as for `piece`, q's float32 gradient so far, and segments, if any.
     """
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, is_before, dq_BSND, *segments = operands
     run = _either(kernel, attention_reference.gradient)
@@ -315,13 +318,13 @@ def piece_gradient(
 
 
 def _halves(tensors: Tensors, lse: int = -1) -> tuple[Tensors, Tensors]:
-    """Splits tensors in halves of their positions; number `lse` is a logsumexp (B, N, S)."""
+    """Returns (first, second) halves along S of tensors (B, S, ...); `tensors[lse]`: (B, N, S)."""
     pairs = [jnp.split(x, 2, 2 if i == lse else 1) for i, x in enumerate(tensors)]
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _together(one: Tensors, another: Tensors) -> Tensors:
-    """Joins two lists of tensors along the batch, so that one kernel computes both."""
+    """Concatenates two lists of tensors pairwise along the batch, for one call of a kernel."""
     return [jnp.concatenate(pair) for pair in zip(one, another, strict=True)]
 
 
@@ -335,7 +338,7 @@ def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:
 
 
 def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
-    """Returns a kernel that calls `otherwise` where `kernel` returns NotImplemented."""
+    """Returns a kernel that calls `kernel`, and `otherwise` if that returns NotImplemented."""
 
     def run(*operands: Any, **spec: Any) -> Any:
         found = kernel(*operands, **spec)
@@ -361,8 +364,8 @@ _HOW: Sequence[tuple[str, str, Callable[[Kernel], Kernel], Any]] = (
     (split.PIECE, "forward", partial(partial, piece), None),
     (split.PIECE_GRADIENT, "gradient", partial(partial, piece_gradient), None),
 )
-"""Composite -> the function of each platform's module that computes it, what is made of that
-function, and how it comes down to one device."""
+"""(composite, function in the modules of `KERNELS` that computes it, wrapper of that function, its
+local lowering, or None for the usual one)."""
 
 for name, function, made, lower in _HOW:
     reference = getattr(attention_reference, function)

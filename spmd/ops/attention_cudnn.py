@@ -1,10 +1,10 @@
 """Attention by cuDNN's fused kernel: the primitives that `jax.nn.dot_product_attention` binds.
 
-It takes 16-bit floats with heads of at most 128, a multiple of 8. A causal mask over whole
-sequences is the kernel's own, with a window or without. Segments, and the mask of a part of the
-queries, are a bias that is added to the scores: (1, 1, S, T) or (B, 1, S, T) in 16 bits, the same
-for all heads. Beside a bias the kernel takes no window: then that is in the bias, too. For anything
-else there is `attention_reference`.
+It takes 16-bit floats and heads of a width of at most 128, a multiple of 8. The kernel applies a
+causal mask over whole sequences itself, with a window or without. Segments, and the mask of a part
+of the queries, are a bias that is added to the scores: (1, 1, S, T) or (B, 1, S, T) in 16 bits, the
+same for all heads. With a bias the kernel takes no window, which is then in the bias, too. Anything
+else is computed by `attention_reference`.
 """
 
 from typing import Any
@@ -21,24 +21,24 @@ except ImportError:  # pragma: no cover (a jax without it)
 
 WIDEST_HEAD = 128
 _HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
-"""The bias on the score of a key that is not seen, by dtype; jax uses the same numbers."""
+"""Dtype -> what is added to the score of a key that is not seen; jax uses the same numbers."""
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any) -> Any:
-    """Computes `attention_reference.forward` by cuDNN; NotImplemented if that has no kernel."""
+    """Returns what `attention_reference.forward` does; NotImplemented if cuDNN has no kernel."""
     tensors, spec = (q_BSND, k_BTKD, v_BTKD), Spec(**attributes)
     return _call("_dot_product_attention_fwd_p", tensors, (), masks, spec, is_training=True)
 
 
 def gradient(*operands: Any, **attributes: Any) -> Any:
-    """Computes `attention_reference.gradient` by cuDNN; NotImplemented if that has no kernel."""
+    """Returns what `attention_reference.gradient` does; NotImplemented if cuDNN has no kernel."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     tensors, kept = (q_BSND, k_BTKD, v_BTKD), (lse_BNS, out_BSND, dout_BSND)
     return _call("_dot_product_attention_bwd_p", tensors, kept, masks, Spec(**attributes))
 
 
 def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **more: Any) -> Any:
-    """Binds one of jax's primitives: both take ten operands, then what the forward pass kept."""
+    """Returns results of jax's cuDNN `primitive`, or NotImplemented; `kept` is (lse, out, dout)."""
     q_BSND, k_BTKD, _ = tensors
     (_, queries, _, width), keys = q_BSND.shape, k_BTKD.shape[1]
     has_bias = spec.segments or (spec.causal and not queries == spec.length == keys)
@@ -73,7 +73,7 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **mor
 
 
 def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Spec) -> tuple[Any, Any]:
-    """Returns the bias that hides keys, or None, and the mask type that the kernel applies."""
+    """Returns (bias that hides keys from queries, or None; mask type that the kernel applies)."""
     keys = k_BTKD.shape[1]
     mask, mask_type = spec.mask(masks, keys), fused.MaskType.NO_MASK
     # The kernel's own causal mask is for queries and keys of a whole sequence.

@@ -1,9 +1,9 @@
-"""Zigzag order: every device's part of a sequence has as much to attend to as any other's.
+"""Zigzag order: an order of a sequence in which equal parts are equal work of causal attention.
 
-Under a causal mask a query sees the keys before it. Of a sequence in eight pieces the first of four
-devices gets the pieces 0 and 7, the next one 1 and 6: late queries see what early ones do not. So
-does Llama 3's context parallelism (Llama team, *The Llama 3 Herd of Models*, 2024, section 3.3.2).
-Brandon et al., *Striped Attention* (2023), balance by single tokens.
+Under a causal mask a late query sees more keys than an early one. So of a sequence in eight pieces
+the first of four devices gets the pieces 0 and 7, the next one 1 and 6, and so on, as in Llama 3's
+context parallelism (Llama team, *The Llama 3 Herd of Models*, 2024, section 3.3.2). Brandon et al.,
+*Striped Attention* (2023), balance by single tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from spmd.errors import ArgumentError
 
 
 def zigzag(x: Any, parts: int, dim: int = 1) -> Any:
-    """Puts a dim of positions into zigzag order.
+    """Returns an array with the positions of a sequence in zigzag order.
 
     Args:
-      x: an array with a dim of positions: numpy's gives numpy's. It may be traced.
-      parts: how many devices split the dim, whose size is a multiple of twice as many.
+      x: a numpy array, for which the result is one, too, or a jax array, which may be traced.
+      parts: into how many parts devices split the dim, whose size is a multiple of 2 * parts.
       dim: the dim of positions.
 
     Returns:
-      The same elements. The i-th of `parts` equal parts of the dim has the i-th piece from the
-      front, then the i-th from the back.
+      The same elements in another order. The dim is cut into 2 * parts pieces; part `i` of the
+      result has the i-th piece from the front, then the i-th from the back.
 
     Raises:
-      ArgumentError: a dim that does not divide.
+      ArgumentError: the size of the dim is no multiple of 2 * parts.
 
     Example:
       >>> zigzag(np.arange(8), 2, dim=0).tolist()
@@ -41,7 +41,7 @@ def zigzag(x: Any, parts: int, dim: int = 1) -> Any:
 
 
 def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
-    """Undoes `zigzag`: puts a dim in zigzag order back into the usual one.
+    """Undoes `zigzag`: returns an array with its positions in the usual order again.
 
     Args:
       x: an array with a dim in zigzag order.
@@ -49,7 +49,7 @@ def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
       dim: the dim of positions.
 
     Raises:
-      ArgumentError: a dim that does not divide.
+      ArgumentError: the size of the dim is no multiple of 2 * parts.
     """
     xp, dim, pieces = _in_pieces(x, parts, dim, parts, 2)
     front, back = (xp.take(pieces, half, dim + 1) for half in (0, 1))
@@ -58,12 +58,12 @@ def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
 
 
 def positions(size: int, parts: int) -> Any:
-    """Returns the usual position of each of `size` elements in zigzag order, integers (size,)."""
+    """Returns (size,): for each element in zigzag order, its position in the usual order."""
     return zigzag(jnp.arange(size), parts, dim=0)
 
 
 def _in_pieces(x: Any, parts: int, dim: int, *counts: int) -> tuple[Any, int, Any]:
-    """Returns numpy or jax.numpy, the dim as a number from 0, and the array cut in pieces."""
+    """Returns (numpy or jax.numpy, as `x` is; `dim` from 0 on; x, with dim -> (*counts, piece))."""
     dim %= x.ndim
     size = x.shape[dim]
     if parts < 1 or size % (2 * parts):
@@ -84,9 +84,9 @@ def _in_pieces(x: Any, parts: int, dim: int, *counts: int) -> tuple[Any, int, An
 def in_usual_order(
     kernel: Callable[..., Any], dims: Sequence[int], results: Sequence[int]
 ) -> Callable[..., Any]:
-    """Makes a kernel take whole sequences in zigzag order, too, by way of the usual one.
+    """Returns `kernel` for both orders: what is in zigzag order is reordered before and after it.
 
-    `dims` has the dim of positions of each tensor that it takes, and `results` of each result.
+    `dims` has the dim of positions of each operand but masks, and `results` that of each result.
     """
     masks = 0, 1, 1  # positions, segments of queries and of keys
 

@@ -1,9 +1,9 @@
-"""Attention and its gradient in plain JAX: what every kernel has to agree with.
+"""Attention and its gradient in plain JAX: kernels have to compute the same.
 
-Shapes are in the names, as in `spmd.ops.attention`; Q is a block of queries. Scores of all queries
-with all keys are never there at once where sequences are long: blocks of queries follow each other,
-and the gradient computes a block's scores again from the logsumexp that the forward pass kept
-(Dao et al. 2022, without the blocks of keys).
+Shapes are in the names, as in `spmd.ops.attention`; Q is a block of queries. Long sequences are
+computed one block of queries after another, so that not all scores are in memory at once; the
+gradient computes a block's scores again from the logsumexp that the forward pass kept (Dao et al.
+2022, without the blocks of keys).
 """
 
 import functools
@@ -21,7 +21,7 @@ SMALLEST_BLOCK = 128  # queries of a block, at least
 
 
 class Mask(NamedTuple):
-    """Which keys each query sees, by positions, segments, both or neither."""
+    """Which keys each query sees: by positions, segments, both, or neither (then all keys)."""
 
     positions_S: Any = None  # where each query is in its sequence, if it sees no key behind it
     # queries_BS, keys_BT: segments, if a query sees just the keys of its own
@@ -30,7 +30,7 @@ class Mask(NamedTuple):
     positions_T: Any = None  # where each key is, if they are not in their order
 
     def visible(self, keys: int, window: int | None = None) -> Any:
-        """Returns booleans that broadcast to (B, S, T); None if every query sees every key."""
+        """Returns (B or 1, S, T): whether each query sees each of `keys` keys; None if all do."""
         parts = []
         if self.positions_S is not None:
             positions_T = jnp.arange(keys) if self.positions_T is None else self.positions_T
@@ -44,7 +44,7 @@ class Mask(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The static parameters of an attention: the attributes of its composites."""
+    """The static parameters of an attention, which are the attributes of its composites."""
 
     causal: bool  # whether there are positions (S,)
     segments: bool  # whether there are segments (B, S) and (B, T)
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
     zigzag: int = 1  # the number of parts of a sequence in zigzag order; 1 for the usual one
 
     def mask(self, operands: Sequence[Any], keys: int) -> Mask:
-        """Makes the mask for so many keys from the operands behind the tensors."""
+        """Returns the mask over `keys` keys; `operands` are positions if causal, then segments."""
         positions, *segments = operands if self.causal else (None, *operands)
         queries_BS, keys_BT = segments or (None, None)
         positions_T = None if self.zigzag == 1 else order.positions(keys, self.zigzag)
@@ -67,8 +67,8 @@ def forward(
 ) -> tuple[Any, Any]:
     """Returns the output (B, S, N, D) and the logsumexp of the scores (B, N, S).
 
-    Masks are positions (S,) if causal, then segments (B, S) and (B, T) if there are any; attributes
-    are the fields of `Spec`. The output of a query that sees no key is zero.
+    `masks` are positions (S,) if causal, then segments (B, S) and (B, T) if there are any;
+    `attributes` are the fields of `Spec`. The output of a query that sees no key is zero.
     """
     spec, keys = Spec(**attributes), k_BTKD.shape[1]
 
@@ -94,7 +94,7 @@ def forward(
 
 
 def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
-    """Returns gradients of queries, keys and values; takes `forward`'s results and `dout`, too."""
+    """Returns gradients of q, k and v; operands are q, k, v, `forward`'s results, dout, masks."""
     q_BSND, k_BTKD, v_BTKD, out_BSND, lse_BNS, dout_BSND, *masks = operands
     spec, keys = Spec(**attributes), k_BTKD.shape[1]
     mask = spec.mask(masks, keys)
@@ -132,7 +132,7 @@ def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
 
 
 def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
-    """Returns scores (B, K, G, Q, T), lowest where a key is not seen, and which are seen."""
+    """Returns (scores (B, K, G, Q, T), lowest where a key is not seen; which are seen, or None)."""
     q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
     dtype = spec.logits_dtype
     scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=dtype)
@@ -145,7 +145,7 @@ def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]
 
 
 def _grouped(x_BQN: Any, heads: int) -> Any:
-    """Reshapes (B, Q, N, ...) to (B, Q, K, G, ...), for K `heads`."""
+    """Reshapes (B, Q, N, ...) to (B, Q, K, G, ...), where K is `heads`."""
     batch, length, count, *rest = x_BQN.shape
     return x_BQN.reshape(batch, length, heads, count // heads, *rest)
 
@@ -157,9 +157,10 @@ def _by_blocks(
     keys: int,
     zeros: Callable[[], Sequence[Any]],
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Calls `block` with some queries after the others, of tensors (B, S, ...) and the mask.
+    """Calls `block` for one block of queries after another, of tensors (B, S, ...) and mask.
 
-    Returns what it finds for each query, and the sums of its other results, which begin as `zeros`.
+    `block` returns (values for its queries, terms). The result is (values for all queries, sums of
+    the terms, which begin as `zeros()`).
     """
     batch, length = tensors[0].shape[:2]
     count = 1  # also where sizes are symbolic: it is traced again when they have values

@@ -1,15 +1,15 @@
 """How attention is split over devices, and what a device with a part of the queries computes.
 
-Batches, heads and queries go to different devices; every device has all of each head's width, and
-all keys of its heads, or a part of them like that of the queries, which then goes round. A device
-with a part of the queries knows from their positions where it is. With more devices than key heads,
-several have the same key head for different query heads.
+Batches, heads and queries are split over devices, the width of a head is not. A device has all keys
+of its heads, or the part of them that belongs to its queries; such parts are then passed round a
+ring of devices. The positions of its queries are an operand. With more devices than key heads,
+several devices have the same key head for different query heads.
 
-A device with a part of the queries computes piece by piece of the keys. What is done with one piece
-is a composite of its own, in one device's program alone. The pieces are slices of all keys, where
-those were gathered; or they go round, and each device hands the one that it has on while it
-computes with it (Liu, Zaharia, Abbeel 2023, *Ring Attention with Blockwise Transformers for
-Near-Infinite Context*). Four devices, the third one:
+A device with a part of the queries computes one piece of the keys after another. Each piece but the
+first is a composite of its own, in one device's program alone. The pieces are slices of all keys,
+if those were gathered; or they go round the ring, and a device sends its piece to the next device
+while it computes with it (Liu, Zaharia, Abbeel 2023, *Ring Attention with Blockwise Transformers
+for Near-Infinite Context*). The program of the third of four devices:
 
     gathered                                      round
     out, lse = attention q, keys[2]               out, lse = attention q, own keys
@@ -19,8 +19,8 @@ Near-Infinite Context*). Four devices, the third one:
     out, lse = attention_piece .., keys[0]        out, lse = attention_piece .., %2
     ...                                           ...
 
-In the gradient what pieces owe to their keys and values goes round with them, and home at the end.
-It goes the other way round, so that no piece of the forward pass is held for it.
+The gradients of a piece's keys and values are summed while they go round with the piece, and end at
+its device. They go the other way round, so that no piece of the forward pass is held.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,13 +49,12 @@ _TERMS = {
         REPLICATE,
     ),
 }
-"""Composite -> what its operands (masks come behind) and its results look like, and the kind of the
-factors of queries and of the query heads of a key head, which gradients of keys are summed over."""
+"""Composite -> (names of its operands but masks, and of its results, in `attention_rule`'s terms;
+kind of the factors of queries and of query heads of a key head: keys' gradients sum over these)."""
 
 LEAST_PIECE = 512
-"""Keys of a piece, at least: to start more kernels than one takes longer than what they leave out.
-
-Pieces that go round may be shorter: the planner weighed that."""
+"""The least size of a piece of gathered keys: a kernel for fewer takes longer than it saves. Pieces
+that go round a ring may be smaller: the planner compares the time that they take."""
 
 SEQUENCE = 1  # the dim of queries, keys and values that has their positions
 
@@ -63,7 +62,7 @@ Types = Sequence[TensorType]
 
 
 def attention_rule(kind: OpKind) -> Rule:
-    """Returns the rule of attention, with keys that go round a ring of devices where they may.
+    """Returns the rule of an attention composite, in which keys may go round a ring of devices.
 
     `b s (k g) d, b t k d, b t k d, .. -> b s (k g) d, b (k g) s {t: ring along s}`
     """
@@ -104,9 +103,9 @@ def _is_piece(kind: OpKind) -> bool:
 
 
 def attention_flops(kind: OpKind, products: int) -> float:
-    """Returns the FLOPs of `products` products, without what a causal mask or a window hides.
+    """Returns the FLOPs of `products` matrix products over the keys that queries see.
 
-    For a part of the queries those of the last part count, which sees most: all wait for it.
+    A part of the queries counts as the last part, which sees most keys and takes the longest.
     """
     (batch, queries, heads, width), (_, keys, _, _) = (t.shape for t in kind.operands[:2])
     said, seen = arguments_of(kind), 1.0
@@ -120,7 +119,7 @@ def attention_flops(kind: OpKind, products: int) -> float:
 
 
 def lower_forward(op: LocalOp) -> Sequence[Value]:
-    """Appends attention on one device: outputs and logsumexp of its queries."""
+    """Appends attention to one device's program; returns output and logsumexp of its queries."""
     if not _is_by_pieces(op):
         return lower_composite(op)
     b, here, types = op.b, _Here(op, 3), op.result_types()
@@ -133,7 +132,10 @@ def lower_forward(op: LocalOp) -> Sequence[Value]:
 
 
 def lower_gradient(op: LocalOp) -> Sequence[Value]:
-    """Appends gradients on one device: of its queries, and of all keys and values or its own."""
+    """Appends attention's gradient to one device's program; returns those of its q, k and v.
+
+    Those of k and v are over all keys, if these were gathered, else of the device's own piece.
+    """
     if not _is_by_pieces(op):
         return lower_composite(op)
     b, here, (type_, *_) = op.b, _Here(op, 6), op.result_types()
@@ -153,12 +155,12 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
 
 
 def ring_reason(label: str) -> str:
-    """Returns the note on sending a piece, for an op's label; the report finds pieces by it."""
+    """Returns the note on the sends of keys of the op `label`, by which reports find them."""
     return f"keys and values of {label} go round"
 
 
 def _is_by_pieces(op: LocalOp) -> bool:
-    """Whether attention is computed piece by piece of the keys, each with a static mask."""
+    """Whether an op is computed one piece of the keys after another, not over all keys at once."""
     (_, queries, _, _), (_, keys, _, _) = (t.shape for t in op.op.kind.operands[:2])
     split, said = op.dim(0, SEQUENCE), arguments_of(op.op.kind)
     pieces = op.mesh.extent(split.axes)
@@ -170,7 +172,7 @@ def _is_by_pieces(op: LocalOp) -> bool:
 
 
 class _Here:
-    """An attention op on one device; masks follow its first `tensors` operands."""
+    """Appends an attention op's parts to one device's program; masks follow `tensors` operands."""
 
     def __init__(self, op: LocalOp, tensors: int) -> None:
         self.op, self.b, self.causal = op, op.b, arguments_of(op.op.kind)["causal"]
@@ -185,14 +187,14 @@ class _Here:
 
     @property
     def key_types(self) -> tuple[TensorType, ...]:
-        """The types of a piece of the keys and of the values."""
+        """The types of one piece of the keys, and of one of the values."""
         parts = 1 if self.goes_round else self.count
         return tuple(self.b.types[x].scaled(SEQUENCE, 1, parts) for x in self.keys[:2])
 
     def own(self, types: Types) -> tuple[Value, ...]:
-        """Appends the op over this device's own piece of the keys, and returns its results.
+        """Appends the op over this device's own piece of the keys; returns results of these types.
 
-        They have the types `types`. If the op is causal, so is the mask within the piece.
+        If the op is causal, the mask within the piece is causal, too.
         """
         b, (q, _, _, *kept) = self.b, self.tensors
         k, v, *segments = self.keys if self.goes_round else self._slices(0)
@@ -216,10 +218,10 @@ class _Here:
         return self.b.compare("GE", self.number, self.b.constant(place, "i32"))
 
     def others(self, way: int) -> Iterator[tuple[int, Sequence[Value]]]:
-        """Yields, of each other device, how many places it is behind this one, and its keys.
+        """Yields for each other device (steps back from this one to it in the ring, its keys).
 
-        That is its piece of keys, values and segments: passed round a ring (`way` is the direction)
-        if they are split, else sliced from the whole.
+        Its keys are its piece of keys, values and segments: if they are split, sent round the ring,
+        in the direction `way` (1: to the next device, -1: to the previous); else a slice of all.
         """
         keys: Sequence[Value] = self.keys
         for i in range(1, self.count):
@@ -251,14 +253,14 @@ class _Here:
     # Sums of what pieces owe to keys and values.
 
     def added(self, terms: Sequence[Value], sums: Sequence[Value]) -> Sequence[Value]:
-        """Adds this device's terms of a piece to the sums that arrive together with the piece."""
+        """Sends `sums` to the previous device; returns those from the next one plus `terms`."""
         if not sums:
             return terms
         arrived = [self._sent(x, -1) for x in sums]
         return [self.b.binary("add", x, y) for x, y in zip(arrived, terms, strict=True)]
 
     def put(self, sums: Sequence[Value], place: int, terms: Sequence[Value]) -> Sequence[Value]:
-        """Writes the terms of one piece to its place in the sums of all pieces."""
+        """Returns `sums`, of all keys, with `terms` at the piece that is `place` steps back."""
         b, start, zero = self.b, self._start(place), self.b.constant(0, "i32")
         pairs = zip(sums, terms, strict=True)
         return [b.dynamic_update_slice(x, term, (zero, start, zero, zero)) for x, term in pairs]

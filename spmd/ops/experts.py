@@ -1,4 +1,4 @@
-"""`experts`: a mixture of gated experts over rows that have chosen some, one op to the compiler.
+"""`experts`: one op for a mixture of experts: gated MLPs, of which each row has chosen some.
 
 Shapes are in the names:
 
@@ -7,19 +7,19 @@ Shapes are in the names:
     X choices of all rows (B * S * C)    R choices that are computed at a time
 
 Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`: there is no capacity, and no
-row is dropped. Sorting depends on the numbers, so a partitioner that looks into it sees gathers
-from anywhere, and has to bring all rows together. Under `spmd.jit` the op stays whole. One device
-can compute it for any of the rows and any of the experts, and what it finds is then a summand:
+row is dropped. As the order depends on values, a partitioner that split the ops inside would have
+to gather all rows. Under `spmd.jit` the op stays whole. One device can compute it for some of the
+rows and some of the experts, and its result is then a term of the sum:
 
     rows are split       every device has its own rows and all experts (they are gathered)
     experts are split    every device has all rows of its group (they are gathered) and its own
                          experts; results are summed, each where it is needed
-    both are split       over the same devices: every choice of a row is sent to its expert, and
-                         comes back (`spmd.ops.experts_exchange`)
+    both are split       over the same devices: a row is sent to each expert that it has chosen,
+                         and the result back (`spmd.ops.experts_exchange`)
     M is split           as in any MLP: results are summed
 
-The planner takes what is fastest. Of N devices with as many rows each, a gather sends N - 1 times
-these, an exchange C times, less what stays: it is for more devices than choices.
+The planner takes what is fastest. On N devices, a gather sends each row N - 1 times, an exchange at
+most C times: it is faster for more devices than choices.
 """
 
 import functools
@@ -45,15 +45,15 @@ GRADIENT = "spmd.experts_grad"
 def experts(
     x_BSH: Any, gates_BSC: Any, chosen_BSC: Any, gate_EMH: Any, up_EMH: Any, down_EHM: Any
 ) -> jax.Array:
-    """The sum of each row's chosen experts, `down(silu(gate(x)) * up(x))`, times their gates.
+    """Returns each row's sum of `gates * down(silu(gate(x)) * up(x))` over its chosen experts.
 
     Args:
       x_BSH: rows.
-      gates_BSC: the weight of each choice, in any float dtype.
-      chosen_BSC: the experts, integers from 0 to E - 1; no row chooses one twice.
+      gates_BSC: the factor of each choice in the sum, in any float dtype.
+      chosen_BSC: the C experts of each row, integers from 0 to E - 1, all C different.
       gate_EMH: each expert's weights of `gate`, in the dtype of the rows.
-      up_EMH: likewise, of `up`.
-      down_EHM: likewise, of `down`.
+      up_EMH: each expert's weights of `up`, in the dtype of the rows.
+      down_EHM: each expert's weights of `down`, in the dtype of the rows.
 
     Returns:
       (B, S, H) in the dtype of the rows.
@@ -87,7 +87,7 @@ def experts(
 
 
 def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Multiplies rows by the weights of their experts: by the kernel for Triton if that fits."""
+    """Returns rows times their experts' weights (a `Product`), by the Triton kernel if it fits."""
     found = products_triton.ragged_product(x_RI, weights_EOI, sizes_E)
     return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 
@@ -111,7 +111,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
-    """Calls a function as a composite, under `jax.vmap` for one element after the other."""
+    """Calls a function as composite `name`; under `jax.vmap` it runs in a loop over elements."""
     count = operands[3].shape[0]
 
     @custom_vmap
@@ -135,7 +135,7 @@ def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
 
 
 def _flops(kind: OpKind, products: int) -> float:
-    """Returns the FLOPs of `products` products of each choice of an expert on this device."""
+    """Returns an op's FLOPs: `products` H x M products for each choice of one of its experts."""
     (batch, length, width), (_, _, choices) = (t.shape for t in kind.operands[:2])
     here, inner, _ = kind.operands[4].shape
     # Where choices are sent to their experts, as many come as go.
@@ -157,7 +157,7 @@ def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule
 
 
 def _lower(op: LocalOp) -> tuple[Value, ...]:
-    """Appends the op on one device, with an exchange if the same devices split rows and experts."""
+    """Appends the op at one device's shapes; it exchanges if atoms split both rows and experts."""
     ((e,),) = op.rule.operands[3]
     exchanges = op.rule.is_exchanged(e, op.choice.assignment)
     return lower_exchanging(op, e) if exchanges else lower_composite(op)
@@ -181,7 +181,7 @@ _PLATFORMS: dict[str, tuple[experts_exchange.Send, experts_local.Product]] = {
     "cuda": (experts_exchange.by_collective, _on_gpus),
     "tpu": (experts_exchange.by_collective, experts_local.tpu_product),
 }
-"""How rows are exchanged, and what multiplies them by their experts."""
+"""Platform -> (how devices exchange rows, how rows are multiplied by their experts' weights)."""
 
 
 _OWED = ", b s h -> b s h, b s c, e m h, e m h, e h m"

@@ -1,12 +1,12 @@
-"""Experts that are split over the devices that split the rows: choices are sent to their expert.
+"""Experts split over the devices that split the rows: a row is sent to the experts it has chosen.
 
 Shapes are in the names, as in `spmd.ops.experts`, and
 
     N devices that exchange    E experts of one device    X choices of its own rows
     R choices that it computes at a time
 
-Each device sorts its choices by their expert, and tells the others how many there are of each. So
-all know where each device's rows are to lie at each other device:
+Each device sorts its choices by their expert, and sends the others the number of each. From these
+each device computes where the rows from each device are at each other one:
 
     device 0 has  a a b c c c        sends   a a b to device 0, c c c to 1
     device 1 has  a b b b d d        sends   a b b b to device 0, d d to 1
@@ -14,8 +14,8 @@ all know where each device's rows are to lie at each other device:
     device 1 gets c c c | d d        in one turn
 
 An expert's outputs go back the same way. A turn has room for a quarter more choices than come if
-experts are chosen equally often, so mostly there is one; a crowded device takes several, and the
-others of its group take part in these with what they have for it. Nothing is dropped.
+experts are chosen equally often, so mostly there is one turn; if a device gets more, all devices of
+its group take part in further turns. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from spmd.ops import experts_local as local
 from spmd.ops.experts_local import Product, Turn, inverse
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
-"""(rows, where they arrive, places, axes) -> that, with what the others have sent."""
+"""(rows to send, array for rows that arrive, places, axes) -> this array, with those rows in it."""
 
 LANES = 128  # widths of rows stay multiples of this
 
 
 class Places(NamedTuple):
-    """Where one device's rows for each other one lie, here and there, and how many go and come."""
+    """For each device: where rows for it start, here and there; how many go to and come from it."""
 
     # here_N, sent_N: where the rows for each device start, and how many there are
     here_N: Any
@@ -46,12 +46,12 @@ class Places(NamedTuple):
 
 
 def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
-    """Exchanges rows by `jax.lax.ragged_all_to_all`, which TPUs and GPUs have."""
+    """Exchanges rows (a `Send`) by `jax.lax.ragged_all_to_all`, which TPUs and GPUs have."""
     return jax.lax.ragged_all_to_all(x, out, *places, axis_name=axes)
 
 
 def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
-    """Exchanges rows where there is no such collective: each device picks its own from all."""
+    """Exchanges rows (a `Send`) by an all-gather, of which each device takes the rows for it."""
     every = jax.lax.all_gather((x, places), axes)
     me = jax.lax.axis_index(axes)
     rows, (here_NN, sent_NN, there_NN, _) = every
@@ -65,10 +65,10 @@ def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
 
 
 def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product) -> Any:
-    """Returns the sum of the chosen experts of this device's rows, wherever these experts are.
+    """Returns (B, S, H): for each row of this device, the gated sum of its experts on any device.
 
-    Takes `experts_local.forward`'s operands, and axes: those of the devices that exchange, which
-    split the experts evenly. `send` exchanges rows.
+    Operands are those of `experts_local.forward`. `axes` are the mesh axes of the devices that
+    exchange, which split the experts evenly; `send` exchanges rows.
     """
     x_BSH, gates_BSC, chosen_BSC, _, *weights = operands  # each device knows which experts it has
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
@@ -90,7 +90,7 @@ def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, produ
 def gradient(
     *operands: Any, count: int, axes: tuple[str, ...], send: Send, product: Product
 ) -> Any:
-    """Returns gradients of rows, gates and weights; takes `forward`'s operands, then `dout`."""
+    """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, _, *weights, dout_BSH = operands
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
     width = x_BSH.shape[-1]
@@ -119,7 +119,7 @@ def gradient(
 
 
 class _Route(NamedTuple):
-    """Where each choice of an expert goes: to which device, and in which order."""
+    """The order of this device's choices by expert; how many choices each device has for each."""
 
     # the places of this device's choices, sorted by their expert; those of none are last
     order_X: Any
@@ -158,7 +158,7 @@ class _Route(NamedTuple):
         return x_BSH.reshape(-1, x_BSH.shape[-1])[self.order_X // self.choices]
 
     def summed(self, x_XH: Any, weights_TC: Any = None) -> Any:
-        """Returns (T, H): for each row, the weighted sum of what its choices have in `x_XH`."""
+        """Returns (T, H): for each row, the sum of its choices' rows of `x_XH`, times weights."""
 
         def term(c: int) -> Any:
             term_TH = x_XH[self.place_TC[:, c]]
@@ -167,7 +167,7 @@ class _Route(NamedTuple):
         return local.summed(map(term, range(self.choices)))
 
     def turn(self, i: Any) -> tuple[Places, Places, Turn]:
-        """Returns turn `i`'s places, those of the way back, and what arrives, sorted by expert."""
+        """Returns (places to send turn `i`'s rows, places to send results back, the `Turn`)."""
         start, me = i * self.size, self.me
         # Rows from a device lie behind those from the devices before it; a turn takes of that the
         # part from `start` on.
@@ -191,7 +191,7 @@ class _Route(NamedTuple):
         return there, back, Turn(at_R, at_R, is_first_R1, sizes_E)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Runs as many turns as the busiest device of the group needs."""
+        """Returns `carry` after `turn(i, carry)` for each turn that the busiest device needs."""
 
         def most() -> Any:
             return jnp.max(jnp.sum(self.sizes_NN, axis=0))
@@ -200,7 +200,7 @@ class _Route(NamedTuple):
 
 
 def _with(x_RH: Any, gates_R: Any) -> Any:
-    """Appends its gate's bits to each row, so that both are sent together."""
+    """Returns rows with the bits of their gates appended, so that both are sent together."""
     wide_R = gates_R.astype(jnp.promote_types(gates_R.dtype, x_RH.dtype))
     bits_RK = jax.lax.bitcast_convert_type(wide_R, x_RH.dtype).reshape(wide_R.shape[0], -1)
     padding = -bits_RK.shape[1] % LANES if x_RH.shape[1] % LANES == 0 else 0

@@ -1,7 +1,7 @@
-"""Experts on one device: the sum of what its experts add to its rows, some choices at a time.
+"""Experts on one device: what its experts add to its rows, in *turns* of some choices each.
 
-Shapes are in the names, as in `spmd.ops.experts`. `ragged_dot` multiplies rows that are sorted by
-their expert.
+Shapes are in the names, as in `spmd.ops.experts`. A *choice* is one of the C experts that a row has
+chosen. Products are of rows that are sorted by their expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 Product = Callable[[Any, Any, Any], Any]
-"""(rows sorted by their expert, weights, rows of each expert) -> each row times its expert's."""
+"""(rows (R, I) sorted by expert, weights (E, O, I), number of rows of each expert) -> (R, O): each
+row times its expert's weights."""
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
@@ -24,15 +25,15 @@ _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Multiplies each row by its expert's weights, by XLA's ragged product."""
+    """Returns (R, O): each row times its expert's weights, by XLA's ragged product."""
     return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
 
 
 def forward(*operands: Any, count: int, product: Product = ragged) -> Any:
-    """Returns what this device's experts, of `count` in all, add to its rows.
+    """Returns (B, S, H): for each row, the gated sum of its chosen experts on this device.
 
-    Operands are rows, gates, choices, the numbers of the experts here, and their weights gate, up
-    and down. Choices and numbers are from 1 on, 0 is none.
+    Operands are rows, gates, chosen experts, the numbers of the experts here, and their weights
+    gate, up and down. Experts have the numbers 1 to `count`; 0 is none.
     """
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -47,7 +48,7 @@ def forward(*operands: Any, count: int, product: Product = ragged) -> Any:
 
 
 def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
-    """Returns gradients of rows, gates and weights; takes `forward`'s operands, then `dout`."""
+    """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
     x_TH, dout_TH = (x.reshape(-1, x.shape[-1]) for x in (x_BSH, dout_BSH))
@@ -70,7 +71,7 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
 
 
 class Turn(NamedTuple):
-    """The choices of experts that are computed in one turn."""
+    """The up to R choices that are computed in one turn, sorted by their expert."""
 
     # at_R, row_R: their places among all choices, and the rows that made them
     at_R: Any
@@ -80,13 +81,13 @@ class Turn(NamedTuple):
 
 
 def inverse(order_X: Any) -> Any:
-    """Returns the inverse of a permutation."""
+    """Returns the inverse of a permutation: (2, 0, 1) -> (1, 2, 0)."""
     places_X = jnp.arange(order_X.shape[0], dtype=order_X.dtype)
     return jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
 
 
 def summed(terms: Iterable[Any]) -> Any:
-    """Adds arrays in float32, one by one: XLA's reduction would write all of them to memory."""
+    """Returns the sum of arrays in their dtype; XLA can fuse it, unlike a reduction of a stack."""
     first, *others = terms
     total = first.astype(jnp.float32)
     for term in others:
@@ -97,19 +98,22 @@ def summed(terms: Iterable[Any]) -> Any:
 def in_turns(
     size: int, most: int, count: Callable[[], Any], turn: Callable[[Any, Any], Any], carry: Any
 ) -> Any:
-    """Runs turns of `size` choices until `count` are done, which is `most` at most."""
+    """Loops `carry = turn(i, carry)` over turns i = 0, 1, ... of `size` choices; returns `carry`.
+
+    There are `count()` choices in all, known at run time; `most` is an upper bound of that.
+    """
     if size >= most:
         return turn(0, carry)
     return jax.lax.fori_loop(0, (count() + size - 1) // size, turn, carry)
 
 
 def turn_size(share: float, most: int) -> int:
-    """Returns how many choices a turn has: a quarter above `share`, and `most` at most."""
+    """Returns the number of choices of a turn: 5/4 of the expected `share`, and at most `most`."""
     return min(most, math.ceil(share * 5 / 4))
 
 
 class _Choices(NamedTuple):
-    """The choices of this device's experts, sorted by expert, in turns (see `experts_exchange`)."""
+    """The choices of experts that are on this device, sorted by expert and cut into turns."""
 
     order_X: Any  # the choices, sorted; those of experts that are elsewhere are last
     place_TC: Any  # where each row's choices are in that order
@@ -142,17 +146,15 @@ class _Choices(NamedTuple):
         return Turn(at_R, at_R // self.choices, is_here_R1, sizes_E)
 
     def summed(self, i: Any, x_RH: Any) -> Any:
-        """Returns (T, H): for each row, the sum of what turn `i` computed for its choices."""
+        """Returns (T, H): for each row, the sum of turn `i`'s results (`x_RH`) for its choices."""
         return summed(self._found(i, c, x_RH) for c in range(self.choices))
 
     def returned(self, i: Any, x_R: Any) -> Any:
         return jnp.stack([self._found(i, c, x_R) for c in range(self.choices)], 1).reshape(-1)
 
     def _found(self, i: Any, c: int, x_R: Any) -> Any:
-        """Returns (T, ...): what turn `i` computed for each row's choice `c`; 0 if nothing.
-
-        A scatter that adds to rows has no fixed order on a GPU, and would not give the same twice.
-        """
+        """Returns (T, ...): turn `i`'s result (in `x_R`) for choice `c` of each row; 0 if none."""
+        # A scatter that adds to rows has no fixed order on a GPU: runs would differ in rounding.
         at_T = self.place_TC[:, c] - i * self.size
         is_there_T = (at_T >= 0) & (at_T < self.size)
         found = x_R.at[at_T].get(mode="clip")
@@ -163,13 +165,13 @@ class _Choices(NamedTuple):
 
 
 def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
-    """Returns what each choice adds to its row: the expert's output times the gate."""
+    """Returns (R, H): what each choice adds to its row, the expert's output times the gate."""
     out_RH = said(x_RH, part, weights, product)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
 def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
-    """Returns the output of each row's expert; rows are sorted by their expert."""
+    """Returns (R, H): the output of each row's expert, 0 for padding; rows are sorted by expert."""
     gate_EMH, up_EMH, down_EHM = weights
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
@@ -180,7 +182,7 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any
 
 
 def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
-    """Returns the function from a gradient of what is `added` to those of rows, gates, weights."""
+    """Returns the vjp of `added`: its result's gradient -> (rows', gates', *weights' gradients)."""
 
     def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
         return added(x_RH, gates_R, part, weights, product)
@@ -189,7 +191,7 @@ def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product
 
 
 def with_terms(totals: Sequence[Any], terms: Sequence[Any]) -> list[Any]:
-    """Adds terms to totals, in the dtypes of these."""
+    """Returns the sum of each total and its term, in the total's dtype."""
     return [total + x.astype(total.dtype) for total, x in zip(totals, terms, strict=True)]
 
 
@@ -201,14 +203,14 @@ def with_terms(totals: Sequence[Any], terms: Sequence[Any]) -> list[Any]:
 ROWS = (512, 256, 128)  # rows of a tile; the first that divides the rows is taken
 
 WIDTHS = (1024, 512, 256, 128)
-"""Likewise of the widths of rows and experts. Larger tiles do not fit a TPU's fast memory."""
+"""Sizes of a tile along H and M, likewise. Larger tiles do not fit into a TPU's fast memory."""
 
 INTERPRET = False  # whether to run the kernel step by step on any platform, for tests
 
 
 @jax.custom_vjp
 def tpu_product(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Multiplies as `ragged` does, with a TPU kernel for the weights' gradient."""
+    """Returns what `ragged` does; a TPU kernel computes the gradient of the weights."""
     return ragged(x_RI, weights_EOI, sizes_E)
 
 
@@ -237,7 +239,7 @@ tpu_product.defvjp(_tpu_forward, _tpu_backward)
 
 
 def _tiles(rows: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Returns the kernel's tiles of rows and both widths; None if it is of no use, or none fit."""
+    """Returns the kernel's tile (of R, of O, of I); None for a single expert or if none divide."""
     count, outer, inner = weights
     wanted = ((rows[0], ROWS), (outer, WIDTHS), (inner, WIDTHS))
     found = [next((tile for tile in tiles if not size % tile), None) for size, tiles in wanted]

@@ -1,4 +1,4 @@
-"""`fp8_dot`: products of 8-bit floats, scaled by what earlier steps have seen.
+"""`fp8_dot`: products of 8-bit floats, scaled by the largest magnitudes in earlier steps.
 
 The formats are those of Micikevicius et al., FP8 Formats for Deep Learning, 2022: e4m3 for what is
 multiplied in the forward pass, e5m2 for the gradients that come in. Each operand is multiplied by a
@@ -13,7 +13,7 @@ is read twice. Scales are powers of two: multiplying by them rounds nothing, in 
     %5 = %4 * (1 / scales)
 
 Plain ops, no composite: XLA makes the product one call of cuBLASLt, and lays its operands out with
-the summed dim minor, as that wants them.
+the summed dim minor, as cuBLASLt wants them.
 """
 
 from collections.abc import Sequence
@@ -27,35 +27,35 @@ import numpy as np
 from spmd.errors import ArgumentError
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-"""As of `jax.lax.dot_general`: ((summed of x, of w), (batch of x, of w))."""
+"""As for `jax.lax.dot_general`: ((summed dims of x, of w), (batch dims of x, of w))."""
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 LARGEST_EXPONENT = 60
-"""A scale is at most 2 to this, and at least 2 to its negative: products of two stay in float32."""
+"""Scales are from 2**-60 to 2**60, so that the product of two is in float32's range."""
 
 
 class Fp8State(NamedTuple):
-    """The largest magnitudes of `fp8_dot`'s operands in the last steps, the last step first.
+    """The largest magnitudes of one `fp8_dot`'s operands in the last steps, the latest step first.
 
     Attributes:
-      maxima: (..., R, H) in float32: R rows, of x, of each weight, and of each result's gradient;
-        H steps. 0 stands for a step that is not known.
+      maxima: (..., R, H) in float32: R rows, for x, each weight, and the gradient of each result;
+        H steps. 0 means that the maximum of a step is not known.
     """
 
     maxima: Any
 
 
 def fp8_state(weights: Any = None, *, history: int = 16) -> Fp8State:
-    """A fresh state for one `fp8_dot`.
+    """Returns the state of one `fp8_dot` before its first step.
 
-    While no maxima are known scales are 1, and small gradients underflow; so the first steps, in
-    which maxima of gradients come down from layer to layer, should have a low learning rate.
+    While no maxima are known scales are 1, and small gradients underflow. Maxima of gradients
+    become known from layer to layer in the first steps: these need a low learning rate.
 
     Args:
-      weights: the weight of the product, or the tuple of them, whose maxima are taken; or None, for
-        one weight that is not known yet.
-      history: steps whose maxima are kept.
+      weights: the weight of the product, or the tuple of them, whose maxima begin the history; or
+        None, for one weight that is not known yet.
+      history: the number H of steps whose maxima are kept.
 
     Raises:
       ArgumentError: a history of no steps.
@@ -83,32 +83,32 @@ def fp8_dot(
     dimension_numbers: DimensionNumbers | None = None,
     margin: int = 0,
 ) -> Any:
-    """`x @ w` with both operands rounded to 8 bits, in the dtype of `x`.
+    """Returns `x @ w` in the dtype of `x`, computed with both operands rounded to 8-bit floats.
 
-    Operands are scaled, cut off at the format's largest number (NaN stays NaN) and rounded to
-    float8_e4m3fn; gradients that come in to float8_e5m2. Products are summed in float32 and left in
-    the dtype of `x`, or in float32 where that is float16; so are gradients, before they are brought
-    to the dtypes of `x` and `w`.
+    Operands are scaled, clipped to the format's largest number (NaN stays NaN) and rounded to
+    float8_e4m3fn, gradients of results to float8_e5m2. Products are summed in float32 and rounded
+    to the dtype of `x`; before they are scaled back, except float16, which has too small a range.
+    Gradients are computed likewise, then converted to the dtypes of `x` and `w`.
 
     The gradient of the state is no derivative but *the next state*: the histories with this step's
-    maxima in front. Put it in the place of the state (`next_states`, or `split` and `merge`), and
+    maxima in front. Put it in the place of the state (`split` and `merge` of this module help), and
     use a state for one product a step, since gradients of several uses would be added.
 
     Args:
       x: (..., K).
-      w: (K, N), or other dims as `dimension_numbers` says; or a tuple of weights that all multiply
-        `x`, which is then rounded once for all.
+      w: (K, N), or other dims as `dimension_numbers` says; or a tuple of weights, all multiplied
+        with `x`, which is rounded once for all.
       state: from `fp8_state`, for as many weights. None takes the maxima of the operands at hand
         (*current scaling*): that takes longer, as each is read before it can be rounded.
       dimension_numbers: as of `jax.lax.dot_general`; None sums over the last dim of `x` and the
         first of `w`.
-      margin: scales are divided by 2 to this power, in case maxima grow.
+      margin: scales are divided by `2**margin`, so that maxima may grow in a step.
 
     Returns:
       (..., N), or as of `jax.lax.dot_general`; a tuple of those for a tuple of weights.
 
     Raises:
-      ArgumentError: operands that are no floats, or a state of another number of products.
+      ArgumentError: operands that are no floats, or a state for another number of weights.
 
     Example:
       >>> state = fp8_state(w_KN)
@@ -140,7 +140,7 @@ def fp8_dot(
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Splits a tree into one without its `Fp8State`s and one of these alone; None fills gaps.
+    """Returns two trees like `tree`: one with None for `Fp8State`s, one with None for all else.
 
     Example:
       >>> params, states = split(params)
@@ -154,7 +154,7 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def merge(rest: Any, states: Any) -> Any:
-    """Makes one tree again of the two that `split` returned."""
+    """Returns the tree of which `split` made the two: each state is put in its place in `rest`."""
 
     def one(leaf: Any, state: Any) -> Any:
         return leaf if state is None else state
@@ -170,7 +170,7 @@ def _is_state(leaf: Any) -> bool:
 
 
 class _Plan(NamedTuple):
-    """What is static of a product: its dimension numbers, and how operands are scaled."""
+    """The static parameters of a product: its dimension numbers, and how operands are scaled."""
 
     dims: Any
     margin: int
@@ -233,7 +233,7 @@ def _dot(a: _Rounded, b: _Rounded, dims: Any, dtype: Any) -> jax.Array:
 def _grad_of(
     side: int, dy: _Rounded, other: _Rounded, dims: Any, rank: int, dtype: Any
 ) -> jax.Array:
-    """Returns the gradient of a product's operand of `rank` dims: left (side 0) or right (1)."""
+    """Returns the gradient of a product's left (`side` 0) or right (1) operand, of `rank` dims."""
     # dy has the batch dims, then those of the left operand that are its own, then the right one's.
     (summed, other_summed), (batch, other_batch) = ((pair[side], pair[1 - side]) for pair in dims)
     own = _others(rank, summed, batch)
@@ -257,7 +257,7 @@ def _others(rank: int, *taken: Sequence[int]) -> tuple[int, ...]:
 
 
 def _maximum(x: Any) -> jax.Array:
-    """Returns the largest magnitude in an array, (1, 1) in float32."""
+    """Returns the largest magnitude in an array, in float32 of shape (1, 1); 0 if it is empty."""
     # What follows the maximum only moves it. So devices' maxima stay terms up to the next state,
     # and all of a step are exchanged together: a convert would need each of them whole, and so
     # would a scan's stacking of scalars.
@@ -280,7 +280,7 @@ def _scale(largest: Any, dtype: Any, margin: int) -> jax.Array:
 
 
 def _powers(limits: Any, largest: Any, margin: int) -> jax.Array:
-    """Returns the largest powers of two that scale `largest` within `limits`; 1 for 0."""
+    """Returns p / 2**margin, p the largest power of two with p * largest <= limits, or 1 for 0."""
     ratio = limits / jnp.where(largest > 0, largest, limits)
     bound = 2.0 ** (LARGEST_EXPONENT)
     bits = jax.lax.bitcast_convert_type(jnp.clip(ratio, 1 / bound, bound), jnp.int32)

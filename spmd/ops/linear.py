@@ -1,15 +1,15 @@
-"""`linear`: products with weights that may be quantized, as each platform reads them best.
+"""`linear`: products with weights that may be quantized, by the fastest way of each platform.
 
 Shapes are in the names:
 
     B rows    I, O in and out    Q groups of I    P halves of a group    W half a group's width
 
-The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows it
-is bound by reading weights. With one, GPUs take a multiplication and a sum, which XLA makes one
-kernel of, conversion and scale included; with up to 128 a kernel that reads all weights of a
-composite (`products_triton`), if they are not quantized. With many rows it is bound by arithmetic,
-and GPUs multiply 8-bit floats with each other: rows are rounded to those, too, each with a scale of
-its own. Everywhere else it is matrix products of `x` as it is.
+The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows its
+time is that of reading weights. For one row, GPUs run a multiplication and a sum, which XLA makes
+one kernel, conversion and scale included; for up to 128 rows one kernel reads all weights of a
+composite (`products_triton`), if they are not quantized. With many rows its time is that of
+arithmetic, so if weights are 8-bit floats, GPUs round rows to these, too, each with a scale of its
+own. Everywhere else weights are converted to the dtype of `x`.
 """
 
 import math
@@ -30,24 +30,22 @@ NAME = "spmd.linear"
 FP8 = jnp.float8_e4m3fn
 
 EIGHT_BIT_ROWS = 128
-"""From so many rows on, a GPU takes products of 8-bit floats where the weight is some.
-
+"""From this number of rows on, GPUs round rows to 8-bit floats if the weights are 8-bit floats.
 4096 x 22016 on an H200, rounding included: 256 rows take 49 us (94 with weights converted on their
-way, 71 in bfloat16), 64 rows 35 us (41), but those of a product with 4096 outputs 20 us (15).
-"""
+way, 71 in bfloat16), 64 rows 35 us (41), but 20 us with 4096 outputs (15)."""
 
 NIBBLES = 2
-"""Values of 4 bits in a byte: the low ones are a group's first half, the high ones its second."""
+"""The 4-bit values in a byte: low bits are of a group's first half, high bits of its second."""
 
 
 def linear(x_BI: Any, weight: Any) -> jax.Array:
-    """`x @ weight.T` in the dtype of `x`, summed in float32.
+    """Returns `x @ weight.T` in the dtype of `x`, summed in float32.
 
     Args:
       x_BI: rows.
-      weight: (O, I); or quantized, a dict of `values` and `scales`: 8-bit `values` (O, I) with
-        `scales` (O,), or 4-bit ones packed in uint8 `values` (O, Q, W) with `scales` (O, Q), for
-        groups of 2 W neighbours: byte j of a group holds its elements j and j + W, each plus 8.
+      weight: an array (O, I); or a dict of quantized `values` and `scales`: 8-bit (O, I) with
+        scales (O,), or 4-bit packed in uint8 values (O, Q, W) with scales (O, Q), for groups of
+        2 W neighbours: byte j of a group holds its elements j and j + W, each plus 8.
 
     Returns:
       (B, O).
@@ -62,17 +60,17 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
 
 
 def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
-    """The products of the same rows with several weights, which are read together where it pays.
+    """Returns the product of the same rows with each of several weights, as one op if possible.
 
-    They are one op, whose outputs are split alike, if the smallest weight's number of outputs
-    divides the others': so for queries, keys and values, and the two halves of a gated MLP.
+    It is one op, whose outputs are split over the same axes, if all or no weights are 4-bit and
+    the smallest O divides the others: as of queries, keys and values, or gate and up of an MLP.
 
     Args:
       x_BI: rows.
-      weights: as for `linear`.
+      weights: several, each as for `linear`.
 
     Returns:
-      (B, O) for each weight.
+      A tuple of (B, O) for each weight.
 
     Raises:
       ArgumentError: shapes that do not fit each other.
@@ -111,12 +109,12 @@ def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ..
 
 
 def _decomposition(x: Any, *operands: Any) -> tuple[Any, ...]:
-    """Multiplies `x` by each weight's values as they are; scales are applied after that."""
+    """Returns `x` times each weight: times its values in x's dtype, then times its scales."""
     return tuple(_product(x, *part) for part in _parts(operands))
 
 
 def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yields each weight's operands: values, and scales if an operand with a dim less follows."""
+    """Yields each weight's operands, (values,) or (values, scales): scales have a dim less."""
     begin = 0
     while begin < len(operands):
         rest = operands[begin + 1 :]
@@ -153,7 +151,7 @@ def _kernel(x: Any, *operands: Any) -> Any:
 
 
 def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Multiplies in 8-bit floats, each row scaled so that its largest entry is 448."""
+    """Returns products of 8-bit floats; rows are scaled so that their largest entry is 448."""
     x32_BI = x_BI.astype(jnp.float32)
     largest_B1 = jnp.max(jnp.abs(x32_BI), axis=1, keepdims=True)
     scales_B1 = jnp.where(largest_B1 > 0, largest_B1 / float(jnp.finfo(FP8).max), 1.0)

@@ -1,4 +1,4 @@
-"""`paged_attention` and `paged_update`: a KV cache in pages, for rows of any slots in one call.
+"""Attention over a KV cache in pages, and its update, for tokens of several sequences in one call.
 
 Shapes are in the names:
 
@@ -6,9 +6,9 @@ Shapes are in the names:
     N pages of a group's pool    P positions of a page    M pages of a slot's table
     K key heads    G query heads of one key head    D head
 
-A slot holds one sequence. Position t of slot b lies in page `table[b, t // P]`, at t % P. A row is
-one token of a slot: rows of one slot are neighbours at consecutive positions, and slots ascend.
-Those of slot b are rows `first[b]` to `first[b + 1] - 1`; what is behind `first[B]` is padding.
+A slot holds one sequence. Its position t is in page `table[b, t // P]`, for slot b, at t % P. A row
+is one token of a slot. Rows are in the order of slots, and in a slot of consecutive positions: slot
+b has the rows `first[b]` to `first[b + 1] - 1`. Rows from `first[B]` on are padding.
 
     first = [0, 1, 1, 4]:  row 0 is of slot 0, which decodes; slot 1 has none; rows 1, 2 and 3 are a
                            chunk of slot 2's prompt
@@ -48,25 +48,25 @@ def paged_attention(
     scales: Any = None,
     window: int | None = None,
 ) -> jax.Array:
-    """`softmax(q k / sqrt(D)) v` of each row over positions 0 to its own, in its slot's pages.
+    """Returns `softmax(q k / sqrt(D)) v` of each row, over its slot's positions up to its own.
 
     Args:
       q_ARKGD: queries.
       pool_ANPK2D: keys (index 0 of the second last dim) and values (index 1).
-      table_ABM: the pages of each slot, from 0 to N - 1; behind a slot's last one anything.
+      table_ABM: the pages of each slot, from 0 to N - 1; entries after its last one are not used.
       slots_AR: the slot of each row.
-      positions_AR: the last position that each row sees; with -1 it sees none, and its result is 0.
-      first_AB1: where each slot's rows begin, and at the end where padding does. Padded rows are 0.
-      scales: of an int8 pool, (A, N, P, K, 2).
-      window: how many positions a row sees at most: its own and those just before it. None is all.
+      positions_AR: each row's position, the last that it sees (attends to); its result is 0 at -1.
+      first_AB1: each slot's first row, then the first row of padding. The results of padding are 0.
+      scales: for an int8 pool (A, N, P, K, 2), by which its keys and values are multiplied.
+      window: the most positions that a row sees, its own and those just before it; None is all.
 
     Returns:
-      (A, R, K, G, D) in the dtype of the queries; scores and softmax are in float32. What lies in
-      pages behind a slot's last position does not show, be it NaN.
+      (A, R, K, G, D) in the dtype of the queries; scores and softmax are in float32. Values in a
+      page at positions that no row sees have no effect, even if they are NaN.
 
     Raises:
-      ArgumentError: shapes or dtypes that do not fit each other. Compiled for NVIDIA GPUs, an int8
-        pool of more than 2 and up to 4 GiB on a device is an error that says which N will do.
+      ArgumentError: shapes or dtypes that do not fit each other; for NVIDIA GPUs, when compiled,
+        also an int8 pool of more than 2 and up to 4 GiB on a device.
 
     Example:
       >>> heads_ARKGD = paged_attention(
@@ -101,15 +101,15 @@ def paged_attention(
 def paged_update(
     pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any
 ) -> jax.Array:
-    """The pool with each row's entry at its position, in its slot's pages.
+    """Returns the pool with each row's entry written at the row's position in its slot's pages.
 
     Args:
       pool_ANP: (A, N, P, ...): keys and values (A, N, P, K, 2, D), or their scales.
-      new_AR: (A, R, ...) of the same dtype. No two rows of a group may have one place.
+      new_AR: each row's entry, (A, R, ...) in the pool's dtype. No two are for the same place.
       table_ABM: as for `paged_attention`.
       slots_AR: the slot of each row.
-      positions_AR: where its entry goes; nothing is written for -1, nor for a position or a page
-        that does not exist.
+      positions_AR: the position of each row; nothing is written for -1, nor for a position or a
+        page that does not exist.
 
     Returns:
       An array like `pool_ANP`: in the same memory if that was donated.
@@ -171,14 +171,14 @@ def _update_rule(kind: OpKind) -> Rule:
 
 
 def _reach(kind: OpKind) -> int:
-    """Returns how many positions a row may see: those of its slot's table, or of the window."""
+    """Returns the most positions that a row can see: M * P of its slot's table, or the window."""
     pool, table = kind.operands[1:3]
     reach = table.shape[2] * pool.shape[2]
     return min(reach, int(arguments_of(kind).get("window", reach)))
 
 
 def _bytes_read(kind: OpKind) -> list[float]:
-    """Returns the bytes read of each operand; of the pool and scales, those of the rows' pages."""
+    """Returns the bytes read of each operand: all of it, but of pool and scales what rows see."""
     rows = kind.operands[0].shape[1]
     slots = kind.operands[2].shape[1]
     found = [float(t.bytes) for t in kind.operands]
@@ -199,13 +199,13 @@ LANES = 128  # widths of a head are multiples of this
 HEADS = (1, 2, 4, 8)  # numbers of key heads, beside multiples of the last
 
 POSITIONS = 512
-"""About as many keys and values are held at a time: 4 MiB of eight heads in bf16, twice."""
+"""About how many positions a block has: their keys and values are 2 MiB for 8 bf16 heads of 128."""
 
 ROWS = 32  # rows of a block
 
 
 def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
-    """Computes `paged_reference.attend` by jax's ragged paged attention, or NotImplemented."""
+    """Returns what `paged_reference.attend` does, by jax's TPU kernel, or NotImplemented."""
     q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
     count, pages, size, heads, _, width = pool_ANPK2D.shape
     fits = q_ARKGD.dtype == pool_ANPK2D.dtype and q_ARKGD.dtype.name in ("bfloat16", "float32")

@@ -1,6 +1,6 @@
-"""The ops of a paged KV cache in plain JAX: what every kernel has to agree with.
+"""The ops of a paged KV cache in plain JAX: kernels have to compute the same.
 
-Shapes are in the names, as in `spmd.ops.paged`; T positions that a slot's table reaches (M * P).
+Shapes are in the names, as in `spmd.ops.paged`; T positions in all pages of a slot's table (M * P).
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def attend(
     *scales_ANPK2: Any,
     window: int | None = None,
 ) -> Any:
-    """Computes `paged_attention` of a few rows at a time, with all pages of their slots' tables."""
+    """Returns what `paged_attention` does, a few rows at a time over all pages of their slots."""
     groups, rows = slots_AR.shape
     size, heads, _, width = pool_ANPK2D.shape[2:]
     reach = table_ABM.shape[2] * size
@@ -48,7 +48,7 @@ def attend(
         return jax.vmap(one)(*flat).reshape(q_ARKGD.shape)
 
     def some(taken: Any) -> Any:
-        """Computes rows that are taken together, or nothing if all of them are padding."""
+        """Returns the results of some rows; zeros, not computed, if no row sees a position."""
         nothing = jnp.zeros_like(taken[0])
         return jax.lax.cond(jnp.any(taken[3] >= 0), lambda: jax.vmap(one)(*taken), lambda: nothing)
 
@@ -63,7 +63,7 @@ def attend(
 
 
 def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
-    """Returns the last position that each row sees; -1, so none, for rows of padding."""
+    """Returns (A, R): the last position that each row sees; -1 (none) for rows of padding."""
     rows_R = jnp.arange(positions_AR.shape[1])
     return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
 
@@ -90,7 +90,7 @@ def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales
 
 
 def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> Any:
-    """Computes `paged_update` as a scatter of rows, which XLA does in place."""
+    """Returns what `paged_update` does, by a scatter, which XLA can do in place."""
     size = pool_ANP.shape[2]
     groups, slots, most = table_ABM.shape
     group_A1 = jnp.arange(groups)[:, None]

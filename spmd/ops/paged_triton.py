@@ -1,16 +1,15 @@
 """Paged attention on NVIDIA GPUs: a Pallas kernel for Triton, over tiles of rows.
 
-A program of the kernel has a tile: some rows of one slot, with all query heads of one key head, and
-a part of the pages that they see. It goes over these a tile of positions at a time, with the
-running maximum and sum of an online softmax (Dao et al. 2022). Both products run on tensor cores,
-which want 16 queries at least; so a row that decodes brings its query heads, and zeros.
+A program of the kernel computes a tile: some rows of one slot, all query heads of a key head, over
+a part of the positions that the rows see. It loops over blocks of positions, with the running
+maximum and sum of an online softmax (Dao et al. 2022). Both products run on tensor cores, which
+take at least 16 queries; so the queries of a single row are its query heads, padded with zeros.
 
-Where pages are few tiles, several programs share the positions of a tile, each as many of them as
-the others, and what they find is joined (Flash-Decoding's split). Slots with more rows than a small
-tile has get large ones, in a call of its own: reading keys once for 64 queries takes fewer bytes,
-reading them for one as few as there are.
+Where there are few tiles, several programs share the positions of one, in equal parts, and their
+results are combined (Flash-Decoding's split). Slots with more rows than a small tile holds have
+large tiles, in another call of the kernel, which reads keys once for 64 queries.
 
-jax 0.11 still has Pallas's Triton backend, and deprecates it: what follows is Mosaic GPU.
+jax 0.11 still has Pallas's Triton backend, but deprecates it in favour of Mosaic GPU.
 """
 
 import functools
@@ -30,19 +29,19 @@ POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
 
 SMALL, LARGE = 16, 64
-"""Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""
+"""Queries of a tile: tensor cores take at least 16, and those of Hopper are fastest with 64."""
 
 MOST_GROUPS = 64
 MOST_BYTES = 512
-"""Of a head. Multiprocessors of A100s have 163 KiB, of H100s 227, for queries, keys and values."""
+"""The most bytes of a head's vector: the tiles have to fit into 163 KiB (A100), 227 KiB (H100)."""
 
 LOWEST = np.float32(-1e30)
 
 
 def attend(*operands: Any, window: int | None = None, interpret: bool = False) -> Any:
-    """Computes `paged_reference.attend`; NotImplemented for shapes that the kernel does not take.
+    """Returns what `paged_reference.attend` does; NotImplemented for shapes that do not fit.
 
-    Raises ArgumentError for a pool whose elements Pallas cannot count. `interpret` runs it step by
+    ArgumentError for a pool with too many elements for Pallas. `interpret` runs the kernel step by
     step in jax, on any platform: for tests.
     """
     q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
@@ -82,7 +81,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
-    """Whether the kernel takes these sizes, with `item` bytes an element; tiles are powers of 2."""
+    """Whether the kernel takes these G (`groups`), D (`width`), P (`size`), bytes an element."""
     are_powers = all(n & (n - 1) == 0 for n in (width, size))
     are_enough = width >= 16 and size >= 8
     return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
@@ -93,7 +92,7 @@ def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
 
 
 class _Tiles(NamedTuple):
-    """The rows that each program of a kernel call computes."""
+    """How the rows of a kernel call are cut into tiles, one for each program (see `_tiles`)."""
 
     # (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these are 0
     # for tiles that are not needed
@@ -105,7 +104,7 @@ class _Tiles(NamedTuple):
 def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
     """Cuts each slot's `counts_AB` rows, from row `first_AB` on, into tiles of at most `size` rows.
 
-    `slot_AR` is the slot of each row. `most` is a bound on the number of tiles, 0 if none is known.
+    `slot_AR` is the slot of each row. There are at most `most` tiles, if that is not 0 (unknown).
     """
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
@@ -131,7 +130,7 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int 
 
 
 def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool) -> Any:
-    """Returns the heads (A, R, K, G, D) of the rows that are in tiles; other rows are undefined."""
+    """Returns the kernel's (A, R, K, G, D) of tiles of `queries`; undefined for rows in no tile."""
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]
@@ -272,7 +271,7 @@ def _kernel(*refs: Any, queries: int, parts: int, window: int | None) -> None:
 
 
 def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
-    """Returns the page of tile `i` of positions, or each position's if tiles span several pages."""
+    """Returns the page of the `POSITIONS` of block `i`, or of each of them if pages are smaller."""
     most = table.shape[1] - 1
     if size >= POSITIONS:
         return table[slot, jnp.minimum(i // (size // POSITIONS), most)]
@@ -288,7 +287,7 @@ def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
 
 
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
-    """Loads whole last dims at the indices `where`; zeros where the mask is not set."""
+    """Returns `ref[*where, :]`, for arrays of indices; zeros where the mask is not set."""
     return _load(ref, *_widened(ref, where, mask), 0)
 
 

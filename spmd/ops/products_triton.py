@@ -1,4 +1,4 @@
-"""Products on NVIDIA GPUs, as Pallas kernels for Triton, and what all kernels for Triton share.
+"""Matrix products on NVIDIA GPUs, as Pallas kernels for Triton; helpers for all such kernels.
 
 Shapes are in the names: B, R rows; O, I a weight's outputs and inputs; E groups of rows; T tiles of
 rows.
@@ -15,21 +15,21 @@ from jax.experimental import pallas as pl
 
 
 def triton() -> Any:
-    """Imports Pallas's Triton backend on its first use, since that takes long."""
+    """Returns Pallas's Triton backend, imported on its first use, since importing takes long."""
     from jax.experimental.pallas import triton as backend
 
     return backend
 
 
 def compiled_with(warps: int, stages: int, interpret: bool) -> dict[str, Any]:
-    """Returns the arguments of a `pallas_call` that compile it, or run it step by step in jax."""
+    """Returns arguments for `pallas_call`: these warps and stages, or to interpret it in jax."""
     if interpret:
         return {"interpret": True}
     return {"compiler_params": triton().CompilerParams(num_warps=warps, num_stages=stages)}
 
 
 def power_above(n: int) -> int:
-    """Returns the least power of two that is not below `n`."""
+    """Returns the least power of two that is not below `n`: 5 -> 8, 8 -> 8."""
     return 1 << (n - 1).bit_length()
 
 
@@ -55,19 +55,19 @@ LEAST_ROWS = 16
 OUTPUTS = 64  # of a block: so many rows of a weight is the least that tensor cores of Hopper take
 
 MULTIPROCESSORS = 132
-"""Of an H100. With blocks for more than two turns of them, larger blocks read x less often."""
+"""Of an H100. More than twice as many blocks are merged in pairs, so that x is read less often."""
 
 PROGRAMS = 96  # fewer do not keep them busy
 
 MOST_SPLITS = 4
 SHARED_BYTES = 1 << 17
-"""Of shared memory for tiles that are fetched ahead. An A100 has 163 KiB, an H100 227."""
+"""Shared memory for tiles that are fetched ahead. An A100 has 163 KiB, an H100 227 KiB."""
 
 MOST_STAGES = 5
 
 
 class LinearTiles(NamedTuple):
-    """The sizes of the tiles that a program of the kernel multiplies, and how it runs."""
+    """The sizes of tiles in the kernel of `products`, and how many programs and stages it has."""
 
     # rows, outputs: of x, with padding a power of two; of a block
     rows: int
@@ -78,10 +78,10 @@ class LinearTiles(NamedTuple):
 
 
 def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
-    """Returns `x @ weight.T` (B, O) for each weight; NotImplemented if the kernel does not fit.
+    """Returns a tuple of `x @ weight.T` (B, O) for each weight, or NotImplemented.
 
-    It takes rows and weights (O, I) of one dtype of 16 bits, and sums in float32. `interpret` runs
-    it step by step in jax, on any platform: for tests.
+    The kernel takes 2 to 128 rows, weights (O, I) of the same 16-bit float, and sums in float32.
+    `interpret` runs it step by step in jax, on any platform: for tests.
     """
     tiles = tiles_for(x_BI, weights)
     if tiles is None:
@@ -91,7 +91,7 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
     begins = [sum(counts[:i]) for i in range(len(counts))]
 
     def block(begin: int, count: int, i: Any) -> Any:
-        """Returns which block of a weight program `i` gets; programs of other weights ignore it."""
+        """Returns the block of a weight for program `i`; any block for those of other weights."""
         return jnp.clip(i - begin, 0, count - 1)
 
     def of_weight(begin: int, count: int) -> pl.BlockSpec:
@@ -118,7 +118,7 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
 
 
 def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
-    """Returns the tiles for products of these shapes; None if the kernel does not take them."""
+    """Returns the tiles for `products` of these operands; None if the kernel does not take them."""
     rows, inputs = x_BI.shape
     if not 1 < rows <= MOST_ROWS or not _of_16_bits(x_BI):
         return None
@@ -185,7 +185,7 @@ def _block(x: Any, weight: Any, result: Any, tiles: LinearTiles, split: Any) -> 
 
 
 class Tiles(NamedTuple):
-    """The sizes of the tile that a program computes, and how it is compiled."""
+    """A program's tile, the inner size that it sums at a time, and its warps and stages."""
 
     rows: int
     columns: int
@@ -197,15 +197,15 @@ class Tiles(NamedTuple):
 LEAST = 64  # dims of weights are multiples of so many; others are not for the kernel
 
 NEIGHBOURS = 8
-"""So many tiles of rows take turns over the columns together, so that caches serve them both."""
+"""The number of tiles of rows that go over all columns together, so that these stay in caches."""
 
 
 def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = False) -> Any:
-    """Multiplies rows (R, I) by their groups' weights (E, O, I); NotImplemented if it does not fit.
+    """Returns (R, O): each row times its group's weights; NotImplemented if shapes do not fit.
 
-    Rows of 16 bits are sorted by group, of `sizes_E` rows each; results and gradients of rows
-    behind the last group are undefined. Sums are in float32. `interpret` runs it step by step in
-    jax: for tests.
+    Rows, 16-bit floats, are sorted by group; group e has `sizes_E[e]` rows. Results and gradients
+    of rows after the last group are undefined. Sums are in float32. `interpret` runs the kernel
+    step by step in jax: for tests.
     """
     fits = _of_16_bits(x_RI) and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
     fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
@@ -235,7 +235,7 @@ _product.defvjp(_forward, _backward)
 
 
 def by_rows(x_RI: Any, weights: Any, sizes_E: Any, *, is_transposed: bool, interpret: bool) -> Any:
-    """Returns (R, O): rows by their groups' weights (E, I, O), or (E, O, I) if `is_transposed`."""
+    """Returns (R, O): rows times their group's (E, I, O), or (E, O, I) if `is_transposed`."""
     rows = x_RI.shape[0]
     columns = weights.shape[1 if is_transposed else 2]
     # Tiles are of rows and columns; what is summed over is the inner size.
@@ -252,7 +252,7 @@ def by_rows(x_RI: Any, weights: Any, sizes_E: Any, *, is_transposed: bool, inter
 
 
 def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
-    """Returns (E, O, I): for each group, the sum of the outer products of its rows."""
+    """Returns (E, O, I): for each group, the sum over its rows of outer products of y and x."""
     outputs, inputs, groups = y_RO.shape[1], x_RI.shape[1], sizes_E.shape[0]
     # Tiles are of outputs and inputs; so many rows are multiplied at a time.
     tiles = _tiles(2 * LEAST if outputs % (2 * LEAST) == 0 else LEAST, inputs)
@@ -269,18 +269,16 @@ def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
 
 
 def _tiles(rows: int, columns: int) -> Tiles:
-    """Returns the widest columns that divide evenly, and the stages that an A100's memory fits.
-
-    H200, bfloat16, 8 groups of (14336, 4096) weights. 13,103 rows: 2.3 ms with 256 columns (670
-    TFLOP/s; one product of as many rows: 2.0 ms), 2.7 with 128. 128 rows: 0.25 ms (3.8 TB/s) with
-    64 rows and 256 columns, 0.28 with 128 rows.
-    """
+    """Returns tiles of `rows` and of the most columns (256, 128 or 64) that divide `columns`."""
+    # H200, bfloat16, 8 groups of (14336, 4096) weights. 13,103 rows: 2.3 ms with 256 columns (670
+    # TFLOP/s; one product of as many rows: 2.0 ms), 2.7 with 128. 128 rows: 0.25 ms (3.8 TB/s) with
+    # 64 rows and 256 columns, 0.28 with 128 rows. The stages fit into an A100's memory.
     wide = next(n for n in (4 * LEAST, 2 * LEAST, LEAST) if columns % n == 0)
     return Tiles(rows, wide, LEAST, 8 if wide == 4 * LEAST else 4, 4 if rows == LEAST else 3)
 
 
 def tile_rows(sizes_E: Any, rows: int, size: int) -> Any:
-    """Returns (T, 3): each tile's group, first row and number of rows, 0 for tiles left over."""
+    """Returns (T, 3): each tile's group, first row, and number of rows (0 if it is not needed)."""
     # E.g. groups of 5, 0 and 3 rows in tiles of 4 rows: counts [2, 0, 1], ends [2, 2, 3], and tiles
     # (0, 0, 4), (0, 4, 1), (2, 5, 3).
     groups = sizes_E.shape[0]
@@ -297,7 +295,7 @@ def tile_rows(sizes_E: Any, rows: int, size: int) -> Any:
 
 
 def _place(program: Any, rows: int, columns: int) -> tuple[Any, Any]:
-    """Returns a program's tile of rows and of columns: a few rows share all columns in turn."""
+    """Returns (row, column) of a program's tile in a grid of `rows` x `columns` tiles."""
     width = NEIGHBOURS * columns
     first = program // width * NEIGHBOURS
     height = jnp.minimum(rows - first, NEIGHBOURS)
@@ -352,7 +350,7 @@ def _groups_kernel(
 
 
 def _rows(ref: Any, row_R: Any, begin: Any, size: int, is_there_R: Any = None) -> Any:
-    """Loads (R, size) of some rows, from column `begin` on; zeros for rows that are not there."""
+    """Returns (R, size): columns from `begin` on of rows `row_R`, zeros if not `is_there_R`."""
     shape = (*row_R.shape, size)
     where = (
         jnp.broadcast_to(row_R[:, None], shape),

@@ -40,8 +40,8 @@ Sums = tuple[tuple[tuple[int, ...], str], ...]  # which operands may be partial,
 class Choices:
     """Makes the choices for the ops of one problem; ops of one kind share what is made.
 
-    A choice follows from an assignment and from which operands are partial. `around` makes those
-    that fit known states of an op's values, `placed` those with some mesh axes in every place.
+    `around` derives choices from known shardings of an op's operands and results, `placed` tries
+    every place for some mesh axes, and `of_mark` takes what the user marked.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -55,11 +55,12 @@ class Choices:
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
     ) -> tuple[Choice, ...]:
-        """Returns the choices that the states of an op's operands and the `wishes` lead to.
+        """Returns the choices of an op that follow from known shardings of operands and results.
 
-        Each assignment is taken plainly, and with partial operands that flow through the op, where
-        its rule lets them. An operand without states may be in any. `wishes` are the states that
-        each result should be in, the best first.
+        `operands` has for each operand the shardings that it exists in (none: it can be made in
+        any), `wishes` for each result those that it should have, the best first. There is a choice
+        without partial operands for each assignment that these lead to, and choices in which
+        partial operands flow through the op, where its rule allows that.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -94,11 +95,12 @@ class Choices:
     def placed(
         self, op: Op, axes: Sequence[Axes], base: Choice | None, sums: Sums
     ) -> tuple[Choice, ...]:
-        """Returns the choices with the given mesh axes in every place that the op's rule allows.
+        """Returns the choices of an op with the mesh `axes` in every place that its rule allows.
 
-        An axis splits a factor, or is one over which operands are partial, or splits nothing; so do
-        axes that are held. All other axes are where `base` has them; without it they split nothing.
-        `sums` says which operands may be partial, and how their terms combine.
+        An axis splits a factor, or operands are partial over it, or it does nothing. Other axes,
+        and held ones, are where the choice `base` has them; without it they only split fixed
+        factors. Each of `sums` is a group of operands that may be partial together, and how terms
+        combine: `((0, 1), "add")`.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -133,19 +135,19 @@ class Choices:
         return self._made[key]
 
     def of_mark(self, op: Op) -> tuple[Choice, ...]:
-        """Returns the only choice of a mark: its sharding, open dims as propagation proposes."""
+        """Returns the one choice of a user's mark: split as marked, open dims as proposed."""
         wanted = Sharding(self.propagated.proposals[op.results[0]])
         return (Choice(wanted.dims, (wanted,), (wanted,)),)
 
     def own_seconds(self, op: Op, assignment: Assignment) -> float:
-        """Returns the seconds that an op itself takes under an assignment, without any reshards."""
+        """Returns one device's seconds for an op under an assignment, without reshards."""
         return self._seconds(op.kind, self.problem.stored(op), assignment)
 
     def _own_seconds(self, kind: OpKind, stored: Sequence[bool], assignment: Assignment) -> float:
         return op_seconds(kind, rule_of(kind), assignment, self.mesh, self.topology, stored)
 
     def ways(self, value: Value) -> Ways:
-        """Returns the table of reshards of a value, which all values share that are alike."""
+        """Returns the table of a value's reshard times, shared by its type and held atoms."""
         key = self.problem.program.types[value], self.resharder.held(value)
         return self._ways.setdefault(key, Ways(self.problem))
 
@@ -170,7 +172,7 @@ class Choices:
 
 
 def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
-    """Returns the choice by which an op, recomputed for each use, makes the wanted sharding."""
+    """Returns the choice by which an op that is recomputed at a use makes its result as wanted."""
     rule = rule_of(op.kind, op.loc)
     assignment = list(unsplit(rule))
     for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
@@ -179,7 +181,7 @@ def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
 
 
 def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
-    """Returns the choice that an assignment implies if no operand is partial."""
+    """Returns the choice that follows from an assignment if no operand is partial."""
     sizes = mesh.atom_sizes
     operands = [project(rule, dims, assignment, sizes) for dims in rule.operands]
     results = [
@@ -192,7 +194,7 @@ def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
 
 
 def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
-    """Returns every non-empty combination of some axes, each as its atoms in ascending order."""
+    """Returns each non-empty union of some runs: `(0,), (1, 2)` -> `(0,), (1, 2), (0, 1, 2)`."""
     return [
         tuple(sorted(itertools.chain(*chosen)))
         for count in range(1, len(runs) + 1)
@@ -201,10 +203,7 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class Ways:
-    """The seconds of reshards of values of one type, in a table that grows with what is asked.
-
-    It has a row and a column for each sharding that was asked about.
-    """
+    """A table of the seconds of reshards of one type, from sharding (row) to sharding (column)."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -214,15 +213,15 @@ class Ways:
         self._costs: dict[tuple[bool, bool], Table] = {}  # with memory traffic
 
     def numbers(self, shardings: Sequence[Sharding]) -> Table:
-        """Returns the index of each sharding in the table; new ones are added."""
+        """Returns the index of each sharding's row and column; the table grows by new ones."""
         index = self.index
         return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
 
     def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
-        """Returns the seconds of a value's reshard from each state (rows) to each need (columns).
+        """Returns a table of the seconds of reshards of a value, memory traffic included.
 
-        Both are indices from `numbers`. Where no reshard leads the cost is `FORBIDDEN`. `stores`
-        says whether the reader needs the value in memory.
+        Rows are `states`, the shardings before, columns `needs`, those after, both as indices from
+        `numbers`; an impossible reshard costs `FORBIDDEN`. `stores`: the reader needs it in memory.
         """
         every, resharder = tuple(self.index), self.problem.resharder
         if len(every) > (known := len(self.seconds)):
@@ -256,17 +255,17 @@ MOST_MOVED = 4  # of these, also tried with other factors split instead of whole
 def assignments_around(
     rule: Rule, states: Sequence[States], sizes: Sequence[int]
 ) -> tuple[Assignment, ...]:
-    """Returns assignments that fit known states of an op's values, and the one that splits nothing.
+    """Returns assignments that fit known shardings of operands and results, and the unsplit one.
 
-    Each state in turn splits factors first, and the likeliest states of the other values split what
-    is left; then each state is used alone. Variants keep windows and merges whole, move atoms away
-    from dims that the op needs whole, and split ring factors and those that exchange, too.
-
-    `states` are what each operand and result may be, the likely first; none if any state will do.
+    `states` has for each operand and result the shardings that it may have, the likeliest first
+    (none: any will do). Each of these in turn splits the op's factors first, and the likeliest of
+    the other values split what is left; then each is used alone. Variants keep window and merge
+    factors whole, move atoms away from dims that the op needs whole, and split ring or exchanging
+    factors.
 
     Example:
-      The product `b i, i j -> b j` of operands in `[{x}, {}]` and `[{}, {y}]` splits b over x and j
-      over y, whichever leads; alone they split just b, or just j.
+      `b i, i j -> b j`, of operands in `[{x}, {}]` and `[{}, {y}]`: b over x and j over y; b over x
+      alone; j over y alone; nothing split.
     """
     claims = [
         [c for state in options if (c := claims_of(rule, dims, state, sizes))]
@@ -305,10 +304,10 @@ def placements(
 ) -> list[Assignment]:
     """Returns the assignments that put each run of atoms on any factor that it divides, or on none.
 
-    The runs are whole axes, mostly. No atom of theirs is held, or splits a factor in `base`.
+    Runs, mostly whole axes, have no atom that is held or that `base` uses. `varied` adds variants.
 
     Example:
-      Two axes have 16 places on the product `b i, i j -> b j`: each splits `b`, `i`, `j`, or idles.
+      Two axes have 16 placements on `b i, i j -> b j`: each splits `b`, `i`, `j`, or nothing.
     """
 
     def fits(number: int, axes: Axes) -> bool:
@@ -324,11 +323,11 @@ def placements(
 def varied(
     rule: Rule, assignments: Iterable[Assignment], wanted: Sequence[Claims], sizes: Sequence[int]
 ) -> list[Assignment]:
-    """Returns assignments, each also with ring factors split, and with factors that exchange.
+    """Returns each assignment, and its variants that also split ring and exchanging factors.
 
-    Devices pass the pieces of a ring factor round, such as the keys of attention. Where it is
-    `wanted`, a factor that exchanges is split over atoms that split others, and devices run an
-    all-to-all: experts, say, are split over the atoms that split the tokens.
+    A ring factor (keys of attention) gets the atoms of the factor whose ring it is: its pieces then
+    go round the devices. A factor with an exchange gets atoms that split others, if an entry of
+    `wanted` has them for it, and devices run an all-to-all: experts over the atoms of tokens, say.
     """
     found: list[Assignment] = []
     for plain in assignments:
@@ -351,15 +350,15 @@ _STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims d
 def moved_whole(
     rule: Rule, assignment: Assignment, states: Sequence[States], sizes: Sequence[int]
 ) -> Iterable[Assignment]:
-    """Yields assignments that move a split from a dim that the op needs whole to other dims.
+    """Yields assignments that keep whole what the op needs whole, and split other dims instead.
 
-    A sort along a dim needs the dim whole. If its operand comes with that dim split over `a`, one
-    can gather it; or split another dim, along which the sort passes, over `a`. That costs an
-    all-to-all there and one back, and no device ever holds all of the operand.
+    If a sort along dim 0 has an operand in `[{a}, {}]`, one can gather dim 0; or split dim 1, along
+    which the sort passes, over `a`. That takes an all-to-all before and one after the sort, and no
+    device holds all of the operand.
 
-    There is one assignment for each `pass` factor that all such values share: it takes as many
-    atoms as fit into it, and the other `pass` factors take the rest. The likeliest of the `states`
-    of each operand and result counts.
+    `states` has the shardings of each operand and result, of which the first counts. There is one
+    assignment for each `pass` factor that all values concerned have: this gets as many of the atoms
+    as fit, the other such factors get the rest.
     """
     if all(factor.kind not in _STUCK for factor in rule.factors):
         return
@@ -396,7 +395,7 @@ def moved_whole(
 def claims_of(
     rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
 ) -> dict[int, Axes]:
-    """Returns the atoms that a value's sharding puts on each factor of an op."""
+    """Returns factor -> atoms that a value's sharding puts on it; `dims` has each dim's factors."""
     return {
         factor: part
         for axes, dim in zip(sharding.dims, dims, strict=True)
@@ -408,9 +407,10 @@ def claims_of(
 def merge(
     rule: Rule, order: Iterable[Claims], sizes: Sequence[int], joined: frozenset[int]
 ) -> Assignment:
-    """Makes an assignment from claims in order: each splits factors further, with atoms still free.
+    """Returns the assignment that takes atoms from claims (factor -> atoms), the first claim first.
 
-    Factors that share a dim with others are `joined`: they take only atoms that divide them.
+    A claim that begins with the atoms that its factor has by then adds those behind that are free.
+    `joined` factors, which share a dim with others, take only atoms that divide their size.
     """
     assignment = list(unsplit(rule))
     used = set(rule.held)

@@ -1,9 +1,9 @@
 """The exact planner: all decisions weighed together, in plans that are then tried out.
 
-Every op's choice and every carry's state are variables of one network, of which the cheapest joint
-state is found. A network adds up costs. What a run takes is less: communication hides behind
-arithmetic that does not wait for it. So several plans are proposed, at different prices of
-communication, and of these the one is taken whose program is predicted to be the fastest.
+Every op's choice and every carry's sharding is a variable of one cost network, of which the
+cheapest joint state is found. The network adds up the seconds of all ops and reshards. A run takes
+less, since communication hides behind independent arithmetic. So several plans are proposed, in
+which communication costs its full time or less, and the one with the fastest program is taken.
 """
 
 import itertools
@@ -30,14 +30,16 @@ NEAR = 1.1  # a nearby plan's sum of costs is at most so many times the best one
 RUNS = 3_000  # of a program, where time to compile is weighed against time to run
 
 HOPED, SECONDS_AN_OP, MOST_TRIES, MOST_OPS = 0.1, 2.5e-4, 24, 800
-"""Nearby plans are tried out for as long as a run that becomes so much shorter would save, each op
-of each taking so many seconds; and so many plans, of so many ops altogether, at most."""
+"""Limits of nearby plans. A try takes `SECONDS_AN_OP` for each op of the program. All tries
+together take no longer than `RUNS` runs would save if each got shorter by the share `HOPED`; they
+are at most `MOST_TRIES`, and have at most `MOST_OPS` ops together."""
 
 MOST_HIDDEN, MOST_MERGED = 2.0, 1.25
-"""Arithmetic and communication that hide one another take half of their sum at least. So a plan is
-not brought down to a program if its sum is over twice what the best program takes: of sums 3 and 5
-ms and a best program of 2 ms the second is left out. Merged collectives take less than the sum of
-them, for all plans alike: so a plan whose sum is at most 1.25 times the least is always tried."""
+"""Which plans are not tried. A plan's `seconds` sum up arithmetic and communication, which take
+half of that or more if they hide one another: a plan is skipped whose sum is over `MOST_HIDDEN`
+times what the best program takes (sums 3 and 5 ms, best program 2 ms: the second). As merged
+collectives take less than their sum, sums up to `MOST_MERGED` times the least one are always
+tried."""
 
 
 def plan_exactly(
@@ -47,16 +49,17 @@ def plan_exactly(
     recompute: bool = True,
     like: Plan | None = None,
 ) -> P:
-    """Plans a whole program; returns the plan predicted to be the fastest that fits in memory.
+    """Plans a program; returns the tried plan that is predicted to be the fastest that fits.
 
-    It proposes the cheapest plan of all placements, the cheapest of those that follow from marks,
-    the greedy plan and, where arguments are open, the cheapest with these as the marks suggest;
-    and, where the machine can hide most communication, the cheapest if that is hidden. `try_out`
-    predicts one device's program for those that may win.
+    `try_out` brings a plan down to one device's program and predicts its seconds and bytes. Plans
+    that may win are tried: the cheapest with axes placed in any way, the cheapest among what the
+    marks lead to, the greedy one; if arguments are open (unmarked), the cheapest with these as
+    marks suggest; and on machines that can hide most communication the cheapest if that counts for
+    less.
 
-    Without a `memory_limit` the topology's memory is a wish: a plan that misses it is returned with
-    a note. With a plan of another form of the program in `like`, ops choose among what it took and
-    what the marks suggest instead of among all placements.
+    `memory_limit` is in bytes of one device; if it is None, a plan that exceeds the topology's
+    memory is returned with a note. `recompute` allows remat. `like` is a plan of another form of
+    the program: ops choose among what it took and what the marks suggest, not among all placements.
 
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
@@ -97,11 +100,11 @@ def plan_exactly(
 
 
 def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwork]:
-    """Returns the greedy plan, and the cost network of all placements of mesh axes.
+    """Returns the greedy plan, and the cost network over all placements of mesh axes.
 
-    Two axes are placed together, on every op. Of more axes every pair in turn, all others where the
-    best plan so far has them, until no pair finds anything better. With a plan of another form of
-    the program in `like`, the network has the choices that this took instead of placements.
+    Of up to two axes (`TOGETHER`) all placements are in one network. Of more, each pair in turn is
+    placed anew while other axes stay as in the best plan so far, until no pair improves it. With
+    `like`, a plan of another form of the program, ops choose among what that took instead.
     """
     choices = Choices(problem)
     greedy = plan_greedily(problem, choices)
@@ -131,12 +134,12 @@ def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwo
 def _try_nearby(
     costs: CostNetwork, cheapest: Solution, search: Search[P], try_out: TryOut[P], seen: list[Plan]
 ) -> None:
-    """Tries plans that are about as cheap as the cheapest, each with one decision changed.
+    """Tries plans almost as cheap as the cheapest one, each with one decision changed.
 
-    A sum of costs and the time of a program differ where rewrites merge and hide what was summed
-    up. So the decisions that cost the least in the sum are tried out, as many as the program's size
-    allows; those that turn out to be faster stay pinned. Plans that were `seen` are not tried
-    again; what is tried is added to `seen`.
+    The costs of a plan are a sum, but its program may take less where rewrites merge and hide some.
+    So the decisions that raise the sum least are tried, as many as the program's size allows; one
+    that makes the program faster is kept in later tries, and its trial added to `search`. Plans in
+    `seen` are skipped; those that are tried are added to it.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     best = min(trial.seconds for trial in search.tried)

@@ -1,4 +1,4 @@
-"""What must hold of every plan, as a table of small checks: the partitioner relies on all of it."""
+"""Checks of a plan, on which the partitioner relies: each returns None, or a text if it fails."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from spmd.reshard.paths import can_reshard
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises a `LegalityError` for the first check that does not hold, with its op."""
+    """Raises a `LegalityError` for the first check of this file that a plan fails, with the op."""
     hold("planned", PLAN_CHECKS, None, plan)
     for op in plan.program.walk():
         if op.results and plan.propagated.cheap.issuperset(op.results):
@@ -24,9 +24,9 @@ def check_plan(plan: Plan) -> None:
 
 
 def states_are_legal(plan: Plan) -> str | None:
-    """Every state has its value's rank and uses no atom twice; dims need not divide.
+    """Returns None if every state has its value's rank and uses no atom twice, else what is wrong.
 
-    Values that are unused or copied to each use have None instead, which is not checked here.
+    Atoms need not divide dims. Values without a state (unused, or recomputed at each use) pass.
     """
     types = plan.program.types
     if len(plan.states) != len(types):
@@ -38,7 +38,7 @@ def states_are_legal(plan: Plan) -> str | None:
 
 
 def held_atoms_are_left_alone(plan: Plan) -> str | None:
-    """Inside a `shard_map` no value is split, or partial, over its manual axes."""
+    """Returns which value in a `shard_map` is split or partial over its manual axes, or None."""
     for value, held in plan.problem.index.held.items():
         state = plan.states[value]
         if state is not None and not state.used.isdisjoint(held):
@@ -48,7 +48,7 @@ def held_atoms_are_left_alone(plan: Plan) -> str | None:
 
 
 def arguments_fit(plan: Plan) -> str | None:
-    """Each argument's sharding fits its type, is not partial, and is the state of its value."""
+    """Returns None if arguments' shardings fit, are not partial and are their states; else why."""
     args = plan.program.body.args
     if problem := _boundary(plan, "argument", args, plan.arguments):
         return problem
@@ -59,14 +59,15 @@ def arguments_fit(plan: Plan) -> str | None:
 
 
 def results_fit(plan: Plan) -> str | None:
-    """Each result's sharding fits its type and is not partial."""
+    """Returns None if every result's sharding divides it and is not partial, else what is wrong."""
     return _boundary(plan, "result", plan.program.body.results, plan.results)
 
 
 def marks_hold(plan: Plan) -> str | None:
-    """A closed dim of a marked value is exactly as marked; an open one begins with the marked axes.
+    """Returns None if marked values are split as marked, else which dim is not.
 
-    A result's mark holds for what is returned, not for the value, which may be returned twice.
+    A closed dim has exactly the marked axes; an open one begins with them. A result's mark holds
+    for what is returned, not for the value, which may be returned twice.
     """
     program = plan.program
     owners = {v for op in program.walk() if op.is_mark for v in op.results}
@@ -110,14 +111,14 @@ def _boundary(
 
 
 def choice_has_arity(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """A choice has one sharding for each operand and each result of its op."""
+    """Returns None if a choice has a sharding for each operand and result, else both counts."""
     have = len(choice.operands), len(choice.results)
     need = len(op.operands), len(op.results)
     return None if have == need else f"shardings for {have} operands and results, not {need}"
 
 
 def shardings_fit_types(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """Every sharding of a choice fits its type."""
+    """Returns None if a choice's shardings have their types' ranks and no atom twice, else why."""
     types = op.kind.operands + op.kind.results
     for sharding, type_ in zip(choice.operands + choice.results, types, strict=True):
         if not is_legal(sharding, type_.shape, plan.mesh, even=False):
@@ -126,7 +127,7 @@ def shardings_fit_types(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """The sharding that a choice has for a result is the state of that value."""
+    """Returns None if a choice's shardings of results are their states, else which one is not."""
     for value, sharding in zip(op.results, choice.results, strict=True):
         if plan.states[value] != sharding:
             return f"%{value} is left {format_sharding(sharding, plan.mesh)}, not in its state"
@@ -134,7 +135,7 @@ def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """An operand is needed partial only where its value is partial like that, or can be made so."""
+    """Returns None if operands needed partial are or can be made so, else which one cannot."""
     for value, sharding in zip(op.operands, choice.operands, strict=True):
         if not sharding.kind:
             continue
@@ -144,7 +145,7 @@ def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def assignment_is_legal(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """An assignment is legal for the op's rule: no atom splits two factors, for example."""
+    """Returns None if the op's rule allows the assignment (no atom on two factors), else a text."""
     rule = rule_of(op.kind, op.loc)
     if len(choice.assignment) != len(rule.factors):
         return f"{len(choice.assignment)} entries for the {len(rule.factors)} factors of {rule}"
@@ -154,7 +155,7 @@ def assignment_is_legal(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def shardings_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """The dims of operands and results are split as the assignment says."""
+    """Returns None if a choice's shardings split dims as its assignment says, else which not."""
     rule = rule_of(op.kind, op.loc)
     sizes = plan.mesh.atom_sizes
     for dims, sharding in zip(rule.values, choice.operands + choice.results, strict=True):
@@ -166,10 +167,10 @@ def shardings_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """The partial operands of a choice are one group in which its op is linear, partial alike.
+    """Returns None if a choice is partial as the op's rule allows, else what is wrong.
 
-    These are both operands of an add, or one of a multiply. Results are partial over the same
-    atoms, and over those that the assignment reduces.
+    Partial operands are one group in which the op is linear (both of an add, or one of a multiply),
+    partial alike. Results are partial over these atoms and those of split reduce factors.
     """
     rule = rule_of(op.kind, op.loc)
     partial = tuple(i for i, s in enumerate(choice.operands) if s.partial)
@@ -200,7 +201,7 @@ def _assignment(plan: Plan, choice: Choice) -> str:
 
 
 def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """A loop's carry has one state: the operand's, the region arguments' and the result's."""
+    """Returns None if each loop carry comes in, stays and goes out in one sharding, else which."""
     if not op.is_loop:
         return None
     for i in range(len(op.results)):

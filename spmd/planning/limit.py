@@ -1,9 +1,9 @@
-"""Finds plans that keep to a memory limit: what is alive at the peak gets a price, until they do.
+"""Finds plans that keep to a memory limit, by putting a price on what is held at the peak.
 
-A Lagrangian relaxation: seconds for each byte of what is alive at the fullest moment are added to
-the costs, and raised until the cheapest plan fits. The price can be saved in two ways: by splitting
-values further (those pay that have been alive at the peak of a plan that was too large), or by
-recomputing them rather than holding them (remat, `spmd.lowering.recompute`). Both are tried.
+A Lagrangian relaxation: seconds for each byte that is held at the fullest moment are added to the
+costs, and raised until the cheapest plan fits. A plan can save them in two ways: it splits values
+further (those have a price that were held at the peak of a plan that was too large), or recomputes
+them instead of holding them (remat, `spmd.lowering.recompute`). Both are tried.
 """
 
 import math
@@ -24,15 +24,16 @@ from spmd.predict.memory import constant_bytes, fullest
 Prices = Mapping[Value, float]  # seconds for each byte that one device holds of a value
 
 FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 8.0, 8, 3
-"""First price in seconds of the whole plan for the whole limit, its growth until a plan fits, plans
-to try until then, and how many of them in a row may bring no progress."""
+"""At the first price, memory of the whole limit costs the share `FIRST` of the plan's seconds. The
+price grows by `STEP` until a plan fits, in at most `ROUNDS` plans; the search ends before if
+`PATIENCE` of them in a row need no less memory."""
 
 # The ratio of two prices between which no third is tried: of splitting values, and of making again.
 CLOSE, CLOSER = 1.5, 1.02
 
 
 class TriedPlan(Judged, Protocol):
-    """A plan with the predicted time and memory of one device's program for it."""
+    """A plan that was tried: it has the predicted time and memory of one device's program."""
 
     plan: Plan
 
@@ -42,7 +43,7 @@ class TriedPlan(Judged, Protocol):
 
     @property
     def largest(self) -> Sequence[tuple[str, int]]:
-        """Names and bytes of the largest values that are held at the peak of memory."""
+        """Returns (name, bytes) of the largest values that are held at the peak of memory."""
 
 
 P = TypeVar("P", bound=TriedPlan)
@@ -51,11 +52,11 @@ TryOut = Callable[[Plan], P]  # brings a plan down to one device, as the later s
 
 
 def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
-    """Tries the best plan with more remat, though it fits: it may be faster.
+    """Adds the best plan with some values recomputed (remat) to a search, as it may be faster.
 
-    To write a value to memory in a forward loop and to read it in the backward loop may take longer
-    than to compute it again. So the same plan is tried at a low price of memory, at which values
-    are recomputed where that is nearly free.
+    Writing a value to memory in a forward loop and reading it in the backward loop may take longer
+    than computing it again. So the plan, which fits as it is, is tried at a low price of memory, at
+    which values are recomputed where that is nearly free.
     """
     best = search.best
     if best.collects:
@@ -69,7 +70,7 @@ def pay_for_memory(
 ) -> None:
     """Adds plans at rising prices of memory to a search in which no plan fits yet.
 
-    `priced` returns the cheapest plan at prices of values; with `recompute` remat is tried, too.
+    `priced` returns the cheapest plan at value -> seconds a byte held; `recompute` allows remat.
     """
     fastest, plain = min(search.tried, key=lambda trial: trial.seconds), search.tried
     if recompute:
@@ -77,7 +78,7 @@ def pay_for_memory(
     unsplit, alive = len(search.tried), dict[Value, None]()
 
     def at(price: float, last: P) -> P:
-        """Tries the plan in which what was alive at the peaks so far has a price a byte."""
+        """Returns the trial at `price` seconds a byte of all held at peaks that did not fit."""
         if not search.fits(last):
             alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
         plan = priced(dict.fromkeys(alive, price))
@@ -91,8 +92,8 @@ def pay_for_memory(
 def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
     """Returns the best of a search in which memory was short, with a note for the user.
 
-    If nothing fits, a `memory_limit` of the user's raises a `PlanError`; without one the note says
-    what is needed and what there is.
+    If nothing fits and the user gave a `memory_limit`, it raises a `PlanError`; without one, the
+    note says what is needed and what there is.
     """
     best, limit = search.best, bytes_text(int(search.limit))
     need = bytes_text(best.bytes)
@@ -116,7 +117,7 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
 
 
 def check_possible(problem: Problem, memory_limit: int | None) -> None:
-    """Raises a `PlanError` if what every plan holds exceeds the limit, before any plan is made."""
+    """Raises a `PlanError` if the least that any plan holds exceeds the limit, given in bytes."""
     if memory_limit is None:
         return
     held = least_held(problem)
@@ -139,7 +140,7 @@ def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = T
 
 
 def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> None:
-    """Tries plans that do not fit with remat, each at rising prices of memory."""
+    """Adds to a search the trials that do not fit, with remat, each at rising prices of memory."""
     for trial in sorted(trials, key=lambda trial: trial.seconds):
 
         def at(price: float, _: P, plan: Plan = trial.plan) -> P:
@@ -158,10 +159,10 @@ def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> N
 
 
 def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: float) -> None:
-    """Tries prices that rise until a program fits, then closes in on the lowest price that does.
+    """Adds trials at rising prices of memory until one fits, then seeks the lowest such price.
 
-    The first `trial` has no price; `at` tries a price, given the last trial. The search ends when
-    the prices on both sides of the lowest have a ratio of at most `close`.
+    `trial` is the one without a price; `at` returns that at a price (seconds a byte), given the one
+    before. It ends when the prices on both sides of the lowest have a ratio of at most `close`.
     """
     low, high = trial.seconds / search.limit * FIRST, 0.0
     price, first, slowest = low, trial.bytes, search.seconds
@@ -190,14 +191,14 @@ Held = tuple[Value, Sharding]  # a value in one of the states in which it exists
 
 
 class Peak(NamedTuple):
-    """The moment at which most memory of one device is in use."""
+    """The most bytes that one device holds at a time, and which values it holds then."""
 
     bytes: int  # arguments, results in memory of their own, and what is alive between
     alive: dict[Held, int]  # what is alive then, with its bytes, arguments included
 
 
 def peak_of(plan: Plan) -> Peak:
-    """Estimates a plan's peak of memory; updates of donated arguments are written over these."""
+    """Estimates the peak bytes of one device under a plan; donated arguments are written over."""
     body, size = plan.program.body, plan.problem.size
     arguments = {held: size(*held) for held in zip(body.args, plan.arguments, strict=True)}
     returned = list(zip(body.results, plan.results, strict=True))
@@ -209,7 +210,7 @@ def peak_of(plan: Plan) -> Peak:
 
 
 def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding]) -> Peak:
-    """Estimates a region's peak without its own arguments; `returned` are its results' states."""
+    """Estimates the peak in a region less its arguments; `returned`: result -> wanted sharding."""
     cheap, in_memory, args = plan.propagated.cheap, plan.problem.in_memory, set(region.args)
     life: dict[Held, list[int]] = {}  # numbers of the first op and the last one that have it
     uses = Counter[Value]()
@@ -260,10 +261,7 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
 
 
 def bound_of(plan: Plan) -> int:
-    """Returns bytes that `peak_of` cannot exceed: all values together, as if none were ever freed.
-
-    It takes one pass over the program. A plan for which this fits needs no closer look.
-    """
+    """Returns one device's bytes of a plan's values and operands' copies, as if none were freed."""
     states, size = plan.states, plan.problem.size
     held = [(value, state) for value, state in enumerate(states) if state is not None]
     held += plan.copies.items()
@@ -276,10 +274,10 @@ def bound_of(plan: Plan) -> int:
 
 
 def least_held(problem: Problem) -> dict[str, int]:
-    """Returns the bytes that one device holds whatever the plan is, by what they are for.
+    """Returns the least bytes that one device holds under any plan: purpose -> bytes.
 
-    These are arguments, constants, and results that are not written over donated arguments, where
-    they take the least: as marked, or split over all devices.
+    The purposes are `arguments`, `results` (less those written over donated arguments) and
+    `constants`. Each value counts where it takes the least: as marked, or split over all devices.
     """
     program, body = problem.program, problem.program.body
     arguments = zip(body.args, problem.arguments, strict=True)

@@ -1,9 +1,9 @@
-"""The cost network of a plan: choices of ops and states of carries, and what each pair costs.
+"""The cost network of a program: choices of ops and states of carries, and what each pair costs.
 
 A variable of the network is an op's choice, a carry's state, or, for a value with several uses,
 these together with one more copy of the value that the uses may share. Costs are the ops' own
 seconds and the seconds of the reshards between what a producer leaves and what a use needs, each
-times the trips of the loops around it. Units that look alike are one variable.
+times the trips of the loops around it. What looks alike (`units.py`) is one variable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, th
 
 
 class Variable(NamedTuple):
-    """A variable of the network: its states are what one class of units may decide."""
+    """A variable of the cost network; a state is a choice of the op, maybe with an extra copy."""
 
     number: int
     choices: Table  # for each of its states, the choice of the class
@@ -48,16 +48,16 @@ class Variable(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """The indices of choice and copy that each state stands for; a copy of -1 is none."""
+        """Returns (index of the choice, index of the extra copy or -1) for each state."""
         return list(zip(self.choices.tolist(), self.again.tolist(), strict=True))
 
     def row(self, state: int) -> tuple[int, Sharding | None]:
-        """Returns the index of a state's choice, and the sharding of its extra copy, if any."""
+        """Returns the index of a state's choice, and the sharding of its extra copy or None."""
         again = int(self.again[state])
         return int(self.choices[state]), self.copies[again] if again >= 0 else None
 
     def state(self, choice: int, copy: Sharding | None) -> int:
-        """Returns the state with a choice and a copy, or without the copy if none has both."""
+        """Returns the state with a choice and a copy; if none has both, the one without a copy."""
         again = self.copies.index(copy) if copy in self.copies else -1
         found = np.flatnonzero((self.choices == choice) & (self.again == again))
         return int(found[0]) if len(found) else choice
@@ -67,7 +67,7 @@ Copies = Mapping[tuple[int, int], States]  # class and result -> states of possi
 
 
 class _Flow(NamedTuple):
-    """One result of a class of units, and what reads it."""
+    """One result of a class of equal ops (or arguments, or carries), and all uses of it."""
 
     value: Value  # the first of the class
     runs: int  # how often values of the class are made in one run of the program
@@ -79,16 +79,16 @@ class _Flow(NamedTuple):
 
     @property
     def reads(self) -> int:
-        """How often they are read in one run of the program."""
+        """How often all uses together read the result in one run of the program."""
         return sum(use.trips for use in self.uses)
 
 
 class CostNetwork:
-    """The cost network of a program, with a variable for each class of units.
+    """The cost network of a program: a variable for each class of units, costs for pairs of them.
 
-    `known` are the copies of values that paid in a network of the same units; they are searched for
-    if left out. The choices and states of a `base` plan are in the domains: the solver starts from
-    them.
+    `domains` has what each class decides between, those of the plan `base` among it: the solver
+    starts there. `known` are copies of values that paid in a network of the same units; without it
+    they are searched for.
     """
 
     def __init__(
@@ -135,17 +135,17 @@ class CostNetwork:
         self._build(known)
 
     def settled(self) -> CostNetwork:
-        """Adds the copies that the cheapest joint state asks for, and returns the network."""
+        """Makes the network anew with copies that several uses may share; returns it."""
         if (copies := self.agreed()) != self.copies:
             self._build(copies)
         return self
 
     def _build(self, copies: Copies, shares: bool = False) -> None:
-        """Makes the variables and the costs of reshards; the solver starts from the old solution.
+        """Makes variables and costs of reshards anew; the solver starts from the old solution.
 
-        Variables may also choose one of `copies`: a value resharded once for several uses.
-        With `shares` a reshard's cost is divided among the reads of its value: with three reads of
-        a value that is made once, each pays a third.
+        `copies` has (class, result) -> shardings in which the value may be copied once, for several
+        uses. With `shares` a reshard's cost is divided among the reads of its value: with three
+        reads of a value that is made once, each pays a third.
         """
         if "solution" in self.__dict__:
             states = self.solution.states
@@ -163,7 +163,7 @@ class CostNetwork:
 
     @cached_property
     def network(self) -> Network:
-        """What the solver is given: each variable's own costs, and the costs of pairs."""
+        """The network for the solver: seconds of each variable's states, and of pairs of states."""
         network = Network()
         for variable, own in zip(self.variables, self._owned, strict=True):
             reshards = self._reshards.unary[variable.number]
@@ -174,12 +174,15 @@ class CostNetwork:
 
     @cached_property
     def solution(self) -> Solution:
-        """The cheapest joint state: one state for each variable."""
+        """The cheapest joint state: a choice, or a sharding, for each class of units."""
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
 
     def among(self, role: str, counts: Sequence[int]) -> Solution:
-        """Returns the cheapest joint state if units of a role take one of their first choices."""
+        """Returns the cheapest joint state in which some classes of units have fewer choices.
+
+        Class i, if of the given role (`op`), takes one of its first counts[i] choices.
+        """
         allowed = [
             np.flatnonzero(v.choices < count) if unit.role == role else np.arange(len(v.choices))
             for v, count, unit in zip(self.variables, counts, self.units.units, strict=True)
@@ -187,10 +190,10 @@ class CostNetwork:
         return solve(self.network, allowed)._replace(lower=self.solution.lower)
 
     def with_exposed(self, exposed: float, by_slack: bool) -> CostNetwork:
-        """Returns the network in which at least the share `exposed` of each reshard's time counts.
+        """Returns a copy of the network in which arithmetic hides a part of reshards.
 
-        With `by_slack`, what exceeds the reshard's slack counts, if that is more: slack is the time
-        in which a device computes between making the value and reading it.
+        A reshard of t seconds costs `exposed * t`; with `by_slack` at least `t - slack`, where
+        slack is the time in which a device computes between making the value and reading it.
         """
         other = copy.copy(self)
         other._close, other.exposed, other.by_slack = ROUGHLY, exposed, by_slack
@@ -199,10 +202,11 @@ class CostNetwork:
         return other
 
     def agreed(self) -> Copies:
-        """Returns copies that are worth offering: (class, result) -> shardings for several uses.
+        """Returns copies to offer: (class of units, result) -> shardings that uses may share.
 
-        They are needed in the cheapest joint state, and are not what the producer leaves. Copies
-        that were offered before stay.
+        Uses need them in the cheapest joint state, and the producer leaves the value in another;
+        more that some use may need follow if there is room. Of a class, its largest such result
+        counts.
         """
         states = self.solution.states
         chosen = [int(v.choices[states[v.number]]) for v in self.variables]
@@ -225,7 +229,7 @@ class CostNetwork:
         return {(source, index): copies for source, (_, index, copies) in found.items()}
 
     def priced(self, prices: Mapping[Value, float]) -> Network:
-        """Returns the solver's network with a price, in seconds a byte, for holding each value."""
+        """Returns the network with a price on memory: value -> seconds for each byte held of it."""
         network = Network()
         network.unary = [costs.copy() for costs in self.network.unary]
         network.pairs = self.network.pairs
@@ -243,7 +247,7 @@ class CostNetwork:
         return network
 
     def own_cost(self, op: Op, choice: Choice) -> float:
-        """Returns the seconds of an op without reshards; a partial result costs a trifle more."""
+        """Returns the seconds of an op without reshards, and 1e-12 more if a result is partial."""
         later = LATER * any([s.partial for s in choice.results])
         return self.choices.own_seconds(op, choice.assignment) + later
 
@@ -307,14 +311,14 @@ class CostNetwork:
                 self._reshards.pair(variable.number, target.number, costs)
 
     def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:
-        """Returns the costs of reshards less what hides behind arithmetic."""
+        """Returns the part of reshards' seconds that arithmetic does not hide."""
         if self._slack is None:
             return costs * self.exposed
         slack = [self._slack.get((source, index, use.target), 0.0) for use in uses]
         return np.maximum(self.exposed * costs, costs - min(slack))
 
     def _needs_of(self, use: Use, value: Value) -> States | None:
-        """Returns the state that a use needs for each choice of its reader; None if any will do."""
+        """Returns what sharding a use needs, for each choice of its reader; None if any will do."""
         unit = self.units.units[use.target]
         if unit.role == OP:
             return tuple([c.operands[use.position] for c in self.domains.choices[use.target]])
@@ -342,9 +346,9 @@ Slack = Mapping[tuple[int, int, int], float]  # source, result, target of a use 
 def slack_of(choices: Choices, units: Units) -> Slack:
     """Returns for each use the seconds of arithmetic between making the value and reading it.
 
-    Arithmetic is taken to be split evenly over all devices, and ops to run in program order. No op
-    overlaps with the loop trip before, so what a trip gets is there when it begins. Results of the
-    program have no slack. Uses of one class have the mean of theirs.
+    Keys are (producer's class, number of its result, reader's class); uses with one key have the
+    mean. Arithmetic is taken to be split evenly over all devices, and ops to run in program order.
+    No op overlaps with the loop trip before. Results of the program have no slack, and no key.
     """
     problem, of = choices.problem, units.of
     found: dict[tuple[int, int, int], tuple[float, int]] = {}
@@ -355,7 +359,7 @@ def slack_of(choices: Choices, units: Units) -> Slack:
         found[key] = total + seconds, count + 1
 
     def pass_time(region: Region) -> tuple[float, dict[Value, float]]:
-        """Returns the seconds of one run of a region, and when in it values are made."""
+        """Notes slack in a region; returns its seconds, and value -> second at which it is made."""
         now, made = 0.0, dict[Value, float]()
         for op in region.ops:
             if op.regions:
@@ -385,7 +389,7 @@ def slack_of(choices: Choices, units: Units) -> Slack:
 
 
 def decoded(costs: CostNetwork, solution: Solution) -> Plan:
-    """Returns the plan that a solution stands for, with its costs summed anew in one pass."""
+    """Returns the plan that a solution of the cost network stands for, its seconds summed anew."""
     plan = _Decoded(costs, solution).run()
     return plan._replace(exposed=costs.exposed, by_slack=costs.by_slack, gap=solution.gap)
 

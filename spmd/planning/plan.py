@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One reshard that a plan makes."""
+    """One reshard of a plan: a value, its shardings before and after, the reader, and the cost."""
 
     value: Value
     have: Sharding
@@ -40,7 +40,7 @@ class Recomputed(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A rewrite of a program that was weighed, as loops written out, and whether it was taken."""
+    """A form of a program (say, with loops written out): predicted time, why it is not taken."""
 
     name: str  # what is done to the program, for people
     seconds: float | None  # predicted for one run; None if the form was not made
@@ -49,7 +49,7 @@ class Weighed(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Reads `loops of 64 trips written out: 172 ms predicted instead of 184 ms`, say."""
+        """The outcome: `loops of 64 trips written out: 172 ms predicted instead of 184 ms`, say."""
         before = f"{self.before * 1e3:.3g} ms"
         if self.seconds is None:
             return f"not {self.name}: {before} predicted as it is, {self.refusal}"
@@ -99,12 +99,12 @@ class Plan(NamedTuple):
 
     @property
     def program(self) -> Program:
-        """The global program."""
+        """The program that was planned: the global one, of which no value is split yet."""
         return self.problem.program
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
+        """The mesh over whose axes values are split."""
         return self.problem.mesh
 
     @property
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """Axes of the mesh over which nothing is split: their devices all do the same."""
+        """Names of the mesh axes that split nothing: devices along them all compute the same."""
         used = {a for sharding in self.arguments for a in sharding.used}
         for choice in self.choices.values():
             used.update(a for axes in choice.assignment for a in axes)
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
         return tuple(name for name, own in atoms.items() if own and used.isdisjoint(own))
 
     def choice(self, op: Op) -> Choice:
-        """The choice for an op."""
+        """Returns the choice for an op."""
         return self.choices[op.results[0]]
 
 
@@ -162,7 +162,7 @@ def recorded(plan: Plan) -> dict[str, Any]:
 
 
 def replayed(record: Mapping[str, Any], problem: Problem) -> Plan:
-    """Returns the plan that `recorded` wrote, given what JSON reads and the same problem."""
+    """Returns the plan of a record that `recorded` made and JSON read back, for its problem."""
     shardings = [Sharding(*_frozen(fields)) for fields in record["shardings"]]
     producers = problem.index.producers
 

@@ -1,4 +1,4 @@
-"""`Problem`: what a planner is given, and what arguments and results may be."""
+"""`Problem`: the input of a planner, with the shardings that arguments and results may have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,40 +34,40 @@ class Problem:
 
     @property
     def program(self) -> Program:
-        """The global program."""
+        """The program to be planned: the global one, of which no value is split yet."""
         return self.propagated.program
 
     @property
     def index(self) -> Index:
-        """Lookups over the program: producers, users and trip counts."""
+        """Lookups over the program: producers, users, trip counts and held atoms."""
         return self.propagated.index
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
+        """The mesh over whose axes values are split."""
         return self.propagated.mesh
 
     @cached_property
     def resharder(self) -> Resharder:
-        """Finds the cheapest reshards of the program's values."""
+        """The object that finds the cheapest reshards of the program's values."""
         return Resharder(self.index, self.mesh, self.topology)
 
     @cached_property
     def wishes(self) -> tuple[Sharding | None, ...]:
-        """The sharding proposed for each value, or None; equal shardings are one object."""
+        """For each value the sharding that propagation proposes; None if that splits nothing."""
         proposals = self.propagated.proposals
         made = {dims: Sharding(dims) if any(dims) else None for dims in dict.fromkeys(proposals)}
         return tuple([made[dims] for dims in proposals])
 
     @cached_property
     def in_memory(self) -> tuple[bool, ...]:
-        """Whether each value, or what it is an alias of, is stored rather than fused."""
+        """For each value whether it, or what it is an alias of, is stored rather than fused."""
         fused, producers = Fused(self.program, XlaBackend()), self.index.producers
         homes = map(fused.home, range(len(fused.root)))
         return tuple([fused.stored[home] or home not in producers for home in homes])
 
     def stored(self, op: Op) -> tuple[bool, ...]:
-        """Returns, for each operand and result of an op, whether it is in memory."""
+        """Returns for each operand, then each result of an op whether it is stored in memory."""
         return tuple([self.in_memory[v] for v in (*op.operands, *op.results)])
 
     def bytes(self, value: Value, states: States) -> list[int]:
@@ -86,11 +86,11 @@ class Problem:
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool
     ) -> Table:
-        """Returns seconds of the memory traffic of reshards from states (rows) to needs (columns).
+        """Returns a table of the seconds of reshards' memory traffic outside of collectives.
 
-        The time of collectives is counted elsewhere. A value that is fused into its readers is
-        written for a reshard that `sends` it, and what arrives is read; a slice is written and read
-        for a reader that `stores` it, that is, needs it in memory.
+        Rows are the `states` before, columns the `needs` after. A value that is fused into its
+        readers is written where `sends`, a table of bools, says that it is sent, and what arrives
+        is read; a slice is written and read if the reader needs it in memory (`stores`).
         """
         bandwidth = self.topology.hbm_bandwidth
         got = np.array(self.bytes(value, needs)) / bandwidth
@@ -104,9 +104,9 @@ class Problem:
         return found
 
     def suggested(self, value: Value) -> Sharding:
-        """Returns the sharding that the marks suggest for an argument between calls.
+        """Returns the sharding that the marks suggest for a value at the program's boundary.
 
-        It splits over whole axes, and over the parts of axes that the argument is marked with: jax
+        It splits over whole axes, and over the parts of axes that the value is marked with: jax
         cannot name other parts.
         """
         mark = self.propagated.marks.get(value)
@@ -115,11 +115,11 @@ class Problem:
         return Sharding(whole_axes(proposal, shape, self.mesh, mark.dims if mark else ()))
 
     def left(self, value: Value, state: Sharding) -> Sharding:
-        """Returns the sharding of a result for which the user gave none: as its producer leaves it.
+        """Returns the sharding in which a result is returned for which the user gave none.
 
-        A partial one is reduced into the sharding to which that takes the least time. Parts of
-        axes, which jax cannot name, are gathered. A result that is marked inside the program is as
-        suggested.
+        It is the value's `state` with parts of axes gathered, which jax cannot name. A partial
+        state is reduced into the sharding to which that takes the least time. A value that is
+        marked inside the program is as suggested.
         """
         if value in self.propagated.marks:
             return self.suggested(value)
@@ -139,10 +139,10 @@ def posed(
     results: Sequence[Sharding | None],
     links: Sequence[tuple[int, int]],
 ) -> Problem:
-    """Poses the problem of a program: marks are propagated, and arguments without one are open.
+    """Returns the problem of a program: marks are propagated, arguments without one are left open.
 
-    These may be split in any way. For each result, `results` has the sharding that the user asked
-    for, or None; `links` are (result, argument) of updates of donated arguments.
+    An open one may be split in any way. For each result, `results` has the sharding that the user
+    asked for, or None; `links` has (result, argument), by position, of donated arguments' updates.
     """
     args, made = program.body.args, program.body.results
     pairs = [(made[result], args[argument]) for result, argument in links]
@@ -157,7 +157,7 @@ def problem_of(
     results: Sequence[Sharding | None] = (),
     links: Sequence[tuple[int, int]] = (),
 ) -> Problem:
-    """Poses the problem in which every argument is as marked, else as proposed (see `posed`)."""
+    """Returns the problem in which an argument has one sharding: as marked, or else as proposed."""
     body = propagated.program.body
     wanted = tuple(results) or (None,) * len(body.results)
     problem = Problem(propagated, topology, (), wanted, dict(links))
@@ -168,7 +168,7 @@ def problem_of(
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     """Returns the problem with `free` arguments allowed every sharding that divides them.
 
-    Donated ones, which live on from call to call, lie in no larger pieces than the marks suggest.
+    Donated ones, which live on from call to call, are in no larger pieces than the marks suggest.
     """
     types, values = problem.program.types, problem.program.body.args
     arguments = list(problem.arguments)
@@ -183,14 +183,14 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
 
 
 def every_state(type_: TensorType, mesh: Mesh) -> States:
-    """Returns every split of a value's dims over whole axes that divide them, the finest first."""
+    """Returns all shardings of a type over whole axes that divide its dims, most atoms first."""
     axes = [atoms for atoms in mesh.axis_atoms.values() if atoms]
     found = laid(type_, ((),) * type_.rank, axes, mesh)
     return tuple(sorted(found, key=lambda s: -len(s.used)))
 
 
 def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:
-    """Returns the shardings that append each run of atoms to a dim that it divides, or to none."""
+    """Returns all shardings that append each run to one of `dims` that it divides, or to none."""
     found = laid_out(dims, runs, lambda d, axes: is_even(type_.shape[d], axes, mesh))
     return tuple([Sharding(each) for each in found])
 
@@ -198,7 +198,7 @@ def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Me
 def laid_out(
     start: Sequence[Axes], runs: Sequence[Axes], fits: Callable[[int, Axes], bool]
 ) -> list[tuple[Axes, ...]]:
-    """Returns all ways to append each run of atoms to one of the places it fits, or to none."""
+    """Returns all ways to append each run of atoms to one place that it fits, or to none."""
     found = [tuple(start)]
     for atoms in runs:
         found += [
@@ -215,7 +215,7 @@ def whole_axes(
 ) -> tuple[Axes, ...]:
     """Returns the leading atoms of each dim that are whole axes and divide it, as jax needs them.
 
-    Atoms that a mark has `promised` for a dim are kept where they divide it.
+    Atoms in `promised`, which the user marked a dim with, are kept where they divide it.
     """
     kept = []
     for axes, size, begins in zip(dims, shape, promised or ((),) * len(dims), strict=True):

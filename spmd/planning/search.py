@@ -1,6 +1,6 @@
 """`Search`: of all programs that are tried, the fastest that fits in memory.
 
-Whatever the compiler weighs is judged here, by the predicted seconds of one run within the bytes of
+All that the compiler tries is compared here, by the predicted seconds of one run and the bytes of
 one device: plans, prices of memory, forms of a program, schedules of pipelines, meshes.
 """
 
@@ -15,25 +15,25 @@ TOO_LARGE = "it does not fit in memory"
 
 
 class Judged(Protocol):
-    """One device's program, by its predicted time and memory."""
+    """A program of one device that was tried, with its predicted time and memory."""
 
     @property
     def seconds(self) -> float:
-        """Predicted time of one run."""
+        """Predicted seconds of one run."""
 
     @property
     def bytes(self) -> int:
-        """Predicted memory of one device."""
+        """Predicted bytes of memory of one device, at the peak."""
 
     def fits(self, limit: float) -> bool:
-        """Whether it needs at most so many bytes; told without a prediction where that is plain."""
+        """Returns whether the program needs at most `limit` bytes; a rough bound is tried first."""
 
 
 T = TypeVar("T", bound=Judged)
 
 
 class Candidate(NamedTuple, Generic[T]):
-    """A variant of a program that is made only if it may win more than its price."""
+    """A variant of a program; it is made only if it may save at least `price` seconds of a run."""
 
     name: str  # what is pinned, for people
     make: Callable[[], T] | None  # may raise `PlanError`; None: there is no memory for it
@@ -44,7 +44,7 @@ class Candidate(NamedTuple, Generic[T]):
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """A try: the program, if one was made, and its candidate; without one the name is empty."""
+    """One try: the program (None: not made), and the `Candidate` that it was, if it was one."""
 
     trial: T | None
     price: float = 0.0
@@ -62,33 +62,33 @@ class Search(Generic[T]):
 
     @property
     def tried(self) -> list[T]:
-        """Every program that was made, in order."""
+        """Every program that was made, in the order of the tries."""
         return [entry.trial for entry in self._entries if entry.trial is not None]
 
     @property
     def best(self) -> T:
-        """The best of what was tried; of equals, the first."""
+        """The fastest program that fits, prices added to its time; the smallest if none fits."""
         best = self._best()
         assert best is not None
         return best
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the best if it fits, else infinite."""
+        """Predicted seconds of the best program if it fits, else infinity."""
         best = self._best()
         return best.seconds if best is not None and self.fits(best) else math.inf
 
     def fits(self, trial: T) -> bool:
-        """Whether a program keeps to the limit."""
+        """Returns whether a program needs at most the `limit` of the search, in bytes."""
         return trial.fits(self.limit)
 
     def add(self, trial: T) -> T:
-        """Adds a program to those tried."""
+        """Adds a program that was tried, without a price, and returns it."""
         self._entries.append(_Entry(trial))
         return trial
 
     def weigh(self, candidate: Candidate[T]) -> T | None:
-        """Makes a candidate's program and returns it; None if it cannot win its price, or fit."""
+        """Tries a candidate; returns its program, or None if it can't save its price or be made."""
         name, make, price, hope = candidate
         best, made, refusal = self._best(), None, ""
         before = math.inf if best is None else best.seconds
@@ -106,7 +106,7 @@ class Search(Generic[T]):
 
     @property
     def weighed(self) -> tuple[Weighed, ...]:
-        """The candidates in order, each with its predicted seconds and why it was not taken."""
+        """For each candidate, in order, its predicted seconds and why it was not taken."""
         best, found = self._best(), []
         for trial, price, name, before, refusal in self._entries:
             if not name:

@@ -27,7 +27,7 @@ FORBIDDEN = 1e9  # a cost that no solution has; finite, so that differences of c
 
 
 class Network:
-    """Variables, their states' costs, and costs of pairs of states."""
+    """An optimization problem: variables, costs of each one's states, and of pairs of states."""
 
     def __init__(self) -> None:
         self.unary: list[Table] = []  # for each variable the cost of each state
@@ -40,7 +40,7 @@ class Network:
         return len(self.unary) - 1
 
     def pair(self, u: int, v: int, costs: Table) -> None:
-        """Adds costs for each (state of u, state of v); `u` may be `v`."""
+        """Adds costs of the states of u (rows) and v (columns) together; `u` may be `v`."""
         if u == v:
             self.unary[u] += np.diagonal(costs)
         elif len(self.unary[u]) == 1:
@@ -53,12 +53,12 @@ class Network:
             self.pairs[key] = costs if found is None else found + costs
 
     def cost(self, states: Sequence[int]) -> float:
-        """Returns the total cost of one state for each variable, with the costs of pairs."""
+        """Returns the cost of a joint state, given each variable's state: own costs and pairs."""
         total = sum(float(costs[s]) for costs, s in zip(self.unary, states, strict=True))
         return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
 
     def restricted(self, alive: Sequence[Table]) -> Network:
-        """Returns the network over only those states of each variable that are `alive`."""
+        """Returns the network with only the states `alive[v]`, by number, of each variable v."""
         smaller = Network()
         for costs, kept in zip(self.unary, alive, strict=True):
             smaller.variable(costs[kept])
@@ -78,7 +78,7 @@ Joint = tuple[int, ...]  # variables of one factor, ascending
 
 
 class Elimination:
-    """A network of which some variables have been eliminated."""
+    """A network whose variables are removed in turn; what their best states cost goes to others."""
 
     def __init__(self, network: Network) -> None:
         self.constant = 0.0  # of variables that are gone with all of their neighbours
@@ -94,9 +94,9 @@ class Elimination:
                 self._add((u, v), table)
 
     def run(self, limit: int, neighbours: int = 1 << 30, keep: Collection[int] = ()) -> bool:
-        """Eliminates variables as long as no table gets more entries than `limit`.
+        """Eliminates variables as long as no table of costs gets more than `limit` entries.
 
-        Variables with more than `neighbours` neighbours stay, and so do those to `keep`. Returns
+        Variables with more than `neighbours` neighbours stay, and so do those in `keep`. Returns
         whether nothing is left.
         """
         heap = [(self._width(v), v) for v in self.left]
@@ -133,7 +133,7 @@ class Elimination:
         return not self.left
 
     def fits(self, limit: int) -> bool:
-        """Whether everything could be eliminated without a table of more than `limit` entries."""
+        """Returns whether `run(limit)` is sure to eliminate all variables; changes nothing."""
         near = [self._near(v) for v in range(len(self.sizes))]
 
         def width(v: int) -> int:
@@ -156,7 +156,7 @@ class Elimination:
         return True
 
     def core(self) -> Network:
-        """Returns the network of the variables left, if those gone had at most two neighbours."""
+        """Returns the variables that are left as a network; those gone had up to two neighbours."""
         core = Network()
         number = {v: core.variable(self.unary[v]) for v in sorted(self.left)}
         for (u, v), table in self.factors.items():
@@ -204,7 +204,7 @@ SWEEPS = 6  # of a round
 
 
 class _Edge(NamedTuple):
-    """A pair of variables as one of the two sees it: its end of the costs, and the messages."""
+    """A pair of variables, seen from one: the other, the pair's costs, and messages both ways."""
 
     other: int
     costs: Table  # a row for each of its own states: numpy takes the minimum over rows fastest
@@ -213,9 +213,9 @@ class _Edge(NamedTuple):
 
 
 def likely_states(network: Network, most: float) -> list[tuple[int, int]]:
-    """Returns (variable, state) for all states that joint states of cost `most` may have.
+    """Returns (variable, state) for each state that joint states of cost `most` or less may have.
 
-    Those of variables with several states; first what costs the least more than the best, at least.
+    Variables with one state are left out. States that must raise the cost the least come first.
     """
     passing = Passing(network)
     passing.run()
@@ -231,7 +231,7 @@ def likely_states(network: Network, most: float) -> list[tuple[int, int]]:
 
 
 class Passing:
-    """Messages between the variables of a network; they are kept from one run to the next."""
+    """Message passing (belief propagation) on a network, for lower bounds and good joint states."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.unary = network, network.unary
@@ -247,7 +247,7 @@ class Passing:
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
 
     def run(self, sweeps: int = SWEEPS) -> None:
-        """Passes messages from the last variable to the first, then back, so many times."""
+        """Passes messages from the last variable to the first, then back, `sweeps` times."""
         # What is the same for all states of a message is left in it: it moves between variable and
         # pair, and no bound and no choice depends on where it is.
         forth = range(len(self.unary))
@@ -259,7 +259,7 @@ class Passing:
                         np.minimum.reduce(edge.costs + (mine - edge.got)[:, None], out=edge.sent)
 
     def restricted(self, alive: Sequence[Table]) -> Passing:
-        """Returns the same over only the states that are `alive`, with the messages so far."""
+        """Returns a copy with only the states `alive[v]` of each variable v, and their messages."""
         smaller = Passing(self.network.restricted(alive))
         for v, edges in enumerate(smaller.edges):
             known = {edge.other: edge.got for edge in self.edges[v]}
@@ -268,7 +268,7 @@ class Passing:
         return smaller
 
     def shifted(self) -> Network:
-        """Returns the network with messages moved from pairs to variables: all sums stay."""
+        """Returns a network of equal total costs, with messages moved from pairs to variables."""
         network = Network()
         network.unary = [self.belief(v) for v in range(len(self.unary))]
         network.pairs = {
@@ -286,10 +286,7 @@ class Passing:
         return total
 
     def rounded(self) -> tuple[int, ...]:
-        """Returns a joint state: each variable's best, given those before it and others' messages.
-
-        Then variables change their state one by one, as long as that makes the joint state cheaper.
-        """
+        """Returns a cheap joint state: one by the messages, improved one variable at a time."""
         states: list[int] = []
         for v, costs in enumerate(self.unary):
             total = costs.copy()
@@ -311,7 +308,7 @@ class Passing:
         return tuple(states)
 
     def bound(self) -> tuple[float, list[Table]]:
-        """Returns a lower bound of all joint states, and how much more each single state takes."""
+        """Returns a lower bound of the cost, and per variable by how much each state raises it."""
         lower, excess, kept = 0.0, [], []
         for v, later in enumerate(self.later):
             belief = self.belief(v)
@@ -339,7 +336,7 @@ CLOSE = 1e-9  # relative gap at which the two bounds are the same number
 
 
 class Solution(NamedTuple):
-    """A joint state: one state for each variable, what it costs, and what none can undercut."""
+    """A joint state: one state for each variable, its cost, and a lower bound of all costs."""
 
     states: tuple[int, ...]
     cost: float
@@ -347,7 +344,7 @@ class Solution(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether no joint state is cheaper."""
+        """Whether it is proven that no joint state is cheaper."""
         return self.gap == 0.0
 
     @property
@@ -364,12 +361,12 @@ def solve(
     close: float = CLOSE,
     limit: int = TABLE_LIMIT,
 ) -> Solution:
-    """Returns the cheapest joint state, or the best that was found.
+    """Returns the cheapest joint state of a network, or the best that was found.
 
-    For each variable, `allowed` are the states that it may be in; all of them if left out. The
-    cheaper a `known` joint state is, the sooner others are seen to be no better; those that are
-    cheaper by less than the share `close` are not looked for. No table gets more entries than the
-    limit.
+    `allowed` has for each variable the states that it may be in; all of them if left out. A `known`
+    joint state speeds this up, the more the cheaper it is, and is returned if nothing cheaper is
+    found; what is cheaper by less than the share `close` is not looked for. No table gets more
+    entries than the limit.
     """
     upper = math.inf if known is None else network.cost(known)
     found = Reduced(network, (), allowed, limit).solve({}, upper, close)
@@ -417,11 +414,11 @@ class Reduced:
         rounds: int = ROUNDS,
         scale: float = 0.0,
     ) -> Solution:
-        """Returns the cheapest joint state in which `pins` limits the states of variables `kept`.
+        """Returns the cheapest joint state in which each variable v of `pins` has one of pins[v].
 
-        Solutions that cost no less than `upper` are not looked for, nor those that are cheaper by
-        less than the share `close` of `scale`, or of the cost. If there is no other, the solution
-        has no states.
+        Only variables that were `kept` can be in `pins`. Solutions that cost no less than `upper`
+        are not looked for, nor those that are cheaper by less than the share `close` of `scale`, or
+        of the cost. If there is no other, the solution has no states.
         """
         left, known, above = sorted(self._gone.left), {}, 0.0
         if left:
@@ -455,10 +452,10 @@ def _cheaper(
     scale: float,
     sweeps: Sequence[int],
 ) -> Solution:
-    """Searches for the cheapest joint state of a network, going on from the messages there are.
+    """Returns the cheapest joint state that is found below `upper`; one without states if none is.
 
-    After each number of `sweeps` it looks whether the messages settle it. Returns the best that was
-    found; without states if that costs no less than `upper`.
+    The messages in `passing` are the start. After each number of `sweeps` it looks whether they
+    settle it; then it drops states that cannot be in a better one, and solves the smaller network.
     """
     # `cost` is what some joint state costs, `lower` what none undercuts. A state whose own excess
     # over the lower bound is more than the gap between the two is in no better joint state: with

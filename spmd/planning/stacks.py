@@ -1,16 +1,16 @@
 """Chooses equal ops to stack: what a plan loses by splitting each of them, against moving them.
 
-Done at once, equal ops have a dim more, of as many elements as there are (`spmd.frontend.lanes`).
-Devices that split it do some of the ops each, whole: nothing is done twice, and nothing is
-exchanged in between. What is won is what the plan at hand takes beyond that, for the ops' own time
-and for reshards of what they read of each other. It costs to bring what they read where it is read:
-each op's values to the device that does it, shared ones to all, and results back.
+Done at once, equal ops are one op with one more dim, of as many elements as there are ops
+(`spmd.frontend.lanes`). Devices that split this dim do some of the ops each, whole: nothing is done
+twice, and nothing is exchanged in between. This saves what the plan takes beyond that, for the ops'
+own time and for reshards between them. It costs to bring operands to where they are read: each op's
+to the device that does it, shared ones to all devices, and results back.
 
     momentum | norm, product, product, ... product | update        16 times
              ^ all-to-all                          ^ all-to-all     in place of an all-reduce each
 
 So where a stack begins and ends is a minimum cut through a row of ops. It decides what is tried and
-no more: the planner splits the stacked program as it finds best, and its timeline decides.
+no more: the planner splits the stacked program as it finds best, and the predicted time decides.
 """
 
 import math
@@ -31,16 +31,16 @@ TENTH = 0.1  # of what all stacks have to win, the share that each of them has t
 
 
 class Stacks(NamedTuple):
-    """Groups of equal ops in a program's body that are worth doing at once, stacked along a dim."""
+    """Groups of equal ops that may be done at once as one op, and the seconds that can save."""
 
     stacks: tuple[Stack, ...]
     seconds: float  # the most that this can win
 
 
 def stacks_of(plan: Plan, price: float) -> Stacks:
-    """Returns equal ops that devices could share as stacks; none if that wins less than `price`.
+    """Returns equal ops that devices could share as stacks; none if that saves less than `price`.
 
-    The plan is of the program as it is, with the predicted time of one run; the price is in
+    The plan is of the program without stacks, with the predicted time of one run; the price is in
     seconds. Example: `x @ x.T` for 16 matrices that are split by rows; eight devices all-gather
     each of them, and could do two each.
     """
@@ -80,15 +80,18 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
 
 
 def _is_work(op: Op) -> bool:
-    """Whether an op, or one in its regions, takes more than one pass over its operands."""
+    """Whether an op, or one in its regions, does more than pass once over its operands."""
     about = op.kind.about
     inside = (inner for region in op.regions for inner in region.ops)
     return bool(about.flops or about.passes) or any(map(_is_work, inside))
 
 
 def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
-    """Yields groups of ops that do not need each other, by the longest chain of them in front."""
-    # Iterations of sixteen loops that were written out: the first of each, the second of each, ...
+    """Yields groups of the ops at `places` in the body of which none needs another.
+
+    They have equally many of these ops on the longest chain that leads to them: of sixteen loops
+    that were written out the first iterations are a group, the second ones, and so on.
+    """
     members, level = set(places), dict[Value, int]()
     groups: dict[int, list[int]] = {}
     for place in range(places[0], places[-1] + 1):
@@ -119,7 +122,7 @@ class _Costs:
         self._shares: dict[object, float] = {}
 
     def own(self, op: Op, count: int) -> float:
-        """Returns the seconds of an op's own time that stacking `count` such ops saves for each."""
+        """Returns the seconds that stacking `count` such ops saves of the own time of each."""
         plan, share = self.plan, min(count, self.plan.mesh.size)
         if op.regions:
             inside = (self.own(o, count) for region in op.regions for o in region.ops)
@@ -136,7 +139,7 @@ class _Costs:
         return self._shares[key]
 
     def most(self, row: Row) -> float:
-        """Returns the most seconds that can be won by stacking a row of equal ops."""
+        """Returns the most seconds that stacking equal ops (positions in the body) can save."""
         ops = self.block.ops
         return sum(self.own(ops[place], len(row)) + self.moved(place) for place in row)
 
@@ -147,7 +150,7 @@ class _Costs:
         return sum(self.moves.get(key, 0.0) for key in dict.fromkeys((*into, *out)))
 
     def lanes(self, values: Sequence[Value]) -> float:
-        """Returns the seconds in which each stacked op's value gets to the op's device, or back."""
+        """Returns the seconds of an all-to-all that moves stacked ops' values to their devices."""
         plan = self.plan
         if all(plan.states[v] is None for v in values):
             return 0.0
@@ -157,7 +160,7 @@ class _Costs:
         return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
 
     def brought(self, values: Sequence[Value]) -> float:
-        """Returns the seconds in which values get to the lanes: one for all is all-gathered."""
+        """Returns the seconds to bring stacked ops an operand (all-gathered if it is the same)."""
         plan, state = self.plan, self.plan.states[values[0]]
         if not self.block.same(values):
             return self.lanes(values)
@@ -166,7 +169,7 @@ class _Costs:
         return collective_seconds(*args)
 
     def worth_it(self, rows: Sequence[Row]) -> tuple[list[Row], float]:
-        """Returns those rows of equal ops that win most if they are stacked, and seconds won."""
+        """Returns the rows of equal ops that save most if stacked, and the seconds saved."""
         # In front of the cut is what is stacked. It cuts, and so loses or pays:
         #   source -> row                  what is won by a row
         #   source -> moved -> both rows   what is won where a row reads what another one made

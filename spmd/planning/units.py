@@ -1,11 +1,10 @@
 """`Units`: a program as decisions and what flows between them, equal decisions taken together.
 
-`Domains` are what each of these decides between.
-
-A unit is whatever has a state of its own to choose: an argument, an op, a carry of a loop (or a
+A unit is whatever has a sharding of its own to choose: an argument, an op, a carry of a loop (or a
 result of a conditional), a result of the program. Units that look alike as far as `RADIUS` steps
-around are one *class*: the layers of an unrolled network share their decisions, and a plan costs as
-much time as it has different parts. Colours are refined as in Weisfeiler and Leman 1968.
+around are one *class*, and decide alike: so the layers of an unrolled network take as long to plan
+as one of each sort. `Domains` are what each class decides between. Colours are refined as in
+Weisfeiler and Leman 1968.
 """
 
 import itertools
@@ -34,7 +33,7 @@ ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole
 
 
 class Unit(NamedTuple):
-    """One node of a program as the planner sees it: an op, an argument, a carry or a result."""
+    """Something whose sharding a planner decides: an op, an argument, a carry or a result."""
 
     # One of the roles above; `whole` is for uses that need all of a value. A result that looks like
     # an argument is a use of that one: its value has to get there.
@@ -49,9 +48,9 @@ class Unit(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One class reads a `result` of another as its operand `position`, `trips` times in a run.
+    """Class `target` reads the result number `result` of class `source`, `trips` times in one run.
 
-    Operands that look alike, as the pieces of a concatenation, have the position of the first.
+    It is the reader's operand `position`: the first of several operands that look alike.
     """
 
     source: int
@@ -62,7 +61,7 @@ class Use(NamedTuple):
 
 
 class Units(NamedTuple):
-    """A program's units in classes that look alike, and which class reads which."""
+    """A program's units (ops, arguments, ...) in classes that look alike, and their reads."""
 
     units: tuple[Unit, ...]  # the first of each class, in program order, with all of their trips
     # Of each value its class (-1 for cheap values) and which of its results it is. A carry has two:
@@ -72,7 +71,7 @@ class Units(NamedTuple):
 
 
 def units_of(problem: Problem, radius: int = RADIUS) -> Units:
-    """Groups the units of a program in classes that look alike up to `radius` steps around."""
+    """Returns the units of a program in classes that look alike up to `radius` steps around."""
     return _Collector(problem).classes(radius)
 
 
@@ -125,10 +124,10 @@ class _Collector:
                 self.uses += [(v, self.whole, 0, trips) for v in op.operands if v not in cheap]
 
     def _look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
-        """Returns a key shared by kinds that plan alike and, for each operand, the first like it.
+        """Returns a key of kinds of ops that plan alike, and for each operand the first like it.
 
-        Where a stack is sliced or updated makes mostly no difference: so the layers of a loop that
-        was written out are alike, too.
+        It differs by no more than matters for a plan, mostly not by where a stack is sliced or
+        updated: so the layers of a loop that was written out are alike, too.
         """
         if kind.about.is_mark:
             return kind, range(len(kind.operands))
@@ -205,11 +204,12 @@ def _mixed(x: Colours) -> Colours:
 
 
 def _refined(colours: Colours, edges: np.ndarray, radius: int) -> Colours:
-    """Refines colours, numbers that equal units share, by what is up to `radius` steps away.
+    """Returns numbers (colours) that units share which look alike up to `radius` steps away.
 
-    In the first round a unit learns the colours of its neighbours and by which operand each is
-    connected, in the second what these had learned in the first. Sums do not depend on the order of
-    the neighbours, so units alike at the start stay alike until something near them differs.
+    `colours` are those of the units themselves. In the first round a unit learns the colours of its
+    neighbours and by which operand each is connected, in the second what these had learned in the
+    first. Sums do not depend on the order of the neighbours, so units alike at the start stay alike
+    until something near them differs.
 
     Trace, of five equal ops in a chain between an argument and a result, a letter a colour:
       start    x a a a a a r
@@ -246,7 +246,7 @@ Taken = Mapping[tuple[OpKind, Axes], tuple[Choice, ...]]  # by kind of op and ax
 
 
 def taken_by(plan: Plan) -> Taken:
-    """Returns the choices that a plan made for ops of each kind."""
+    """Returns (kind of op, atoms held there) -> the choices that a plan made for such ops."""
     found: dict[tuple[OpKind, Axes], dict[Choice, None]] = {}
     for op in plan.program.walk():
         if not op.regions and (choice := plan.choices.get(op.results[0])) is not None:
@@ -256,7 +256,7 @@ def taken_by(plan: Plan) -> Taken:
 
 
 class Domains(NamedTuple):
-    """The choices and states that the solver weighs, for each class of units (`Units`)."""
+    """For each class of units the choices and states that the solver decides between."""
 
     left: tuple[tuple[States, ...], ...]  # of each result, the state for each choice
     choices: tuple[tuple[Choice, ...], ...]  # of ops; none for other classes
@@ -271,10 +271,11 @@ def domains_of(
     base: Plan | None = None,
     taken: Taken | None = None,
 ) -> Domains:
-    """Returns the states and choices to be weighed for a whole program.
+    """Returns, for each class of units, the choices and states that the solver decides between.
 
-    The `axes` are placed in every way, all others as in the `base` plan, whose choices are among
-    those suggested. Where `taken` has choices for an op, they stand in for its placements.
+    Ops have the choice of the plan `base`, those that proposals lead to, and those that place
+    `axes` in every way, others being as in `base`. What `taken` has for an op is in place of the
+    placements.
     """
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
@@ -330,7 +331,7 @@ def domains_of(
 
 
 def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:
-    """Returns, for each class, which operands may arrive partial, and how their terms combine.
+    """Returns for each class the groups of operands that may arrive partial, and how terms combine.
 
     To make a whole value partial only costs. So operands flow through an op partial only where one
     of them comes from a contraction over a split dim, say, through linear ops.

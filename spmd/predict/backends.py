@@ -71,21 +71,18 @@ _TPU = XlaBackend(
 
 
 def backend_of(platform: str | None) -> XlaBackend:
-    """Returns how the backend of `cpu`, `cuda` or `tpu` behaves, or defaults for anything else."""
+    """Returns the `XlaBackend` of `cpu`, `cuda` or `tpu`; for anything else one of defaults."""
     return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", XlaBackend())
 
 
 def memory_for(topology: Topology, limit: int | None) -> int:
-    """Bytes that a program may be predicted to take on one device.
-
-    They are the user's limit; if there is none, the device's memory less the backend's headroom.
-    """
+    """Returns the bytes a program may take on a device: `limit`, else its memory less headroom."""
     fills = backend_of(topology.platform).fills
     return int(fills * topology.hbm_bytes) if limit is None else limit
 
 
 def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:
-    """Says whether a program fits a device: `tight` means without the compiler's headroom."""
+    """Says whether `peak` bytes fit a device; `tight`: they do, but without the usual headroom."""
     if peak <= memory_for(topology, None):
         return "fits"
     return "tight" if peak <= topology.hbm_bytes else "does not fit"

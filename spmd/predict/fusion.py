@@ -1,4 +1,4 @@
-"""Which values of a local program lie in memory, and which kernels make them.
+"""Which values of a local program are stored in memory, and which kernels make them.
 
 XLA computes all other values where they are used. Backends fuse alike as far as memory is
 concerned: elementwise ops, broadcasts and everything that only moves elements around are computed
@@ -28,22 +28,22 @@ def stored_values(program: Program) -> frozenset[Value]:
 
 
 def is_untouched(loop: Op, position: int) -> bool:
-    """Whether a loop's body returns a carry unchanged."""
+    """Whether the body of a while loop returns the carry at a position unchanged."""
     body = loop.regions[1]
     return body.results[position] == body.args[position]
 
 
 def wants_stored(op: Op, position: int) -> bool:
-    """Whether an op needs an operand in memory, and cannot have it fused in."""
+    """Whether an op reads the operand at a position from memory, so that it cannot be fused in."""
     if op.kind.about.role == Role.UPDATE:
         return position < len(op.results) or op.name == SCATTER
     return op.kind.about.role == Role.CALL
 
 
 def copied_operands(kind: OpKind, backend: XlaBackend) -> Mapping[int, tuple[int, ...]]:
-    """Returns positions of operands that a backend copies first, and the order of the copies' dims.
+    """Returns position -> order of dims for the operands that a backend first copies in that order.
 
-    An all-to-all's is cut in pieces; a running total (cumsum) goes along the innermost dim.
+    An all-to-all's are cut in pieces (same order); a running total's (cumsum) dim is innermost.
     """
     if backend.rewrites_windows and (running := running_dim(kind)) is not None:
         rank = kind.operands[0].rank
@@ -67,9 +67,9 @@ MANY = 16  # tensors that are told apart; a kernel that reads more reads many
 def wide_values(program: Program) -> frozenset[Value]:
     """Returns elementwise values that cost less to store than to recompute in each reader.
 
-    Made of n tensors as large as itself, a value takes n * k reads if each of k readers computes it
-    again, and n + k reads and a write if it is stored: a residual stream would read all layers in
-    front of it. XLA's fusion decides by such costs (`PriorityFusion` on GPUs).
+    A value made of n tensors of its size and read by k kernels takes n * k reads if each of these
+    computes it again, and n + k reads and a write if it is stored: a residual stream would read all
+    layers in front of it. XLA's fusion decides by such costs (`PriorityFusion` on GPUs).
     """
     ops = list(program.walk())
     readers = [0] * len(program.types)
@@ -140,7 +140,7 @@ class Fused:
         self._region(program.body)
 
     def home(self, value: Value) -> Value:
-        """Returns the value in whose memory this one lies: itself, or what it is an alias of."""
+        """Returns the value in whose memory this one is: itself, or what it is an alias of."""
         while value < len(self.root) and self.root[value] != value:  # copies are behind the others
             value = self.root[value]
         return value
@@ -212,7 +212,7 @@ class Fused:
 
 
 def _orders_read(kind: OpKind) -> list[Order]:
-    """Returns the order of dims in which an op wants each of its first operands."""
+    """Returns the order of dims in which CPUs read each operand of an op; [] if any will do."""
     if kind.about.reads == "matrices":
         # A weight gradient `b s i, b s o -> i o` contracts b and s: its left operand is read as
         # i, b, s and is copied first, its right one as b, s, o, which is how it lies.
@@ -235,7 +235,7 @@ def _orders_read(kind: OpKind) -> list[Order]:
 
 
 def transposed_results(kind: OpKind) -> Order:
-    """Returns the order of dims in which results have to be copied; empty if no copy is needed."""
+    """Returns the order of dims of the copy that some all-gathers' results need; else empty."""
     if kind.about.collective == "all_gather":
         order = _along(kind.results[0], kind.attrs["all_gather_dim"])
         return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
@@ -243,7 +243,7 @@ def transposed_results(kind: OpKind) -> Order:
 
 
 def is_library_reduce(kind: OpKind) -> bool:
-    """Whether a reduction is a library call: sum, maximum or minimum of one float32 tensor."""
+    """Whether CPUs reduce by a library call: sum, maximum or minimum of one float32 tensor."""
     if kind.name != REDUCE or len(kind.results) != 1:
         return False
     body = kind.attrs.get("body")
@@ -252,10 +252,10 @@ def is_library_reduce(kind: OpKind) -> bool:
 
 
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:
-    """Returns the order of dims in which a dot reads an operand.
+    """Returns the order of dims in which CPUs read a dot's operand: batch, first, then second dims.
 
-    A batch of matrices is read as it is, transposed ones too: but these only in exactly that order,
-    where dims of size 1 count.
+    Matrices are read as they are also if transposed (batch, second, first): but these only in
+    exactly that order, where dims of size 1 count.
     """
     as_it_is = tuple(range(type_.rank))
     if len(first) == len(second) == 1 and (*batch, *second, *first) == as_it_is:
@@ -273,7 +273,7 @@ def _along(type_: TensorType, dim: int) -> Order:
 
 
 def _is_same(order: Order, type_: TensorType) -> bool:
-    """Whether a tensor's elements lie in this order already; dims of size 1 do not matter."""
+    """Whether `order` is the order of a tensor's dims already; dims of size 1 do not matter."""
     long = [d for d in order if type_.shape[d] != 1]
     return long == sorted(long)
 
@@ -289,7 +289,7 @@ def _is_same(order: Order, type_: TensorType) -> bool:
 
 
 class Kernel(NamedTuple):
-    """A unit that a backend launches: one op, or several that are fused into it."""
+    """One kernel that a backend launches: an op, with others that are fused into it."""
 
     op: Op  # whose results it makes, or that the copy is for
     reads: tuple[Value, ...]  # stored values, read directly or through what is computed inside
@@ -301,7 +301,7 @@ class Kernel(NamedTuple):
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Merges all-reduces over the same axes that do not wait for each other into one kernel."""
+    """Returns kernels with like all-reduces over the same axes merged, where none needs another."""
     # Their depth, the number of all-reduces on the way to them, tells which those are:
     #   %2 = all_reduce %0   depth 0        before: [%2: %0] [%3: %2] [%4: %1]
     #   %3 = all_reduce %2   depth 1        after:  [%2 %4: %0 %1] [%3: %2]
@@ -332,7 +332,7 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
     XLA's scheduler for CPUs uses this order, so that independent kernels can run at the same time.
 
     before: [a: x], [b: a], [c: x], [d: b c]         in the order of the program
-    after:  [a: x], [c: x], [b: a], [d: b c]         c waits for x alone, as a does
+    after:  [a: x], [c: x], [b: a], [d: b c]         c needs just x, as a does
     """
     made = {value for kernel in kernels for value in kernel.makes}
     captured = [v for k in kernels for v in (*k.handed, *k.reads) if v not in made]
@@ -366,7 +366,7 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
 
 
 class Kernels:
-    """The kernels that a backend runs for a local program, found by walking it forwards."""
+    """Finds the kernels that a backend runs for a local program; `body` has them in order."""
 
     # `inputs` carries reads through what is computed inside: with
     #   %2 = dot %0, %1; %3 = exp %2; %4 = abs %3; %5 = dot %4, %1
@@ -432,9 +432,9 @@ class Kernels:
         return breadth_first(self._apart(combined(kernels)), region.args)
 
     def _apart(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Adds copies for updates and loops to write over, of values that others may still read.
+        """Returns the kernels, with copies added of values that are overwritten while still read.
 
-        A copy is made as soon as its value is there, and not only when it is written over.
+        Updates and loops write over the copy. It is made as soon as its value is there.
         """
         makers: dict[Value, int] = {}  # value -> number of the kernel that makes it
         readers: dict[Value, list[int]] = {}
@@ -444,7 +444,7 @@ class Kernels:
                 readers.setdefault(value, []).append(i)
 
         def is_last(number: int, value: Value) -> bool:
-            """Whether a kernel waits for all others that read a value, and may write over it."""
+            """Whether kernel `number` is sure to run after all others that read a value."""
             # Not by the order of the program: a backend that runs kernels breadth first may still
             # have another reader ahead of it. So the search follows what the kernel waits for,
             # backwards, until it has met all other readers.
@@ -496,9 +496,9 @@ class Kernels:
         return tuple(dict.fromkeys([root for value in values for root in inputs[value]]))
 
     def _inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
-        """Returns the stored values that a kernel reads if it computes some values again inside.
+        """Returns the stored values that a kernel reads for `values`, recomputing some of these.
 
-        With `any_op` it computes also those again that are made of several values of their size.
+        It recomputes elementwise ones made of one value of their size; with `any_op`, of several.
         """
         roots = self._read(values)
         if not any_op and self.again.isdisjoint(roots):
@@ -544,7 +544,7 @@ class Kernels:
                 self.inputs[value] = (first,)
 
     def _copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
-        """Returns a transposed copy of a value, made once for all that read it in this order."""
+        """Returns a copy of a value in an order of dims, made once for all that read it so."""
         key = (self.fused.root[value], self.types[value].shape, order)
         if key not in self.copies:
             found = self.copies[key] = self._copy_of(value)

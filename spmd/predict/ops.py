@@ -1,4 +1,4 @@
-"""What an op takes on one device: its arithmetic or its memory traffic, whichever is longer.
+"""The predicted seconds of an op on one device: arithmetic or memory traffic, whichever is longer.
 
 The planner asks here for an op's share under an assignment; the timeline and recomputation for the
 op of a local program, and for what it sends to other devices.
@@ -25,7 +25,7 @@ from spmd.reshard.comm import collective_seconds, group_size, run_as, wire_bytes
 
 
 def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
-    """Returns the seconds of an op's arithmetic on one device; 0 where memory decides its time."""
+    """Returns the seconds of an op's arithmetic on one device; 0 for ops that memory bounds."""
     about = kind.about
     if about.flops is None:
         return 0.0
@@ -34,9 +34,9 @@ def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
 
 
 def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
-    """Returns bytes that an op reads of each operand and writes of each result, all in memory.
+    """Returns the bytes that an op reads of each operand, then those that it writes of each result.
 
-    The sizes are bytes of one device's piece of each operand, then of each result.
+    `sizes` has the bytes of one device's piece of each operand, then of each result, all in memory.
     """
     about, count, made = kind.about, len(kind.operands), len(kind.results)
     if about.role == Role.ALIAS or kind.is_renaming:
@@ -54,7 +54,7 @@ def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
 
 
 def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
-    """Returns the seconds in which an op moves so many bytes, in each of its passes over them."""
+    """Returns the seconds to move `moved` bytes from or to memory in each of an op's passes."""
     passes = kind.about.passes
     return moved * (passes(kind) if passes else 1) / topology.hbm_bandwidth
 
@@ -67,10 +67,10 @@ def op_seconds(
     topology: Topology,
     stored: Sequence[bool] = (),
 ) -> float:
-    """Returns the seconds of one device's share of an op under an assignment of its rule.
+    """Returns the seconds of one device's share of an op under an assignment, without reshards.
 
     For each operand and result, `stored` says whether it is in memory; all are if left out. One
-    that is not is fused into what reads it, and moves nothing here.
+    that is not is fused into what reads it, and moves nothing here. Halos and exchanges count.
     """
     collective = halos = merges = 0.0
     if name := kind.about.collective:
@@ -137,8 +137,8 @@ def share_seconds(
 ) -> float:
     """Returns the seconds of arithmetic on the device that has the largest share of an op.
 
-    A composite's own cost counts: with a part of the queries of causal attention, the device that
-    has the last of them sees nearly all keys. Ring factors count whole: all pieces come by.
+    Of composites shares differ: with a part of the queries of causal attention, the device that has
+    the last of them sees nearly all keys. Ring factors count whole: a device meets all pieces.
     """
     if kind.name == COMPOSITE and kind.about.flops is not None:
         rings = {number for number, _ in rule.rings}
@@ -149,7 +149,7 @@ def share_seconds(
 
 
 def local_kind(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> OpKind:
-    """Returns the op's kind with the types of one device's pieces."""
+    """Returns the op's kind with the types of one device's pieces under an assignment."""
     types = [
         local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
@@ -172,7 +172,7 @@ def ring_seconds(
 def ring_pieces(
     kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh
 ) -> Iterator[tuple[Axes, TensorType]]:
-    """Yields, for each value that goes round a ring of devices, its axes and one device's piece."""
+    """Yields (atoms of the ring, type of a device's piece) for each value that goes round one."""
     for number, _ in rule.rings:
         axes = assignment[number]
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True):
@@ -182,7 +182,7 @@ def ring_pieces(
 
 
 def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
-    """Returns the seconds of an op's exchanges, where factors share atoms with other factors."""
+    """Returns the seconds of an op's all-to-alls, for factors that atoms of other factors split."""
     seconds = 0.0
     for number, trips in rule.exchanges:
         if rule.is_exchanged(number, assignment):
@@ -193,7 +193,7 @@ def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: T
 
 
 def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
-    """Returns the bytes that a device has for all of its group, itself too, in an exchange."""
+    """Returns the bytes that one device puts into an exchange, those for itself included."""
     split = mesh.extent({a for f in trips.along for a in assignment[f]})
     return math.ceil(trips.bytes / split)
 
@@ -212,7 +212,7 @@ class Transfer(NamedTuple):
 
     @staticmethod
     def of(op: Op, mesh: Mesh) -> Transfer | None:
-        """Returns what an op exchanges among devices of a mesh; None if it exchanges nothing."""
+        """Returns what an op of a local program exchanges with other devices; None if nothing."""
         attrs = op.kind.attrs
         if AXES in attrs:
             axes, sent = attrs[AXES], attrs[SENT]
@@ -227,6 +227,6 @@ class Transfer(NamedTuple):
         return collective_seconds(self.kind, self.axes, self.put, self.got, mesh, topology)
 
     def sent_bytes(self, mesh: Mesh, topology: Topology) -> int:
-        """Returns the bytes that one device sends, given the way in which the backend runs it."""
+        """Returns the bytes that one device sends, by the collective that the backend runs."""
         kind = run_as(self.kind, self.axes, mesh, topology)
         return wire_bytes(kind, self.group, self.put, self.got)

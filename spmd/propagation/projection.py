@@ -1,4 +1,4 @@
-"""Projection: from the axes of dims to the axes of factors, and back."""
+"""Converts between the atoms that split a value's dims and those that split an op's factors."""
 
 import math
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ Assignment = tuple[Axes, ...]  # for one op: which atoms split each factor
 def dim_to_factors(
     axes: Axes, dim: DimFactors, factors: Sequence[Factor], atom_sizes: Sequence[int]
 ) -> tuple[tuple[int, Axes], ...]:
-    """Deals a dim's atoms out to its factors, major first, as far as they fit exactly.
+    """Returns (factor, its atoms) for factors of a dim that is split over `axes`, major first.
 
-    A more minor factor gets atoms only when every more major one is split completely: otherwise
-    the pieces of the dim would not be contiguous.
+    A factor gets the next atoms as long as they divide it; those behind it get some only if it is
+    split completely, as the dim's pieces would not be contiguous otherwise. The rest is left out.
     """
     if len(dim) == 1:
         return ((dim[0], axes),)
@@ -44,7 +44,7 @@ def dim_to_factors(
 
 
 def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
-    """Returns the leading atoms over which a factor may be split.
+    """Returns the leading atoms of `axes` that may split a factor; none for kinds in `UNCLAIMED`.
 
     They end before the first atom that only `fixed` factors may have (`Rule.held`); and a window
     factor has no more pieces than elements: of size 3, it takes `(0,)` of two atoms `(0, 1)` of
@@ -63,10 +63,10 @@ def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axe
 def factors_to_dim(
     dim: DimFactors, assignment: Sequence[Axes], factors: Sequence[Factor], sizes: Sequence[int]
 ) -> Axes | None:
-    """Returns a dim's atoms under an assignment; None if its pieces are not equal and contiguous.
+    """Returns the atoms that split a dim if an assignment splits its factors.
 
-    A dim of one factor takes any atoms: where they don't divide it, its pieces are padded. So does
-    the factor behind a fixed one.
+    None: its pieces would not be equal and contiguous. A dim of one factor takes any atoms, with
+    padded pieces where they don't divide it, and so does the factor behind a fixed one.
     """
     if len(dim) == 1:
         return assignment[dim[0]]
@@ -87,7 +87,7 @@ def factors_to_dim(
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
     """Whether no atom is used twice, `replicate` factors are whole, and dims' pieces contiguous.
 
-    Only ring factors, and those for which devices exchange, have the atoms of another one, too.
+    Only ring factors, and those with an `Exchange`, may have the atoms of another factor, too.
     """
     used: set[int] = set(rule.held)
     for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True)):
@@ -110,7 +110,7 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
 
 
 def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Sequence[int]) -> Axes:
-    """Returns the atoms that may split a ring factor; none if it has to stay whole."""
+    """Returns the atoms that may split ring factor `number`; none if it has to stay whole."""
     factor = rule.factors[number]
     assert factor.ring is not None, "no ring factor"
     axes, along = assignment[factor.ring.along], rule.factors[factor.ring.along]
@@ -121,7 +121,7 @@ def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Seque
 def may_exchange(
     rule: Rule, number: int, axes: Axes, assignment: Assignment, atom_sizes: Sequence[int]
 ) -> bool:
-    """Whether atoms that split other factors may split one, too, by an exchange between devices."""
+    """Whether `axes` may split factor `number` by its `Exchange`: evenly, all from its `along`."""
     factor = rule.factors[number]
     assert factor.exchange is not None, "no factor that exchanges"
     along = {a for f in factor.exchange.along for a in assignment[f]}
@@ -137,7 +137,7 @@ def unsplit(rule: Rule) -> Assignment:
 def project(
     rule: Rule, value: Sequence[DimFactors], assignment: Assignment, atom_sizes: Sequence[int]
 ) -> Sharding:
-    """Returns the sharding that a legal assignment gives to a value's dims, nothing partial."""
+    """Returns the sharding of a value, its dims given as factors, under a legal assignment."""
     dims = []
     for dim in value:
         axes = factors_to_dim(dim, assignment, rule.factors, atom_sizes)
@@ -149,9 +149,9 @@ def project(
 def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()) -> Axes:
     """Returns the atoms over which a result becomes partial: those of the split `reduce` factors.
 
-    A result that these atoms split has a part of its own on each device, and is not partial: `b s,
-    b t -> b s, b t` with `s` reduced sums just the second result, unless `t` is a ring factor that
-    they split, too. Without `result`, the factors of its dims, no atoms split it.
+    A result is not partial over atoms that split its own dims, whose factors are `result`: in `b s,
+    b t -> b s, b t` with `s` reduced only the second result is partial, and not over atoms that
+    split `t`, too (a ring factor). Without `result` no atoms are left out.
     """
     own = {a for dim in result for f in dim for a in assignment[f]}
     split = zip(rule.factors, assignment, strict=True)

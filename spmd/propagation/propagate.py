@@ -3,12 +3,12 @@
 Every value ends with a *proposal*: the axes that the marks suggest for each of its dims. The plan
 reads proposals as wishes and is free to decide otherwise, except for marks.
 
-Tie-breaks, all of them: (1) ops that only pass dims through are settled before ops that reduce
-or read their neighbours;
+Tie-breaks, all of them:
+(1) ops that only pass dims through are settled before ops that reduce or read their neighbours;
 (2) within a kind, first in program order, first operand before second, operands before results;
 (3) where two dims of one value claim the same axis, neither gets it, through whatever op it comes,
-until everything that follows by necessity is settled; then the more major dim gets it, first op in
-program order first;
+until all else that must follow is settled; then the more major dim gets it, first op in program
+order first;
 (4) where two values disagree about one factor, their common part flows on and the conflict is
 recorded for the planner.
 """
@@ -40,7 +40,7 @@ _Claim = tuple[Axes, int, int]  # axes, and position and dim of the value that w
 
 
 class Origin(NamedTuple):
-    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark."""
+    """Where some atoms of a dim came from: another value's dim, through an op, or a mark."""
 
     atoms: Axes
     value: Value | None  # where they came from, and its dim; None: a mark
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """For people: `through stablehlo.add at train.py:12 (step)`, or the mark's reason."""
+        """The origin as text: `through add at train.py:12 (step)`, or the mark's reason."""
         if self.value is None:
             return self.label
         source = self.loc.trail
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Values around one op that want different axes for one factor of it."""
+    """A factor of an op that its values want split differently; a claim: (axes, value, its dim)."""
 
     op: Op
     factor: int
@@ -68,28 +68,28 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Propagated:
-    """The program with a proposal for every value."""
+    """The result of propagation: a program, with a proposal for every value."""
 
     program: Program
     mesh: Mesh
     proposals: tuple[Proposal, ...]
     marks: Mapping[Value, Mark]
-    cheap: frozenset[Value]  # values without a sharding of their own
+    cheap: frozenset[Value]  # values that each use recomputes, without a proposal
     origins: Mapping[tuple[Value, int], tuple[Origin, ...]]  # of a dim's atoms, oldest first
-    conflicts: tuple[Conflict, ...]  # left to the planner
-    undivided: Mapping[tuple[Value, int], Axes]  # what was wanted and does not divide the dim
+    conflicts: tuple[Conflict, ...]  # factors that marks split differently, for the planner
+    undivided: Mapping[tuple[Value, int], Axes]  # axes wanted that do not divide the dim
 
     @cached_property
     def index(self) -> Index:
-        """Lookups over the program, found once: producers, users, trip counts."""
+        """The `Index` of the program: producers, users, trip counts, manual atoms."""
         return Index(self.program)
 
     def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
-        """The chain from an inferred atom back to the mark that caused it, nearest first."""
+        """Returns why an atom splits a dim: reasons, from the nearest origin back to the mark."""
         return tuple([origin.reason for _, origin in self._chain(value, dim, atom)])
 
     def root(self, value: Value, dim: int, atom: int) -> Value | None:
-        """The marked value that an inferred atom comes from, if any."""
+        """Returns the marked value that an atom of a dim comes from; None if it is from no mark."""
         chain = list(self._chain(value, dim, atom))
         return chain[-1][0] if chain and chain[-1][1].value is None else None
 
@@ -105,7 +105,7 @@ class Propagated:
 
 
 class _Node(NamedTuple):
-    """An op as propagation visits it, or a tie: values that share a sharding, as a loop's carry."""
+    """What propagation visits: an op, or a tie of values sharded alike (as a loop's carry is)."""
 
     shape: Shape
     values: tuple[Value, ...]
@@ -119,11 +119,11 @@ def propagate(
     cheap: frozenset[Value],
     links: Iterable[tuple[Value, Value]] = (),
 ) -> Propagated:
-    """Proposes axes for every dim of every value.
+    """Returns a `Propagated`: the atoms that `marks` suggest for every dim of every value, and why.
 
-    The marks of arguments, results and mark ops' results are kept. Cheap values (`cheap_values`)
-    constrain nothing. Links are pairs of values that should be sharded alike: a donated argument
-    and its updated result.
+    Marked dims keep their atoms; open ones may get more. `cheap` values (see `cheap_values`) get
+    none and hand none on. `links` are pairs of values that should be sharded alike: a donated
+    argument and its updated result.
 
     Raises:
       UnsupportedOpError: an op without a rule.
@@ -231,7 +231,7 @@ class _State:
             self.visit(index, False)
 
     def visit(self, index: int, guess: bool) -> bool:
-        """Lets axes flow through one node; returns whether anything changed."""
+        """Updates proposals by what `flow_through` a node returns; returns whether any changed."""
         node = self.nodes[index]
         proposals = self.proposals
         around = tuple([proposals[v] for v in node.values])
@@ -285,7 +285,7 @@ class _State:
         return bool(changes)
 
     def dispute(self, value: Value, atom: int, dims: tuple[int, int]) -> None:
-        """Notes that either of two dims of a value may get an atom, and what may follow from it.
+        """Records that two dims of a value claim an atom, and which dims may get it later.
 
         The invariant: while a dispute is open, no other dim takes the atom from a dim that may get
         it once the dispute is settled. So `pending` holds, for every dim of every value, the atoms
@@ -295,11 +295,11 @@ class _State:
         `v: [{}, {data}]`:
           h's rows (from x) and columns (from w) claim `data`: a dispute, h gets nothing for now.
           Pending: `data` on both dims of h, of tanh(h), and on the rows of the second product.
-          v offers `data` to the columns of the second product: its rows may get it yet, so this
-          waits, too. When nothing else moves the rows of h win, being more major, and so
+          v's columns bring `data` to those of the second product: its rows may get it yet, so its
+          columns don't for now. When nothing else changes h's rows win, being more major, and so
           all the rows are split over `data`, as the batch, and v's columns are gathered instead.
-        Without `pending` the columns of the second product would have taken `data` at once,
-        because v meets no resistance, and the batch could not have followed.
+        Without `pending` the columns of the second product would have taken `data` at once, since
+        no other dim claims it there, and the batch could not have been split.
         """
         have = self.pending[value]
         found = tuple(mask | (1 << atom if d in dims else 0) for d, mask in enumerate(have))
@@ -322,7 +322,7 @@ class _State:
 
 @lru_cache(maxsize=1 << 12)
 def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
-    """Returns the rule of `count` values of a shape that are split alike."""
+    """Returns the rule of `count` values of one shape that are split alike."""
     dims = tuple((i,) for i in range(len(shape)))
     return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))
 
@@ -334,9 +334,9 @@ def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The rule of a node, and which dims are open; nodes that are alike share it.
+    """The rule of a node, and which dims may be split further; nodes that are alike share it.
 
-    Two shapes are compared by identity: flows are remembered by shape, and hashing a rule is slow.
+    It is compared by identity, as the key of a cache: hashing a rule is slow.
     """
 
     rule: Rule
@@ -346,14 +346,14 @@ class Shape:
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether the rule has a factor that is reduced, merged or windowed, split or not."""
+        """Whether the rule has a `reduce`, `merge` or `window` factor, split or not."""
         return any(factor.kind in (MERGE, REDUCE, WINDOW) for factor in self.rule.factors)
 
 
 class Change(NamedTuple):
-    """Dim `dim` of a node's value `position` gets `axes`, its old ones and more.
+    """Dim `dim` of a node's value number `position` gets `axes`: its old ones, and more behind.
 
-    They come from dim `source_dim` of value `source`, or from the rule if `source` is `RULE`.
+    They come from dim `source_dim` of value number `source`, or from the rule if that is `RULE`.
     """
 
     position: int
@@ -364,7 +364,7 @@ class Change(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What a visit of a node does, given the proposals around it."""
+    """The result of `flow_through`: changes of dims, conflicts, uneven axes, and disputes."""
 
     changes: Sequence[Change] = ()
     conflicts: Sequence[tuple[int, Sequence[_Claim]]] = ()  # factors that claims split differently
@@ -376,10 +376,11 @@ class Flow(NamedTuple):
 def flow_through(
     sizes: Sequence[int], shape: Shape, around: tuple[Proposal, ...], guess: bool
 ) -> Flow:
-    """Returns what a visit of a node changes: dims claim factors, and factors' axes go to all dims.
+    """Returns how a node's rule changes the proposals of the node's values, and where they clash.
 
-    The proposals of its values are `around` it. With `guess` the more major of two dims gets an
-    atom that both claim, else neither.
+    `around` are these proposals, `sizes` the sizes of atoms. Each dim's axes claim its factors, and
+    all dims with a factor want its axes. Of two dims of a value that want an atom the more major
+    one gets it with `guess`, else neither.
     """
     # Trace, `b i k, k j -> i j` with the first operand [{x}, {}], the second [{}, {y}]:
     #   claims    i: {x} by dim 0 of the first, j: {y} by dim 1 of the second
@@ -449,7 +450,7 @@ def flow_through(
 def _extensions(
     current: Proposal, wanted: Sequence[Axes], guess: bool
 ) -> tuple[list[tuple[int, Axes]], list[tuple[int, tuple[int, int]]]]:
-    """Returns the dims of one value that get longer axes, and the atoms that two of them claim."""
+    """Returns (dim, longer axes) for dims of one value, and (atom, two dims) where both want it."""
     more: list[tuple[int, Axes]] = []
     disputed: list[tuple[int, tuple[int, int]]] = []
     now = list(current)
@@ -475,9 +476,9 @@ def _extensions(
 
 
 def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
-    """Returns the atoms that may yet come to each dim through the factors that it shares.
+    """Returns for each dim of a node's values the atoms that it may get yet, through its factors.
 
-    As `flow_through`, but for atoms that dims may get yet: any of them, in any order.
+    `around` has those known so far; sets of atoms are integers with a bit each, without an order.
     """
     factors = shape.rule.factors
     reach = [0] * len(factors)
@@ -498,7 +499,7 @@ def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]
 
 
 def as_mask(axes: Axes) -> int:
-    """Returns a set of atoms as an integer, a bit each."""
+    """Returns a set of atoms as an integer in which bit `a` is set for each atom `a`."""
     return union(1 << a for a in axes)
 
 

@@ -1,9 +1,9 @@
-"""Sink: what a loop carries unchanged and could make anew is made inside it.
+"""Sink: cheap values that loops carry unchanged are computed inside these loops instead.
 
 before: `%2 = broadcast %1; %5 = while(%a = %0, %b = %2) { ... add %a, %b ...; return %x, %b }`
 after:  `%5 = while(%a = %0) { %7 = broadcast %6; ... add %a, %7 ...; return %x }`
 
-A scalar that is not constant is carried instead of what is broadcast from it.
+If the scalar `%1` is not constant, the loop carries it in place of what is broadcast from it.
 
 jax lifts the constants of a `scan`'s body into carries, masks and zeros as large as activations
 among them. As carries they would need a sharding and memory; as cheap values they need neither:
@@ -41,7 +41,7 @@ def cheap_values(program: Program) -> frozenset[Value]:
 
 
 def sink_invariants(program: Program) -> Program:
-    """Makes cheap values that loops carry unchanged inside these loops instead, outermost first."""
+    """Returns the program with cheap values computed in loops that carried them unchanged."""
     if not any(op.is_loop for op in program.walk()):
         return program
     sink = _Sink(program)
@@ -68,7 +68,7 @@ class _Sink:
         return Region(region.args, tuple(ops), self.values(region.results))
 
     def loop(self, op: Op) -> Op:
-        """Returns the loop without carries that can be made inside, but with scalars they need."""
+        """Returns the loop with cheap unchanged carries made inside, from scalars it carries."""
         body = op.regions[1]
         sunk: set[int] = set()
         makers: dict[Value, Op] = {}
@@ -99,7 +99,7 @@ class _Sink:
         return len(self.types) - 1
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
-        """Adds the ops that make a value, in order, and the scalars that they read."""
+        """Adds to `makers` the ops that compute a value, in order, to `scalars` what these read."""
         op = self.producers.get(value)
         if value in makers or value in scalars:
             return
@@ -119,7 +119,7 @@ class _Sink:
     def copied(
         self, makers: Mapping[Value, Op], inside: Mapping[Value, Value]
     ) -> tuple[list[Op], dict[Value, Value]]:
-        """Returns the ops again, reading scalars from `inside` a loop, and each value's copy."""
+        """Returns copies of ops, reading scalars from `inside` a loop, and each value's copy."""
         made, copies = dict(inside), []
         for old, op in makers.items():
             new = made[old] = self.value(self.types[old])

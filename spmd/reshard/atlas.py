@@ -4,8 +4,8 @@ The shardings that a plan weighs split dims over whole axes. There are few enoug
 all of them down, and every step that leads from one to another: then a table of what all reshards
 take is a few operations on arrays.
 
-A *unit* is an axis, or the part of one behind equal links; of a mesh of few atoms, an atom. A
-*node* says in which order units split each dim, and which are partial; steps move whole units.
+A *unit* is an axis, or the part of one with equal links; of a mesh of few atoms, an atom. A *node*
+is a sharding in whole units. A *move* is a step (a collective or slice) from one node to another.
 """
 
 import heapq
@@ -39,7 +39,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Atlas:
-    """A graph for values of one rank on one mesh: nodes are shardings, edges steps between them."""
+    """The graph of all shardings of values of one rank on one mesh; its edges are single steps."""
 
     def __init__(self, units: tuple[Axes, ...], rank: int, mesh: Mesh, topology: Topology) -> None:
         self.units, names = units, Names(units, (), ())  # atoms of each unit
@@ -90,7 +90,7 @@ class Atlas:
 
 @lru_cache(maxsize=64)
 def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
-    """Returns the graph for values of a rank; None where it would have too many nodes."""
+    """Returns the graph of shardings of values of a rank; None if it would have too many nodes."""
     looks = atom_digits(mesh, topology)
     is_small = len(looks) <= EXACT_ATOMS
     units: list[Axes] = []
@@ -107,11 +107,11 @@ def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
 
 
 class Distances:
-    """The costs of all reshards of values of one size, along the moves of an atlas.
+    """The costs of all reshards of values of one size: shortest paths in an `Atlas`.
 
-    Times are whole ticks, so that a sum is the same in whatever order it is added up. For each dim,
-    `room` is the greatest common divisor of its size and the number of devices; `bits` is the size
-    of the value; no step may use atoms that are `held`.
+    For each dim, `room` is the greatest common divisor of its size and the number of devices;
+    `bits` is the size of the value; no step may use atoms that are `held`. Times are whole ticks,
+    so that a sum is the same in whatever order it is added up.
     """
 
     def __init__(self, atlas: Atlas, room: tuple[int, ...], bits: int, held: Axes) -> None:
@@ -147,12 +147,12 @@ class Distances:
         return node if whole and sum(map(bool, dims)) == sum(map(bool, sharding.dims)) else None
 
     def table(self, sources: Sequence[int]) -> Array:
-        """Returns the seconds from some nodes (rows) to all; infinite where no moves lead."""
+        """Returns the seconds from some nodes (rows) to all nodes (columns), or infinity."""
         self.learn(sources)
         return np.array([self._rows[s] for s in sources]) * self._tick
 
     def learn(self, sources: Sequence[int]) -> None:
-        """Finds the costs from some nodes to all others at once, and keeps them."""
+        """Finds and keeps the costs of reshards from some nodes (by number) to all others."""
         # Sizes of pieces are let in one by one, the smallest pieces first: a way is in no larger
         # pieces than the larger of its ends. When that has just been let in, and all ways are
         # followed, the distance of two ends is known.
@@ -182,7 +182,7 @@ class Distances:
             self._rows.update(zip(some.tolist(), map(np.ascontiguousarray, found.T), strict=True))
 
     def path(self, src: Sharding, dst: Sharding) -> tuple[Answer, float, int] | None:
-        """Returns the cheapest moves, their seconds and their bytes; None where no moves lead."""
+        """Returns the cheapest moves of a reshard, their seconds and bytes; None if impossible."""
         start, goal = self.node(src), self.node(dst)
         if start is None or goal is None:
             return None
@@ -215,7 +215,7 @@ class Distances:
         return None
 
     def _ticks_to(self, goal: int, least: int) -> list[float]:
-        """Returns ticks from every node to `goal`, the value always in `least` pieces or more."""
+        """Returns each node's ticks to `goal` by nodes that have `least` or more pieces."""
         atlas, moves = self._atlas, self._usable
         near = np.full((len(atlas.pieces), 1), math.inf)
         near[goal] = 0
@@ -227,18 +227,18 @@ class Distances:
         return found
 
     def _moves_out_of(self, node: int) -> list[tuple[float, int, int, int]]:
-        """Returns (ticks, bytes, target, number) of each usable move out of a node."""
+        """Returns (ticks, bytes sent, target node, number) of each usable move out of a node."""
         at = self._usable[self._first[node] : self._first[node + 1]]
         columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array) -> None:
-    """Lowers distances along moves, which are sorted by target, until none gets shorter.
+    """Lowers distances in `near` along moves until none gets shorter, as Bellman and Ford do.
 
-    For each node (rows), `near` are the ticks that it is away from some others (columns); they are
-    changed. `look` are the moves to follow at first; later it is those out of nodes whose ticks
-    have become fewer.
+    `near` has for each node (rows) its ticks from some others (columns). A move leads from `source`
+    to `target`, by which moves are sorted, in some `ticks`; those to `look` at are followed at
+    first, later those out of nodes whose ticks have become fewer.
     """
     reached = np.asarray(np.isfinite(near).any(axis=1))
     at = np.flatnonzero(look & reached[source])
@@ -259,6 +259,6 @@ def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array
 def distances(
     room: tuple[int, ...], bits: int, held: Axes, mesh: Mesh, topology: Topology
 ) -> Distances | None:
-    """Returns the costs for values of one size, kept between calls; None if there is no atlas."""
+    """Returns the costs of all reshards of values of one size; None if no atlas can be made."""
     found = atlas(mesh, topology, sum(common > 1 for common in room))
     return None if found is None else Distances(found, room, bits, held)

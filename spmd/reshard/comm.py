@@ -18,20 +18,19 @@ KINDS = (
     "slice", "all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce",
     "collective_broadcast", "ragged_all_to_all",
 )  # fmt: skip
-"""Every kind of step; `slice` moves nothing, a broadcast is only ever the user's own. The ragged
-all-to-all is inside of composites, and its bytes are those that are expected."""
+"""The kinds of steps of a reshard; `slice` sends nothing, and only a user's own program broadcasts.
+The ragged all-to-all is inside of composites, and its bytes are those that are expected."""
 
 
 def group_size(attrs: Mapping[str, Any], mesh: Mesh) -> int:
-    """Returns how many devices exchange with one another, by a collective's attributes."""
+    """Returns among how many devices a collective with these attributes exchanges."""
     return len(attrs["groups"][0]) if "groups" in attrs else mesh.extent(attrs["axes"])
 
 
 def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes: int) -> int:
     """Returns the bytes that each device of a group sends, by a bandwidth-optimal (ring) algorithm.
 
-    Given are the bytes of one device's piece before and after a collective of a kind of `KINDS`: an
-    all-gather among 4 devices into 400 bytes sends 300.
+    It takes one device's bytes before and after: an all-gather among 4 into 400 bytes sends 300.
     """
     if kind == "slice" or group_size == 1:
         return 0
@@ -48,10 +47,10 @@ def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes:
 
 
 def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
-    """Returns how many messages follow one another, the start of the collective counting as one.
+    """Returns how many messages of a collective follow one another; its start counts as one.
 
     Reductions and gathers go atom by atom (recursive halving and doubling for atoms of size 2); in
-    an all-to-all and a permute all messages are under way at once.
+    an all-to-all and a permute all messages go at once, which makes 2.
     """
     if kind == "slice" or not atom_sizes:
         return 0
@@ -62,19 +61,18 @@ def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
 
 
 def run_as(kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology) -> str:
-    """Returns the kind of collective that a backend runs for one of the given kind.
+    """Returns the kind of collective that a backend really runs for one of the given kind.
 
     The TPU compiler turns a reduce-scatter over a whole slice of more than eight chips into an
-    all-reduce, of which each device keeps its share. It sends twice as much, over the links of all
-    torus dims at once, where its reduce-scatters have those of one dim. Seen with libtpu 0.0.42 on
-    v4, v5e, v5p and v6e.
+    all-reduce, which sends twice as much, but over the links of all torus dims at once, not of one.
+    Seen with libtpu 0.0.42 on v4, v5e, v5p and v6e.
     """
     whole = kind == "reduce_scatter" and mesh.extent(atoms) == topology.count > 8
     return "all_reduce" if whole and topology.platform == "tpu" else kind
 
 
 class Terms(NamedTuple):
-    """The latency and pace of a collective over some atoms, which hold for values of any size."""
+    """What a collective over some atoms costs for values of any size: its latency and pace."""
 
     kind: str  # one of `KINDS`, as the backend runs it
     group: int  # devices that exchange with one another
@@ -82,7 +80,7 @@ class Terms(NamedTuple):
     pace: float  # seconds for each byte on the wire
 
     def cost(self, local_in_bytes: int, local_out_bytes: int) -> tuple[float, int]:
-        """Returns (seconds, bytes sent by each device), given its piece's bytes at both ends."""
+        """Returns (seconds, bytes each device sends), given its bytes before and after."""
         sent = wire_bytes(self.kind, self.group, local_in_bytes, local_out_bytes)
         return self.latency + sent * self.pace, sent
 
@@ -91,8 +89,8 @@ class Terms(NamedTuple):
 def terms_of(kind: str, atoms: Axes, mesh: Mesh, topology: Topology) -> Terms:
     """Returns the latency and the pace of a collective over some atoms.
 
-    Inside a host they are what was measured, if anything was; else each step takes the latency of
-    the slowest link, and bytes go at the least bandwidth.
+    Inside a host they are as measured, if they were; else each step takes the latency of the
+    slowest link, and bytes go at the least bandwidth.
     """
     kind, group = run_as(kind, atoms, mesh, topology), mesh.extent(atoms)
     if kind == "slice" or not atoms:
@@ -118,5 +116,5 @@ def collective_seconds(
     mesh: Mesh,
     topology: Topology,
 ) -> float:
-    """Predicted seconds of one collective of a kind of `KINDS` over some atoms of the mesh."""
+    """Returns the predicted seconds of a collective of a kind of `KINDS` over some atoms."""
     return terms_of(kind, tuple(atoms), mesh, topology).cost(local_in_bytes, local_out_bytes)[0]

@@ -55,7 +55,7 @@ class PathStep(NamedTuple):
 
 @dataclass(eq=False)
 class Path:
-    """Steps in order, with their predicted seconds and the bytes that each device sends."""
+    """The steps of a reshard, with their predicted seconds and the bytes that each device sends."""
 
     make: Callable[[], tuple[PathStep, ...]]  # of most paths the steps are never asked for
     seconds: float
@@ -63,7 +63,7 @@ class Path:
 
     @cached_property
     def steps(self) -> tuple[PathStep, ...]:
-        """The steps, made when they are first asked for."""
+        """The steps from first to last, made when this is first read."""
         return self.make()
 
     def __repr__(self) -> str:
@@ -78,14 +78,14 @@ def reshard(
 
     It takes the fewest predicted seconds; of equals, the fewest bytes, then the fewest steps. That
     is exact on meshes of up to `EXACT_ATOMS` atoms. On larger ones steps between shardings over
-    whole axes move whole axes (`atlas`); between others atoms that play the same part are taken
-    together, and where more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst`
-    are tried.
+    whole axes move whole axes (`atlas`); between others, atoms that both shardings have next to
+    each other move together, and where that leaves more than `EXACT_DIGITS` of them, only steps
+    that lead towards `dst` are tried.
 
-    A path may leave the value partial over some of its partial atoms, and may make it partial over
-    others, as its last step: by a mask if terms are added, and by nothing if their maximum is
-    taken. A dim that does not divide is searched as if it were padded until it did. No step may use
-    `held` atoms: along them the value differs (see `ir.control_flow`).
+    `dst` may be partial: what is partial at both ends is left so, and the last step makes the value
+    partial over other atoms (a mask if terms are added, nothing if their maximum is taken). A dim
+    that does not divide is searched as if padded until it does. No step may use `held` atoms: along
+    them the value differs (see `ir.control_flow`).
 
     Raises:
       LegalityError: a sharding that is not legal, or a value that is to become partial in a way
@@ -166,9 +166,9 @@ def reshard_seconds(
     topology: Topology,
     held: Axes = (),
 ) -> Table:
-    """Returns the seconds of `reshard` from each state (rows) to each need (columns), by an atlas.
+    """Returns a table of the seconds of `reshard` from each state (rows) to each need (columns).
 
-    They are infinite where there can be no path, and NaN where `reshard` has to be asked.
+    Entries are infinite if there can be no path, and NaN if only a call of `reshard` can tell.
     """
     result = np.full((len(states), len(needs)), math.nan)
     room = tuple([math.gcd(size, mesh.size) for size in type_.shape])
@@ -222,7 +222,11 @@ def _one_by_one(
 
 
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
-    """Whether there is a path: a sum, maximum, minimum, `and` or `or` can be made partial."""
+    """Whether a reshard from one sharding to the other exists.
+
+    It does unless `dst` is partial over more atoms than `src`, and not by `add`, `max`, `min`,
+    `and` or `or`; or both are partial, in different ways.
+    """
     if not dst.partial:
         return True
     if dst.kind in SPLITTABLE:
@@ -231,15 +235,15 @@ def can_reshard(src: Sharding, dst: Sharding) -> bool:
 
 
 def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
-    """Returns the seconds of a mask: each device reads its piece and writes it, or zeros.
+    """Returns the seconds of a mask, which makes a value partial without communication.
 
-    A mask makes a value partial: of devices with the same piece, one keeps it.
+    Of the devices with the same piece, one keeps it, and the others write zeros.
     """
     return 2 * local_type(type_, sharding, mesh).bytes / topology.hbm_bandwidth
 
 
 def torn_dims(step: PathStep, shape: Sequence[int], mesh: Mesh) -> list[int]:
-    """Returns the dims whose padded pieces a collective-permute cannot move whole.
+    """Returns the padded dims that a permute cannot handle: it would cut them into other pieces.
 
     Pieces are cut atom by atom; without padding only their number matters, with padding the order
     of the atoms' sizes does too.
@@ -257,14 +261,14 @@ def torn_dims(step: PathStep, shape: Sequence[int], mesh: Mesh) -> list[int]:
 def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """Returns (source, target) of every device in a collective-permute, by target.
 
-    Devices are positions in the flattened mesh. A device that already holds what it needs keeps it;
-    replicas share out the rest in order, within the groups of the atoms that change place.
+    Devices are positions in the flattened mesh. A device that already has the piece it needs keeps
+    it; the others get theirs, in order, from a device with equal coordinates along unmoved atoms.
     """
     axes = moved(before.dims, after.dims, mesh.atom_sizes)
     fixed = mesh.coordinates([a for a in range(len(mesh.atoms)) if a not in axes])
 
     def pieces(dims: Dims) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Returns for each device the number of its piece and of its place along other atoms."""
+        """Returns a number for each device: equal for equal pieces and places in unmoved atoms."""
         number = fixed
         for axes in dims:  # a permute leaves the number of pieces of every dim alone
             number = number * mesh.extent(axes) + mesh.coordinates(axes)
@@ -295,7 +299,7 @@ Route = tuple[tuple[tuple[Terms, int, int], ...], Answer, Names]
 def routes(
     src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
 ) -> tuple[Route, ...]:
-    """Returns paths, each the cheapest for values of some size whose dims divide as `room` does."""
+    """Returns the paths best for some value size; `room`: each dim's gcd with the device count."""
     asked = questions(src, dst, room, held, mesh, topology)
     question, names = next(asked)
     found = [(answer, names) for answer in answers(question)]
@@ -341,8 +345,7 @@ NO_WAY = Path(tuple, math.inf, 0)  # the path between shardings that no collecti
 class Resharder:
     """Finds reshards of one program's values, for the planner, the partitioner and reports.
 
-    Inside a `shard_map` they do not use its manual axes, along which values may differ unseen, and
-    so may take longer.
+    Inside a `shard_map` they do not use its manual axes, along which values may differ unseen.
     """
 
     def __init__(self, index: Index, mesh: Mesh, topology: Topology) -> None:
@@ -353,7 +356,7 @@ class Resharder:
         return self.index.held.get(value, ())
 
     def path(self, value: Value, have: Sharding, wanted: Sharding) -> Path:
-        """Returns the cheapest path; `NO_WAY` where there is none."""
+        """Returns the cheapest path between two shardings of a value; `NO_WAY` if there is none."""
         if not can_reshard(have, wanted):
             return NO_WAY
         type_ = self.index.program.types[value]
@@ -366,7 +369,7 @@ class Resharder:
     def cheapest(
         self, value: Value, copies: Iterable[Sharding], wanted: Sharding
     ) -> tuple[Sharding, Path]:
-        """Returns which copy becomes the wanted one fastest, and by which path; first of equals."""
+        """Returns the sharding in `copies` from which `wanted` is made fastest, and the path."""
         paths = ((have, self.path(value, have, wanted)) for have in copies)
         return min(paths, key=lambda way: way[1].seconds)
 

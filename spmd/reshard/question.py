@@ -1,7 +1,7 @@
-"""What a reshard asks, without names: equal questions have equal answers, on whatever mesh.
+"""A reshard as a question without names: equal questions have equal answers, on whatever mesh.
 
-A pair of shardings becomes a `Question` about *digits*: atoms, or runs of atoms that play the same
-part at both ends. What no cheapest path touches is left out of it:
+A pair of shardings becomes a `Question` about *digits*: atoms, or runs of atoms that both shardings
+have next to each other. What no cheapest path touches is left out of it:
 
 - atoms that stay partial, and atoms that no step may use;
 - dims that can be split no further;
@@ -39,7 +39,7 @@ Dims = tuple[Axes, ...]
 
 
 class Digit(NamedTuple):
-    """One atom, or a run of atoms that move together."""
+    """One atom, or a run of atoms that move together: their sizes, and the speed of their links."""
 
     sizes: tuple[int, ...]  # of its atoms
     latency: float  # seconds of one message over its link
@@ -48,7 +48,7 @@ class Digit(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Which reshard is asked for: from `src` to `dst`, with everything partial to be reduced."""
+    """A reshard in digits (atoms, or runs of them): from `src` to `dst`, all partials reduced."""
 
     digits: tuple[Digit, ...]  # the other fields name them by their indices
     src: Dims
@@ -58,21 +58,21 @@ class Question(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What the digits and dims of a question stand for."""
+    """The atoms and dims of a value that the digits and dims of a question stand for."""
 
     digits: tuple[Axes, ...]  # for each digit, its atoms
     dims: tuple[int, ...]  # for each dim, which one of the value's it is
     kept: Dims  # for each dim of the value, the atoms that it keeps throughout
 
     def atoms(self, digits: Axes) -> Axes:
-        """The atoms of some digits, in order."""
+        """Returns the atoms of some digits, in order."""
         if len(digits) == 1:
             return self.digits[digits[0]]
         return tuple(a for digit in digits for a in self.digits[digit])
 
 
 class _Dim(NamedTuple):
-    """Dim `number` of the value, less the atoms that it keeps."""
+    """Dim `number` of a value: its atoms before and after a reshard, less those that stay put."""
 
     number: int
     src: Axes
@@ -83,10 +83,10 @@ class _Dim(NamedTuple):
 def questions(
     src: Sharding, dst: Sharding, shape: Sequence[int], held: Axes, mesh: Mesh, topology: Topology
 ) -> Iterator[tuple[Question, Names]]:
-    """Yields the question of a reshard with like atoms joined in digits, then with each for itself.
+    """Yields two `Question`s for one reshard: digits are runs of like atoms, then single atoms.
 
-    Where some dim has room for a part of a joined digit only, the first may have no path. The sizes
-    in `shape` are divisible at both ends, and `src` is partial over all that `dst` is.
+    `Names` says what the digits are. The first may have no path, if a dim has room just for a part
+    of a digit. Both ends divide the sizes in `shape`; `src` is partial over all that `dst` is.
     """
     letters = atom_digits(mesh, topology)
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
@@ -165,7 +165,7 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
 def _joined(
     dims: Sequence[_Dim], partial: Sequence[int], order: Sequence[int], letters: Sequence[Digit]
 ) -> list[Axes]:
-    """Returns runs of atoms that stay together, or idle, at both ends and have equal links."""
+    """Returns all atoms in runs that have equal links and stay together before and after."""
     # For each atom that splits a dim, the next one there; -1 for the last.
     ends = [
         {a: b for axes in side for a, b in zip(axes, (*axes, -1)[1:], strict=True)}
@@ -187,9 +187,10 @@ def _joined(
 
 
 def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
-    """Cuts runs where another run, or a dim, has room for just a part, while there are few.
+    """Returns runs of atoms, cut where another run or a dim has room for just a part of one.
 
-    The longest run is cut first, and keeps the longest part that fits.
+    The longest run is cut first, into the longest part that fits and the rest, until there are
+    `EXACT_DIGITS` runs.
     """
     while len(runs) < EXACT_DIGITS:
         extents = [mesh.extent(run) for run in runs]
@@ -218,7 +219,7 @@ TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, b
 
 
 class Line(NamedTuple):
-    """A cost that grows with the size of the value along a line."""
+    """A cost that is linear in the value's size: ticks, bytes sent, and steps."""
 
     fixed: int  # ticks for a value of any size
     growing: int  # ticks for each unit of size
@@ -227,7 +228,7 @@ class Line(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """How the digits of one dim differ from those that the goal has there."""
+    """How the digits of one dim differ from those that it has in the goal, `dst`."""
 
     extent: int  # into how many pieces it is split
     # The larger of its extent and the goal's: where neither is `apart`, one is a prefix of the
@@ -241,7 +242,7 @@ class _Facts(NamedTuple):
 
 
 class PricedQuestion:
-    """A question with the costs of its steps, and lower bounds of what is left to the goal."""
+    """A `Question` (a reshard in digits) with step costs, and lower bounds of the cost to `dst`."""
 
     def __init__(self, question: Question) -> None:
         self._letters, self.src, self.dst, self.partial, self.room = question
@@ -283,11 +284,11 @@ class PricedQuestion:
         return math.prod(map(self.extent, dims))
 
     def divides(self, dim: int, axes: Axes) -> bool:
-        """Whether some digits divide a dim."""
+        """Returns whether a dim divides evenly over some digits."""
         return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
-        """Returns the digits of `pool`, in order, that `size` divides by if they follow `axes`."""
+        """Returns digits of `pool`, in order, that divide `size` evenly together with `axes`."""
         extent, run = self.extent(axes), []
         for a in pool:
             if size % (extent * self.sizes[a]) == 0:
@@ -310,7 +311,7 @@ class PricedQuestion:
         return Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1), after
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
-        """Returns lower bounds of the cost from a sharding to `dst`; none if it may cost nothing.
+        """Returns lower bounds of the cost from a sharding to `dst`; [] if it may cost nothing.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is partial
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
@@ -379,21 +380,21 @@ class PricedQuestion:
 
 
 def pieces_after(kind: str, group: int, pieces: int) -> int:
-    """Into how many pieces a value is split after a step among `group` devices."""
+    """Returns into how many pieces a value is split after a step among `group` devices."""
     if kind in ("slice", "reduce_scatter"):
         return pieces * group
     return pieces // group if kind == "all_gather" else pieces
 
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:
-    """Returns atoms whose place (dim, extent of what is more major there) differs, ascending."""
+    """Returns the atoms that split another dim (or level of it) after than before, ascending."""
     first, second = places(before, sizes), places(after, sizes)
     return tuple(sorted(a for a in first | second if first.get(a) != second.get(a)))
 
 
 @lru_cache(maxsize=1 << 14)
 def places(dims: Dims, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-    """For each atom that splits a dim: the dim, and the extent of what is more major there."""
+    """Returns atom -> (the dim that it splits, number of pieces by more major atoms there)."""
     found = {}
     for dim, axes in enumerate(dims):
         extent = 1

@@ -1,6 +1,6 @@
 """The cheapest moves that answer a question, for values of every size: A* over shardings.
 
-Paths that are written down without a search are often the best ones, else something to undercut.
+Paths that are written down without a search are often the best; a search only looks for cheaper.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmd.reshard.question import (
 
 
 class AtomMove(NamedTuple):
-    """One step of a reshard, with a question's digits (runs of atoms), and where it leads."""
+    """One step of a reshard in digits (atoms or runs of them), and the sharding it leads to."""
 
     kind: str
     dims: Dims
@@ -41,7 +41,7 @@ class AtomMove(NamedTuple):
 
 
 def step(kind: str, dims: Dims, partial: Axes, run: Axes, changed: Mapping[int, Axes]) -> AtomMove:
-    """Makes a step among the digits of `run` by which some dims are split anew.
+    """Returns the step over the digits (atoms) of `run`; `changed`: dim -> its digits afterwards.
 
     It is a slice or a reduce-scatter if one dim gets them at its minor end, an all-gather if one
     loses them there, an all-to-all if they go from one to another; an all-reduce changes no dim.
@@ -51,22 +51,20 @@ def step(kind: str, dims: Dims, partial: Axes, run: Axes, changed: Mapping[int, 
 
 
 def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> AtomMove:
-    """Makes a collective-permute to another sharding with the same local shape."""
+    """Returns the collective-permute from `dims` to `after`, whose local shapes are equal."""
     return AtomMove("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
 
 
 class Moves:
-    """Every legal step out of a sharding in digits (runs of atoms); a subclass may try fewer.
-
-    The order of moves decides between paths that cost the same.
-    """
+    """Makes every legal step out of a sharding in digits (atoms or runs); a subclass fewer."""
 
     def __init__(self, problem: PricedQuestion) -> None:
         self.problem = problem
         self._layouts = cache(lambda *look: list(self._fill(*look)))
 
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
-        """Yields the moves out of a sharding that splits the value into so many pieces."""
+        """Yields the steps that may come after a sharding that splits the value into `pieces`."""
+        # Of paths that cost the same, the order of these decides.
         if idle := unused(self.problem.digits, dims, partial):
             yield from self._appends("slice", dims, partial, idle)
         # A gather may not leave a larger piece than the larger end has: the memory limit.
@@ -113,7 +111,7 @@ class Moves:
         return chain(*[combinations(owed, count) for count in range(len(owed), 0, -1)])
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
-        """Returns where a permute may lead: equal local shapes, split by digits not partial."""
+        """Returns the dims that a collective-permute may lead to, in as many pieces each as now."""
         extents = tuple([self.problem.extent(axes) for axes in dims])
         return self._layouts(extents, without(self.problem.digits, partial))
 
@@ -133,13 +131,13 @@ class Moves:
 
 
 class DirectedMoves(Moves):
-    """Moves towards the goal, with stand-ins where any digit would do.
+    """Makes just the steps that lead towards the goal, which is a question's `dst`.
 
     - A slice or a reduce-scatter appends the digits that the goal has next in this dim; or those
       that it has next in another dim, to go there together with the ones that are here; or, in
       place of them, any digits: as many as the goal's local shape asks for, and as many as fit.
-    - A gather or an all-to-all takes what lies behind the prefix in common with the goal, or what
-      is beyond the goal's local shape. An all-to-all also takes what the other dim's goal has next.
+    - A gather or an all-to-all takes the digits behind the prefix in common with the goal, or those
+      beyond the goal's local shape. An all-to-all also takes what the other dim's goal has next.
     - A permute leads to the longest prefixes of the goal that the local shape allows, the rest
       filled with digits that then go to the dim that misses them, or that are gathered.
     """
@@ -181,7 +179,7 @@ class DirectedMoves(Moves):
         return sorted(keeps)
 
     def _beyond_goal(self, axes: Axes, dim: int) -> set[int]:
-        """Returns how many digits begin as the goal does, and how many reach the goal's extent."""
+        """Returns how many digits of a dim to keep: those that equal the goal's, or its extent."""
         wanted, extent = self.problem.goal_extents[dim], self.problem.extent
         common = len(common_prefix(axes, self.problem.dst[dim]))
         return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
@@ -191,9 +189,9 @@ class DirectedMoves(Moves):
         return (owed, stray) if stray and stray != owed else (owed,)
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
-        """Returns where a permute may lead: dims that begin as the goal, filled in up to four ways.
+        """Returns the dims that a collective-permute may lead to: they begin as in the goal.
 
-        Digits that the goal asks for elsewhere wait in the spaces, or do not; the spaces are filled
+        What is left is filled with digits that the goal has in other dims, or only with others;
         from the first dim to the last, or from the last to the first.
         """
         # Trace, with digits of size 2, from [{a, b}, {c}, {}] to [{c}, {a}, {b}]. Dim 0 keeps its
@@ -216,9 +214,9 @@ class DirectedMoves(Moves):
                 spaces[dim] = space
 
         def filled(left: dict[int, int], missing: list[tuple[int, int]]) -> Dims | None:
-            """Returns the prefixes filled up to their extents; None if no digits do that.
+            """Returns the dims, with digits added to the prefixes; None if none fill them exactly.
 
-            They are filled with digits to be gathered later, then with those that others miss.
+            `left`: dim -> extent to be filled. `missing`: (dim, digit of its goal) to be put aside.
             """
             pool = set(problem.digits).difference(partial, *prefixes)
             waiting: dict[int, list[tuple[int, int]]] = {dim: [] for dim in left}
@@ -258,12 +256,12 @@ def without(axes: Axes, gone: Iterable[int]) -> Axes:
 
 
 def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
-    """Returns the digits that neither split a dim nor are partial."""
+    """Returns the atoms (or digits) that neither split a dim nor are partial."""
     return without(atoms, {a for axes in dims for a in axes}.union(partial))
 
 
 def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
-    """Returns the next digits of `goal` after its prefix `axes`, as long as they are in `pool`."""
+    """Returns digits of `goal` behind its prefix `axes`, up to the first that is not in `pool`."""
     start = end = len(axes)
     if goal[:start] != axes:
         return ()
@@ -277,9 +275,9 @@ def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
 
 
 def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[list[AtomMove]]:
-    """Yields paths that take no search: slice, reduce, permute if need be, exchange, gather.
+    """Yields paths made without a search: slice, reduce, permute if needed, all-to-all, gather.
 
-    There is one without a permute where that leads to the goal. Else several permute once the local
+    There is one without a permute if that leads to the goal. Else several permute once the local
     shape has everything that the goal's has, into the arrangements that `directed` proposes. Over
     links of different speed each of them also goes link by link, and with the help of digits that
     are parked on a dim that neither end splits: pieces are smaller while they cross the slow links.
@@ -316,7 +314,7 @@ def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[l
 
 
 class _Builder:
-    """A path that is being written down: its moves so far, and where they have led."""
+    """A path that is being written down: its moves so far, and the sharding to which they led."""
 
     def __init__(self, problem: PricedQuestion, in_turn: bool, helpers: Axes) -> None:
         self.problem, self.in_turn, self.helpers = problem, in_turn, helpers
@@ -328,7 +326,7 @@ class _Builder:
         self.dims, self.partial = move.dims, move.partial
 
     def append_all(self, shape: bool = False, finer: bool = False) -> None:
-        """Slices dims by idle digits, then reduce-scatters partial ones into dims.
+        """Adds slices of dims by unused digits, then reduce-scatters by partial ones, to the path.
 
         With `shape` digits may stand in for others of the same size; with `finer` dims are split
         further wherever they divide.
@@ -349,7 +347,7 @@ class _Builder:
                 self._append(kind, dim, run)
 
     def append_shape(self, kind: str) -> None:
-        """Appends to every dim digits of the sizes that it lacks against its goal."""
+        """Adds steps that give every dim digits of the sizes that it lacks against its goal."""
         sizes = self.problem.sizes
         for dim, goal in enumerate(self.problem.dst):
             lacking = Counter(sizes[a] for a in goal)
@@ -366,13 +364,13 @@ class _Builder:
             self._add(step(kind, self.dims, self.partial, run, {dim: self.dims[dim] + run}))
 
     def _pool(self, kind: str) -> Axes:
-        """Returns what can be appended: idle digits by a slice, partial by a reduce-scatter."""
+        """Returns the digits that a step may add to dims: unused ones for a slice, else partial."""
         if kind == "slice":
             return unused(self.problem.digits, self.dims, self.partial)
         return self.partial
 
     def _runs_in_turn(self, run: Axes) -> list[Axes]:
-        """Splits a run of digits where links differ, if links are taken in turn."""
+        """Returns a run of digits whole or, if `in_turn`, cut where the speed of links differs."""
         if not self.in_turn:
             return [run]
         return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
@@ -383,7 +381,7 @@ class _Builder:
             self._add(step("all_reduce", self.dims, self.partial, run, {}))
 
     def finished(self, after: Dims) -> list[AtomMove] | None:
-        """Completes the path: a permute to `after`, exchanges, gathers; None if off the goal."""
+        """Returns the path completed by a permute to `after`; None if it can't end in the goal."""
         whole = copy(self)
         whole.moves = list(self.moves)
         whole.reduce_rest()
@@ -401,7 +399,7 @@ class _Builder:
         return whole.moves if whole.dims == self.problem.dst else None
 
     def _next_exchange(self) -> AtomMove | None:
-        """Returns an all-to-all of the longest minor run of a dim that another's goal has next."""
+        """Returns an all-to-all to a dim that needs the last digits of another next, or None."""
         dims, goal = self.dims, self.problem.dst
         for dim in self._straying():
             for keep in range(len(goal[dim]), len(dims[dim])):
@@ -413,7 +411,7 @@ class _Builder:
         return None
 
     def _straying(self) -> list[int]:
-        """Returns the dims that are split as their goal, and further."""
+        """Returns the dims that have more digits, behind those that they have in the goal."""
         ends = enumerate(zip(self.dims, self.problem.dst, strict=True))
         return [d for d, (axes, goal) in ends if axes != goal == axes[: len(goal)]]
 
@@ -439,7 +437,7 @@ class Size(NamedTuple):
     growing: int
 
     def cost(self, line: Line) -> Cost:
-        """Time, bytes and steps at this size."""
+        """Returns (time, bytes, steps) of a cost line at this size."""
         return self.fixed * line.fixed + self.growing * line.growing, line.sent, line.steps
 
 
@@ -448,7 +446,7 @@ NO_LIMIT: Cost = (math.inf, 0, 0)
 
 @lru_cache(maxsize=1 << 14)
 def direct_answers(question: Question) -> tuple[Answer, ...]:
-    """Returns the paths that are written down without a search."""
+    """Returns the paths for a `Question` (a reshard) that are written down without a search."""
     return tuple(dict.fromkeys(PathSearch(question).direct))
 
 
@@ -464,7 +462,7 @@ def is_joined(question: Question) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def answers(question: Question) -> tuple[Answer, ...]:
-    """Returns a best path for every size of the value, for small values first; none if none leads.
+    """Returns the best paths for a `Question` (a reshard), for small values first; () if none.
 
     A path's cost is a line, and the least cost a concave function of the size, made of straight
     pieces. Where the best paths of two sizes differ there is a size between at which these two cost
@@ -485,7 +483,7 @@ def answers(question: Question) -> tuple[Answer, ...]:
 
 
 def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer]:
-    """Yields the best paths for sizes between those of `first` and `last`, and `first` itself."""
+    """Yields the best paths from the size of `first` to that of `last`, which is left out."""
     a, b = search.line(first), search.line(last)
     if a.growing <= b.growing:
         yield from () if b.fixed <= a.fixed else (first,)
@@ -508,7 +506,7 @@ def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer
 
 @dataclass(eq=False)
 class _Node:
-    """A sharding that has been met, with what does not depend on the value's size."""
+    """A sharding that a search has met, with what holds for all sizes: bounds and moves."""
 
     search: PathSearch
     dims: Dims
@@ -517,12 +515,12 @@ class _Node:
 
     @cached_property
     def bounds(self) -> list[Line]:
-        """Lines that no path from here to the goal undercuts."""
+        """Lower bounds of the cost from here to the goal, as lines over the value's size."""
         return self.search.problem.bounds(self.dims, self.partial)
 
     @cached_property
     def edges(self) -> list[tuple[Line, AtomMove, _Node]]:
-        """What each move out of it costs, and where it leads."""
+        """(cost, move, node that it leads to) of each move out of this sharding."""
         edges, search = [], self.search
         for move in search.moves.out_of(self.dims, self.partial, self.pieces):
             line, pieces = search.problem.price(move.kind, move.axes, self.pieces)
@@ -531,7 +529,7 @@ class _Node:
 
 
 class PathSearch:
-    """Searches for the best paths of one question, for values of several sizes."""
+    """Searches for the best paths for one `Question` (a reshard), for values of several sizes."""
 
     def __init__(self, question: Question) -> None:
         problem = self.problem = PricedQuestion(question)
@@ -546,7 +544,7 @@ class PathSearch:
         self._goal = self.node(problem.dst, (), problem.goal_pieces)
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
-        """Returns the best direct path if none can be better, else the best that a search finds.
+        """Returns the best path for a size: one written down, or what a search finds if better.
 
         `found` are paths that are known already: a search looks only for what is cheaper.
         """
@@ -583,7 +581,7 @@ class PathSearch:
     def _shortest(
         self, size: Size, limit: Cost, budget: int | None = None, greed: float = 1
     ) -> Answer | None:
-        """A* from the start to the goal: the best path, or None where none undercuts the limit.
+        """Returns the best path from start to goal by A*; None if none costs less than the limit.
 
         At most `budget` shardings are expanded. With more `greed`, the weight of the lower bound,
         than 1 the search is faster, and no longer optimal.

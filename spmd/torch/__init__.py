@@ -1,7 +1,7 @@
 """PyTorch modules on a mesh: a module's forward pass, its training step, and its export.
 
-torchax traces a module's ops as jax, `spmd.jit` partitions them. Names are torch's own. Needs
-`pip install "spmd[torch]"`; `import spmd` alone loads none of it.
+torchax traces a module's torch ops as jax ops, and `spmd.jit` partitions them. Parameters, buffers
+and inputs have torch's names. Needs `pip install "spmd[torch]"`, and `import spmd.torch`.
 """
 
 from spmd.torch.install import load_torchax

@@ -1,6 +1,6 @@
-"""Tensors to arrays and back; those of a module by name, and those that a call is given.
+"""Torch tensors as jax arrays and back: a module's tensors, and those among a call's arguments.
 
-Rules say how they are split. What a call is given besides tensors is a constant of its program.
+`Rules` say how they are split. Other arguments of a call are constants of its program.
 """
 
 import inspect
@@ -20,10 +20,10 @@ from spmd.mesh.spec import first_match, match_patterns
 
 
 def array_of(tensor: torch.Tensor, what: str) -> Any:
-    """Copies a tensor to an array, so that later changes of the tensor do not reach it.
+    """Returns a copy of a tensor: a numpy array, or for a tensor on a GPU a jax array there.
 
-    A tensor on a GPU stays there, by DLPack. Where jax has no 64 bits, integers become narrower.
-    ArgumentError if it has no values, or values that do not fit into 32 bits.
+    Its dtype is `narrow_dtype`'s. ArgumentError, which calls the tensor `what`, if it has no values
+    (device meta), is float64 without x64, or has integers that do not fit into 32 bits.
     """
     wide, dtype = tensor.detach(), narrow_dtype(tensor.dtype, what)
     if wide.is_meta:
@@ -48,7 +48,7 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
 
 
 def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
-    """Returns the type of the array that `array_of` makes of a tensor; or that of an array."""
+    """Returns shape and dtype of an array, or of the array that `array_of` makes of a tensor."""
     if isinstance(tensor, torch.Tensor):
         dtype = mappings.t2j_dtype(narrow_dtype(tensor.dtype, what))
     else:
@@ -57,7 +57,7 @@ def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
 
 
 def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
-    """Returns the dtype in jax, int32 for int64 without x64; ArgumentError for float64 then."""
+    """Returns a tensor's dtype in jax: without x64, int32 for int64; ArgumentError for float64."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return dtype
     if dtype in (torch.float64, torch.complex128):
@@ -71,7 +71,7 @@ def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
 
 
 def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """Gathers an array of jax, however it is split, into one tensor; to a GPU it goes by DLPack."""
+    """Returns a jax array, gathered if it is split, as one tensor on `device` (default: CPU)."""
     if device is not None and torch.device(device).type != "cpu":
         first = min(array.sharding.device_set, key=lambda d: d.id)
         tensor = torch.from_dlpack(jax.device_put(array, first)).to(device)
@@ -90,14 +90,14 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) 
 # The tensors of a module.
 
 Rules = Mapping[Any, Any]
-"""Torch's names of parameters and buffers, names of inputs, or patterns of either -> specs; numbers
-of positional inputs -> specs. The first that matches counts."""
+"""How tensors are split: the name of a parameter, buffer or input, a glob of such names, or the
+number of a positional input -> its spec. The first key that matches a tensor counts."""
 
 
 class State(NamedTuple):
-    """Holds the tensors of a module, each once, under the first name of tied ones.
+    """The tensors of a module by name; one with several names (tied) is there once, by the first.
 
-    `aliases` has the first name for every name.
+    `aliases` maps every name to that first one: `{"head.weight": "embed.weight", ...}`.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -106,12 +106,12 @@ class State(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers together."""
+        """The parameters and buffers in one dict, by name."""
         return self.parameters | self.buffers
 
 
 def state_of(module: Any) -> State:
-    """Returns the tensors of a module; ArgumentError if it is no torch module."""
+    """Returns the parameters and buffers of a module; ArgumentError if it is no torch module."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
             f"a {type(module).__name__} is no torch module",
@@ -130,16 +130,17 @@ def state_of(module: Any) -> State:
 
 
 def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Copies tensors by name to arrays."""
+    """Returns a copy of each tensor as an array (`array_of`), by the same names."""
     return {name: array_of(tensor, f"{name!r}") for name, tensor in tensors.items()}
 
 
 def specs_of(
     rules: Rules, state: State, inputs: Mapping[str, int | None], check: bool = True
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the specs that rules give to tensors and inputs: () for not split, None for open.
+    """Returns the specs of a module's tensors and of a call's inputs, two dicts by name.
 
-    `inputs` are as `Inputs` numbers them. To `check` is to refuse a rule that matches nothing.
+    A spec is None (the compiler decides) where no rule matches, and () (not split) for a rule's
+    None. `inputs` is `Inputs.numbers`. If `check`, a rule that matches nothing raises SpecError.
     """
     patterns = [rule for rule in rules if isinstance(rule, str)]
     if check:
@@ -160,7 +161,7 @@ def specs_of(
         return () if rules[key] is None else rules[key]
 
     def tied(first: str) -> str | None:
-        """Returns the rule of one tensor that has several names; SpecError if two rules differ."""
+        """Returns the rule that matches any name of a tensor; SpecError if rules' specs differ."""
         names = [name for name, known in state.aliases.items() if known == first]
         found = {name: first_match(name, patterns) for name in names}
         ruled = {name: key for name, key in found.items() if key is not None}
@@ -183,11 +184,11 @@ def specs_of(
 # What a call is given.
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""Types of what a result may hold beside tensors."""
+"""The types of values that a module's result may have beside tensors."""
 
 
 class Inputs(NamedTuple):
-    """Holds the arguments of a call, taken apart into tensors (or arrays) and all else."""
+    """The arguments of a call: its tensors and arrays, by name, apart from all other values."""
 
     # name of each tensor -> number of the positional argument that it is in, None for others
     numbers: dict[str, int | None]
@@ -197,17 +198,17 @@ class Inputs(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What decides whether a program serves the call: types, other leaves, structure."""
+        """What of a call its program depends on: shapes and dtypes, other values, structure."""
         types = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
         return types, self.rest, str(self.tree)
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the types that the tensors have inside the program, by name."""
+        """Returns the shape and dtype of each tensor inside the program, by name."""
         named = zip(self.numbers, self.leaves, strict=True)
         return {name: struct_of(leaf, f"input {name!r}") for name, leaf in named}
 
     def arrays(self) -> dict[str, Any]:
-        """Returns the tensors as arrays, by name; arrays stay as they are."""
+        """Returns a copy of each tensor as an array, by name; arrays are returned as they are."""
         named = zip(self.numbers, self.leaves, strict=True)
         return {
             name: array_of(leaf, f"input {name!r}") if isinstance(leaf, torch.Tensor) else leaf
@@ -215,14 +216,14 @@ class Inputs(NamedTuple):
         }
 
     def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the call's (args, kwargs) with other values, by name, in place of its tensors."""
+        """Returns the call's (args, kwargs) with `values[name]` in place of each tensor `name`."""
         leaves = [values[name] for name in self.numbers]
         args, kwargs = torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
         return tuple(args), dict(kwargs)
 
 
 def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """Takes a call's arguments apart; names tensors by `fn`'s parameters: `batch.labels`."""
+    """Returns a call's arguments as `Inputs`, named by `fn`'s parameters: `x`, `batch.labels`."""
     found, tree = torch_tree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -256,13 +257,13 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]:
-    """Puts leaves in order: `rest` has the (position, value) of some, `leaves` are the others."""
+    """Returns a list with each (position, value) of `rest` in place, and `leaves` in the gaps."""
     fixed, others = dict(rest), iter(leaves)
     return [fixed[i] if i in fixed else next(others) for i in range(len(fixed) + len(leaves))]
 
 
 def split_result(result: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the tensors of a module's result, and what puts it together again from others."""
+    """Returns (a result's tensors, a function that makes such a result of other tensors)."""
     leaves, tree = torch_tree.tree_flatten(result)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     rest = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""A torch module as a pure function: of jax, as StableHLO; and functions of jax inside of one."""
+"""A torch module as a pure jax function or as StableHLO; jax functions inside a torch module."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +18,20 @@ from spmd.torch.tracing import as_arrays, run_pure, split
 def functional(
     module: Any, fn: Callable[..., Any] | None = None
 ) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """Takes a torch module apart into its weights and a pure function of jax.
+    """Returns a torch module as its weights and a pure jax function of weights and inputs.
 
     Args:
       module: a `torch.nn.Module` in evaluation mode.
-      fn: a function of the module and its inputs, as its methods are; the forward pass if left out.
+      fn: what is computed, a function (module, *inputs); the forward pass if left out.
 
     Returns:
-      (weights, call). The weights are arrays by torch's names, tied ones once under the first name.
-      `call(weights, *args, **kwargs)` computes what the module does, with arrays in place of
-      tensors. Whatever else is among the arguments, numbers or functions, the module gets as it is.
-      `jax.jit`, `spmd.jit` and `jax.export` trace it.
+      (weights, call). The weights are a dict of arrays by torch's names, tied ones once under the
+      first name. `call(weights, *args, **kwargs)` computes what the module does, with arrays in
+      place of tensors; other arguments, such as numbers, reach the module as they are. `jax.jit`,
+      `spmd.jit` and `jax.export` can trace `call`.
 
     Raises:
-      ArgumentError: it is no torch module. `call` raises what `spmd.torch.export` does.
+      ArgumentError: `module` is no torch module. `call` raises what `spmd.torch.export` does.
 
     Example:
       >>> weights, call = spmd.torch.functional(model.eval())
@@ -48,17 +48,17 @@ def functional(
 
 
 def call_jax(fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function of jax, as the ops of `spmd.ops` are, while a torch module is traced.
+    """Calls a jax function, such as an op of `spmd.ops`, inside a torch module that is traced.
 
     Args:
-      fn: a function of arrays; what it closes over may be arrays of the same trace.
-      *args: pytrees of tensors, which it gets as arrays.
+      fn: a function of arrays. It may close over arrays of the same trace.
+      *args: pytrees of tensors, which `fn` gets as arrays.
 
     Returns:
-      What it returns, with tensors in place of arrays.
+      What `fn` returns, with tensors in place of arrays.
 
     Raises:
-      ArgumentError: no argument is a tensor that is traced: the module runs in plain PyTorch.
+      ArgumentError: no argument is a traced tensor, as when the module runs in plain PyTorch.
 
     Example:
       >>> def forward(self, q, k, v):
@@ -81,10 +81,10 @@ class Exported(NamedTuple):
     """A module as StableHLO with its weights, for `spmd.compile_stablehlo` and bundles.
 
     Attributes:
-      module: a portable artifact. Its arguments are called as torch calls parameters, buffers and
-        inputs; of tied tensors the first name counts.
-      weights: name -> array of each argument that is a parameter or buffer.
-      arg_names: of all arguments, in their order.
+      module: the bytes of a portable StableHLO artifact. Its arguments have torch's names of
+        parameters (of tied ones the first), buffers and inputs.
+      weights: name -> array, for each argument that is a parameter or buffer.
+      arg_names: the names of all arguments, in their order.
     """
 
     module: bytes
@@ -92,7 +92,7 @@ class Exported(NamedTuple):
     arg_names: tuple[str, ...]
 
     def arguments(self, **inputs: Any) -> list[Any]:
-        """Returns all arguments in order: the weights, and the inputs that are given by name.
+        """Returns the arguments for `module` in order: the weights, and `inputs` given by name.
 
         Raises:
           ArgumentError: an input is missing or unknown.
@@ -111,17 +111,17 @@ class Exported(NamedTuple):
 def export(
     module: Any, example_inputs: Sequence[Any] | Mapping[str, Any] = (), *, platform: str = "cpu"
 ) -> Exported:
-    """Writes a torch module's forward pass as StableHLO with weights as named arguments.
+    """Returns a torch module's forward pass as StableHLO, with the weights as named arguments.
 
     Args:
       module: a `torch.nn.Module` in evaluation mode, or what `torch.export.export` made of one.
-      example_inputs: positional inputs, or keyword inputs as a mapping; those of the exported
-        program if left out.
-      platform: `cpu`, `cuda` or `tpu`: some functions of jax are written differently for each.
+      example_inputs: positional inputs, or keyword inputs as a mapping; by default those with
+        which `torch.export.export` was called.
+      platform: `cpu`, `cuda` or `tpu`, where it will run: some jax functions differ by platform.
 
     Raises:
-      FrontendError: a module that draws random numbers or changes buffers, which an exported one
-        has no place for, or that cannot be traced.
+      ArgumentError: no torch module, or an input with the name of a parameter.
+      FrontendError: a module that cannot be traced, draws random numbers or changes buffers.
       UnsupportedOpError: a torch op that torchax cannot compute.
 
     Example:

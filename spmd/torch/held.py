@@ -1,7 +1,4 @@
-"""A torch module that holds its tensors on a mesh: called as before, or trained step by step.
-
-Both compile a program for each kind of call: `Held` is what they share.
-"""
+"""Torch modules on a mesh: `Sharded` is called like a module, `TrainStep` trains one."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ from spmd.torch.tracing import RANDOM, split
 
 
 class ModuleProgram(NamedTuple):
-    """Holds a program of a module: the buffers that it changes, and whether it draws randomly.
+    """A module's compiled program, the buffers that it changes, whether it draws random numbers.
 
-    `outputs` says of a forward pass how its result is put together.
+    `outputs`, of a forward pass, is a function from the program's tensors to the module's result.
     """
 
     compiled: Compiled
@@ -38,7 +35,7 @@ class ModuleProgram(NamedTuple):
 
 
 class Held:
-    """Holds a module's tensors on a mesh, and the programs that were compiled for it."""
+    """The base of `Sharded` and `TrainStep`: a module's tensors on a mesh and compiled programs."""
 
     def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
         self._state = state = arrays.state_of(module)
@@ -57,10 +54,10 @@ class Held:
 
     @property
     def compiled(self) -> Compiled:
-        """The program that was used last: `explain()`, `report()`, `summary()` and so on.
+        """The compiled program that was used last, with `explain()`, `report()` and so on.
 
         Raises:
-          ArgumentError: there is none yet.
+          ArgumentError: nothing is compiled yet.
         """
         if self._last is None:
             raise ArgumentError(
@@ -69,24 +66,24 @@ class Held:
         return self._last.compiled
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Compiles for inputs without running, and puts all tensors onto the mesh."""
+        """Compiles for inputs like these, without running; puts all tensors onto the mesh."""
         return self._program(take_apart(self._signature, args, kwargs)).compiled
 
     @property
     def parameters(self) -> dict[str, jax.Array]:
-        """Each parameter by torch's name, as it lies on the mesh; of tied ones the first name.
+        """The parameters on the mesh by torch's names; tied ones once, by the first name.
 
-        A training step takes their memory for the new ones: ask again after it.
+        A training step donates these arrays: read the property again after each step.
         """
         return self._on_mesh(self._state.parameters)
 
     @property
     def buffers(self) -> dict[str, jax.Array]:
-        """Each buffer by torch's name, as it lies on the mesh."""
+        """The buffers on the mesh, by torch's names."""
         return self._on_mesh(self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns parameters and buffers as `module.state_dict()` does, as tensors of the CPU."""
+        """Returns the present parameters and buffers as `module.state_dict()` does, on the CPU."""
         tensors: dict[str, torch.Tensor] = {}  # tied names share one
         found = {}
         for name, own in self.module.state_dict(keep_vars=True).items():
@@ -103,7 +100,7 @@ class Held:
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces parameters and buffers; they lie on the mesh as before.
+        """Replaces all parameters and buffers by those of a state dict; they are split as before.
 
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
@@ -145,7 +142,7 @@ class Held:
         return {name: self._placed[name] for name in names}
 
     def _place(self, shardings: Mapping[str, Any]) -> None:
-        """Copies onto the mesh, as `shardings` say, the tensors that are not there yet."""
+        """Puts onto the mesh each tensor that is not there yet, with its entry of `shardings`."""
         for name, sharding in shardings.items():
             if name not in self._placed:
                 array = self._loaded.pop(name, None)
@@ -154,7 +151,7 @@ class Held:
                 self._placed[name] = jax.device_put(array, sharding)
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
-        """Returns the program for such inputs in the module's mode, compiling it if it is new."""
+        """Returns the program for such inputs and the module's mode; compiles it at first use."""
         mode = tuple(part.training for part in self.module.modules())
         key = inputs.key, mode, self._more_key()
         if key not in self._programs:
@@ -163,7 +160,7 @@ class Held:
         return self._last
 
     def _more_key(self) -> Any:
-        """Returns what a program depends on besides inputs and the module's mode."""
+        """Returns the rest of a program's key, besides inputs and the module's mode: None here."""
         return None
 
     def _compile(self, inputs: Inputs) -> ModuleProgram:
@@ -183,19 +180,19 @@ def shard(
     seed: int = 0,
     options: Options | None = None,
 ) -> Sharded:
-    """Compiles a torch module's forward pass for a mesh.
+    """Returns a torch module on a mesh: its tensors are split, its forward pass is compiled.
 
     Args:
       module: a `torch.nn.Module`. It is traced as it is, in training or evaluation mode, and left
         unchanged; its tensors are copied onto the mesh.
-      mesh: the mesh.
-      rules: torch's names of parameters, buffers and inputs, or patterns of them (`*` also crosses
-        dots), or numbers of positional inputs -> specs as for `mark_sharding`. The first that
-        matches counts. What none matches is up to the compiler.
-      example_inputs: positional inputs, or keyword inputs as a mapping; with them it is compiled at
-        once, else at the first call.
-      seed: of random numbers, which differ from call to call.
-      options: compile options.
+      mesh: a mesh of spmd or jax.
+      rules: torch's name of a parameter, buffer or input, or a glob of names (`*` also matches
+        dots), or the number of a positional input -> its spec, as for `mark_sharding`. The first
+        key that matches counts. The compiler decides what no key matches.
+      example_inputs: positional inputs, or keyword inputs as a mapping; if given, the module is
+        compiled for them at once, else at the first call.
+      seed: the seed of random numbers, which differ from call to call.
+      options: `spmd.Options`.
 
     Returns:
       An object to call like the module; see `Sharded`.
@@ -220,15 +217,15 @@ def shard(
 
 
 class Sharded(Held):
-    """A module on a mesh: call it with tensors, and it gives tensors.
+    """A torch module on a mesh: called with tensors or arrays, it returns tensors.
 
-    It is compiled once for each structure, shape and dtype of inputs, and for each mode of the
-    module (`module.train()`, `module.eval()`). Inputs that are no tensors are constants of the
-    program. Buffers that a call changes are updated.
+    A program is compiled for each structure, shape and dtype of inputs, each value of inputs that
+    are no tensors (constants of the program), and each mode (`module.train()`, `module.eval()`).
+    Buffers that a call changes are updated.
 
     Attributes:
-      module: as it was given. Its own tensors stay as they are.
-      calls: how many calls there were; random numbers depend on it and on `seed`.
+      module: the module that was given. Its own tensors never change.
+      calls: the number of calls so far; random numbers depend on it and on `seed`.
     """
 
     def __init__(
@@ -239,7 +236,7 @@ class Sharded(Held):
         self._seed = seed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the module's result."""
+        """Returns the module's result, its tensors on the device of the first tensor given."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
         random = tracing.random_arguments(self._seed, self.calls) if program.draws else ()
@@ -297,7 +294,7 @@ def train_step(
     seed: int = 0,
     options: Options | None = None,
 ) -> TrainStep:
-    """Makes a training step of a torch module, a loss and an optimizer.
+    """Returns a function of a batch that does one step of training a torch module on a mesh.
 
     Args:
       module: a `torch.nn.Module`, in training or evaluation mode; left unchanged. Parameters that
@@ -307,10 +304,10 @@ def train_step(
         last entry of the batch.
       optimizer: `torch.optim.SGD`, `Adam` or `AdamW` of the module's parameters, with parameter
         groups if need be; or an optimizer of optax.
-      mesh: the mesh.
-      rules: as for `shard`; inputs are called like the parameters of `loss`.
-      seed: of random numbers, which differ from step to step.
-      options: compile options.
+      mesh: a mesh of spmd or jax.
+      rules: as for `shard`; inputs have the names of the parameters of `loss`.
+      seed: the seed of random numbers, which differ from step to step.
+      options: `spmd.Options`.
 
     Returns:
       An object to call with a batch; see `TrainStep`.
@@ -328,16 +325,16 @@ def train_step(
 
 
 class TrainStep(Held):
-    """A training step that holds parameters, buffers and optimizer state on a mesh.
+    """One step of training, called with a batch; parameters and optimizer state are on a mesh.
 
-    It is compiled once for each structure, shape and dtype of batches, and for each mode of the
-    module. The module's and the torch optimizer's own tensors stay as they are; the groups of the
-    optimizer are read before each step, so a learning rate scheduler works on it as always.
+    A program is compiled for each structure, shape and dtype of batches, and for each mode of the
+    module. A step does not change the module's and the torch optimizer's own tensors. It reads the
+    optimizer's groups, so a learning rate scheduler works on the optimizer as always.
 
     Attributes:
-      module: as it was given.
-      steps: how many steps were taken; random numbers depend on it and on `seed`.
-      seed: of random numbers.
+      module: the module that was given.
+      steps: the number of steps so far; random numbers depend on it and on `seed`.
+      seed: the seed of random numbers.
     """
 
     def __init__(
@@ -358,10 +355,10 @@ class TrainStep(Held):
         self._optimizer_state: Any = None
 
     def __call__(self, *batch: Any, **named: Any) -> jax.Array:
-        """Takes a step.
+        """Updates parameters, buffers and optimizer state by one step on this batch.
 
         Returns:
-          The loss before it: a scalar of jax, which is not waited for until `float(loss)`.
+          The loss before the update, a jax scalar; nothing blocks until it is read (`float(loss)`).
         """
         inputs = take_apart(self._signature, batch, named)
         program = self._program(inputs)
@@ -385,18 +382,18 @@ class TrainStep(Held):
 
     @property
     def optimizer_state(self) -> Any:
-        """The optimizer's state on the mesh: {slot: {name: array}} of torch, a pytree of optax.
+        """The optimizer's state on the mesh: {slot: {parameter: array}}, or optax's pytree.
 
-        Slots are torch's: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+        Slots are those of the torch optimizer: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
         """
         _ = self.compiled  # there is none before
         return self._optimizer_state
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state as tensors of the CPU.
+        """Returns the optimizer's state as tensors on the CPU.
 
-        Of a torch optimizer it is what its own `state_dict()` would be, and it can load it. What
-        belongs to the step itself, its number and the seed, is under `spmd`.
+        For torch it is like the optimizer's own `state_dict()`, and that can load it; for optax
+        {"state": {path: tensor}}. Its entry `spmd` has the step's `seed` and number of `steps`.
         """
         _ = self.compiled  # there is none before
         own = self._optimizer.saved(self._optimizer_state, self.steps)
@@ -406,7 +403,7 @@ class TrainStep(Held):
         """Loads what `optimizer_state_dict` returned, or a torch optimizer's own `state_dict()`.
 
         Raises:
-          ArgumentError: it belongs to another optimizer.
+          ArgumentError: the state is of another optimizer.
         """
         try:
             self._optimizer.load(state_dict)
@@ -502,7 +499,7 @@ class TrainStep(Held):
 
 
 def _filled(state: Any, new: Mapping[str, Any]) -> Any:
-    """Returns a pytree on the mesh in which the leaves whose paths are in `new` are replaced."""
+    """Returns `state`, a pytree on the mesh, with the leaves at the paths of `new` replaced."""
 
     def filled(path: Any, leaf: Any) -> Any:
         array = new.get(path_name(path))
@@ -520,7 +517,7 @@ def _filled(state: Any, new: Mapping[str, Any]) -> Any:
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the loss as a function of module and batch, and one with the batch's signature."""
+    """Returns (loss(module, *batch), a function whose parameters name the entries of a batch)."""
     if not callable(loss):
         raise ArgumentError(
             f"the loss is a {type(loss).__name__}",

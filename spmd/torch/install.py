@@ -1,7 +1,7 @@
-"""PyTorch and torchax: whether they are here, in versions that work together, and how to load them.
+"""Checks that PyTorch and torchax are installed in versions that work together; loads torchax.
 
-torchax 0.0.13 was written for an older PyTorch than 2.13: it asks for overloads of ops that are
-gone, and registers a decomposition that PyTorch has now. Both are mended here, while it is loaded.
+torchax 0.0.13 was written for an older PyTorch than 2.13: it uses overloads of ops that are gone,
+and registers a decomposition that PyTorch has now. Both are corrected here while it is imported.
 """
 
 import importlib
@@ -13,13 +13,13 @@ from unittest import mock
 from spmd.errors import InstallError
 
 WANTED = {"torch": "2.13", "torchax": "0.0.13"}
-"""Package -> the releases that were tried: those that begin like this."""
+"""Package -> the beginning of the versions that are supported: 2.13 is 2.13.0, 2.13.1, ..."""
 
 COMMAND = 'pip install "spmd[torch]"'
 
 
 def check_installed(version_of: Callable[[str], str] = metadata.version) -> None:
-    """Raises InstallError if a package is missing, or in a version that was not tried."""
+    """Raises InstallError if torch or torchax is missing, or has a version not in `WANTED`."""
     for package, wanted in WANTED.items():
         try:
             have = version_of(package)
@@ -38,14 +38,14 @@ def check_installed(version_of: Callable[[str], str] = metadata.version) -> None
 
 
 def load_torchax() -> None:
-    """Imports what we use of torchax; InstallError if it or PyTorch is missing or unfit."""
+    """Imports the modules of torchax that are used; InstallError as from `check_installed`."""
     check_installed()
     packet = importlib.import_module("torch._ops").OpOverloadPacket
     decompositions = importlib.import_module("torch._decomp")
     look_up, register = packet.__getattr__, decompositions._add_op_to_registry
 
     def found(self: Any, name: str) -> Any:
-        """Looks up overloads of named dims, which PyTorch 2.13 lacks, as names of no op."""
+        """Looks up an op's overload; returns a text for those of named dims, gone in 2.13."""
         try:
             return look_up(self, name)
         except AttributeError:
@@ -54,7 +54,7 @@ def load_torchax() -> None:
             raise
 
     def add(registry: Any, op: Any, fn: Any) -> None:
-        """Keeps PyTorch's own decomposition where torchax registers one that PyTorch has."""
+        """Registers a decomposition, unless PyTorch has one for the op."""
         try:
             register(registry, op, fn)
         except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Optimizers inside a training step: optax's as they are, the common ones of torch by their rules.
+"""Optimizers in a compiled training step: optax's as they are; torch's SGD, Adam and AdamW in jax.
 
-Of a torch optimizer the parameter groups are read before each step, so that its learning rate
-schedulers work. What they hold becomes scalars that are computed here in double precision, as
-PyTorch does, and are arguments of the program: another learning rate compiles nothing.
+The parameter groups of a torch optimizer are read before each step, so that its learning rate
+schedulers work. Their numbers are computed here in double precision, as PyTorch does, and are
+arguments of the program: another learning rate needs no other program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd.torch.arrays import State, array_of, tensor_of
 
 
 def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
-    """Wraps the optimizer of a training step, one of optax or torch; ArgumentError for others."""
+    """Wraps an optimizer of optax or torch for a training step; ArgumentError for anything else."""
     if isinstance(given, torch.optim.Optimizer):
         return TorchOptimizer(given, state)
     if callable(getattr(given, "init", None)) and callable(getattr(given, "update", None)):
@@ -35,12 +35,9 @@ def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
 
 
 class OptaxOptimizer:
-    """Runs an optimizer of optax over all parameters that require a gradient: `trained`.
+    """An optax optimizer of all parameters that require a gradient, whose names are `trained`."""
 
-    `key` is what the program depends on.
-    """
-
-    key = ()
+    key = ()  # what, of the optimizer, a program is compiled for
 
     def __init__(self, optimizer: Any, state: State) -> None:
         self._optimizer = optimizer
@@ -48,33 +45,33 @@ class OptaxOptimizer:
         self._loaded: dict[str, Any] = {}
 
     def init(self, params: dict[str, Any]) -> Any:
-        """Makes the state before the first step."""
+        """Returns the optimizer's state before the first step."""
         return self._optimizer.init(params)
 
     def scalars(self, steps: int) -> Any:
-        """Returns the step's further arguments after `steps` steps: none for optax."""
+        """Returns the numbers that step `steps` (from 0) takes as arguments: none for optax."""
         return ()
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """Returns new parameters and state; a gradient is None where the loss does not reach."""
+        """Returns (new parameters, new state) after a step; a gradient of None counts as zeros."""
         whole = {n: jnp.zeros_like(params[n]) if g is None else g for n, g in grads.items()}
         updates, state = self._optimizer.update(whole, state, params)
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
 
     def saved(self, state: Any, steps: int) -> dict[str, Any]:
-        """Returns the state as tensors by path, to be saved."""
+        """Returns `{"state": {path in the pytree: tensor on the CPU}}`, to be saved."""
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         return {"state": {path_name(path): tensor_of(leaf) for path, leaf in leaves}}
 
     def load(self, given: Mapping[str, Any]) -> None:
-        """Takes what `saved` returned, for `loaded`."""
+        """Keeps what `saved` returned, as arrays, for `loaded`."""
         self._loaded = {
             name: array_of(tensor, f"optimizer state {name!r}")
             for name, tensor in given["state"].items()
         }
 
     def loaded(self) -> tuple[dict[str, Any], int]:
-        """Returns what was loaded, path in the state -> array, and a number of steps: 0."""
+        """Returns ({path in the state: array} of the last `load`, 0 for the number of steps)."""
         return self._loaded, 0
 
 
@@ -125,10 +122,10 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
 
 
 def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the new parameter and slots of Adam, AdamW or AMSGrad, as the group says.
+    """Returns (new parameter, new slots) after a step of Adam, AdamW or AMSGrad, as `group` says.
 
-    `now` are the numbers of this step, from `_adam_scalars`. Papers: Kingma, Ba 2015; Loshchilov,
-    Hutter 2019; Reddi 2018.
+    Slots are the moments by torch's names; `now` is `_adam_scalars` of the step. Papers: Kingma, Ba
+    2015; Loshchilov, Hutter 2019; Reddi 2018.
     """
     grad = grad + now["weight_decay"] * param
     first = now["keep1"] * slots["exp_avg"] + now["take1"] * grad
@@ -156,9 +153,9 @@ RULES = {torch.optim.SGD: _SGD, torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADA
 
 
 class TorchOptimizer:
-    """Runs an optimizer of torch by its groups and rule; its own tensors stay as they are.
+    """Computes in jax what a torch optimizer does; a step does not change the latter's tensors.
 
-    The state is {slot: {name of a parameter: array}}, with torch's names of slots.
+    The state is `{slot: {parameter: array}}`, by torch's names: `exp_avg`, `momentum_buffer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -188,12 +185,12 @@ class TorchOptimizer:
 
     @property
     def key(self) -> Any:
-        """The flags of its groups, such as `amsgrad`, that the program depends on."""
+        """For each group the flags (bools), such as `amsgrad`, that a program is compiled for."""
         groups = self.optimizer.param_groups
         return tuple(tuple(bool(group[flag]) for flag in self._rule.flags) for group in groups)
 
     def init(self, params: dict[str, Any]) -> Any:
-        """Makes the state before the first step: zeros."""
+        """Returns the state before the first step: zeros for each slot and trained parameter."""
         state: dict[str, dict[str, Any]] = {}
         for name in self.trained:
             for slot in self._rule.slots(self._group(name)):
@@ -201,14 +198,14 @@ class TorchOptimizer:
         return state
 
     def scalars(self, steps: int) -> Any:
-        """Returns the numbers of each group, such as the learning rate, after `steps` steps."""
+        """Returns for each group the numbers of step `steps` (from 0): `{"lr": 0.1, ...}`."""
         return [
             {name: np.float32(x) for name, x in self._rule.scalars(group, steps + 1).items()}
             for group in self.optimizer.param_groups
         ]
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """Returns new parameters and state; a parameter whose gradient is None stays as it is."""
+        """Returns (new parameters, new state); those whose gradient is None do not change."""
         params = dict(params)
         state = {slot: dict(tensors) for slot, tensors in state.items()}
         for name, grad in grads.items():
@@ -225,7 +222,7 @@ class TorchOptimizer:
         return params, state
 
     def saved(self, state: Any, steps: int) -> dict[str, Any]:
-        """Returns the state in the form of the optimizer's own `state_dict()`, which loads it."""
+        """Returns the state in the form of the torch optimizer's own `state_dict()`, on the CPU."""
         found: dict[str, Any] = self.optimizer.state_dict()
         numbers = [number for group in found["param_groups"] for number in group["params"]]
         found["state"] = {}
@@ -241,11 +238,11 @@ class TorchOptimizer:
         return found
 
     def load(self, given: Mapping[str, Any]) -> None:
-        """Loads what `saved` returned into the optimizer."""
+        """Loads what `saved`, or its own `state_dict()`, returned into the torch optimizer."""
         self.optimizer.load_state_dict({k: given[k] for k in ("state", "param_groups")})
 
     def loaded(self) -> tuple[dict[str, Any], int]:
-        """Returns slot and parameter -> array of the optimizer's state, and its number of steps."""
+        """Returns ({"slot/parameter": array} of the torch optimizer, the number of steps taken)."""
         arrays, steps = {}, set()
         for name in self.trained:
             own = self.optimizer.state.get(self._parameters[name], {})

@@ -1,9 +1,9 @@
-"""A torch module as a function of arrays, with everything it reads and changes spelled out.
+"""Runs a torch module as a pure jax function of its tensors, its inputs and a random key.
 
-torchax computes each op with jax. Four things it gets differently from PyTorch are put right here:
+torchax computes each op with jax. Four things that it does unlike PyTorch are corrected here:
 `torch.no_grad` and `detach` stop gradients, BatchNorm updates its running statistics, random
 numbers come from a key that is an argument, and tensors made without a device, or held in a plain
-attribute, mix with those that are traced.
+attribute, can be used together with those that are traced.
 """
 
 import functools
@@ -40,7 +40,7 @@ _LOCK = threading.Lock()  # a module is changed while it is traced: one trace at
 
 
 class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
-    """Runs torch ops as jax ops while entered; `draws` says whether they drew random numbers."""
+    """A context in which torch ops run as jax ops; `draws`: whether they drew random numbers."""
 
     def __init__(self, key: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
             )
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Computes an op; under `torch.no_grad` no gradient flows through its result."""
+        """Computes a torch op in jax; under `torch.no_grad` with no gradient through its result."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise FrontendError(
                 "torch.autocast chooses no dtypes here",
@@ -79,7 +79,7 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         return result
 
     def t2j_iso(self, torchtensors: Any) -> Any:
-        """Returns traced tensors as jax values; others become constants of the program."""
+        """Returns a pytree of tensors as jax values; those not traced become constants."""
 
         def known(x: Any) -> Any:
             if isinstance(x, Tensor | View):
@@ -95,13 +95,13 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         return super().t2j_iso(torch_tree.tree_map_only(torch.Tensor, known, torchtensors))
 
     def get_and_rotate_prng_key(self, generator: Any = None) -> Any:
-        """Returns the next random key, whatever generator a module names."""
+        """Returns a new random key, and notes that one was drawn; the generator is ignored."""
         self.draws = True
         self._key, key = jax.random.split(self._key)
         return key
 
     def _should_use_torchax_tensor(self, device: Any) -> bool:
-        """Whether to trace a tensor made on `device`, which may be none or torch's default."""
+        """Whether a tensor made on `device` is to be traced; made without a device it always is."""
         return device is None or bool(super()._should_use_torchax_tensor(device))
 
 
@@ -115,10 +115,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Any, Any, Any]:
-    """Normalizes as `batch_norm`, over all dims but the second, and updates running statistics."""
+    """Returns torch's (batch norm, mean, 1 / deviation); training updates running statistics."""
 
     def move(running: Any, new: Any) -> None:
-        """Moves a running statistic towards a new one, in place as PyTorch does."""
         if running is not None:
             old = running._elem
             moved = (1 - momentum) * old + momentum * jax.lax.stop_gradient(new)
@@ -148,7 +147,7 @@ def _batch_norm(
 
 
 class ModuleRun(NamedTuple):
-    """Holds a module's traced result, its changed buffers, and whether it drew random numbers."""
+    """A module's traced result, the buffers it changed by name, whether it drew random numbers."""
 
     result: Any
     changed: dict[str, Any]
@@ -156,7 +155,7 @@ class ModuleRun(NamedTuple):
 
 
 class _Call(torch.nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
-    """Wraps a function of a module as a module, so that PyTorch can swap the tensors in it."""
+    """A module that calls `fn(module, ...)`: `torch.func.functional_call` takes modules only."""
 
     def __init__(self, module: Any, fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -175,10 +174,10 @@ def run(
     leaves: Mapping[str, Any],
     key: Any,
 ) -> ModuleRun:
-    """Runs `fn(module, *inputs)` with arrays, or tracers of jax, in place of tensors.
+    """Runs `fn(module, *inputs)` with jax arrays or tracers in place of tensors.
 
-    `arrays` are the values of parameters and buffers, `leaves` those of the inputs, by name; `key`
-    is for random numbers.
+    `arrays` are those for parameters and buffers, `leaves` those for the tensors of `inputs`, both
+    by name. Random numbers come from `key`. FrontendError if a parameter is changed.
     """
     env = ModuleTrace(key)
     state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
@@ -225,7 +224,7 @@ def run_pure(
     inputs: Inputs,
     leaves: Mapping[str, Any],
 ) -> Any:
-    """Returns the result of `run`; FrontendError if it depends on more than the arguments."""
+    """Returns the result of `run`; FrontendError if it draws random numbers or changes buffers."""
     ran = run(module, fn, arrays, inputs, leaves, key_of((0, 0)))
     if ran.draws or ran.changed:
         raise FrontendError(
@@ -239,13 +238,13 @@ def run_pure(
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Returns traced tensors of a result as jax values; others become constants."""
+    """Returns tensors as jax values; those that were not traced become constants."""
     return [t.jax() if hasattr(t, "jax") else jnp.asarray(t.detach().numpy()) for t in tensors]
 
 
 @contextmanager
 def _left_alone(module: Any) -> Iterator[None]:
-    """Restores plain attributes, as traced values kept there must not outlive the trace."""
+    """Restores all attributes of a module's parts at its end, so that none keeps a traced value."""
     before = [(part, dict(part.__dict__)) for part in module.modules()]
     try:
         yield
@@ -257,7 +256,7 @@ def _left_alone(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _scopes(module: Any) -> Iterator[None]:
-    """Names ops by the parts of the module that they are in (`jax.named_scope`), for reports."""
+    """Puts the ops of each part of a module in a `jax.named_scope` of its name, for reports."""
     around: list[tuple[str, Any]] = []
     handles = []
 
@@ -284,7 +283,7 @@ def _scopes(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Makes what would run, but give other gradients than torch, raise FrontendError."""
+    """Makes uses of `autograd.Function` or `tensor.data`, wrong in jax, raise FrontendError."""
     apply = torch.autograd.Function.apply
 
     def refuse_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +312,7 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns errors of what no trace can follow into errors of ours, with the module's line."""
+    """Turns errors of torchax and jax in tracing into errors of spmd, with the module's line."""
     try:
         yield
     except OperatorNotFound as error:
@@ -339,7 +338,7 @@ def _explained() -> Iterator[None]:
 
 
 def _line_of(traceback: TracebackType | None) -> str | None:
-    """Returns the innermost line that is neither ours nor of torch, torchax or jax."""
+    """Returns `file:line (function)` of the innermost frame outside spmd, torch, torchax, jax."""
     found, skipped = None, (*_LIBRARIES, _OURS, sysconfig.get_path("stdlib") + "/contextlib")
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -353,10 +352,10 @@ def _line_of(traceback: TracebackType | None) -> str | None:
 
 
 class TracedFunction(NamedTuple):
-    """Holds a function of pytrees that was traced once, and structs of its results.
+    """A traced function, `call`, with the shapes and dtypes of its `results`, a pytree.
 
-    `is_zero` says of each leaf whether it is zero by construction, as the gradient of a parameter
-    that the loss never reaches is.
+    `is_zero` is such a pytree, too: whether each result is a constant 0, as the gradient of a
+    parameter is that the loss does not depend on.
     """
 
     call: Callable[..., Any]
@@ -365,7 +364,7 @@ class TracedFunction(NamedTuple):
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> TracedFunction:
-    """Traces a function at structs; running the result does not run `fn` again."""
+    """Traces `fn` for arguments of these shapes and dtypes; `call` does not run `fn` again."""
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
     flat, tree = jaxpr_as_fun(closed), jax.tree.structure(results)
 
@@ -376,7 +375,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> TracedFunction:
 
 
 def _is_zero(jaxpr: Any) -> Iterator[bool]:
-    """Yields for each result whether it is the zero that jax puts where no gradient flows."""
+    """Yields for each result of a jaxpr whether it is a constant 0, broadcast or not."""
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for atom in jaxpr.outvars:
         while not isinstance(atom, Literal) and atom in makers:
@@ -388,22 +387,22 @@ def _is_zero(jaxpr: Any) -> Iterator[bool]:
 
 
 def random_arguments(seed: int, call: int) -> tuple[Any, Any]:
-    """Returns the arguments that random numbers are drawn from: the seed and the call's number."""
+    """Returns (seed, number of the call) as uint32: the arguments of which `key_of` makes a key."""
     return np.uint32(seed % 2**32), np.uint32(call % 2**32)
 
 
 RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
-"""Types of `random_arguments`."""
+"""The shapes and dtypes of `random_arguments`."""
 
 NO_RANDOM = (np.uint32(0), np.uint32(0))  # in place of them where no random numbers are drawn
 
 
 def key_of(random: Any) -> Any:
-    """Returns the random key of a call, inside a program, from its `random_arguments`."""
+    """Returns the jax random key of a call, inside a program, from its `random_arguments`."""
     seed, call = random
     return jax.random.fold_in(jax.random.key(seed), call)
 
 
 def split(tree: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a mapping into the entries of these names, and the others."""
+    """Returns (the entries of `tree` under `names`, its other entries)."""
     return {n: tree[n] for n in names}, {n: v for n, v in tree.items() if n not in names}

@@ -1,1 +1,1 @@
-"""The report as one self-contained HTML page."""
+"""Writes the report as one self-contained HTML page."""

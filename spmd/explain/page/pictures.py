@@ -1,7 +1,7 @@
 """Pictures, as SVG: the predicted timeline, memory over time, steps of pipelines, tiles.
 
-Every rectangle has a title, for hovering; a chart can be focused, and then the arrow keys go from
-one segment to the next (see report.js).
+What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go from one segment to
+the next (see report.js).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Segment(NamedTuple):
     kind: str  # `compute`, or the collective's kind
     label: str  # what it is: an op, or a collective and what it moves
     group: str  # the user's source line and its caller's; `in f` for several lines of one function
-    start: float
-    seconds: float
+    start: float  # seconds after the run, or the loop's iteration, began
+    seconds: float  # how long it takes
     ops: int = 1  # how many ops are drawn as this one
 
     @property
@@ -59,10 +59,10 @@ class Bars(NamedTuple):
     """Holds the timeline of a program, of a branch, or of one iteration of a loop."""
 
     segments: Sequence[Segment]  # ops and collectives outside of inner loops
-    loops: Sequence[Bars]  # the loops and conditionals, of whose equal iterations one is shown
-    once: float  # seconds of all of it, once
-    start: float  # when it begins first, seconds after what is around it began
-    seconds: float  # all iterations together
+    loops: Sequence[Bars]  # the loops (one iteration of each) and conditionals that it contains
+    once: float  # seconds of the whole program, of the branch, or of one iteration
+    start: float  # when the loop begins, in seconds after the enclosing timeline began
+    seconds: float  # of all iterations together
     title: str = ""  # of a loop, how often it runs: `loop ×4`
     place: str = ""  # of a loop, the user's source line and its caller's
 
@@ -316,8 +316,8 @@ def _stages(of: Pipeline) -> Html:
 class Square(NamedTuple):
     """Says what one worker does in one step; idle ones have no colour."""
 
-    text: str
-    title: str
+    text: str  # written on the cell: the number of a microbatch or a piece
+    title: str  # its tooltip
     colour: str = ""
 
 
@@ -383,7 +383,7 @@ def _square(x: float, y: float, square: Square | None) -> Html:
 
 
 # ---------------------------------------------------------------------------------------------
-# Who holds what: the mesh, and tensors cut into tiles. A device has one colour in all pictures: the
+# Mesh and tiles: which device holds what. A device has one colour in all pictures: the
 # hue is its coordinate along the first mesh axis, the lightness that along the others. A tile that
 # several devices hold shows the colours of all of them as bands under a hatch.
 
@@ -482,8 +482,8 @@ def _tiled(
 ) -> Html:
     """Draws tiles that fill a box.
 
-    `holders` are (row, column) -> positions in the mesh of the devices that hold this tile. It has
-    bands of their colours, hatched for several, and their ids.
+    `holders` maps a tile's (row, column) to the positions in the mesh of the devices that hold it.
+    Bands in a tile have their colours and ids; a hatch says that they are several.
     """
     rows, columns = (1 + max(place) for place in zip(*holders, strict=True))
     wide, high = width / columns, height / rows

@@ -1,1 +1,1 @@
-"""Imports StableHLO modules as `Program`s."""
+"""Reads StableHLO modules and converts them to `Program`s, on which all later stages work."""

@@ -1,7 +1,6 @@
-"""Reads what a module states as plain data: types, constants, locations, meshes, shardings, names.
+"""Reads parts of a module as plain data: types, constants, locations, meshes, shardings, names.
 
-Shardings are Shardy's attributes or GSPMD's text, each on a mesh of its own. Here they are
-translated to the mesh that the program is compiled for.
+Shardings, as Shardy's attributes or GSPMD's text, are translated to the mesh to compile for.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs, part_atoms
 
 MARKS = ("sdy.sharding", "mhlo.sharding")
-"""Attributes that say how an op's results, an argument or a result are split."""
+"""Names of the attributes with the sharding of an op's results, an argument or a result."""
 
 
 def tensor_type(type_: Any) -> TensorType:
-    """Reads a type of the bindings or text; FrontendError unless a static tensor or a token."""
+    """Converts an MLIR type, or its text; FrontendError unless it is a static tensor or a token."""
     text = str(type_)
     if text == "!stablehlo.token":
         return TensorType((), "token")
@@ -73,7 +72,7 @@ def _dense(attr: Any) -> Dense:
 
 
 def _dense_from_text(text: str) -> Dense:
-    """Reads a constant of a dtype that the bindings don't convert (bf16, fp8, int4, complex)."""
+    """Parses a constant of a dtype that the bindings don't convert (bf16, fp8, int4, complex)."""
     match = re.fullmatch(r"(?s)dense<(.*)> : (tensor<.*>)", text)
     if match is None:
         raise FrontendError(f"cannot read the constant {text[:60]}")
@@ -91,7 +90,7 @@ def _dense_from_text(text: str) -> Dense:
 
 
 def location_of(location: Any) -> tuple[str, list[Frame]]:
-    """Returns the outermost scope name and the frames, innermost first, of an MLIR location."""
+    """Returns an MLIR location's scope name (`jit(f)/sin`), and its frames, innermost first."""
     # jax writes "jit(f)/sin"(callsite("f"("a.py":3) at "<module>"("a.py":9))): a name around call
     # sites is a scope, a name around a file is the function of a frame. A module from elsewhere may
     # fuse several locations; the last one that has a scope gives it.
@@ -119,10 +118,7 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
 
 
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns an op's attributes; complex constants, which the bindings have no class for, as text.
-
-    FrontendError for another attribute that they have no class for.
-    """
+    """Returns an op's (name, attribute) pairs, complex constants as text; else a FrontendError."""
     try:
         return tuple([(name, op.attributes[name]) for name in op.attributes])
     except TypeError:
@@ -145,11 +141,11 @@ _NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
         [n.replace("scatter_dims", "scattered_dims") for n in ScatterDims._fields],
     ),
 }
-"""Attributes that say which dim is what -> their class in the bindings, and its fields."""
+"""Class of dimension numbers -> its class in MLIR's bindings, and that class's fields in order."""
 
 
 def attribute(name: str, attr: Any) -> Attribute:
-    """Turns an MLIR attribute into plain data; None for one that programs don't keep."""
+    """Returns the MLIR attribute called `name` as plain data; None if programs don't keep it."""
     if isinstance(attr, str):  # a constant, from `entries_of`
         return _dense_from_text(attr)
     if isinstance(attr, ir.DenseElementsAttr) and name == "value":
@@ -177,7 +173,7 @@ def attribute(name: str, attr: Any) -> Attribute:
 
 
 def composite_attribute(attr: Any) -> Attribute:
-    """One attribute of a composite, as a Python value where there is a fitting type."""
+    """Returns a composite's attribute as a Python value; as `Opaque` text if no type fits."""
     if isinstance(attr, ir.DenseElementsAttr):
         return _dense(attr)
     if isinstance(attr, ir.BoolAttr | ir.IntegerAttr | ir.FloatAttr | ir.StringAttr):
@@ -188,23 +184,23 @@ def composite_attribute(attr: Any) -> Attribute:
 
 
 def items_of(dictionary: Any) -> dict[str, Any]:
-    """The entries of a dictionary attribute."""
+    """Returns a dictionary attribute of MLIR as a dict: name -> attribute."""
     return {entry.name: entry.attr for entry in dictionary}
 
 
 def function_type(function: Any) -> tuple[list[Any], list[Any]]:
-    """The types of a function's arguments and results, as the bindings have them."""
+    """Returns the MLIR types of a function's arguments, and those of its results."""
     type_ = function.attributes["function_type"].value
     return list(type_.inputs), list(type_.results)
 
 
 def defining_op(value: Any) -> Any:
-    """The op that makes a value; None for the argument of a block."""
+    """Returns the op that makes an MLIR value; None for the argument of a block."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 def ops_in(root: Any) -> list[Any]:
-    """Returns an op and all ops inside it as a list, so that they may be replaced meanwhile."""
+    """Returns an op and all ops inside it, as a list that stays valid while ops are replaced."""
     found: list[Any] = []
 
     def visit(op: Any) -> Any:
@@ -216,7 +212,7 @@ def ops_in(root: Any) -> list[Any]:
 
 
 def cloned(op: Any, values: dict[Any, Any]) -> Any:
-    """Copies an op to the insertion point, operands mapped by `values`, which gets its results."""
+    """Inserts and returns a copy of an op; `values` (old -> new) maps operands, gets results."""
     copy = op.clone().operation
     for inner in ops_in(copy):
         for i, value in enumerate(inner.operands):
@@ -230,21 +226,21 @@ def cloned(op: Any, values: dict[Any, Any]) -> Any:
 # Functions, meshes and shardings.
 
 AxisRef = tuple[str, int, int]
-"""An axis, or the part of it of size `size` behind parts of the sizes `pre`: (name, pre, size).
-Size 0 stands for the whole axis."""
+"""An axis, or a part of one: (name, product of the sizes of its more major parts, size). The whole
+axis has size 0: `("x", 1, 0)`. `("x", 2, 4)` is the minor part of an axis of size 2 x 4."""
 
 Refs = tuple[AxisRef, ...]  # axes and parts of axes, major to minor
 
-NO_AXES = Mesh(None, (), ())  # the mesh without axes: what is on it is not split
+NO_AXES = Mesh(None, (), ())  # the mesh without axes, for shardings that split nothing
 
 _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 
 
 class Contents:
-    """The functions and meshes of a module, and its shardings on the mesh that it is compiled for.
+    """Holds a module's functions and meshes; translates its shardings to the mesh to compile for.
 
-    That is `mesh`, or the first mesh that the module states if left out. The module's devices are
-    numbers from 0 to `partitions - 1`: positions in that mesh.
+    That mesh is `mesh`; if left out, the module's first of several devices. The module numbers
+    devices from 0 to `partitions - 1`, their positions in that mesh.
     """
 
     def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
@@ -261,7 +257,7 @@ class Contents:
         self._known: dict[Any, ShardingAttr | None] = {}
 
     def main(self) -> Any:
-        """The function to compile; FrontendError if there is none, or several and no `main`."""
+        """Returns the function to compile: `main`, or the only one; FrontendError without one."""
         main = self.functions.get("main")
         if main is None and len(self.functions) == 1:
             main = next(iter(self.functions.values()))
@@ -275,13 +271,14 @@ class Contents:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that shardings are translated to; its ids are the module's device numbers."""
+        """Returns the mesh to translate shardings to; its ids are the module's device numbers."""
         return self._mesh or NO_AXES
 
     def stated(self, attr: Any, rank: int) -> Stated | None:
-        """Reads a sharding, on the mesh that it names; None where that is of a single device.
+        """Returns a sharding, on its own mesh, of a tensor of rank `rank`; None if it says nothing.
 
-        FrontendError if the module lacks its mesh.
+        Those of a single device and of manual axes say nothing. `attr` is Shardy's attribute or
+        GSPMD's text. FrontendError: it cannot be read, or the module lacks its mesh.
         """
         if isinstance(attr, str):
             return _tiled(attr, rank)
@@ -308,7 +305,7 @@ class Contents:
         return Stated(mesh, found, opened, refs_of(sharding.unreduced_axes, sdy))
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
-        """Returns the atoms of `mesh` that make up axes, and parts of axes, of another mesh."""
+        """Returns the atoms of `mesh` that make up `refs`, axes and parts of axes of `other`."""
         if other.size == 1:
             return ()
         if self._mesh is None:
@@ -316,7 +313,7 @@ class Contents:
         return tuple(a for ref in refs for a in part_atoms(self.mesh, other, *ref))
 
     def written(self, sharding: Stated) -> ShardingAttr:
-        """Translates a sharding to `mesh`; MeshError if its axes are not made of atoms of that."""
+        """Returns a sharding in the axes of `mesh`; MeshError if it cannot be written in them."""
         if sharding.mesh == self.mesh or not any(sharding.dims):
             return ShardingAttr(sharding.dims, sharding.open)
         dims = [axis_refs(self.atoms(sharding.mesh, refs), self.mesh) for refs in sharding.dims]
@@ -327,9 +324,9 @@ class Contents:
         return ShardingAttr(named, sharding.open)
 
     def mark(self, attr: Any, rank: int, opened: Sequence[int] = ()) -> ShardingAttr | None:
-        """Returns the mark on `mesh` that a sharding makes, with dims `opened` open, too; or None.
+        """Returns a sharding as a mark on `mesh`, with the dims `opened` open, too.
 
-        A partial value is not marked: where its terms are added is for the plan to decide.
+        None if it is of one device, manual, or partial: the plan decides where terms are added.
         """
         key = (attr, rank, tuple(opened))
         if key not in self._known:
@@ -342,7 +339,7 @@ class Contents:
         return self._known[key]
 
     def marks_of(self, op: Any, ranks: Sequence[int]) -> list[ShardingAttr | None]:
-        """Returns for each result of an op the mark that the op's own sharding makes."""
+        """Returns the mark, or None, of each result of an op, by the op's sharding attribute."""
         name = next(name for name in MARKS if name in op.attributes)
         attrs = shardings_of(op.attributes[name])
         attrs = attrs * len(ranks) if len(attrs) == 1 else attrs
@@ -356,9 +353,9 @@ class Contents:
     def boundary_marks(
         self, function: Any, what: str, is_main: bool = False
     ) -> tuple[ShardingAttr | None, ...]:
-        """Returns the mark of each `argument`, or each `result`, of a function; None for no mark.
+        """Returns the mark of each `argument` or `result` (`what`) of a function; None for no mark.
 
-        SpecError if one of the program's own (`is_main`) is partial.
+        SpecError: one is partial, and the function is the program's main one (`is_main`).
         """
         found = []
         is_result = what == "result"
@@ -382,7 +379,7 @@ class Contents:
 
 
 def named_ops(module: Any, kind: str) -> dict[str, Any]:
-    """Maps the names of a module's functions (`func.func`) or meshes (`sdy.mesh`) to their ops."""
+    """Returns name -> op of a module's functions (`func.func`) or meshes (`sdy.mesh`)."""
     operations = [item.operation for item in module.body.operations]
     return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
 
@@ -392,14 +389,14 @@ def named_ops(module: Any, kind: str) -> dict[str, Any]:
 
 
 def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
-    """The attributes of each of a function's arguments (`arg_attrs`) or results (`res_attrs`)."""
+    """Returns the attributes of each argument (`arg_attrs`) or result (`res_attrs`), as dicts."""
     if name not in function.attributes:
         return [{} for _ in function_type(function)[name == "res_attrs"]]
     return [items_of(item) for item in function.attributes[name]]
 
 
 def result_names(function: Any) -> tuple[str, ...]:
-    """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
+    """Returns the results' names as jax writes them, `['w']`; `result0`, ... without such."""
     return tuple(
         re.sub(r"^result", "", stated["jax.result_info"].value) or "result"
         if "jax.result_info" in stated
@@ -409,7 +406,7 @@ def result_names(function: Any) -> tuple[str, ...]:
 
 
 def path_of(name: str) -> str:
-    """A pytree path as names joined by slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
+    """Returns a pytree path in slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
     return "/".join(a or b for a, b in _PATH_PART.findall(name))
 
 
@@ -418,7 +415,7 @@ def path_of(name: str) -> str:
 
 
 class Stated(NamedTuple):
-    """A sharding as a module states it, on a mesh of its own."""
+    """Holds a sharding as a module states it, in axes of the mesh that it names."""
 
     mesh: Mesh  # its device ids are positions among the devices that the module is for
     dims: tuple[Refs, ...]  # for each dim, what splits it
@@ -427,7 +424,7 @@ class Stated(NamedTuple):
 
 
 def mesh_of(attr: Any, dialect: Any) -> Mesh | None:
-    """The mesh of Shardy's or StableHLO's attribute; None for one device, which splits nothing."""
+    """Returns a mesh attribute of Shardy or StableHLO as a `Mesh`; None if it has one device."""
     mesh = dialect.MeshAttr(attr)
     axes = [dialect.MeshAxisAttr(x) for x in mesh.axes]
     ids = list(mesh.device_ids or ()) or None
@@ -436,7 +433,7 @@ def mesh_of(attr: Any, dialect: Any) -> Mesh | None:
 
 
 def shardings_of(attr: Any) -> list[Any]:
-    """The shardings of several values: one for each, as Shardy's attribute or as GSPMD's text."""
+    """Returns the shardings in an attribute as a list, of Shardy's attributes or GSPMD's texts."""
     if isinstance(attr, ir.StringAttr):
         text: str = attr.value.strip()
         is_tuple = text.startswith("{{") or text == "{}"
@@ -447,13 +444,13 @@ def shardings_of(attr: Any) -> list[Any]:
 
 
 def axes_of(attr: Any) -> tuple[Refs, ...]:
-    """The axes that split each dim, by an `sdy.sharding`."""
+    """Returns for each dim the axes that split it, by an `sdy.sharding`."""
     dims = map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(attr).dimension_shardings)
     return tuple(refs_of(dim.axes, sdy) for dim in dims)
 
 
 def refs_of(refs: Any, dialect: Any) -> Refs:
-    """Reads references to axes and parts of axes by the bindings of Shardy or of StableHLO."""
+    """Returns MLIR's references to axes as `AxisRef`s; `dialect` is Shardy's or StableHLO's."""
     found = []
     for ref in map(dialect.AxisRefAttr, refs):
         info = ref.sub_axis_info
@@ -463,7 +460,7 @@ def refs_of(refs: Any, dialect: Any) -> Refs:
 
 
 def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
-    """Returns the atoms of `mesh` that its axes and parts of axes are made of, in their order."""
+    """Returns the atoms that make up axes and parts of axes of `mesh`, in the order of `refs`."""
     return tuple(
         a
         for name, pre, size in refs
@@ -473,7 +470,7 @@ def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
 
 
 class Scope(NamedTuple):
-    """A manual region: what is inside is written for one device along the manual axes."""
+    """Holds the meshes and axes of a manual region, such as the body of a `jax.shard_map`."""
 
     mesh: Mesh  # that the program is compiled for
     own: Mesh  # that the region is written for
@@ -482,7 +479,7 @@ class Scope(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all axes are manual, so that what is inside is one device's program."""
+        """Returns whether all axes are manual, so that the region is one device's program."""
         return len(self.held) == len(self.mesh.atoms)
 
 
@@ -523,7 +520,7 @@ def _tiled(text: str, rank: int) -> Stated | None:
 
 
 def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
-    """Returns a mesh and its axes that GSPMD's text says are manual; None if all axes are."""
+    """Returns the mesh of a GSPMD text and its manual axes; None for `{manual}`: all axes."""
     found = _TILES.fullmatch(_NOTES.sub("", text))
     if found is None:
         return None
@@ -532,7 +529,7 @@ def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
 
 
 def _tiles_mesh(found: re.Match[str]) -> tuple[Mesh, list[str]]:
-    """Returns a tiling's mesh, and the kinds (`replicated`) of the axes that split no dim."""
+    """Returns a GSPMD tiling's mesh, and the kinds (`replicated`) of its axes that split no dim."""
     tiles = _numbers(found["tiles"])
     kinds = ["replicated"] * bool(found["replicated"])
     kinds += found["kinds"].split(", ") if found["kinds"] else []

@@ -1,4 +1,4 @@
-"""Imports ops that become others: calls, composites, tuples, manual regions, collectives, marks.
+"""Imports ops that become other ops: calls, composites, tuples, manual regions, collectives, marks.
 
 Each handler appends the ops that an op becomes, if any, and enters the op's results into `env`.
 """
@@ -50,7 +50,7 @@ _CHLO_COMPOSITES = {
         "zeta",
     )
 }  # fmt: skip
-"""CHLO ops that an exported module carries as composites of the same name."""
+"""CHLO ops that exported modules have as composites of the same name; they stay one op."""
 
 SAME = (
     "sdy.all_gather", "sdy.all_reduce", "sdy.all_slice", "sdy.all_to_all",
@@ -58,7 +58,7 @@ SAME = (
     "sdy.propagation_barrier", "sdy.reduce_scatter", "sdy.replicated_to_unreduced", "sdy.reshard",
     "sdy.sharded_to_unreduced", "sdy.sharding_constraint",
 )  # fmt: skip
-"""Ops of Shardy that return their operand, mostly in another sharding."""
+"""Shardy ops whose result is their operand, mostly in another sharding; they become marks."""
 
 
 Marks = Sequence[ShardingAttr | None]
@@ -127,7 +127,7 @@ def _call(importer: Importer, op: Any, env: Env) -> None:
 
 
 def _inline(importer: Importer, op: Any, callee: str, env: Env) -> None:
-    """Appends the ops of a function in place of its call."""
+    """Appends the ops of the function `callee`, in place of the call `op`."""
     # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
     # after:  %5 = tanh %4; %6 = tanh %5
     # The body is imported anew for each call: two calls may get different shardings, and their ops
@@ -182,7 +182,7 @@ def _callback(importer: Importer, op: Any, env: Env) -> None:
 
 
 class _End(NamedTuple):
-    """A value that enters or leaves a manual region: the module's values inside and outside."""
+    """Holds a value that enters or leaves a manual region: its MLIR values inside and outside."""
 
     inner: Any
     outer: Any
@@ -195,7 +195,7 @@ _Body = Callable[[Env], Sequence[Value]]
 
 
 def _region(importer: Importer, env: Env, loc: Loc, scope: Scope, ends: _Ends, body: _Body) -> None:
-    """Appends a manual region: what enters it, the ops that `body` imports, and what leaves it."""
+    """Appends a manual region with ops for entries (`ends[0]`), `body`, and exits (`ends[1]`)."""
     b, inner = importer.b, dict[Any, Value]()
     b.begin()
     for end in ends[0]:
@@ -268,7 +268,7 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
 
 
 def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
-    """Returns the sharding of a value that enters or leaves a region; an error if it is partial."""
+    """Returns `stated`, or for None an unsplit sharding; UnsupportedOpError if it is partial."""
     if stated is None:
         return Stated(NO_AXES, ((),) * rank, (True,) * rank)
     if stated.unreduced:
@@ -296,7 +296,7 @@ ENTERS, LEAVES = "SPMDFullToShardShape", "SPMDShardToFullShape"
 
 
 class _Crossing(NamedTuple):
-    """A value that enters or leaves a GSPMD manual region, with the custom calls that say how."""
+    """Holds a value that crosses a GSPMD manual region's boundary, and ops with its shardings."""
 
     inner: Any
     outer: Any
@@ -305,27 +305,27 @@ class _Crossing(NamedTuple):
 
 
 def is_manual_call(op: Any) -> bool:
-    """Whether a call is a manual region, as jax writes `shard_map` for GSPMD."""
+    """Returns whether a call is that of a `shard_map`'s body, as jax lowers it for GSPMD."""
     is_call = op.name == "func.call" and len(op.operands) + len(op.results) > 0
     return is_call and all(map(_entry, op.operands)) and all(map(_exit, op.results))
 
 
 def _entry(value: Any) -> _Crossing | None:
-    """Returns how an operand of a call enters a manual region; None if it does not."""
+    """Returns how a call's operand enters a GSPMD manual region; None if it enters none."""
     enters = _custom_call(defining_op(value), ENTERS)
     whole = enters and _custom_call(defining_op(enters.operands[0]), "Sharding")
     return _Crossing(value, enters.operands[0], enters, whole) if whole else None
 
 
 def _exit(value: Any) -> _Crossing | None:
-    """Returns how a result of a call leaves a manual region; None if it does not."""
+    """Returns how a call's result leaves a GSPMD manual region; None if it leaves none."""
     manual = _custom_call(_only_user(value), "Sharding")
     leaves = manual and _custom_call(_only_user(manual.results[0]), LEAVES)
     return _Crossing(value, leaves.results[0], manual, leaves) if leaves else None
 
 
 def _custom_call(op: Any, target: str) -> Any:
-    """Returns the op if it is a custom call of this target that has a sharding, else None."""
+    """Returns the op if it is a custom call to `target` with a sharding, else None."""
     is_call = op is not None and op.name == "stablehlo.custom_call"
     is_known = is_call and op.attributes["call_target_name"].value == target
     return op if is_known and MARKS[1] in op.attributes else None
@@ -337,7 +337,7 @@ def _only_user(value: Any) -> Any:
 
 
 def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
-    """Imports a custom call at a region's boundary as its operand: `_manual_call` does the rest."""
+    """Imports a custom call at a manual region's boundary as its operand; elsewhere an error."""
     if target == ENTERS:
         calls = [use.owner for use in op.results[0].uses]
     else:
@@ -386,14 +386,14 @@ def _manual_call(importer: Importer, op: Any, env: Env) -> None:
 
 BY_USER = "written by the user in shard_map"
 BY_PIPELINE = "stages send what they made to the next ones"
-"""Note of the collectives in manual regions."""
+"""Texts in reports that say where collectives in manual regions come from."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""Groups of devices that exchange with one another, in the order of their pieces."""
+"""Groups of devices (positions in the mesh) that exchange data, in the order of their pieces."""
 
 _DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
-"""Collectives whose groups are of replicas, unless `use_global_device_ids` says otherwise."""
+"""Collectives whose groups number replicas, unless `use_global_device_ids` is set."""
 
 
 def _collective(importer: Importer, op: Any, env: Env) -> None:
@@ -418,10 +418,10 @@ def _exchange(
 ) -> dict[str, Attribute] | None:
     """Returns the attributes of a collective in a manual region, its body left out.
 
-    `axes` are the atoms over which it runs; a permute also has its `pairs`, others their dims, and
-    `groups` where these are not just those of the axes. None, also outside, for one in which every
-    device exchanges with itself alone. UnsupportedOpError outside a manual region, over axes that
-    are not manual, and for groups that cannot be run here.
+    `axes` are the atoms over which it runs. A permute also has `pairs`; others have their dims, and
+    `groups` if these are not the mesh's groups along `axes`. None if each device exchanges only
+    with itself. UnsupportedOpError: other collectives outside a manual region, axes that are not
+    manual, or groups that are not supported.
     """
     attrs = op.attributes
     everyone = tuple(range(scope.mesh.size if scope else contents.partitions))
@@ -469,7 +469,7 @@ def _exchange(
 
 
 def _groups(stated: Any, contents: Contents) -> Groups:
-    """Reads replica groups, which a module lists or states by axes of a mesh."""
+    """Returns a collective's device groups, which a module lists or states as axes of a mesh."""
     if not hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
         return tuple(tuple(p for p in row if p >= 0) for row in np.asarray(stated).tolist())
     over = hlo.ReplicaGroupMeshAxesAttr(stated)
@@ -483,7 +483,7 @@ def _groups(stated: Any, contents: Contents) -> Groups:
 
 
 def _axes_of_groups(groups: Groups, crossed: Axes, mesh: Mesh) -> Axes | None:
-    """The atoms `crossed`, so ordered that these are their `Mesh.groups`; None if they are not."""
+    """Returns the atoms `crossed`, ordered so that `mesh.groups` of them is `groups`; or None."""
 
     # The first group tells which atoms vary, and in which order: the major one changes last. On
     # (data=2, model=2), whose devices are 0 1 | 2 3:
@@ -503,7 +503,7 @@ def _axes_of_groups(groups: Groups, crossed: Axes, mesh: Mesh) -> Axes | None:
 
 
 def _marks(importer: Importer, op: Any, env: Env) -> None:
-    """Imports an op that reshards its operand as a mark; as the operand if it states nothing."""
+    """Imports a Shardy op that only reshards as a mark; as its operand if it has no sharding."""
     # Whatever such an op exchanges, the value is the same. It is a mark, and what is sent for it is
     # planned as for any other.
     value, loc = env[op.operands[0]], importer.loc(op.location)
@@ -517,7 +517,7 @@ def _marks(importer: Importer, op: Any, env: Env) -> None:
 
 
 def _named(importer: Importer, op: Any, env: Env) -> None:
-    """Imports the ops inside an `sdy.named_computation`, between the marks that it states."""
+    """Imports the ops in an `sdy.named_computation`, with marks by its in and out shardings."""
 
     def marked(values: Sequence[Value], name: str) -> Sequence[Value]:
         if name not in op.attributes:

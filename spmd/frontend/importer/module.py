@@ -1,9 +1,6 @@
-"""StableHLO module -> `Program`: the entry points of the importer.
+"""Reads StableHLO modules and imports them as `Program`s: the entry points of the importer.
 
-    contents (what the module states, as data) -> ops (blocks, op by op)
-    -> handlers (ops that become others)
-
-Function calls and composites that nobody registered are inlined on the way in, so that later
+Function calls, and composites without a registered rule, are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
 `while`, `case` and `if` keep their regions. MLIR uniques types, attributes and locations, so each
 distinct one is converted once.
@@ -45,7 +42,7 @@ _NONE: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
-    """A program, and how each argument and result is marked (None: it is not)."""
+    """Holds an imported program, and the module's mark, or None, of each argument and result."""
 
     program: Program
     arg_marks: tuple[ShardingAttr | None, ...]
@@ -63,12 +60,11 @@ def import_module(
     """Imports the public function `main` (or the only function) of a module.
 
     Arguments are called `arg_names`; `arg0`, `arg1`, ... when left out. `composites` maps the name
-    of each composite that stays one op to attributes that it gets besides its own, which have
-    `with.` in front of their names; all others are inlined. `function` is the file and qualified
-    name of the function that was traced: ops' stacks end there. `callbacks` are the Python
-    functions that the module calls, by number. Marks and manual regions over other meshes of the
-    same devices are written in the axes of `mesh`, for which it is compiled; when left out, that is
-    the first mesh of the module.
+    of each composite that stays one op to attributes to add to its own; the names of its own get
+    the prefix `with.`. All other composites are inlined. `function` is the file and qualified name
+    of the function that was traced: ops' stacks end there. `callbacks` are the Python functions
+    that the module calls, by number. `mesh` is the mesh to compile for, if left out the module's
+    first. Marks and manual regions over other meshes are rewritten in its axes.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
@@ -93,7 +89,7 @@ def import_module(
 
 
 def parse_module(source: Any) -> ir.Module:
-    """Reads a module from text, bytecode or a file, or takes it as it is; else FrontendError."""
+    """Reads a module from text, bytecode or a path, or takes a module; FrontendError if invalid."""
     if isinstance(source, ir.Module):
         return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
@@ -133,17 +129,17 @@ def module_text(module: ir.Module) -> str:
 
 
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
-    """Types of the arguments and results of a module's function."""
+    """Returns the types of the arguments, and those of the results, of the function to compile."""
     with module.context, malformed():
         args, results = function_type(Contents(module).main())
         return tuple(map(tensor_type, args)), tuple(map(tensor_type, results))
 
 
 def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the arguments and results of a module's function, as paths: `params/w`.
+    """Returns the names of the arguments, and those of the results, as paths such as `params/w`.
 
-    They come from the arguments' locations and the results' attributes. Where one has no name, or
-    two have the same, they are `arg0`, `arg1`, ... and `result0`, ...
+    They come from the arguments' locations and the results' attributes. If an argument has no name
+    or two share one, all are `arg0`, `arg1`, ...; likewise for results, `result0`, ...
     """
     arguments = argument_names(module)
     with module.context, malformed():
@@ -152,7 +148,7 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
-    """Names of the arguments from number `start` on, as in `boundary_names`, at any shapes."""
+    """Returns the names of the arguments from number `start` on, as `boundary_names` does."""
     with module.context, malformed():
         arguments = Contents(module).main().regions[0].blocks[0].arguments
         paths = [path_of(location_of(arg.location)[0]) for arg in arguments]
@@ -160,14 +156,14 @@ def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
 
 
 def dialect_ops() -> tuple[str, ...]:
-    """Names of every op of StableHLO and CHLO that the installed jaxlib knows, sorted."""
+    """Returns the names of all ops of StableHLO and CHLO in the installed jaxlib, sorted."""
     items = [*vars(hlo).values(), *vars(chlo).values()]
     names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
     return tuple(sorted(n for n in names if n.startswith(("stablehlo.", "chlo."))))
 
 
 def _with_shardings(module: ir.Module) -> ir.Module:
-    """The module with Shardy's attributes in place of strings that stand for them."""
+    """Returns the module with Shardy's attributes in place of strings that encode them."""
     # Modules that jax exported until 2025 hold shardings, and XLA's own dumps do, as strings in
     # `mhlo.frontend_attributes`. jaxlib has a pass that reads them, jax runs the same.
     attributes = module.operation.attributes
@@ -190,7 +186,7 @@ def _unique(what: str, names: list[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def malformed() -> Iterator[None]:
-    """Turns the errors that MLIR's bindings raise on malformed modules into FrontendErrors."""
+    """Converts errors that MLIR's bindings raise inside on malformed modules to FrontendErrors."""
     try:
         yield
     except SpmdError:
@@ -206,7 +202,7 @@ def malformed() -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
-    """Raises an error for text that would crash MLIR's parser, and the process with it."""
+    """Raises FrontendError or ValueError for text on which MLIR's parser crashes the process."""
     # It calls itself for each bracket inside another and has no limit of its own.
     depth = 0
     is_deep = sum(map(text.count, "({[<")) > DEEPEST

@@ -51,9 +51,8 @@ Handler = Callable[["Importer", Any, Env], None]
 class Importer:
     """Builds a program from a module's blocks, with the state that importing an op depends on."""
 
-    # MLIR shares equal types and attributes, and a model has the same layer many times: every
-    # distinct one is converted once and kept by identity. Equal types are therefore one object, and
-    # `_kind_cache` may use `id(type)` instead of hashing shapes for each op.
+    # MLIR shares equal types and attributes; each distinct one is converted once. Equal types are
+    # therefore one object, and `_kind_cache` may use `id(type)` instead of hashing shapes.
 
     def __init__(
         self,
@@ -92,7 +91,6 @@ class Importer:
         """Returns an MLIR location as a `Loc`, inside a call with the caller's scope and frames."""
         # A call at `train.py:9` in scope `jit(step)` of a function whose op has scope `mlp/dot` and
         # frame `model.py:3` gives the scope `jit(step)/mlp/dot` and both frames, innermost first.
-        #
         # Locations compare equal by identity in MLIR but hash by their Python wrapper; the
         # attribute behind one hashes properly.
         key = (location.attr, id(self.call_loc))

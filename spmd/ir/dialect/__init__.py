@@ -1,4 +1,4 @@
-"""Every op, described once, by family. Importing this package fills the table of descriptions."""
+"""The descriptions of all ops, a module for each family; importing it fills `DESCRIPTIONS`."""
 
 from spmd.ir.dialect import (  # noqa: F401
     callbacks,

@@ -2,8 +2,8 @@
 
     transpose %0 {permutation = [1, 0]}  ->  transpose %0 {permutation = [0, 2, 1]}
 
-Most ops differ in nothing but their types and in attributes that number dims or have an entry for
-each (`in_front`). Where that is not all, an op has a function of its own.
+For most ops only the types change, and attributes that number dims or have an entry for each dim:
+`in_front` makes their function. Other ops have a function of their own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from spmd.ir.types import Attribute, TensorType
 class Batched(NamedTuple):
     """The op that does several ops of one kind at once, on tensors stacked along a new dim."""
 
-    kind: OpKind  # the op that does all at once
+    kind: OpKind  # of the op that does all at once
     dim: int = 0  # which dim of its results is new
-    start: int | None = None  # the operand that says where a place is along the new dim
+    start: int | None = None  # place of one more operand, the index along the new dim
 
     def with_attrs(self, attrs: Mapping[str, Attribute]) -> Batched:
-        """Returns the same with other attributes of the op."""
+        """Returns the same batched op with these attributes in place of its own."""
         kind = self.kind
         return self._replace(kind=OpKind(kind.name, kind.operands, kind.results, attrs))
 
 
 Form = Callable[[OpKind, int, Sequence[bool]], "Batched | None"]
-"""From an op's kind, how many there are, and which operands differ among them: the op that does all
-at once, None if there is none."""
+"""Takes a kind of op, how many such ops there are, and for each operand whether it differs among
+them; returns the op that does all at once, None if there is none."""
 
 
 def shifted(dims: Any) -> Any:
-    """Adds 1 to each number of a dim, as there is a new dim 0: (0, 2) -> (1, 3)."""
+    """Returns numbers of dims, each plus 1, as they are behind a new dim 0: (0, 2) -> (1, 3)."""
     return dims + 1 if isinstance(dims, int) else tuple(dim + 1 for dim in dims)
 
 
@@ -52,11 +52,11 @@ _ENTRIES: Mapping[str, Any] = {
     "window_dilations": 1,
     "padding": (0, 0),
 }
-"""Attribute with an entry for each dim -> what is there for a dim of which nothing is changed."""
+"""Maps an attribute with an entry for each dim to the entry that leaves a dim as it is."""
 
 
 def _changed(name: str, value: Any, count: int) -> Any:
-    """Returns an attribute of the op that does `count` ops at once, along a new dim 0."""
+    """Returns an attribute's value for the op that does `count` ops at once, along a new dim 0."""
     if name in ("dimension", "dimensions"):
         return shifted(value)
     if name in ("broadcast_dimensions", "permutation"):  # the new dim is mapped to itself
@@ -67,15 +67,15 @@ def _changed(name: str, value: Any, count: int) -> Any:
 
 
 def second_half(kind: OpKind) -> int:
-    """Returns how many operands of a reduction are initial values: the second half of all."""
+    """Returns how many operands of a reduction are initial values: the second half of them."""
     return len(kind.operands) // 2
 
 
 def in_front(apart: Callable[[OpKind], int] = lambda _: 0) -> Form:
-    """Makes the form of ops whose batched op differs in types and in numbers of dims alone.
+    """Returns the `Form` of ops whose batched op has a new dim 0 in all tensors, else is the same.
 
-    `apart` counts the scalars at the end of the operands, which get no new dim: ops that differ in
-    one of them have no batched form.
+    `apart` returns how many operands at the end stay scalars, with no new dim: if one of these
+    differs among the ops there is no batched op.
     """
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -90,9 +90,9 @@ def in_front(apart: Callable[[OpKind], int] = lambda _: 0) -> Form:
 
 
 def at_a_place(arrays: int) -> Form:
-    """Makes the form of dynamic slices and updates, with one more index: 0 along the new dim.
+    """Returns the `Form` of dynamic slices and updates: one more index, 0, is for the new dim.
 
-    The first `arrays` operands are tensors, the indices follow.
+    The first `arrays` operands are tensors, those behind them the indices.
     """
 
     def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -108,7 +108,7 @@ def at_a_place(arrays: int) -> Form:
 
 
 def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
-    """Returns the form of an elementwise op; a scalar predicate that all share stays a scalar."""
+    """Returns the op that does `count` elementwise ops; a scalar that all share stays a scalar."""
     shape = kind.results[0].shape
     operands = tuple(
         _more(t.with_shape(shape), count) if differ or t.shape == shape else t
@@ -118,7 +118,10 @@ def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
 
 
 def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """Returns the form of `count` ops that differ in the operands that `differs` marks, or None."""
+    """Returns the op that does `count` ops of a kind at once, or None if there is none.
+
+    `differs` says for each operand whether it differs among the ops, and so has the new dim.
+    """
     found: Form | None = DESCRIPTIONS.get(rule_name(kind), UNKNOWN).batched
     return found(kind, count, differs) if found else None
 

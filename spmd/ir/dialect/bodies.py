@@ -1,4 +1,4 @@
-"""Scalar functions of reductions, sorts and maps: which are elementwise, and writing them out."""
+"""Scalar functions of reductions, sorts, maps: which are elementwise; inlining and splitting."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ _SCALAR_ATTRS = {
     "result_accuracy",
     "value",
 }
-"""Attributes of elementwise ops: they say nothing about dims."""
+"""Names of attributes of elementwise ops, which say nothing about dims."""
 
 
 def is_elementwise(body: Body) -> bool:
-    """Whether all values of a body have one shape and no op of it has an attribute about dims."""
+    """Whether a body is elementwise: all values have one shape, no attribute is about dims."""
     shape = body.types[body.region.args[0]].shape
     return all(
         op.kind.about.rule is not None
@@ -34,7 +34,7 @@ def is_elementwise(body: Body) -> bool:
 def inline_elementwise(
     b: Builder, body: Body, args: Sequence[Value], shape: tuple[int, ...]
 ) -> tuple[Value, ...]:
-    """Appends the ops of an elementwise body at `shape`, not as scalars; returns the results."""
+    """Appends an elementwise body's ops over tensors `args` of `shape`; returns its results."""
     env = dict(zip(body.region.args, args, strict=True))
     for op in body.region.ops:
         results = [type_.with_shape(shape) for type_ in op.kind.results]
@@ -48,7 +48,7 @@ def inline_elementwise(
 
 
 def separated(body: Body, count: int) -> tuple[Body, ...]:
-    """Splits a reduction's body of `count` results into one for each; () if they share anything.
+    """Returns a body for each of a reduction's `count` results; () if they depend on each other.
 
     `(a, b, c, d): a + c, max(b, d)` becomes `(a, c): a + c` and `(b, d): max(b, d)`.
     """

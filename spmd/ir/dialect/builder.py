@@ -1,4 +1,4 @@
-"""`Builder`: grows a program op by op; used by the importer, the partitioner and the rewrites."""
+"""`Builder` makes a program op by op, for the importer, the partitioner and the rewrites."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ Made = TypeVar("Made", Value, tuple[Value, ...])
 
 
 class Builder:
-    """Makes ops and numbers their values. `begin` opens a nested region; new ops get `loc`."""
+    """Appends ops, at location `loc`, to the region that is open, and numbers their results."""
 
     def __init__(self, types: Sequence[TensorType] = ()) -> None:
         self.types = list(types)
@@ -31,7 +31,7 @@ class Builder:
 
     @contextmanager
     def noted(self, note: str) -> Iterator[None]:
-        """Adds a note, why the compiler made them, to the ops made inside the `with` block."""
+        """Notes in the `Loc` of ops made inside the `with` block why the compiler made them."""
         outer = self.loc
         self.loc = outer._replace(note=note)
         yield
@@ -40,7 +40,7 @@ class Builder:
     # Values, ops and regions.
 
     def value(self, type_: TensorType) -> Value:
-        """A new value number."""
+        """Returns the number of a new value of a type; an op or a region has yet to define it."""
         self.types.append(type_)
         return len(self.types) - 1
 
@@ -52,7 +52,7 @@ class Builder:
         attrs: Mapping[str, Attribute] | None = None,
         regions: tuple[Region, ...] = (),
     ) -> tuple[Value, ...]:
-        """Appends an op and returns its results."""
+        """Appends an op with results of the types `results`; returns these results."""
         types = tuple(self.types[v] for v in operands)
         kind = OpKind(name, types, tuple(results), dict(attrs or {}))
         return self.repeat(kind, tuple(operands), regions)
@@ -60,7 +60,7 @@ class Builder:
     def repeat(
         self, kind: OpKind, operands: tuple[Value, ...], regions: tuple[Region, ...] = ()
     ) -> tuple[Value, ...]:
-        """Appends an op of a kind whose operand types are known to be those of `operands`."""
+        """Appends an op of a given kind, whose types are not checked; returns its results."""
         start = len(self.types)
         self.types.extend(kind.results)
         outs = tuple(range(start, len(self.types)))
@@ -69,36 +69,36 @@ class Builder:
 
     @property
     def count(self) -> int:
-        """How many ops the current block has."""
+        """How many ops the open region has so far."""
         return len(self._blocks[-1])
 
     @property
     def last(self) -> Op:
-        """The op appended last to the current block."""
+        """The op appended last to the open region."""
         return self._blocks[-1][-1]
 
     def append(self, op: Op) -> None:
-        """Appends an op whose results are already numbered."""
+        """Appends an op whose results have numbers already."""
         self._blocks[-1].append(op)
 
     def begin(self, isolated: bool = False) -> None:
-        """Opens a region; ops go there until `end`.
+        """Opens a region inside the open one; ops are appended to it until `end` closes it.
 
-        An isolated region (a loop's) reads no value that `once` made outside it: XLA's export of
-        a `while` that captures values is fragile.
+        In an isolated region (a loop's) `once` returns no value from outside: XLA's export of a
+        `while` that captures values is fragile.
         """
         self._blocks.append([])
         self._shared.append({})
         self._isolated.append(isolated)
 
     def end(self, args: Sequence[Value], results: Sequence[Value]) -> Region:
-        """Closes the region that `begin` opened."""
+        """Closes the region that `begin` opened last and returns it, with `args` and `results`."""
         self._shared.pop()
         self._isolated.pop()
         return Region(tuple(args), tuple(self._blocks.pop()), tuple(results))
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Returns what was made for `key` before, if visible here; else calls `make()`."""
+        """Returns what was made for an equal `key`, if visible here; else calls `make()`."""
         # Scopes are searched from the innermost region outwards, up to the first isolated one. A
         # value made in one branch is gone with the branch's scope when the other branch is built.
         for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
@@ -114,11 +114,11 @@ class Builder:
     # Small ops by name.
 
     def constant(self, array: Any, dtype: str) -> Value:
-        """A constant from numpy elements."""
+        """Returns a constant that has the elements of a numpy array, converted to `dtype`."""
         return self._constant(Dense.of(array, dtype))
 
     def splat(self, number: Any, type_: TensorType) -> Value:
-        """A constant of one repeated element."""
+        """Returns a constant of a type whose elements are all `number`."""
         element = np.asarray(number, numpy_dtype(type_.dtype))
         return self._constant(Dense(type_, element.tobytes(), True))
 
@@ -127,40 +127,40 @@ class Builder:
         return self.once(dense, lambda: self.op("stablehlo.constant", (), (dense.type,), attrs)[0])
 
     def unary(self, name: str, x: Value) -> Value:
-        """`stablehlo.<name>` of one value, result typed like it."""
+        """Appends `stablehlo.<name>` of one operand; the result has the operand's type."""
         return self.op(f"stablehlo.{name}", (x,), (self.types[x],))[0]
 
     def binary(self, name: str, x: Value, y: Value) -> Value:
-        """`stablehlo.<name>` of two values of one type."""
+        """Appends `stablehlo.<name>` of two operands of one type, which the result has, too."""
         return self.op(f"stablehlo.{name}", (x, y), (self.types[x],))[0]
 
     def compare(self, direction: str, x: Value, y: Value) -> Value:
-        """`stablehlo.compare` with a direction such as `LT`; how it compares is up to the dtype."""
+        """Appends `stablehlo.compare` with a direction such as `LT`; the result is of `i1`."""
         type_ = self.types[x]
         attrs = {"comparison_direction": Opaque(f"#stablehlo<comparison_direction {direction}>")}
         result = TensorType(type_.shape, "i1")
         return self.op("stablehlo.compare", (x, y), (result,), attrs)[0]
 
     def select(self, pred: Value, x: Value, y: Value) -> Value:
-        """`stablehlo.select`; `pred` is a scalar or of the operands' shape."""
+        """Appends `stablehlo.select`, `x` where `pred`, else `y`; `pred` may be a scalar."""
         return self.op("stablehlo.select", (pred, x, y), (self.types[x],))[0]
 
     def convert(self, x: Value, dtype: str) -> Value:
-        """`stablehlo.convert`; returns `x` if it has the dtype already."""
+        """Appends `stablehlo.convert` to `dtype`; returns `x` itself if it has that already."""
         type_ = self.types[x]
         if type_.dtype == dtype:
             return x
         return self.op("stablehlo.convert", (x,), (TensorType(type_.shape, dtype),))[0]
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
-        """`stablehlo.reshape`; returns `x` if it has the shape already."""
+        """Appends `stablehlo.reshape` to `shape`; returns `x` itself if it has that already."""
         type_ = self.types[x]
         if type_.shape == tuple(shape):
             return x
         return self.op("stablehlo.reshape", (x,), (type_.with_shape(tuple(shape)),))[0]
 
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
-        """`stablehlo.transpose`; returns `x` if the permutation is the identity."""
+        """Appends `stablehlo.transpose`; returns `x` itself if the permutation is the identity."""
         if list(permutation) == list(range(len(permutation))):
             return x
         type_ = self.types[x]
@@ -169,32 +169,32 @@ class Builder:
         return self.op("stablehlo.transpose", (x,), (type_.with_shape(shape),), attrs)[0]
 
     def broadcast(self, x: Value, shape: Sequence[int], dims: Sequence[int] = ()) -> Value:
-        """`stablehlo.broadcast_in_dim`: dim i of `x` becomes dim `dims[i]` of the result."""
+        """Appends `stablehlo.broadcast_in_dim`: dim i of `x` is dim `dims[i]` of the result."""
         type_ = self.types[x].with_shape(tuple(shape))
         attrs = {"broadcast_dimensions": tuple(dims)}
         return self.op("stablehlo.broadcast_in_dim", (x,), (type_,), attrs)[0]
 
     def iota(self, type_: TensorType, dim: int) -> Value:
-        """`stablehlo.iota` along `dim`."""
+        """Appends `stablehlo.iota`: each element is its index along `dim`."""
         return self.op("stablehlo.iota", (), (type_,), {"iota_dimension": dim})[0]
 
     def dynamic_slice(self, x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-        """`stablehlo.dynamic_slice`."""
+        """Appends `stablehlo.dynamic_slice`: `sizes` elements of `x` from scalars `starts` on."""
         type_ = self.types[x].with_shape(tuple(sizes))
         attrs = {"slice_sizes": tuple(sizes)}
         return self.op("stablehlo.dynamic_slice", (x, *starts), (type_,), attrs)[0]
 
     def dynamic_update_slice(self, x: Value, update: Value, starts: Sequence[Value]) -> Value:
-        """`stablehlo.dynamic_update_slice`."""
+        """Appends `stablehlo.dynamic_update_slice`: `x` with `update` in it from `starts` on."""
         return self.op("stablehlo.dynamic_update_slice", (x, update, *starts), (self.types[x],))[0]
 
     def barrier(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """`stablehlo.optimization_barrier`: what reads any result waits for all of the values."""
+        """Appends an `optimization_barrier`: no result exists before all of `values` do."""
         types = [self.types[v] for v in values]
         return self.op("stablehlo.optimization_barrier", values, types)
 
     def slice(self, x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
-        """`stablehlo.slice` with strides of 1."""
+        """Appends `stablehlo.slice` with strides of 1: `x[starts[0]:limits[0], ...]`."""
         shape = tuple(limit - start for start, limit in zip(starts, limits, strict=True))
         attrs = {
             "start_indices": tuple(starts),
@@ -204,7 +204,7 @@ class Builder:
         return self.op("stablehlo.slice", (x,), (self.types[x].with_shape(shape),), attrs)[0]
 
     def slice_dim(self, x: Value, dim: int, start: int, limit: int) -> Value:
-        """`stablehlo.slice` of one dim; returns `x` if that takes the whole dim."""
+        """Appends `stablehlo.slice` of one dim; returns `x` itself if that takes the whole dim."""
         shape = self.types[x].shape
         if (start, limit) == (0, shape[dim]):
             return x
@@ -213,7 +213,7 @@ class Builder:
     def pad_dim(
         self, x: Value, dim: int, low: int, high: int, fill: Value, interior: int = 0
     ) -> Value:
-        """`stablehlo.pad` of one dim with a scalar; returns `x` if all paddings are 0."""
+        """Appends `stablehlo.pad` of one dim with scalar `fill`; returns `x` if it adds nothing."""
         if (low, high, interior) == (0, 0, 0):
             return x
         type_ = self.types[x]
@@ -227,7 +227,7 @@ class Builder:
         return self.op("stablehlo.pad", (x, fill), (type_.with_dim(dim, size),), attrs)[0]
 
     def concatenate(self, values: Sequence[Value], dim: int) -> Value:
-        """`stablehlo.concatenate`; returns a single value as it is."""
+        """Appends `stablehlo.concatenate` along `dim`; returns a single value as it is."""
         if len(values) == 1:
             return values[0]
         type_ = self.types[values[0]]
@@ -236,7 +236,7 @@ class Builder:
         return self.op("stablehlo.concatenate", values, (type_.with_dim(dim, size),), attrs)[0]
 
     def reduce(self, kind: str, x: Value, dims: Sequence[int]) -> Value:
-        """`stablehlo.reduce` over dims by `add`, `max`, ..., with its identity as initial value."""
+        """Appends `stablehlo.reduce` of `x` over `dims` by `kind`: `add`, `max`, ..."""
         type_ = self.types[x]
         shape = tuple(n for d, n in enumerate(type_.shape) if d not in dims)
         init = self.constant(identity_element(kind, type_.dtype), type_.dtype)
@@ -249,19 +249,19 @@ class Builder:
     def collective(
         self, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: Attribute
     ) -> Value:
-        """Appends a collective over atoms; its replica groups are written when it is emitted."""
+        """Appends the collective `stablehlo.<kind>` over atoms; the result has type `type_`."""
         return self.op(f"stablehlo.{kind}", (x,), (type_,), {"axes": axes, **attrs})[0]
 
     def axis_index(self, axes: Axes) -> Value:
-        """`spmd.axis_index`: this device's coordinate along some atoms, major to minor."""
+        """Returns this device's coordinate along atoms, major to minor, as an i32 scalar."""
         scalar, attrs = TensorType((), "i32"), {"axes": axes}
         return self.once((AXIS_INDEX, axes), lambda: self.op(AXIS_INDEX, (), (scalar,), attrs)[0])
 
     def local_slice(self, x: Value, type_: TensorType, axes: Axes, dim: int) -> Value:
-        """`spmd.local_slice`: cuts a dim of `x` to this device's piece, which has type `type_`."""
+        """Appends `spmd.local_slice`: this device's piece of `x`, whose `dim` the atoms split."""
         return self.op(LOCAL_SLICE, (x,), (type_,), {"axes": axes, "dim": dim})[0]
 
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    """A shape with another size of one dim."""
+    """Returns a shape with `size` as the size of dim `dim`."""
     return (*shape[:dim], size, *shape[dim + 1 :])

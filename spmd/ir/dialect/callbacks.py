@@ -1,4 +1,4 @@
-"""Calls of Python functions on the host, while the program runs."""
+"""Ops that call Python functions on the host, while the program runs."""
 
 from spmd.ir.description import Description
 from spmd.ir.dialect.registry import describe, op
@@ -7,16 +7,16 @@ from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
 
 CALLBACK = "spmd.callback"
-"""Calls number `number` of the program's callbacks. Its first result is a `FLAG`, then come those
-of the function. `held` are the manual atoms around it: along these every device calls, along the
-others one does. `partitioned` ones are called by every device with its pieces."""
+"""The op that calls function `number` of `Program.callbacks`. Its results are a `FLAG`, then those
+of the function. Along the manual atoms `held` every device calls it, along other atoms one device
+does; if `partitioned`, every device calls it with its pieces of the operands."""
 
 CHECK_CALLBACK = "spmd.check_callback"
-"""Hands on all of its operands but the first, the flag of a callback: if that is set, the function
-raised, and the program ends here with what it raised, on every device."""
+"""The op that returns its operands but the first, which is a callback's flag: if that is set, the
+program ends on every device with the exception that the function raised."""
 
 FLAG = TensorType((), "ui32")
-"""0, or 1 where the function raised; of the type of a float's bits, to travel with them."""
+"""Type of a callback's flag, 1 if the function raised: ui32, like the bits by which floats go."""
 
 _CHECKS = Description(is_local=True, is_repeatable=False, has_effect=True)
 describe(_CHECKS, "check_callback", dialect="spmd")
@@ -24,7 +24,7 @@ describe(_CHECKS, "check_callback", dialect="spmd")
 
 @op(CALLBACK, is_repeatable=False, has_effect=True)
 def _callback(kind: OpKind) -> Rule:
-    """No dim may be split but those of the operands of a callback that is `partitioned`."""
+    """Returns the rule: no dim may be split, except operands' dims if it is `partitioned`."""
     build = RuleBuilder()
     given = PASS if kind.attrs["partitioned"] else REPLICATE
     operands = [build.dims(t.shape, given) for t in kind.operands]

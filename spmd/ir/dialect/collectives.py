@@ -14,7 +14,7 @@ from spmd.ir.dialect.rule import Rule, RuleBuilder, sides
 from spmd.ir.program import OpKind
 
 DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
-"""Ops that tell the devices apart, in the user's programs and in what is emitted."""
+"""Names of the ops that return the number of the device that runs them."""
 
 _LOCAL = Description(is_local=True, role=Role.INSIDE, tells_devices=True)
 describe(_LOCAL, "axis_index", dialect="spmd")
@@ -27,7 +27,7 @@ def _device_id(kind: OpKind) -> Rule:
 
 
 class Resized(NamedTuple):
-    """Names of the attributes that say which dim grows, or shrinks, by the number of devices."""
+    """A collective's attributes that name the dim it makes longer, and shorter; "" for none."""
 
     grows: str = ""
     shrinks: str = ""
@@ -41,11 +41,11 @@ RESIZED = {
     "collective_permute": Resized(),
     "reduce_scatter": Resized(shrinks="scatter_dimension"),
 }
-"""Every kind of collective -> which dims it resizes."""
+"""Maps each kind of collective to its `Resized`."""
 
 
 def _collective(kind: OpKind) -> Rule:
-    """`n j -> m j`: the dims that are gathered, scattered or exchanged stay whole."""
+    """Returns the rule `n j -> m j`: the gathered, scattered or exchanged dim may not be split."""
     about = kind.about
     changed = [kind.attrs[name] for name in RESIZED[about.collective] if name]
     build = RuleBuilder()
@@ -70,4 +70,4 @@ for _kind, (_grows, _shrinks) in RESIZED.items():
     )
 
 COLLECTIVES = tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.collective))
-"""Names of all collectives; they carry the atoms that they run over as `axes`."""
+"""Names of all collectives; their attribute `axes` has the atoms that they run over."""

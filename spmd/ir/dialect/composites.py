@@ -1,7 +1,7 @@
 """The registered composites: name -> the JAX functions by which one device computes each.
 
-A composite is a function of its own in a module, `jax.lax.composite`. One that is registered is a
-single op up to emission, with the sharding rule registered beside it; any other is inlined.
+A composite (`jax.lax.composite`) is a function of its own in a module. A registered one is a single
+op until it is emitted, with a sharding rule that was registered, too; any other is inlined.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class Composite(NamedTuple):
-    """One registered composite: its name in modules and what computes it."""
+    """A registered composite: its name in modules, and JAX functions that compute it locally."""
 
     name: str
     decomposition: Function | None  # at any shapes; None if only the module has one
@@ -46,7 +46,7 @@ def add_composite(composite: Composite) -> None:
 
 
 def whole_composites(platform: str) -> frozenset[str]:
-    """Returns the names of composites that have a decomposition, or a kernel for the platform."""
+    """Returns the names of registered composites with a decomposition or a `platform` kernel."""
     return frozenset(
         name for name, c in _COMPOSITES.items() if c.decomposition or platform in c.kernels
     )
@@ -58,7 +58,7 @@ def composite_of(kind: OpKind) -> Composite:
 
 
 def arguments_of(kind: OpKind) -> dict[str, Any]:
-    """Returns a composite's attributes as Python values or numpy arrays; SpmdError for others."""
+    """Returns a composite's own attributes as keyword arguments; SpmdError for one of MLIR text."""
     found = {}
     for key, value in kind.attrs.items():
         if key.startswith(PREFIX):

@@ -19,14 +19,14 @@ from spmd.ir.types import DIM_NUMBERS, DotDims, GatherDims, ScatterDims, TensorT
 
 
 def dot_flops(kind: OpKind) -> int:
-    """Returns 2 operations for each point of the iteration space: 2 i j k for `i k, k j -> i j`."""
+    """Returns the arithmetic operations of a matrix product: 2 i j k for `i k, k j -> i j`."""
     dims: DotDims = kind.attrs["dot_dimension_numbers"]
     contracted = (kind.operands[0].shape[d] for d in dims.lhs_contract)
     return 2 * kind.results[0].size * math.prod(contracted)
 
 
 def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
-    """Makes a product with one more batch dim, or with more rows if all share one operand.
+    """Returns one product for `count`: with a new batch dim, or more rows if they share an operand.
 
     `i k, k j -> i j` becomes `b i k, b k j -> b i j`, or `i k, b k j -> i b j`.
     """
@@ -55,7 +55,7 @@ def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
 
 @op("stablehlo.dot_general", batched=_batched_dot, flops=dot_flops, reads="matrices")
 def _dot_general(kind: OpKind) -> Rule:
-    """`b i k, b j k -> b i j {k: reduce add}`; one operand may be partial if the other is not."""
+    """Returns the rule `b i k, b j k -> b i j`, `k` summed; one of the operands may be partial."""
     build = RuleBuilder()
     lhs, rhs, result = _product(build, kind, kind.attrs["dot_dimension_numbers"])
     return build.build([lhs, rhs], [result], reduction="add", linear=((0,), (1,)))
@@ -64,7 +64,7 @@ def _dot_general(kind: OpKind) -> Rule:
 def _product(
     build: RuleBuilder, kind: OpKind, dims: DotDims, group: int | None = None
 ) -> tuple[list[DimFactors], list[DimFactors], list[DimFactors]]:
-    """Makes the factors of lhs, rhs and result; `group` is a dim of rhs that is summed, too."""
+    """Returns the factors of lhs's, rhs's and result's dims; rhs's dim `group` is summed, too."""
     lhs_shape, rhs_shape = kind.operands[0].shape, kind.operands[1].shape
     lhs: list[DimFactors] = [()] * len(lhs_shape)
     rhs: list[DimFactors] = [()] * len(rhs_shape)
@@ -85,10 +85,10 @@ def _product(
 
 @op("stablehlo.reduce", batched=in_front(second_half), role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
-    """`i k, -> i {k: reduce}`; with a body as argmax's, devices gather and combine their results.
+    """Returns the rule `i k, -> i`: `k` is reduced, or merged if the body is not one op (argmax's).
 
-    StableHLO specification, section reduce: the body and the initial values form a monoid, terms
-    are taken in order, and initial values may come in anywhere.
+    By StableHLO's specification, section reduce, body and initial values form a monoid, terms are
+    taken in order, and initial values may come in anywhere.
     """
     build = RuleBuilder()
     summed = kind.attrs["dimensions"]
@@ -117,7 +117,7 @@ def _reduce(kind: OpKind) -> Rule:
 
 
 class RaggedDims(NamedTuple):
-    """The dims of a `chlo.ragged_dot`: those of a product, lhs's ragged one and rhs's group dim."""
+    """Dims of a `chlo.ragged_dot`: a product's, the ragged dim of lhs, rhs's group dim or None."""
 
     dot: DotDims
     ragged: int
@@ -125,7 +125,7 @@ class RaggedDims(NamedTuple):
 
     @staticmethod
     def of(kind: OpKind) -> RaggedDims:
-        """The dimension numbers of a `chlo.ragged_dot`."""
+        """Returns the dims that the attributes of a `chlo.ragged_dot` name."""
         text = kind.attrs["ragged_dot_dimension_numbers"].text
 
         def dims(name: str) -> tuple[int, ...]:
@@ -139,11 +139,11 @@ class RaggedDims(NamedTuple):
 
 @op("chlo.ragged_dot")
 def _ragged_dot(kind: OpKind) -> Rule:
-    """`m k, g k n, g -> m n {k: reduce add, g: reduce add}` for ragged rows.
+    """Returns the rule `m k, g k n, g -> m n` of ragged rows `m`, with `k` and `g` summed.
 
-    The ragged rows `m` may be split: each device finds out where its rows lie in the groups. The
-    groups `g` of rhs may be: a device's term is zero in rows of groups that it lacks. The group
-    sizes are whole on every device, and so is the group dim of a result (ragged contraction).
+    If `m` is split, each device finds out to which groups its rows belong. If the groups `g` of rhs
+    are, a device's term is zero in rows of other groups. The group sizes are whole on every device,
+    and so is the group dim of a result (ragged contraction).
     """
     # Rows of lhs are sorted by group: with group sizes 3, 7 and 6, rows 0..2 meet rhs[0], 3..9 meet
     # rhs[1], 10..15 meet rhs[2]. Where `g` is split each row has its group on one device alone.
@@ -171,7 +171,7 @@ def _ragged_dot(kind: OpKind) -> Rule:
 
 
 def _batched_gather(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """Makes a gather with one more batching dim, or with more indices if all share the table."""
+    """Returns one gather for `count`: with a new batch dim, or more indices of one table."""
     dims: GatherDims = kind.attrs["dimension_numbers"]
     table = differs[0]
     numbers = GatherDims(
@@ -202,7 +202,7 @@ def _batched_scatter(kind: OpKind, count: int, differs: Sequence[bool]) -> Batch
 
 @op("stablehlo.gather", batched=_batched_gather, reads_pieces=True, role=Role.ONCE)
 def _gather(kind: OpKind) -> Rule:
-    """`v h, b -> b h {v: reduce add}`: a device looks up only what lies in its piece of `v`."""
+    """Returns the rule `v h, b -> b h`, `v` summed: a device adds 0 for rows it does not have."""
     # An embedding of f32[100, 8] looked up at i32[4, 1], in slices of (1, 8):
     #   i j, l k -> ...   dim 0 of the table is cut to one element, so it is reduced: a device that
     #                     lacks the row contributes zeros
@@ -232,7 +232,7 @@ def _gather(kind: OpKind) -> Rule:
 
 @op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE)
 def _scatter(kind: OpKind) -> Rule:
-    """`v h, b, b h -> v h {b: reduce add}`: a device applies those updates that hit its piece."""
+    """Returns the rule `v h, b, b h -> v h`, `b` reduced; a device skips others' rows of `v`."""
     build = RuleBuilder()
     dims: ScatterDims = kind.attrs["scatter_dimension_numbers"]
     reducer = kind.attrs["reducer"]
@@ -268,7 +268,7 @@ def _scatter(kind: OpKind) -> Rule:
 def _around(
     windows: tuple[int, ...], indices: list[DimFactors], vector_dim: int, rank: int
 ) -> list[DimFactors]:
-    """Returns the dims of a gather's result or a scatter's update; window dims are () for now."""
+    """Returns the factors of a gather's result or a scatter's update by dim; () for window dims."""
     batch = iter([dim for d, dim in enumerate(indices) if d != vector_dim])
     return [() if d in windows else next(batch) for d in range(rank)]
 
@@ -276,19 +276,17 @@ def _around(
 def _index_dims(
     build: RuleBuilder, shape: tuple[int, ...], vector_dim: int, kind: str = PASS
 ) -> list[DimFactors]:
-    """Factors of an index tensor: its batch dims, and the index vector itself kept whole."""
+    """Returns a factor, of `kind`, for each dim of an index tensor; `vector_dim` stays whole."""
     return [
         build.factor(size, REPLICATE if d == vector_dim else kind) for d, size in enumerate(shape)
     ]
 
 
 GATHERED_SORT_BYTES = 1 << 18
-"""Up to this many bytes of operands the sorted dim stays whole, gathered if need be.
-
-A network of 8 devices takes 6 rounds that wait for each other, a gather one. It moves no less
-before there are 32 devices (of each element also its position); what it saves is memory: a device
-never holds more than two pieces. For this many bytes that is nothing, and latency decides.
-"""
+"""Up to this many bytes of operands a sort's dim is gathered, not split. A sorting network of 8
+devices takes 6 rounds one after another, a gather takes one, and moves no more bytes up to 32
+devices (a network moves each element's position, too). A network saves memory, as a device holds
+two pieces at most; for so few bytes latency decides."""
 
 
 def _halvings(kind: OpKind) -> float:
@@ -297,7 +295,7 @@ def _halvings(kind: OpKind) -> float:
 
 @op("chlo.top_k", batched=in_front(), passes=_halvings)
 def _top_k(kind: OpKind) -> Rule:
-    """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
+    """Returns the rule `i j -> i k, i k`: devices merge the `k` largest of their pieces of `j`."""
     build = RuleBuilder()
     *outer, searched = kind.operands[0].shape
     shared = build.dims(outer)
@@ -309,7 +307,7 @@ def _top_k(kind: OpKind) -> Rule:
 
 @op("stablehlo.sort", batched=in_front(), passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
-    """All dims but the sorted one may be split; that one, too, in large sorts (see `rounds`)."""
+    """Returns the rule: any dim may be split, the sorted one in large sorts only (`rounds`)."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     merges = is_elementwise(kind.attrs["body"]) and (

@@ -1,4 +1,4 @@
-"""Elementwise ops: every operand of the result's rank shares all of its factors."""
+"""Elementwise ops: the i-th dims of operands and results are one factor."""
 
 from spmd.ir.description import CONVERT, Description, Role
 from spmd.ir.dialect.batched import elementwise
@@ -8,7 +8,7 @@ from spmd.ir.program import OpKind
 
 
 def elementwise_rule(kind: OpKind) -> Rule:
-    """`i j, i j -> i j`; a rank-0 operand beside others (a select's predicate) has no factor."""
+    """Returns the rule `i j, i j -> i j`; a scalar among tensors (a predicate) has no dims."""
     build = RuleBuilder()
     shape = kind.results[0].shape
     dims = build.dims(shape)
@@ -21,11 +21,11 @@ def elementwise_rule(kind: OpKind) -> Rule:
 
 
 _WIDER = (("bf16", "f32", "f64"), ("f16", "f32", "f64"), ("i8", "i16", "i32", "i64"))
-"""Each element type holds every number of those before it."""
+"""In each tuple, every type can hold the numbers of those before it."""
 
 
 def widens(narrow: str, wide: str) -> bool:
-    """Whether `wide` holds every number of `narrow`: partial sums may be converted term by term."""
+    """Whether `wide` can hold every number of `narrow`, so that terms of a sum may be converted."""
     # Narrowing rounds each term: 1 and four times 2**-9 sum to 1 + 2**-7 in f32, which is a bf16
     # number, but term by term in bf16 to 1.
     return any(narrow in chain and wide in chain[chain.index(narrow) + 1 :] for chain in _WIDER)
@@ -34,12 +34,12 @@ def widens(narrow: str, wide: str) -> bool:
 CHEAP = Description(
     elementwise_rule, elementwise, is_same_locally=True, is_elementwise=True, role=Role.INSIDE
 )
-"""Cheap enough for XLA to compute it again in every reader."""
+"""Description of elementwise ops that XLA computes again in every reader."""
 
 EXPENSIVE = CHEAP._replace(role=Role.ONCE)  # XLA computes it inside its reader only if there is one
 
 IN_LIBRARY = CHEAP._replace(in_library=True)
-"""XLA's library for CPUs computes it inside of a reduction."""
+"""Description of cheap ops that XLA's library for CPUs computes inside a reduction."""
 
 describe(IN_LIBRARY, "abs", "floor", "sign")
 describe(

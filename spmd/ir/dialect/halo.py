@@ -1,7 +1,7 @@
 """What devices exchange along a split dim: halos (elements of their neighbours' tiles) and merges.
 
-Everything here is static arithmetic on tiles. The planner and the lowering both use it, so that the
-plan counts the transfers that are made.
+A tile is one device's piece of a dim. Everything here is computed from sizes, for the planner and
+the lowering alike, so that the plan counts the transfers that are made.
 
 A 3-wide window at stride 1 over 8 elements in 4 tiles, padded by one on both sides:
 
@@ -27,14 +27,14 @@ from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 
 class Window(NamedTuple):
-    """Which elements of an operand's dim each position of the tiled dim reads, as in a convolution.
+    """Which elements of an operand's dim are read for each position of another dim, the tiled one.
 
     Position `o` of the tiled dim reads the base positions `o * stride - low + [0, span)`, where
-    element `e` of the operand lies at base position `e * dilation`; what lies between elements and
-    beyond them is padding. Example: with low 1 and span 3, position 4 reads elements 3, 4 and 5.
+    element `e` of the operand is at base position `e * dilation`; base positions without an element
+    are padding. Example: with low 1 and span 3, position 4 reads elements 3, 4 and 5.
     """
 
-    tiled: int  # size of the dim whose tiles decide: the result's, or a kernel's
+    tiled: int  # size of the tiled dim, of which each device has a tile: a result's, or a kernel's
     # stride, low, dilation, span: as above
     stride: int = 1
     low: int = 0
@@ -59,8 +59,8 @@ class Halo(NamedTuple):
 class Need(NamedTuple):
     """For each tile, the range `[start, start + length)` of elements that its device gets.
 
-    Only `[low, high)` of it exists and is read; the rest of the range becomes padding. All devices
-    run one program, so `length` is one number and the tiles differ only in `start`.
+    Only `[low, high)` of the range exists and is read; the rest becomes padding. All devices run
+    one program, so `length` is one number, while `starts`, `lows` and `highs` have one per tile.
     """
 
     length: int
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
     @staticmethod
     def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> Need:
-        """Makes a need of each tile's (start, low, high), cut to the `size` elements that exist."""
+        """Returns the need with each tile's (start, low, high), cut to the elements that exist."""
         starts, lows, highs = [], [], []
         for start, low, high in ranges:
             low, high = max(low, start, 0), min(high, start + length, size)
@@ -83,7 +83,7 @@ class Need(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the tiles read, in elements and in base positions (see `Window`)."""
+    """What each tile of a dim reads of an operand's dim: elements, base positions (`Window`)."""
 
     need: Need
     base: int  # number of base positions that each device needs
@@ -96,7 +96,7 @@ class Reads(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
-    """The elements of an operand's dim that each tile (over `axes`) of the tiled dim reads."""
+    """Returns what each tile (of a dim split over `axes`) reads of an operand's dim of `size`."""
     # With dilation, tiles may start at different phases between two elements. 10 base positions, an
     # element at every third, in tiles that start at 0, 3, 5 and 8 (piece 3):
     #
@@ -135,7 +135,7 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
 
 
 class HaloSend(NamedTuple):
-    """Elements `[low, high)` go from one tile's device to another's."""
+    """One transfer: tile `source`'s device sends elements `[low, high)` to tile `target`'s."""
 
     source: int
     target: int
@@ -144,16 +144,16 @@ class HaloSend(NamedTuple):
 
 
 class HaloExchange(NamedTuple):
-    """The sends that bring every device the elements outside of its own tile that it needs."""
+    """The transfers that bring every device the elements it needs from other devices' tiles."""
 
     rounds: tuple[tuple[HaloSend, ...], ...]  # in each, a device sends and receives at most once
-    lengths: tuple[int, ...]  # how many elements that is in each round
-    gather: bool  # whether the whole dim is gathered instead, as the rounds would move as much
+    lengths: tuple[int, ...]  # for each round, the elements of its largest transfer
+    gather: bool  # whether to gather the whole dim, as the rounds would move as much
 
 
 @lru_cache(maxsize=4096)
 def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
-    """Returns the sends that meet a need, for a dim of `size` elements split over `axes`."""
+    """Returns the transfers that meet a need, for a dim of `size` elements split over `axes`."""
     owned = tiles(size, axes, mesh)
     found: list[HaloSend] = []
     for target, (low, high) in enumerate(zip(need.lows, need.highs, strict=True)):
@@ -169,7 +169,7 @@ def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
 
 
 def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
-    """Puts each send into the first round in which its source and its target are still free."""
+    """Puts each transfer into the first round where its source sends and its target gets none."""
     # They come sorted by distance, so that one round is one shift where every tile needs the same.
     # Where distances mix, later transfers fill gaps. 4 tiles that each need all before them:
     #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;
@@ -188,11 +188,11 @@ def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
 
 
 Rounds = tuple[tuple[tuple[int, int], ...], ...]
-"""For each round the pairs of tiles that meet, the one that keeps what comes first in front."""
+"""Rounds of a sorting network: in each, pairs of tiles, first the one that keeps the lower half."""
 
 
 class Merge(NamedTuple):
-    """What devices exchange where a `merge` factor is split: what each computes of its own tile.
+    """What each device contributes where a `merge` factor is split: what it computes of its tile.
 
     For top-k these are the largest elements of the tile, for a large sort the sorted tile.
     """
@@ -207,7 +207,7 @@ class Merge(NamedTuple):
 
 @lru_cache(maxsize=256)
 def rounds(count: int) -> Rounds:
-    """Returns a sorting network of `count` tiles, each sorted: for each round the pairs that meet.
+    """Returns a network that sorts `count` tiles, each sorted: for each round the pairs to merge.
 
     Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M). A pair
     merges its tiles and the first keeps the lower half; `rounds(4)` is `((0, 2), (1, 3))`,

@@ -21,16 +21,15 @@ MATRIX_CALLS = (
     "custom_call:ProductOfElementaryHouseholderReflectors",
     "custom_call:Qr",
 )
-"""Targets that XLA itself expands, with a matrix as first operand."""
+"""Custom calls that XLA expands itself; the last two dims of their first operand are a matrix."""
 
 BLOCK = 64
-"""Columns that libraries take together in a Cholesky factorisation and a triangular solve. On an
-H200 these take 1.6 and 2.8 ms for 4096 x 4096, where 64 passes through the operands take 1.8, 2.7.
-"""
+"""Columns that a library takes in one pass, in a Cholesky factorization and a triangular solve: for
+4096 x 4096 an H200 takes 1.6 and 2.8 ms, and for 64 passes through the operands 1.8 and 2.7."""
 
 TRANSFORM = 4096
-"""Elements that a library transforms in one pass: cuFFT on an H200 as fast as a copy, 220 us for
-512 MiB of rows of 1024."""
+"""The longest FFT, in elements, that a library does in one pass through memory: on an H200 cuFFT
+takes 220 us, as a copy does, for 512 MiB in rows of 1024."""
 
 
 def _blocks(kind: OpKind) -> float:
@@ -43,13 +42,13 @@ def _transforms(kind: OpKind) -> float:
 
 @op("stablehlo.fft", batched=in_front(), is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
-    """All dims but the transformed ones, which are the last, may be split."""
+    """Returns the rule by which all dims may be split but the last ones, which are transformed."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
 @op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
-    """`b i j, b j c -> b j c`: `b` and the right-hand sides `c` may be split; those be partial."""
+    """Returns the rule `b i j, b j c -> b j c`: `b`, `c` may be split, operand 1 may be partial."""
     free = -1 if kind.attrs["left_side"] else -2
     return _batched(kind, kind.operands[0].rank - 2, 1, free)
 
@@ -59,7 +58,7 @@ _LAYOUT = re.compile(r"dense<(?:\[([\d, ]*)\]|(\d*))> : tensor<(\d+)xindex>")
 
 
 def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """Makes a library call with one more batch dim, in front of and more major than all others."""
+    """Returns one library call for `count`, with a new batch dim 0, also in layouts; or None."""
     if kind.attrs.get("has_side_effect") or not all(t.rank for t in kind.operands):
         return None
 
@@ -86,13 +85,13 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
 @op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
 @op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
-    """`b i j -> b i j, b k`: the batch dims, in front of the matrix's two, may be split."""
+    """Returns the rule `b i j -> b i j, b k`: dims in front of a matrix's two may be split."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
 @op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
 def _library_call(kind: OpKind) -> Rule:
-    """The batch dims that the call states may be split, and so may a solve's right-hand sides."""
+    """Returns the rule by which a call's batch dims, and a solve's columns, may be split."""
     batch = batch_rank(kind)
     assert batch is not None
     target = str(kind.attrs["call_target_name"])
@@ -106,10 +105,10 @@ def _library_call(kind: OpKind) -> Rule:
 
 
 def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1) -> Rule:
-    """Makes the rule by which the first `batch` dims of all values may be split, and no others.
+    """Returns the rule by which the first `batch` dims of all values may be split, and no others.
 
-    But of a solve, with the right-hand sides in operand `right`, one dim of these (`free`, from the
-    end) may be split, too, and is that dim of the result: `c` in `b i j, b j c -> b j c`.
+    Of a solve, whose right-hand sides are operand `right`, one dim more may be split: its dim
+    `free`, counted from the end, and the result's: `c` in `b i j, b j c -> b j c`.
     """
     build = RuleBuilder()
     sizes = kind.operands[0].shape[:batch]
@@ -147,7 +146,7 @@ op(
 
 @op(LONE_CALL, "stablehlo.rng_bit_generator", is_same_locally=True)
 def _whole(kind: OpKind) -> Rule:
-    """No dim may be split.
+    """Returns the rule by which no dim may be split.
 
     A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
     made with a state of its own would hold others. A custom call in a region where all axes are

@@ -13,19 +13,19 @@ describe(Description(region="branches", selector="i1", role=Role.REGION), "if")
 
 
 MANUAL = "spmd.manual"
-"""A region that is written for one device along some axes, the `axes` of the op. It has no
-operands: `TO_MANUAL` brings values in, `FROM_MANUAL` makes the results, at the types outside."""
+"""The op of a manual region (`shard_map`), written for one device along the atoms `axes`. It has no
+operands: inside, `TO_MANUAL` takes values from outside and `FROM_MANUAL` makes its results."""
 
 TO_MANUAL = "spmd.to_manual"
-"""Makes one device's piece of a value from outside the region. `dims` are the manual atoms that
-split each dim, `axes` all atoms that are manual here."""
+"""The op that takes one device's piece of a value from outside a manual region. `dims` are the
+manual atoms that split each dim, `axes` all atoms that are manual in the region."""
 
 describe(Description(region="manual", is_global=True), "manual", dialect="spmd")
 
 
 @op(TO_MANUAL, FROM_MANUAL, is_global=True, is_manual=True, vanishes=True)
 def _boundary(kind: OpKind) -> Rule:
-    """`(x i) j -> i j` into a region, or back, where just the dim's manual atoms split `x`."""
+    """Returns the rule `(x i) j -> i j`, or its reverse; a dim's manual atoms always split `x`."""
     enters, ends = kind.name == TO_MANUAL, (kind.operands[0].shape, kind.results[0].shape)
     whole, inner = ends if enters else reversed(ends)
     build = RuleBuilder()

@@ -11,14 +11,15 @@ from spmd.ir.program import Body, Op, OpKind, Region, Value
 from spmd.ir.types import TensorType, numpy_dtype
 
 REDUCER_OPS = {about.reducer: name for name, about in DESCRIPTIONS.items() if about.reducer}
-"""Reduction kind (`add`, `max`, ...) -> the op that combines two terms."""
+"""Maps a reduction's name (`add`, `max`, ...) to the name of the op that combines two terms."""
 
 NEUTRAL = "spmd.neutral"
-"""Attribute of reductions and pads: whether initial or padding values change nothing."""
+"""Attribute of reductions, pads: whether initial values or padding are the identity (0 of a
+sum)."""
 
 
 def body_reducer(body: Body) -> str:
-    """`add`, `max`, ... when a body is that one op over its two arguments, else an empty string."""
+    """Returns `add`, `max`, ... if a body is just that op of its two arguments, else ""."""
     region = body.region
     if len(region.ops) != 1 or len(region.args) != 2 or len(region.results) != 1:
         return ""
@@ -29,17 +30,14 @@ def body_reducer(body: Body) -> str:
 
 
 def reducer_body(kind: str, dtype: str) -> Body:
-    """The body of a reduction: one op of `kind` over two scalars."""
+    """Returns the body of a reduction by `kind` (`add`, `max`, ...): one op over two scalars."""
     scalar = TensorType((), dtype)
     op_kind = OpKind(REDUCER_OPS[kind], (scalar, scalar), (scalar,), {})
     return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
 
 
 def is_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bool:
-    """Whether a value is a reduction's identity, as 0 is of `add`; False if that has no name.
-
-    It is a constant, or one that was broadcast, as jax does with windows' initial values.
-    """
+    """Whether a value is a constant (or its broadcast) of a reducer's identity, 0 of `add`."""
     op = producers.get(value)
     while op is not None and op.name == BROADCAST:
         op = producers.get(op.operands[0])
@@ -50,7 +48,7 @@ def is_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bo
 
 
 def identity_element(kind: str, dtype: str) -> Any:
-    """The element that leaves a reduction of `kind` unchanged, as a numpy scalar of `dtype`."""
+    """Returns the `dtype` element that changes no reduction by `kind`: 0 for `add`, 1 for `mul`."""
     np_dtype = numpy_dtype(dtype)
     if kind in ("add", "or", "xor"):
         return np.zeros((), np_dtype)

@@ -1,4 +1,4 @@
-"""The table of ops' descriptions: adds to it, and looks rules up in it."""
+"""Functions that add descriptions of ops to `DESCRIPTIONS`, and that look up rules there."""
 
 import re
 from collections.abc import Callable
@@ -20,13 +20,13 @@ RuleFunction = Callable[[OpKind], Rule]
 
 
 def describe(description: Description, *names: str, dialect: str = "stablehlo") -> None:
-    """Gives ops of a dialect one description; SpmdError if one of them has one already."""
+    """Adds a description of several ops of a dialect; SpmdError if one of them has one already."""
     for name in names:
         _add(f"{dialect}.{name}", description)
 
 
 def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorator: registers the function that makes these ops' rules, and their other traits."""
+    """Returns a decorator that describes ops by the rule function and `traits`, other fields."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
@@ -38,7 +38,7 @@ def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 
 TAUGHT: set[str] = set()
-"""Names, as modules have them, of the ops whose functions are not this package's own."""
+"""Names in modules of ops that code outside `spmd` registered; programs with one are not cached."""
 
 
 def _add(name: str, description: Description) -> None:
@@ -48,7 +48,7 @@ def _add(name: str, description: Description) -> None:
 
 
 def registered_ops() -> tuple[str, ...]:
-    """Names of all ops with a rule, sorted."""
+    """Returns the names of all ops with a rule, sorted."""
     return tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.rule))
 
 
@@ -66,7 +66,7 @@ _VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
 
 
 def rule_name(kind: OpKind) -> str:
-    """Returns the key of an op's rule: that of the op, or one that calls without a rule share."""
+    """Returns the key in `DESCRIPTIONS` of an op's rule; calls with known batch dims share one."""
     name = key_of(kind.name, kind.attrs)
     if kind.name != CUSTOM_CALL or name in DESCRIPTIONS:
         return name
@@ -76,7 +76,7 @@ def rule_name(kind: OpKind) -> str:
 
 
 def is_known_call(target: str) -> bool:
-    """Whether a custom call has a rule, or its target is in a known linear algebra library."""
+    """Whether a custom call's target has a rule, or is of a known linear algebra library."""
     is_library = _LIBRARY_CALL.match(target) or _VECTOR_CALL.match(target)
     return f"custom_call:{target}" in DESCRIPTIONS or is_library is not None
 
@@ -84,7 +84,7 @@ def is_known_call(target: str) -> bool:
 def batch_rank(kind: OpKind) -> int | None:
     """Returns how many leading dims of a custom call's operands are a batch; None if unknown.
 
-    jax states it on every call of a target registered as batch-partitionable. In other calls of
+    jax writes it on every call of a target registered as batch-partitionable. In other calls of
     linear algebra libraries a matrix (or a vector of pivots) comes behind the batch dims.
     """
     frontend = getattr(kind.attrs.get("mhlo.frontend_attributes"), "text", "")
@@ -100,7 +100,7 @@ def batch_rank(kind: OpKind) -> int | None:
 
 
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
-    """The rule of an op, made once for each kind; UnsupportedOpError if nobody wrote one."""
+    """Returns an op's sharding rule, made once for each kind; UnsupportedOpError without one."""
     found: Rule | None = kind._cache.get("rule")
     if found is None:
         name = rule_name(kind)

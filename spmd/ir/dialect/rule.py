@@ -19,37 +19,37 @@ PASS, REDUCE, REPLICATE, WINDOW = "pass", "reduce", "replicate", "window"
 FIXED, MERGE, RING = "fixed", "merge", "ring"
 
 UNCLAIMED = (REPLICATE, FIXED, RING)
-"""Kinds of factors that are never split because a dim is: what splits them follows from the op."""
+"""Kinds of factors that a dim's atoms never split; the op itself says what may split them."""
 
 DimFactors = tuple[int, ...]  # factors of one dim, major to minor
 Pair = tuple[DimFactors, DimFactors]  # factors of an operand's dim and of the result's
 
 
 def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
-    """Splits (operand's dim, result's dim) pairs into the dims of the operand and of the result."""
+    """Returns pairs (operand's dim, result's dim) as two lists: operand's dims, result's dims."""
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 class Ring(NamedTuple):
-    """How a `ring` factor may be split: as `along` is, into `wanted` pieces (0: any number)."""
+    """Atoms of factor `along` may split a `ring` factor, too, into `wanted` pieces (0: any)."""
 
     along: int
     wanted: int = 0
 
     def allows(self, pieces: int, *sizes: int) -> bool:
-        """Whether the factor may be split into so many pieces, given the sizes of both factors."""
+        """Whether a ring may have so many pieces: as `wanted`, up to 64, dividing both `sizes`."""
         is_even = all(size % pieces == 0 for size in sizes)
         return is_even and pieces <= MOST_PIECES and self.wanted in (0, pieces)
 
 
 class Exchange(NamedTuple):
-    """Lets a factor be split by atoms that split factors `along`; the op exchanges `bytes` then."""
+    """Lets atoms of the factors `along` split another factor, too: the op then sends `bytes`."""
 
     along: tuple[int, ...]
-    bytes: float  # that all devices have for each other then, if only these others are split
+    bytes: float  # that all devices together put in then, if no other factors are split
 
 
-MOST_PIECES = 64  # pieces that go round are written out, one after another: no more than so many
+MOST_PIECES = 64  # as the steps of a ring are written out, one for each piece
 
 
 class Factor(NamedTuple):
@@ -58,23 +58,23 @@ class Factor(NamedTuple):
     `pass`: each piece is computed by itself. `reduce`: the results are partial. `window`: devices
     exchange halos; dims that share the factor may differ in size, and the factor has the result's.
     `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left partial.
-    `replicate`: it must not be split. `fixed`: it is split over just its own axes; the dim's other
-    factor, behind it, may then be split unevenly. `ring`: it stays whole, or the very atoms that
-    split another factor split it evenly, too; its pieces then pass from device to device, and each
-    meets all of them.
+    `replicate`: it must not be split. `fixed`: it is split over just its own `axes`; the dim's
+    other factor, behind it, may then be split unevenly. `ring`: it stays whole, or the very atoms
+    that split another factor split it evenly, too; its pieces then pass from device to device, and
+    each meets all of them.
     """
 
     size: int
     kind: str = PASS
     axes: tuple[int, ...] = ()  # the atoms of a fixed factor
     ring: Ring | None = None  # of a ring factor, how it may be split
-    # of one that atoms of other factors may split evenly, too, what that takes; a result that these
-    # split owes nothing over them
+    # of a factor that atoms of other factors may split evenly, too; a result that these atoms
+    # split is not partial over them
     exchange: Exchange | None = None
 
 
 class Rule(NamedTuple):
-    """The sharding rule of one op at given types."""
+    """The sharding rule of an op at given types: the factors of operands' and results' dims."""
 
     # operands, results: for each of them, for each dim, its factors, major to minor
     operands: tuple[tuple[DimFactors, ...], ...]
@@ -96,43 +96,43 @@ class Rule(NamedTuple):
     terms: str = "add"  # how the terms combine that may flow through `linear`
 
     def lets_through(self, kind: str) -> bool:
-        """Whether partial operands, with terms of this kind, may leave the results partial."""
+        """Whether operands partial by `kind` (`add`, `max`, ...) may make the results partial."""
         return self.moves or kind == self.terms
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
-        """The factors of all operands' dims, then of all results'."""
+        """For each operand, then for each result: the factors of each dim."""
         return self.operands + self.results
 
     @property
     def rings(self) -> tuple[tuple[int, Ring], ...]:
-        """The number of each ring factor, and how it may be split."""
+        """For each ring factor its number, and its `Ring`: how it may be split."""
         return tuple((i, f.ring) for i, f in enumerate(self.factors) if f.ring is not None)
 
     @property
     def exchanges(self) -> tuple[tuple[int, Exchange], ...]:
-        """The number of each factor that others' atoms may split, and the exchange for it."""
+        """For each factor that has an `Exchange` its number, and that exchange."""
         return tuple((i, f.exchange) for i, f in enumerate(self.factors) if f.exchange is not None)
 
     def with_exchange(self, factor: int, exchange: Exchange) -> Rule:
-        """Returns the rule with an `Exchange` added to a factor."""
+        """Returns the rule with an `Exchange` added to factor number `factor`."""
         factors = list(self.factors)
         factors[factor] = factors[factor]._replace(exchange=exchange)
         return self._replace(factors=tuple(factors))
 
     def is_exchanged(self, factor: int, assignment: Sequence[Sequence[int]]) -> bool:
-        """Whether an assignment splits a factor by atoms that split those of its `Exchange`."""
+        """Whether an assignment splits a factor by atoms that split its `Exchange.along`, too."""
         exchange = self.factors[factor].exchange
         others = exchange.along if exchange else ()
         return any(not set(assignment[factor]).isdisjoint(assignment[f]) for f in others)
 
     @property
     def halos(self) -> tuple[Halo, ...]:
-        """Those of `reads` that devices exchange: their dims are split as the tiles are."""
+        """The `reads` of dims split like the tiles that read them, so that devices exchange."""
         return tuple(h for h in self.reads if self.operands[h.operand][h.dim] == (h.factor,))
 
     def __str__(self) -> str:
-        """Writes the rule as text: `b i k, b k j -> b i j {k: reduce add}`."""
+        """Returns the rule as text: `b i k, b k j -> b i j {k: reduce add}`."""
 
         def name(factor: int) -> str:
             letters = "ijklmnopqrstuvwxyzabcdefgh"
@@ -167,11 +167,11 @@ def parse_rule(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
 ) -> Rule:
-    """Reads a rule from text; sizes of factors come from the types. ValueError if they don't fit.
+    """Returns the rule that a text says; ValueError if it does not fit the types.
 
     A text as `"b i k, b j k -> b i j"` has a term for each operand and result, one factor a dim, or
     `(i j)` for a dim made of several, major first. `kinds` maps factors that do not `pass` to their
-    kind: `{"k": "reduce"}`.
+    kind: `{"k": "reduce"}`. `reduction` and `linear` are as in `Rule`.
     """
     left, arrow, right = text.partition("->")
     # The factors of each dim: `(i j) k` is `[["i", "j"], ["k"]]`.
@@ -212,14 +212,14 @@ def parse_rule(
 
 
 class RuleBuilder:
-    """Collects factors while a rule function walks an op's dims."""
+    """Makes a `Rule`: methods add factors and return dims that have them; `build` returns it."""
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
         self.reads: list[Halo] = []
 
     def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
-        """Adds a factor; returns it as a dim of this one factor."""
+        """Adds a factor; returns a dim of just this factor."""
         self.factors.append(Factor(size, kind, axes))
         return (len(self.factors) - 1,)
 
@@ -228,20 +228,20 @@ class RuleBuilder:
         return [self.factor(size, kind) for size in shape]
 
     def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
-        """Adds a factor whose pieces may go round the devices that split factor `along`."""
+        """Adds a ring factor, which the atoms of factor `along` may split; returns a dim of it."""
         self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))
         return (len(self.factors) - 1,)
 
     def passes(self, size: int) -> Pair:
-        """Adds a factor that an operand's dim and the result's share."""
+        """Adds one factor; returns an operand's dim and a result's dim that both have it."""
         return (self.factor(size),) * 2
 
     def apart(self, size: int, result: int, kind: str = REPLICATE) -> Pair:
-        """Adds one factor for an operand's dim (whole by default), one, whole, for the result's."""
+        """Adds two factors; returns an operand's dim and a result's (never split) with one each."""
         return self.factor(size, kind), self.factor(result, REPLICATE)
 
     def window(self, operand: int, dim: int, size: int, window: Window) -> Pair:
-        """Adds a window factor for both dims; dims of one element stay whole: no halo."""
+        """Adds a window factor, its `Halo`; returns operand's and result's dim, whole if 1 long."""
         if size == 0 or window.tiled < 2:
             return self.apart(size, window.tiled)
         result = self.factor(window.tiled, WINDOW)
@@ -249,7 +249,7 @@ class RuleBuilder:
         return (self.factor(size, REPLICATE) if size == 1 else result), result
 
     def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
-        """Notes that devices read an operand's dim by `window`, around tiles of `factor`."""
+        """Adds a `Halo`: for its tile of `factor` a device reads an operand's dim by `window`."""
         self.reads.append(Halo(operand, dim, factor[0], window))
 
     def build(

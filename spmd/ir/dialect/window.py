@@ -1,7 +1,7 @@
 """Rules of ops that make, move, cut or join elements, and of sliding windows.
 
-A `window` factor ties an operand's dim to a result's of another size. Where it is split, the
-rule's halos say what every device reads of the operand.
+An operand's dim and a result's, of different sizes, may be one `window` factor. If that is split,
+the rule's halos say which elements of the operand each device reads.
 """
 
 import math
@@ -29,14 +29,14 @@ from spmd.ir.types import ConvDims
 
 @op("stablehlo.constant", "stablehlo.iota", is_source=True, role=Role.INSIDE)
 def _source(kind: OpKind) -> Rule:
-    """`-> i j`: any piece can be made locally."""
+    """Returns the rule `-> i j`: all dims may be split, as each device can make any piece."""
     build = RuleBuilder()
     return build.build([], [build.dims(kind.results[0].shape)])
 
 
 @op("stablehlo.broadcast_in_dim", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
-    """`i -> i j`: new and expanded dims belong to the result alone."""
+    """Returns the rule `i -> i j`: new dims, and dims of size 1 that grow, are the result's."""
     build = RuleBuilder()
     result = build.dims(kind.results[0].shape)
     operand = [
@@ -48,7 +48,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
 
 @op("stablehlo.transpose", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
 def _transpose(kind: OpKind) -> Rule:
-    """`i j -> j i`: any dim may be split."""
+    """Returns the rule `i j -> j i`: any dim may be split."""
     build = RuleBuilder()
     operand = build.dims(kind.operands[0].shape)
     result = [operand[p] for p in kind.attrs["permutation"]]
@@ -57,9 +57,9 @@ def _transpose(kind: OpKind) -> Rule:
 
 @op("stablehlo.reshape", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
 def _reshape(kind: OpKind) -> Rule:
-    """`(i j) k -> i (j k)`: factors are the common refinement of both shapes, major to minor.
+    """Returns the rule `(i j) k -> i (j k)`: factors divide dims of both shapes, major to minor.
 
-    What is left of dims without a common factor stays whole: of 6 x 4 to 8 x 3 a major factor 2
+    What is left of dims without a common divisor stays whole: of 6 x 4 to 8 x 3 a major factor 2
     may be split, and the 3 x 4 and 4 x 3 behind it may not.
     """
     build = RuleBuilder()
@@ -102,7 +102,7 @@ def _reshape(kind: OpKind) -> Rule:
 
 @op("stablehlo.bitcast_convert", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
-    """All dims may be split but a minor one that a change of element width adds or drops."""
+    """Returns the rule: all dims may be split but one that another element width adds or drops."""
     build = RuleBuilder()
     source, target = kind.operands[0].shape, kind.results[0].shape
     shared = build.dims(source[: len(target)])
@@ -114,10 +114,8 @@ def _bitcast_convert(kind: OpKind) -> Rule:
 @op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
 @op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
 def _passes(kind: OpKind) -> Rule:
-    """`i j -> i j`: all dims may be split; barriers have one operand (`spmd.frontend.normalize`).
-
-    What a mark says of its closed dims is not in its rule: `collect_marks` reads it.
-    """
+    """Returns the rule `i j -> i j` of marks and barriers; barriers have one operand by now."""
+    # A mark's closed dims are not in its rule: `collect_marks` reads them.
     build = RuleBuilder()
     dims = build.dims(kind.operands[0].shape)
     return build.build([dims], [dims], linear=((0,),), moves=True)
@@ -133,9 +131,10 @@ def _term_kind(kind: OpKind) -> str:
 
 @op("stablehlo.slice", batched=in_front(), reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
-    """Dims taken whole share a factor; a dim cut to one element is summed, others have halos.
+    """Returns the rule of a slice, by which any dim may be split.
 
-    StableHLO specification, section slice: `result[o] = operand[start + o * stride]`.
+    A dim cut to one element is summed: devices without that element add 0. Other cut dims have
+    halos, since `result[o] = operand[start + o * stride]`.
     """
     # [2:8] of 8 elements over {2, 2}: the six results lie as 2 3 | 4 . | 5 6 | 7 . and the operand
     # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
@@ -157,7 +156,7 @@ def _slice(kind: OpKind) -> Rule:
 
 @op("stablehlo.reverse", batched=in_front(), role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
-    """A reversed dim's tile comes from the device at the other end."""
+    """Returns the rule: any dim may be split; along a reversed one devices read others' tiles."""
     build = RuleBuilder()
     turned = kind.attrs["dimensions"]
     dims = [
@@ -171,9 +170,10 @@ def _reverse(kind: OpKind) -> Rule:
 
 @op("stablehlo.pad", batched=in_front(lambda _: 1), role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
-    """Dims without padding share a factor, others have halos; padded by zeros it may be partial.
+    """Returns the rule of a pad, by which any dim may be split.
 
-    StableHLO specification, section pad: `result[low + e * (interior + 1)] = operand[e]`.
+    A padded dim has halos, since `result[low + e * (interior + 1)] = operand[e]`. The operand may
+    be partial if the padding is 0.
     """
     build = RuleBuilder()
     low, high = kind.attrs["edge_padding_low"], kind.attrs["edge_padding_high"]
@@ -192,7 +192,7 @@ def _pad(kind: OpKind) -> Rule:
 
 @op("stablehlo.concatenate", batched=in_front(), role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
-    """Each operand is read as if it were padded to the result; the other dims share factors."""
+    """Returns the rule: any dim may be split, the joined one with halos as of padded operands."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
@@ -217,7 +217,7 @@ def _concatenate(kind: OpKind) -> Rule:
 
 @op("stablehlo.dynamic_slice", batched=at_a_place(1), reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
-    """Dims taken whole share a factor; others are summed: a device adds what its piece holds."""
+    """Returns the rule: dims taken whole may be split; of others each device adds what it has."""
     build = RuleBuilder()
     sizes = zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
     operand, result = sides(
@@ -230,7 +230,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
 
 @op("stablehlo.dynamic_update_slice", batched=at_a_place(2), role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
-    """Each device writes what falls into its piece; only dims that the update covers split it."""
+    """Returns the rule: any dim may be split; the update is split in dims that it covers whole."""
     build = RuleBuilder()
     sizes = zip(kind.operands[0].shape, kind.operands[1].shape, strict=True)
     operand, update = sides(
@@ -245,7 +245,7 @@ def _dynamic_update_slice(kind: OpKind) -> Rule:
 
 
 class Sliding:
-    """The windows of a `reduce_window`, `select_and_scatter` or `convolution`, dim by dim."""
+    """Strides, dilations and padding of a `reduce_window`, `select_and_scatter`, `convolution`."""
 
     def __init__(self, kind: OpKind, rank: int) -> None:
         conv = kind.name == "stablehlo.convolution"
@@ -287,10 +287,10 @@ def running_dim(kind: OpKind) -> int | None:
 
 @op("stablehlo.reduce_window", batched=in_front(second_half), role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
-    """Dims with windows of one element share a factor, whole dims are reduced, others have halos.
+    """Returns the rule: dims may be split, by halos where windows are wide.
 
-    StableHLO specification, section reduce_window. Running totals (cumsum and its like) only
-    exchange the totals of their pieces.
+    A dim that one window covers is reduced. Along running totals (cumsum and its like) devices
+    exchange only the totals of their pieces.
     """
     count = len(kind.operands) // 2
     build = RuleBuilder()
@@ -328,17 +328,17 @@ def _reduce_window(kind: OpKind) -> Rule:
 
 
 def _indices(kind: OpKind) -> int:
-    """Returns the bytes of i32 indices, one a dim, of both operands, and of the source itself."""
+    """Returns a workspace in bytes: `rank` i32 indices for each operand element, and the source."""
     image, source = kind.operands[:2]
     return image.rank * 4 * (image.size + source.size) + source.bytes
 
 
 @op("stablehlo.select_and_scatter", workspace=_indices)
 def _select_and_scatter(kind: OpKind) -> Rule:
-    """A piece reads all windows that touch it, and the sources of these windows.
+    """Returns the rule: for its piece a device reads all windows that touch it, and their sources.
 
-    StableHLO specification, section select_and_scatter. Where windows reach into padding (jax
-    pads the operand first) and where the scatter is no known reduction, the dim stays whole.
+    Where windows reach into padding (jax pads the operand first) and where the scatter is no known
+    reduction, the dim stays whole.
     """
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
@@ -369,7 +369,7 @@ def _select_and_scatter(kind: OpKind) -> Rule:
 
 
 def convolution_flops(kind: OpKind) -> int:
-    """Returns 2 operations for each point of the iteration space: a product and a sum."""
+    """Returns a convolution's arithmetic operations: 2 for each result element and kernel tap."""
     dims: ConvDims = kind.attrs["dimension_numbers"]
     kernel = kind.operands[1]
     taps = kernel.size // max(1, kernel.shape[dims.kernel_output_feature])
@@ -378,10 +378,10 @@ def convolution_flops(kind: OpKind) -> int:
 
 @op("stablehlo.convolution", flops=convolution_flops, reads="images")
 def _convolution(kind: OpKind) -> Rule:
-    """`b (g i) y, i (g o) k -> b (g o) y {i: reduce add, y: window, k: replicate}`.
+    """Returns the rule `b (g i) y, i (g o) k -> b (g o) y`: `i` summed, `y` with halos, `k` whole.
 
-    StableHLO specification, section convolution. With a `batch_group_count` the groups `g` are in
-    the input's batch instead: `(g b) i y, i (g o) k -> b (g o) y`.
+    With a `batch_group_count` the groups `g` are in the input's batch instead:
+    `(g b) i y, i (g o) k -> b (g o) y`.
     """
     dims: ConvDims = kind.attrs["dimension_numbers"]
     build = RuleBuilder()
@@ -398,7 +398,7 @@ def _convolution(kind: OpKind) -> Rule:
     o = build.factor(kernel[dims.kernel_output_feature] // groups)
 
     def grouped(count: int, inner: DimFactors) -> DimFactors:
-        """Returns a dim's factors: of one group `inner`, else `g`, and `inner` if not of size 1."""
+        """Returns a dim's factors: `inner` for one group, else `g`, then `inner` if not 1 long."""
         if count == 1:
             return inner
         return g if build.factors[inner[0]].size == 1 else g + inner

@@ -1,12 +1,12 @@
 """Callbacks: one device calls Python; all devices get its results, or all raise its error.
 
-before: `%1, %2 = spmd.callback %0 {number = 0}`        (%1 is the flag)
+before: `%1, %2 = spmd.callback %0 {number = 0}`        (%1 is 1 if the function raised, else 0)
 after:  `%3, %4 = spmd.callback %0 {number = 0, free = {data, model}}; %1 = all_reduce %3
          %5 = all_reduce (bits of %4); %2 = spmd.check_callback %1, (%5 as it was)`
 
-The first of the devices calls, the others have zeros, and integers are added: their bits, so that
-every number arrives as it was. Without the check a device that raised would leave the others
-waiting in the next collective. As they are written (`expand`) the first device's call is a branch:
+The first device along the `free` atoms calls, the others have zeros. The all-reduces add the bits
+of numbers as integers, so that each arrives unchanged. Without the check, a device whose call
+raised would leave the others waiting in the next collective. `expand` writes both as branches:
 
 after:  `%3, %4 = if (device is the first) { spmd.callback %0 } else { zeros }; ...
          %2 = if (%1 != 0) { spmd.check_callback %1, %5 } else { %5 }`
@@ -39,7 +39,7 @@ def _callback(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _shared(b: Builder, x: Value, axes: Axes) -> Value:
-    """Returns on all devices the value of the one device where it is not zero, by an all-reduce."""
+    """Returns `x` of the first device along `axes` on all of them; others have to have zeros."""
     type_ = b.types[x]
     if type_.dtype.startswith("complex"):
         part = type_._replace(dtype=type_.dtype[len("complex<") : -1])

@@ -5,8 +5,8 @@ after:  `%3 = multiply %1, %2; %4 = ...`, the ops of its decomposition, where th
         else the same op at the shapes of one device, which is emitted as
         `%3 = call @my_op_1f3a(%1, %2)`, with a `func @my_op_1f3a`
 
-A kernel's functions join the emitted module as they are: no stage looks into them, so its custom
-calls survive untouched. Their names carry a digest of the text, so equal functions are one.
+A kernel's functions are copied into the emitted module as they are, custom calls included. A digest
+of the text in their names makes equal functions one.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from spmd.predict.ops import exchanged_bytes
 
 
 class TracedComposite(NamedTuple):
-    """A composite, traced at given shapes: MLIR functions, and the name of the one to call."""
+    """A composite traced at given shapes: texts of MLIR functions, and `entry`, the one to call."""
 
     entry: str
     functions: tuple[str, ...]
@@ -50,16 +50,16 @@ class TracedComposite(NamedTuple):
 
 
 class _Declined(Exception):
-    """Raised in the trace of a kernel that returns NotImplemented."""
+    """Raised while a kernel is traced that returns NotImplemented."""
 
 
 def lower_composite(op: LocalOp) -> tuple[Value, ...]:
-    """Appends a composite at one device's shapes, by its kernel or its decomposition."""
+    """Appends a composite at one device's shapes, as its kernel or else its decomposition."""
     return append_composite(op.b, op.operands, op.result_types(), op.attrs)
 
 
 def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
-    """Appends a composite whose own kernel exchanges between devices what `factor` splits."""
+    """Appends a composite whose kernel itself exchanges data among devices that split `factor`."""
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
     sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
@@ -78,7 +78,7 @@ def append_composite(
     results: Sequence[TensorType],
     attrs: Mapping[str, Attribute],
 ) -> tuple[Value, ...]:
-    """Appends a composite on one device: its kernel, else its decomposition, else SpmdError."""
+    """Appends a composite as its kernel, else its decomposition; SpmdError if it has neither."""
     types, platform = tuple(b.types[v] for v in operands), attrs.get(composites.PLATFORM, "")
     for is_kernel in (True, False):
         kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, composites.KERNEL: is_kernel})
@@ -100,10 +100,10 @@ def append_composite(
 
 
 def traced_composite(kind: OpKind) -> TracedComposite | None:
-    """Traces the kernel or decomposition of a composite, once for each kind.
+    """Returns a kind's kernel or decomposition (attribute `KERNEL` says which), traced once.
 
     Returns None if the kernel declines these shapes, or there is no decomposition. Raises SpmdError
-    if the function fails, or its results are not of the composite's types.
+    if the function fails, or its results have other types than the composite's.
     """
     composite = composite_of(kind)
     platform = kind.attrs.get(composites.PLATFORM, "")
@@ -197,14 +197,14 @@ _STAND_INS = {
     "cuda": AbstractDevice("NVIDIA H100", None, "gpu"),
     "tpu": AbstractDevice("TPU v5e", 1, "tpu"),
 }
-"""The device that Pallas lowers kernels of a platform for where none of it is."""
+"""Platform -> the device for which Pallas lowers kernels if none of the platform is here."""
 
 
 # ---------------------------------------------------------------------------------------------
 # Functions of one device that exchange with others by jax's collectives.
 #
-# jax knows the groups of a collective inside of a `shard_map` alone. So a function is traced in one
-# over all devices of the mesh, whose atoms are its axes, and what is inside of it is taken out:
+# jax knows the groups of a collective only inside a `shard_map`. So a function is traced inside one
+# over all devices, with the mesh's atoms as axes, and then its body takes the place of that:
 #
 # before: func @main(%0) { %1 = sdy.manual_computation(%0) (%2) { %3 = all_gather %2 ... } }
 # after:  func @main(%0) { %3 = all_gather %0 ... }
@@ -215,7 +215,7 @@ def _atom_name(atom: int) -> str:
 
 
 def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
-    """Replaces a module's one `shard_map` by what is inside it, in place."""
+    """Replaces a module's one `shard_map` by its body, in place, with groups of device numbers."""
     atom_of = {_atom_name(atom): atom for atom in range(len(sizes))}
     with module.context, ir.Location.unknown():
         for op in ops_in(module.operation):
@@ -237,7 +237,7 @@ def _inline_manual(module: ir.Module, sizes: Sequence[int]) -> None:
 
 
 def inline_region(op: Any) -> None:
-    """Replaces an MLIR op, whose one region runs once, by the ops of that region."""
+    """Replaces an MLIR op, whose one region runs once, by the ops of that region, in place."""
     block = op.regions[0].blocks[0]
     for argument, operand in zip(block.arguments, op.operands, strict=True):
         argument.replace_all_uses_with(operand)
@@ -250,7 +250,7 @@ def inline_region(op: Any) -> None:
 
 
 def _of_one_device(program: Program) -> Program:
-    """Returns the body of a program's one `shard_map` as a program, to predict its memory."""
+    """Returns a program with its one `shard_map` replaced by its body, to predict memory with."""
 
     def flat(op: Op) -> tuple[Op, ...]:
         if op.name == MANUAL:

@@ -1,8 +1,8 @@
 """Helpers that slice, cut, pad and join the values of a local program along one dim.
 
-Where axes don't divide a dim its pieces are padded, with undefined content. Whoever could see it
-masks it first: a sum over a padded dim, a contraction, a look-up by position. See
-`spmd.mesh.sharding` for how pieces are cut.
+A device's piece of a dim is its tile. Tiles of a dim that the devices do not divide end in padding,
+whose content is undefined. What would read it (a sum over a padded dim, a contraction, a look-up
+by position) masks it first. `spmd.mesh.sharding` says how tiles are cut.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from spmd.mesh.sharding import Axes, is_even, piece_sizes
 def take_dim(
     b: Builder, x: Value, dim: int, axes: Axes, starts: Sequence[int], length: int
 ) -> Value:
-    """Slices a dim, from `starts[i]` on devices with tile `i` over `axes`; all must be in range."""
+    """Slices `length` elements of a dim, from `starts[i]` (in range) on devices with tile `i`."""
     if len(set(starts)) == 1:
         return b.slice_dim(x, dim, starts[0], starts[0] + length)
     return dynamic_take_dim(b, x, dim, per_device(b, axes, starts), length)
 
 
 def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) -> Value:
-    """Slices `length` elements of one dim from `start`, a scalar that must be in range."""
+    """Slices `length` elements of one dim from `start`, a scalar value; they must be in range."""
     shape = b.types[x].shape
     zero = b.constant(0, b.types[start].dtype)
     starts = [start if d == dim else zero for d in range(len(shape))]
@@ -36,7 +36,7 @@ def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) 
 
 
 def clamped_index(b: Builder, index: Value, last: int) -> Value:
-    """Clamps an index scalar of any integer type to the range from 0 to `last`."""
+    """Clamps an index, a scalar value of any integer type, to the range from 0 to `last`."""
     dtype = b.types[index].dtype
     last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
     if last == 0:
@@ -46,13 +46,13 @@ def clamped_index(b: Builder, index: Value, last: int) -> Value:
 
 
 def gather_dim(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """All-gathers a dim over `axes`: the result has the devices' pieces in order."""
+    """All-gathers a dim over `axes`: the result has the devices' padded tiles in order."""
     whole = b.types[x].scaled(dim, mesh.extent(axes))
     return b.collective("all_gather", x, whole, axes, all_gather_dim=dim)
 
 
 def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
-    """Returns this device's entry of `numbers`, one for each tile over `axes`, as an i32 scalar."""
+    """Returns an i32 scalar that is `numbers[i]` on devices with tile `i` over `axes`."""
     # Numbers that grow by equal steps are `first + step * index`; others are looked up in a table.
     steps = {y - x for x, y in pairwise(numbers)}
     if steps <= {0}:
@@ -65,17 +65,14 @@ def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
 
 
 def to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
-    """Returns permute pairs of a ring along `axes`: to the next device, or (way -1) the previous.
-
-    Pairs are (from, to), and the last device sends to the first.
-    """
+    """Returns (from, to) pairs of a ring along `axes`: to the next device (way 1) or back (-1)."""
     rings = [group[::way] for group in mesh.groups(axes)]
     pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
     return tuple(sorted(pairs, key=lambda pair: pair[1]))
 
 
 class Split(NamedTuple):
-    """A dim of `size` elements in the global value, of which each device has a tile over `axes`."""
+    """How a dim, of `size` elements in the global value, is split: in tiles over `axes`."""
 
     dim: int
     size: int
@@ -84,20 +81,20 @@ class Split(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether all tiles have the same size, so that none is padded."""
+        """Whether no tile has padding."""
         return is_even(self.size, self.axes, self.mesh)
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """The size of a piece after each atom of the split: first the whole dim, last a tile."""
+        """Sizes of pieces over 0, 1, 2, ... atoms: 10 over {2, 2} is (10, 5, 3); a tile is last."""
         return piece_sizes(self.size, self.axes, self.mesh)
 
 
 def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """Pads a whole dim so that its equal slices are the pieces over `axes`, in order.
+    """Pads an unsplit dim so that slices of one size are the tiles over `axes`, in order.
 
-    before: 5 elements, to be cut over {2, 2}
-    after:  8 elements: 0 1 | 2 . | 3 4 | . .
+    before: 5 elements, to be split over {2, 2}
+    after:  8 elements: 0 1 | 2 . | 3 4 | . .      (a dot is padding)
     """
     # One level after the other: 5 -> pad 6 -> (2, 3) -> pad (2, 4) -> (2, 2, 2) -> 8. Padding once
     # at the end would give 0 1 | 2 3 | 4 . | . ., which are not the pieces of `spmd.mesh.sharding`.
@@ -116,13 +113,13 @@ def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
 
 
 def own_piece(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """Slices this device's piece over `axes` out of a dim that each device holds whole."""
+    """Slices this device's tile over `axes` out of a dim that each device has whole."""
     x = cut(b, x, dim, axes, mesh)
     return b.local_slice(x, b.types[x].scaled(dim, 1, mesh.extent(axes)), axes, dim)
 
 
 def join(b: Builder, x: Value, split: Split) -> Value:
-    """Undoes `cut`: drops the padding from a dim of `x` that holds all padded pieces in order."""
+    """Undoes `cut`: drops the padding of a dim of `x` that consists of all tiles in order."""
     if split.is_even:
         return x
     dim, pieces = split.dim, split.pieces
@@ -146,7 +143,7 @@ def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
 
 
 def start_of(b: Builder, split: Split) -> Value:
-    """Returns the index in the global dim at which this device's tile starts, an i32 scalar."""
+    """Returns the global index of the first element of this device's tile, an i32 scalar."""
     _, size, axes, _ = split
     pieces = split.pieces
 

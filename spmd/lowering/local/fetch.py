@@ -1,12 +1,12 @@
-"""`fetch`, a halo exchange: brings each device the range of a split dim that it reads.
+"""`fetch`, a halo exchange: sends each device the range of a split dim that it reads.
 
 before: `%1 = f32[4]`, tiles of a dim of 16 over {data}, wanted with 1 more on each side
 after:  `%2 = slice %1[3:4]; %3 = collective_permute %2 (each to its right neighbour)`
         `%4 = slice %1[0:1]; %5 = collective_permute %4 (each to its left neighbour)`
         `%6 = concatenate %3, %1, %5`
 
-Where devices need different parts of their tiles, the slices start at constants from a table that
-the device's index along the axes selects from.
+Where devices send different parts of their tiles, each takes the start of its slice from a table of
+constants, by its index along the axes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,19 +23,19 @@ from spmd.mesh.sharding import Axes, tiles
 
 
 class Piece(NamedTuple):
-    """A local value with a part of the range that a device reads, and its places in the range."""
+    """A local value with elements of the range that a device reads, and their places in it."""
 
     value: Value
-    # for each tile, the place of the first element in the range; it may be negative
+    # for each tile, the place (index in the range) of the value's first element; may be negative
     offsets: tuple[int, ...]
-    # lows, highs: for each tile, the places in the range that this part fills
+    # lows, highs: for each tile, this value fills the places `[low, high)`
     lows: tuple[int, ...]
     highs: tuple[int, ...]
     zeroed: bool = False  # whether the value is zero on devices where it fills no place
 
     @property
     def used(self) -> list[int]:
-        """The tiles whose range takes elements from this value."""
+        """The numbers of the tiles whose range takes elements from this value."""
         ranges = zip(self.lows, self.highs, strict=True)
         return [i for i, (low, high) in enumerate(ranges) if low < high]
 
@@ -43,13 +43,13 @@ class Piece(NamedTuple):
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """Returns the range of a dim that each tile over `axes` reads; `fill`, or 0, beyond the dim."""
+    """Returns on each device its range `need` of a dim; beyond the dim it is `fill`, else 0."""
     type_ = b.types[x].with_dim(split.dim, need.length)
     return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
 
 
 def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
-    """Returns the parts of each device's range: from its own tile, and what others send it."""
+    """Returns the parts of each device's range `need`: of its own tile, and what others send."""
     # Tiles 0 1 | 2 3 | 4 5 | 6 7, each wanted with one more on both sides: ranges of 4 elements
     # from -1, 1, 3 and 5. Places in the range, tile by tile:
     #
@@ -92,7 +92,7 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
 def _part(
     x: Value, transfers: Iterable[HaloSend], firsts: Sequence[int], need: Need, zeroed: bool = False
 ) -> Piece:
-    """Makes a `Piece` of `x`, which on target `i` starts with element `firsts[i]` of the dim."""
+    """Makes a `Piece` of `x`, whose first element on tile `i` is element `firsts[i]` of the dim."""
     count = len(need.starts)
     offsets, lows, highs = [0] * count, [0] * count, [0] * count
     for _, i, low, high in transfers:
@@ -110,7 +110,7 @@ def assembled(
     axes: Axes,
     fill: Value | None = None,
 ) -> Value:
-    """Puts the parts of a range together, which overlap on no device; gaps are `fill`, or 0."""
+    """Returns a range, of `type_`, made of parts that do not overlap; gaps are `fill`, else 0."""
     length = type_.shape[dim]
 
     def filler(size: int) -> Value:
@@ -118,7 +118,7 @@ def assembled(
         return b.splat(0, wanted) if fill is None else b.broadcast(fill, wanted.shape)
 
     def selected(x: Value, other: Value, part: Piece, first: int) -> Value:
-        """Returns `x` at the places that a part fills, else `other`; `x[0]` is at place `first`."""
+        """Returns `x` at places that `part` fills, else `other`; `x[0]` is at place `first`."""
         shape = b.types[x].shape
         last = first + shape[dim]
         lows = [min(max(low, first), last) for low in part.lows]
@@ -170,7 +170,7 @@ def assembled(
 
 
 def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
-    """Returns (low, high, part) in order; None if places differ between devices, or overlap."""
+    """Returns (low, high, part) by place; None if these differ among devices, or overlap."""
     found = []
     for part in parts:
         if len({part.offsets[i] for i in part.used}) > 1:
@@ -184,7 +184,7 @@ def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
 
 
 def read_around(op: LocalOp, x: Value) -> Value:
-    """Adds its halo to `x`, the first operand: all that the result's tile reads of each dim."""
+    """Returns what this device's tile of the result reads of `x`, operand 0, along all its dims."""
     for d, (axes, window) in op.reads(0).items():
         need = reads_of(window, op.dim(0, d).size, axes, op.mesh).need
         x = fetched(op, 0, x, d, axes, need, None)
@@ -194,22 +194,22 @@ def read_around(op: LocalOp, x: Value) -> Value:
 def fetched(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, need: Need, fill: Value | None
 ) -> Value:
-    """Calls `fetch` for a dim of operand `number`, which is `x`, with a note of the reason."""
+    """Calls `fetch` for a dim of `x`, operand `number`; its ops get `note_of` as a note."""
     with op.b.noted(note_of(op, number, dim)):
         return fetch(op.b, x, op.dim(number, dim), need, axes, fill)
 
 
 def note_of(op: LocalOp, number: int, dim: int) -> str:
-    """Returns a sentence that says why an op communicates."""
+    """Returns a sentence for users that says why an op communicates."""
     return f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
 
 
 def base_of(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, window: Window, fill: Value | None
 ) -> tuple[Value, int, int, int]:
-    """Returns a fetched dim, and the padding (low, high) and dilation that the op still has to add.
+    """Returns (`x` with a fetched dim, padding low, high, dilation): the op adds the last three.
 
-    Where devices start at different phases (see `reads_of`), elements are dilated here instead.
+    Where devices start at different phases (see `reads_of`), all is done here: 0, 0, 1 are left.
     """
     b = op.b
     reads = reads_of(window, op.dim(number, dim).size, axes, op.mesh)

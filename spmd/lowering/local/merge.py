@@ -1,7 +1,7 @@
-"""Local lowerings of sums, top-k and sorts along split dims: each piece alone, then together.
+"""Local lowerings of reductions, top-k and sorts along split dims: by piece, then all together.
 
-Sums are left partial over the atoms that split what is summed. Of `top_k`, `sort` and any other
-`reduce` what the devices found is exchanged, never what they searched.
+Sums, maxima and the like stay partial over the atoms that split the reduced dims. For `top_k` and
+other bodies of `reduce`, devices exchange what they found; for `sort`, their sorted pieces.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ from spmd.propagation.projection import reduced_axes
 
 @local("stablehlo.dot_general")
 def _dot_general(op: LocalOp) -> tuple[Value, ...]:
-    """Makes a local product, with padding along contracted dims, which may be NaN, set to zero."""
+    """Multiplies local pieces, with padding along contracted dims, which may be NaN, set to 0."""
     return op.emit([op.masked(i, 0) for i in range(2)])
 
 
 @local("stablehlo.reduce")
 def _reduce(op: LocalOp) -> tuple[Value, ...]:
-    """Reduces the local piece; the initial value joins in after that, once among the devices.
+    """Reduces the local piece to a term; after that, one device's term gets the initial value.
 
-    After, because XLA forgets the initial value of a reduction over dims of size 1, and a local
-    piece has such dims where the global value has none.
+    After, because XLA ignores the initial value of a reduction over dims of size 1, and a local
+    piece may have such dims where the global value has none.
     """
     if merged_dims(op):
         return reduce_merged(op)
@@ -110,7 +110,7 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
 
 
 def merged_dims(op: LocalOp) -> tuple[int, ...]:
-    """Returns the split dims of the first operand whose pieces have to be merged, ascending."""
+    """Returns the split dims of the first operand that have a `merge` factor, ascending."""
     kinds = [op.rule.factors[dim[0]].kind for dim in op.rule.operands[0]]
     return tuple(d for d, kind in enumerate(kinds) if kind == MERGE and op.dim(0, d).axes)
 
@@ -130,8 +130,8 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
     before: `%1 = reduce %0` over a split dim
     after:  `%1 = reduce %0; %2 = all_gather %1; %3 = reduce %2`
 
-    Of several split dims the most minor one goes first: so terms stay in the order of their
-    indices, which a body may rely on. Padding becomes the initial value, which changes nothing.
+    Of several split dims the innermost goes first: so terms stay in the order of their indices,
+    which a body may rely on. Padding becomes the initial value, which changes nothing.
     """
     b, count = op.b, len(op.operands) // 2
     xs, inits = op.operands[:count], op.operands[count:]
@@ -162,13 +162,13 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
 
 @local("chlo.top_k")
 def _top_k(op: LocalOp) -> tuple[Value, ...]:
-    """Finds the largest of each piece, gathers them, and finds the largest of these.
+    """Finds the k largest of each piece, gathers them, and finds the k largest of these.
 
     before: `%1, %2 = top_k %0` along a split dim
     after:  `%1, %2 = top_k %0; %3 = all_gather %1; %4 = all_gather (%2 + start of the piece)`
             `%5, %6 = top_k %3; %7 = %4[%6]`
 
-    Candidates lie in the order of their pieces, so that of equal ones the first wins here too.
+    Gathered elements are in the order of their pieces, so that of equal ones the first wins.
     """
     split = merged_dims(op)
     if not split:
@@ -231,9 +231,9 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
     after:  `%1 = sort %0`; then for each round `%2 = collective_permute %1;
             %3 = sort (select (%1 before reverse %2), %1, reverse %2)`
 
-    For sorted A and B, each of n elements, the first n of both are the firsts of the pairs
-    (A[i], B[n - 1 - i]) (Batcher 1968, "Sorting networks and their applications"). Elements carry
-    their position, which makes the sort stable and puts padding last.
+    For sorted A and B of n elements each, the n of both that sort first are the first ones of the
+    pairs (A[i], B[n - 1 - i]) (Batcher 1968, "Sorting networks and their applications"). The global
+    position of each element is sorted along, which makes the sort stable and puts padding last.
     """
     split = merged_dims(op)
     if not split:
@@ -263,7 +263,7 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
-    """Sorts each device's own elements; ties go by position, the last of `xs`."""
+    """Sorts each device's own elements of `xs` together; ties by position, which `xs[-1]` has."""
     b = op.b
     scalars = [TensorType((), b.types[x].dtype) for x in xs]
     inner = Builder()
@@ -278,7 +278,7 @@ def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
 def _comes_first(
     b: Builder, op: LocalOp, left: Sequence[Value], right: Sequence[Value], shape: tuple[int, ...]
 ) -> Value:
-    """Returns whether each left element sorts first; equal ones and padding go by position."""
+    """Returns flags of `shape`: if left elements sort first (ties and padding: by position)."""
     *xs, i = left
     *ys, j = right
     (before,), (after,) = (  # a comparator's arguments are the left and right of each operand
@@ -297,7 +297,7 @@ def _comes_first(
 def _met(
     op: LocalOp, xs: Sequence[Value], dim: Split, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
-    """Exchanges pieces in pairs of tiles; one keeps the first half of both, the other the last."""
+    """Exchanges pieces in pairs of tiles; the first tile keeps the half that sorts first."""
     # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
     #   the lower tile keeps the first of each pair, 1 3 2: the three smallest, still to be sorted
     #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9

@@ -1,4 +1,4 @@
-"""Local lowerings of ops that make, cut, join or look up elements."""
+"""Local lowerings of constants, slices, pads, concatenates, gathers and scatters."""
 
 from collections.abc import Container, Sequence
 from functools import reduce
@@ -26,7 +26,7 @@ from spmd.propagation.projection import reduced_axes
 
 @local("stablehlo.constant")
 def _constant(op: LocalOp) -> tuple[Value, ...]:
-    """Makes a smaller splat, or slices this device's piece out of the elements."""
+    """Makes this device's piece of a constant: a smaller splat, or a slice of all elements."""
     dense: Dense = op.attrs["value"]
     type_ = op.result_types()[0]
     if dense.splat:
@@ -40,7 +40,7 @@ def _constant(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.iota")
 def _iota(op: LocalOp) -> tuple[Value, ...]:
-    """Makes a local iota and adds where this device's piece starts."""
+    """Makes an iota of local shape and adds the index at which this device's piece starts."""
     type_ = op.result_types()[0]
     dim = op.attrs["iota_dimension"]
     (count,) = op.emit()
@@ -59,7 +59,7 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.slice")
 def _slice(op: LocalOp) -> tuple[Value, ...]:
-    """Fetches what this device's piece of the result reads of split dims, and slices that."""
+    """Fetches what this device's piece of the result reads along split dims, and slices that."""
     x, result, windows = op.operands[0], op.result_types()[0].shape, op.reads(0)
     names = ("start_indices", "limit_indices", "strides")
     starts, limits, strides = (list(op.attrs[name]) for name in names)
@@ -77,13 +77,13 @@ def _slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.reverse")
 def _reverse(op: LocalOp) -> tuple[Value, ...]:
-    """Fetches the elements at the other end of split dims, and reverses them."""
+    """Fetches this device's elements from the other end of split dims, and reverses them."""
     return op.emit([read_around(op, op.operands[0])])
 
 
 @local("stablehlo.pad")
 def _pad(op: LocalOp) -> tuple[Value, ...]:
-    """Fetches the elements that a piece reads, with padding for those beyond the operand's ends."""
+    """Fetches what this device's piece reads, beyond the operand's ends the padding value."""
     x, fill = op.operands
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
     low, high, interior = (list(op.attrs[name]) for name in names)
@@ -114,7 +114,7 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
 
 
 def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value:
-    """Returns elements `[start, start + length)` of the global dim; zero where not held here."""
+    """Returns elements `[start, start + length)` of a global dim, 0 for those of other tiles."""
     dim = split.dim
     have = b.types[x].shape[dim]
     width = min(have, length)
@@ -127,7 +127,7 @@ def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value
 
 
 def _shifted(b: Builder, x: Value, dim: int, by: Value, length: int) -> Value:
-    """Returns `length` elements of a dim from position `by` on, with zeros beyond its ends."""
+    """Returns `length` elements of a local dim from position `by` on, with 0 beyond its ends."""
     have = b.types[x].shape[dim]
     if have == 1 and length == 1:
         return x
@@ -137,7 +137,7 @@ def _shifted(b: Builder, x: Value, dim: int, by: Value, length: int) -> Value:
 
 
 def _within(b: Builder, length: int, first: Value, count: Value) -> Value:
-    """Returns flags: which of the positions `first + [0, length)` are in `[0, count)`."""
+    """Returns `length` flags: whether position `first + i` is in `[0, count)`."""
     line = TensorType((length,), "i32")
     position = b.binary("add", b.iota(line, 0), b.broadcast(first, line.shape))
     return b.binary(
@@ -148,7 +148,7 @@ def _within(b: Builder, length: int, first: Value, count: Value) -> Value:
 
 
 def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
-    """Clamps starts to where a slice of `sizes` fits the global operand, as StableHLO asks."""
+    """Clamps starts so that a slice of `sizes` is in the global operand 0; returns i32 scalars."""
     b = op.b
     return [
         b.convert(clamped_index(b, start, whole - size), "i32")
@@ -157,16 +157,16 @@ def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -
 
 
 def _cut_dims(op: LocalOp, sizes: Sequence[int]) -> list[int]:
-    """Returns the split dims of the first operand that a slice of `sizes` takes only a part of."""
+    """Returns the split dims of the first operand of which a slice of `sizes` takes only a part."""
     dims = (op.dim(0, d) for d in range(len(sizes)))
     return [d.dim for d in dims if d.axes and sizes[d.dim] < d.size]
 
 
 @local("stablehlo.dynamic_slice")
 def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
-    """Slices what this device holds of split dims, zero elsewhere; dims taken whole start at 0.
+    """Slices this device's piece: a term of a sum, with 0 for elements of other devices.
 
-    That is a constant, because XLA adds a start to that of another slice before it clamps it.
+    The start of a dim taken whole is a constant 0: XLA adds starts of nested slices unclamped.
     """
     b, (x, *starts), wanted = op.b, op.operands, op.attrs["slice_sizes"]
     split = _cut_dims(op, wanted)
@@ -184,9 +184,9 @@ def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.dynamic_update_slice")
 def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
-    """Overwrites a window of each device's piece, with its old elements outside of the update.
+    """Writes those elements of the update that are in this device's piece, in place.
 
-    So no more is read and written than the update is large, and it can be done in place.
+    It overwrites a window, as large as the update at most: the rest of that with what is there.
     """
     # An update of 3 at 3 reaches into the tile [4, 8) with its last two elements:
     #   here = 3 - 4 = -1     clamped to 0, so the window is [0, 3) of the tile
@@ -219,9 +219,9 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.gather")
 def _gather(op: LocalOp) -> tuple[Value, ...]:
-    """Looks up indices in this device's piece of the table; others give zero, a term of the sum.
+    """Looks indices up in this device's piece of the table: a term of a sum, with 0 for the others.
 
-    Out-of-range starts are clamped against the whole table first, as the specification asks.
+    Indices out of range are clamped to the global table first, as StableHLO specifies.
     """
     # A table of 8 rows in two pieces, indices 1 6 9:
     #   clamped    1 6 7     against the whole table, so that 9 means the last row
@@ -261,7 +261,7 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.scatter")
 def _scatter(op: LocalOp) -> tuple[Value, ...]:
-    """Scatters into this device's piece; updates elsewhere are out of its range, and so dropped."""
+    """Scatters into this device's piece; updates of other pieces are out of range, so dropped."""
     b = op.b
     dims: ScatterDims = op.attrs["scatter_dimension_numbers"]
     count = (len(op.operands) - 1) // 2
@@ -288,10 +288,10 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
 def _scatter_one(
     op: LocalOp, tables: Sequence[Value], indices: Value, updates: Sequence[Value]
 ) -> tuple[Value, ...]:
-    """Scatters one slice into this device's piece; its index counts from the start of the piece.
+    """Scatters a single slice into this device's piece, from whose start `indices` count.
 
-    A slice that is not whole inside the piece changes nothing. Its index is clamped all the same:
-    XLA makes it a dynamic slice and a dynamic update slice, which must be in range (see `expand`).
+    A slice that is not all in the piece changes nothing. Its index is clamped nevertheless: XLA
+    makes the op a dynamic slice and an update slice, which must be in range (see `expand`).
     """
     b, dims, reducer = op.b, op.attrs["scatter_dimension_numbers"], op.attrs["reducer"]
     piece, update = b.types[tables[0]].shape, b.types[updates[0]].shape
@@ -313,7 +313,7 @@ def _scatter_one(
 
 
 def _indexed(op: LocalOp, dims: Sequence[int], picked: Container[int]) -> list[Split]:
-    """Returns the table's dims that an index addresses, as unsplit unless they are in `picked`."""
+    """Returns how each of `dims` of operand 0 is split; a dim not in `picked` counts as unsplit."""
     found = [op.dim(0, d) for d in dims]
     return [split if split.dim in picked else split._replace(axes=()) for split in found]
 
@@ -324,14 +324,14 @@ def _as_signed(b: Builder, indices: Value) -> Value:
 
 
 class _VectorDim(NamedTuple):
-    """The dim of an index tensor that holds the components of one index; it may be implicit."""
+    """The dim of an index tensor along which the components of an index are; it may be implicit."""
 
     b: Builder
     type: TensorType  # of the indices
-    dim: int
+    dim: int  # the rank of `type` if it is implicit: each element is an index
 
     def of(self, numbers: Sequence[int]) -> Value:
-        """Broadcasts constants, one for each component of an index, to the shape of the indices."""
+        """Broadcasts constants, one for each component of an index, to the type of the indices."""
         return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
 
     def clamped(self, indices: Value, last: Sequence[int]) -> Value:
@@ -339,7 +339,7 @@ class _VectorDim(NamedTuple):
         return self.b.binary("minimum", above, self.of(last))
 
     def join(self, scalars: Sequence[Value]) -> Value:
-        """Broadcasts i32 scalars, one for each component of an index, to the indices' type."""
+        """Broadcasts scalars, one for each component of an index, to the type of the indices."""
         b = self.b
         parts = [b.reshape(b.convert(s, self.type.dtype), (1,)) for s in scalars]
         return self.spread(b.concatenate(parts, 0))

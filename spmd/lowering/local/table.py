@@ -1,8 +1,8 @@
 """The table from op names to local lowerings, and `LocalOp`, which a lowering takes.
 
-A sharding rule says what an op's pieces look like; its local lowering, registered beside it under
-the same name, says how one device computes its piece from pieces. Most ops are themselves at
-local shapes, and their description says so.
+An op's sharding rule says what its pieces look like; its local lowering, registered under the same
+name, says how one device computes its piece of the result from pieces of the operands. Most ops
+need none: their descriptions say that they are lowered to themselves at local shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from spmd.planning.plan import Choice
 
 @dataclass(frozen=True, eq=False)
 class LocalOp:
-    """An op to lower: the global op, its choice, and local operands in that choice's shardings."""
+    """An op to lower: the global op, its choice, and local operands in the choice's shardings."""
 
     b: Builder
     mesh: Mesh
@@ -64,12 +64,12 @@ class LocalOp:
         )
 
     def dim(self, number: int, dim: int) -> Split:
-        """Returns a dim of operand `number`: its global size and the axes that split it."""
+        """Returns how a dim of operand `number` is split: its global size and its axes."""
         size, axes = self.op.kind.operands[number].shape[dim], self.choice.operands[number].dims
         return Split(dim, size, axes[dim], self.mesh)
 
     def reads(self, number: int) -> dict[int, tuple[Axes, Window]]:
-        """Maps an operand's dims that are read in windows to (axes of reading tiles, window)."""
+        """Maps dims of an operand that are read in windows to (axes of reading tiles, window)."""
         return {
             read.dim: (axes, read.window)
             for read in self.rule.reads
@@ -79,9 +79,9 @@ class LocalOp:
         }
 
     def masked(self, number: int, fill: Any, dims: Sequence[int] | None = None) -> Value:
-        """Returns an operand with padding replaced along `dims`, else along those the op reduces.
+        """Returns an operand with padding replaced by `fill` along `dims` (None: the reduced dims).
 
-        `fill` is the element that replaces padding, or a function that makes a local value of them.
+        `fill` is an element, or a function that returns a local value of the operand's type.
         """
         b, x = self.b, self.operands[number]
         type_ = b.types[x]
@@ -95,15 +95,15 @@ class LocalOp:
         return x
 
     def reduced_dims(self, number: int) -> tuple[int, ...]:
-        """Returns the dims of an operand along which the op reduces."""
+        """Returns the dims of an operand that have a `reduce` factor."""
         kinds = [self.rule.factors[f].kind for dim in self.rule.operands[number] for f in dim[:1]]
         return tuple(d for d, kind in enumerate(kinds) if kind == REDUCE)
 
     def once(self, x: Value, axes: Axes, reducer: str) -> Value:
-        """Returns a term of a reduction that counts once among the devices along `axes`.
+        """Returns terms of a reduction over the devices along `axes` that count `x` once.
 
-        The first device has `x`; others have the reduction's identity, or `x` too where it may be
-        repeated, as in a maximum.
+        The first device gets `x`, others the identity of the reduction; all get `x` where it may
+        be repeated, as in a maximum.
         """
         if reducer in ("max", "min", "and", "or"):
             return x
@@ -113,7 +113,7 @@ class LocalOp:
 
 
 def or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
-    """Returns `x` where a flag is set, else the identity element of a reduction."""
+    """Returns `x` where the scalar `flag` is set, else the identity element of a reduction."""
     type_ = b.types[x]
     return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
 
@@ -135,13 +135,13 @@ def local(name: str) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def registered_ops() -> tuple[str, ...]:
-    """Returns the names of all ops that one device can compute, sorted."""
+    """Returns the sorted names of all ops with a local lowering, and of those that need none."""
     described = (n for n, a in DESCRIPTIONS.items() if a.is_same_locally or a.vanishes)
     return tuple(sorted({*_LOCAL, *described}))
 
 
 def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
-    """Appends the local form of an op; raises UnsupportedOpError if it has no local lowering."""
+    """Appends the local form of an op; returns its results. UnsupportedOpError if it has none."""
     name = rule_name(local_op.op.kind)
     function = _LOCAL.get(name)
     if function is not None:

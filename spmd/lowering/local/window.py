@@ -1,7 +1,7 @@
 """Local lowerings of sliding windows: reductions, running totals, selections, convolutions.
 
-Each fetches what its piece of the result reads, then is the op itself without padding along the
-split dims.
+Each fetches what the device's piece of the result reads (`fetch`), then appends the op itself at
+local shapes.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 @local("stablehlo.reduce_window")
 def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
-    """Reduces windows over fetched elements; those beyond the dim's ends are the initial value."""
+    """Reduces windows of fetched elements; beyond the dim's ends these are the initial value."""
     kind, b = op.op.kind, op.b
     count = len(op.operands) // 2
     xs, inits = list(op.operands[:count]), op.operands[count:]
@@ -56,7 +56,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
-    """Makes the running totals of each piece, and adds the total of all pieces before it.
+    """Makes the running totals of each piece, and combines them with the total before the piece.
 
     before: `reduce_window %1` over the whole of a split dim
     after:  `%2 = reduce_window %1; %3 = all_gather (last of %2); %4 = reduce_window %3`
@@ -109,7 +109,7 @@ def _windows_of(
 
 @local("stablehlo.select_and_scatter")
 def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
-    """Scatters from all windows that touch this device's piece, and cuts the piece out of that."""
+    """Scatters what all windows that touch this device's piece select, and cuts out the piece."""
     b, (x, source, init) = op.b, op.operands
     dtype = b.types[source].dtype
     shape = list(op.result_types()[0].shape)
@@ -129,7 +129,7 @@ def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[int]]:
-    """Returns operand and source elements around each tile, and where it starts in the former."""
+    """Returns (ranges to read of operand, of source, starts of tiles in the former), by tile."""
     # Windows of 3 at stride 2 over 8 elements, tiles of 2: windows 0 and 1, which are [0, 3) and
     # [2, 5), touch the tile [2, 4). Its device gets the operand [0, 5) and the sources [0, 2), and
     # the tile starts at 2 in what these scatter to. All devices get equally many of both.

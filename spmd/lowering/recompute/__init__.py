@@ -1,1 +1,1 @@
-"""Remat: values that would not fit in memory are computed again where they are read."""
+"""Remat: where memory is short, values are recomputed where they are read instead of kept."""

@@ -1,4 +1,4 @@
-"""Remat of ops: what it costs, the cheapest answer to what is held, and how a block holds less."""
+"""Remat: what recomputing ops costs, what to keep in memory (a minimum cut), remat of a block."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,26 +16,26 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.planning.plan import Recomputed
 
-SPREAD = 0.25  # how much dearer a byte of the last value is than one of the first
+SPREAD = 0.25  # price of a byte: by how much the last value's exceeds the first's
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Costs of recomputing ops and of holding values of one local program, in seconds."""
+    """Costs, in seconds, of recomputing a local program's ops and of keeping values in memory."""
 
     program: Program
     mesh: Mesh
     topology: Topology
-    price: float  # of a byte that is held at the fullest moment
+    price: float  # seconds for each byte in memory at the peak
     exchanges: bool = True  # whether collectives may be done again
 
     @cached_property
     def clock(self) -> Clock:
-        """The predicted times of the program's ops."""
+        """Predicts the seconds of the program's ops."""
         return Clock(self.program, self.mesh, self.topology)
 
     def again(self, op: Op) -> float:
-        """Returns the seconds of recomputing an op with its regions; infinite if not allowed."""
+        """Returns the seconds of recomputing an op, regions included; infinity if not allowed."""
         about = op.kind.about
         if about.has_effect or not op.results or not (about.is_repeatable or op.name == BARRIER):
             return math.inf
@@ -48,25 +48,22 @@ class Costs:
         return self.clock.arithmetic(op)
 
     def runs(self, op: Op) -> int:
-        """Returns a loop's trip count, at least 1, and 1 for other ops.
-
-        With 0 trips, an infinite cost inside would become NaN.
-        """
+        """Returns a loop's trip count, at least 1 as 0 times infinity is NaN; 1 for other ops."""
         return max(1, self.clock.index.runs(op))
 
     def held(self, value: Value, pieces: int = 1) -> float:
-        """Returns the price, in seconds, of holding a value, or `pieces` like it, at the peak."""
+        """Returns the price, in seconds, of `pieces` values of this size in memory at the peak."""
         # Equal layers, and products with equal contracted dims, save as much for each byte: at one
         # price they would all be held or none. So the price is a little higher for later values.
         slope = 1 + SPREAD * value / len(self.program.types)
         return self.price * slope * self.program.types[value].bytes * pieces
 
     def moved(self, value: Value) -> float:
-        """Returns the seconds of writing a value to memory and reading it again."""
+        """Returns the seconds of writing a value to memory and reading it once."""
         return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth
 
 
-AGAIN = "again, rather than held"  # note of ops that are done again
+AGAIN = "again, rather than held"  # note of ops that are recomputed
 
 
 def again(loc: Loc) -> Loc:
@@ -75,7 +72,7 @@ def again(loc: Loc) -> Loc:
 
 
 def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
-    """Returns an op that reads `instead[v]` in place of `v`, in its regions as well."""
+    """Returns a copy of an op that reads `instead[v]` in place of `v`, in its regions as well."""
     operands = tuple(instead.get(v, v) for v in op.operands)
     regions = tuple(
         Region(
@@ -94,13 +91,13 @@ def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
 #     %1 = dot %0, %w; %2 = tanh %1; %3 = exp %2        needed afterwards: %2, %3
 #
 # Kept are %2 and %3; or %2 alone, and `exp` is done again; or nothing but arguments, and all three
-# are. Keeping a value has a price, and so has doing an op again, which needs what the op reads. The
+# ops are. Keeping a value has a price. So has doing an op again, which needs what it reads. The
 # cheapest of all such answers is a minimum cut (project selection: Rhys, "A selection problem of
 # shared fixed costs and network flows", Management Science 17(3), 1970).
 
 
 class Cut(NamedTuple):
-    """Values that are kept or there anyway, and the ops that are recomputed, in order."""
+    """Which values are kept in memory (or there anyway), and which ops are recomputed, in order."""
 
     kept: frozenset[Value]
     again: tuple[Op, ...]
@@ -113,11 +110,11 @@ def cheapest_cut(
     redo: Callable[[Op], float],
     early: Callable[[Value, Op], float] = lambda value, op: 0.0,
 ) -> Cut:
-    """Chooses which values to keep and which ops to recompute so that `needed` costs least.
+    """Chooses values to keep and ops to recompute so that having `needed` values costs least.
 
-    `keep` is the price of keeping a value: infinite where it cannot be kept, 0 where it is there
-    anyway. `redo` is that of recomputing an op; `early` what such an op pays for having a value,
-    which it reads and which is needed later, from then on. Values that none of the ops makes can
+    `keep` returns the price of keeping a value: infinity if it cannot be kept, 0 if it is there
+    anyway. `redo` returns that of recomputing an op, which needs its operands, `early` the price of
+    having one of these sooner than its other readers need it. Values that none of `ops` makes can
     only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
@@ -149,9 +146,9 @@ def cheapest_cut(
     for value in needed:
         network.edge(("value", value), SINK, math.inf)
     # A value that is read by ops which may be done again has to be there by then. The earlier that
-    # is, the longer it lies in memory, and the more it costs (`early`); of several ops only the
-    # earliest counts. So prices are a staircase: each step costs what its op asks for beyond the
-    # step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
+    # is, the longer it is in memory, and the more it costs (`early`); of several ops only the
+    # earliest counts. So prices are a staircase: each step costs what `early` of its op is above
+    # the step before. With early prices 1, 3 and 3: steps of 1, 2 and 0.
     for value, ops_again in readers.items():
         last, before = 0.0, None
         waits = [(early(value, op), op) for op in ops_again]
@@ -176,18 +173,21 @@ def cheapest_cut(
 # ---------------------------------------------------------------------------------------------
 # Values across the fullest moment of a block: made again behind it rather than held.
 #
-# before: `%2 = dot %0, %w; %3 = tanh %2; (full here) %8 = dot ...; %9 = multiply %8, %3`
-# after:  `%2 = dot %0, %w; (no longer) %8 = dot ...;
+# before: `%2 = dot %0, %w; %3 = tanh %2; (peak) %8 = dot ...; %9 = multiply %8, %3`
+# after:  `%2 = dot %0, %w; (lower) %8 = dot ...;
 #          %10, %11 = optimization_barrier %2, %8; %12 = tanh %10; %9 = multiply %11, %12`
 #
-# The barrier lets what is made again begin no earlier than what has to wait for it anyway, and
-# keeps XLA from finding that it has the value already. A gather begins earlier, to be hidden.
+# The barrier lets what is made again begin no earlier than its reader's other operands are there,
+# and keeps XLA from merging it with the first time. A gather begins earlier, to be hidden.
 
 
 def recompute_in_block(
     program: Program, costs: Costs, moment: Op
 ) -> tuple[Program, list[Recomputed]]:
-    """Remats values held while `moment`, the op at the peak, runs, in every block around it."""
+    """Recomputes values after `moment`, the op at the memory peak, rather than keep them across it.
+
+    Does so in each region around the op. Returns the program, and which values are not kept.
+    """
     b = Builder(program.types)
     dropped: list[Recomputed] = []
 
@@ -212,9 +212,9 @@ def recompute_in_block(
 
 
 class _Block:
-    """A block of ops, and the one at which memory peaks: what is recomputed behind it.
+    """Remat in one region: chooses what is recomputed after op `full`, at which memory peaks.
 
-    Ops that are recomputed stand behind optimization barriers, in front of their first reader.
+    Recomputed ops stand behind optimization barriers, right before the first op that reads them.
     """
 
     def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
@@ -228,7 +228,7 @@ class _Block:
                 if value in self.makers:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
-        # How often the ops are repeated that take most of the time: the weighted median.
+        # How often the ops that take most of the time are repeated: the weighted median.
         seconds: dict[OpKind, list[float]] = {}
         for op in self.before:
             seconds.setdefault(op.kind, []).append(costs.clock.arithmetic(op))
@@ -254,12 +254,12 @@ class _Block:
         )
         # Values that are made again behind the moment -> the ops that make them.
         self.again = {value: op for op in cut.again for value in op.results}
-        self.made: dict[Value, Value] = {}  # what is not held, or is behind a barrier, now
-        self.now = 0.0  # seconds of arithmetic from the fullest moment on
-        self.past: list[tuple[float, Value]] = []  # what is stored by then, and from when on
+        self.made: dict[Value, Value] = {}  # value -> its recomputed or barriered copy
+        self.now = 0.0  # seconds of arithmetic since the peak
+        self.past: list[tuple[float, Value]] = []  # (time, value stored by then)
 
     def keep(self, value: Value) -> float:
-        """Returns the price of holding a value across the peak; 0 for the block's own ends."""
+        """Returns the price of keeping a value: 0 of inputs and results, infinity if not stored."""
         if value not in self.makers or value in self.returned:
             return 0.0
         # What is computed inside its readers has no memory of its own: what it is made of does.
@@ -267,10 +267,9 @@ class _Block:
         return self.costs.held(value) if is_stored else math.inf
 
     def early(self, value: Value, op: Op) -> float:
-        """Returns the price of having a value before its first reader, as a recomputed op needs it.
+        """Returns the price of having a value for `op` before its first reader after the peak.
 
-        It then lies in memory from there on. For a layer's time or longer, that costs as much as
-        holding it.
+        It grows with that time, up to the price of keeping the value for a layer's time or more.
         """
         # A layer's values, made again together, take the memory of one layer: little beside what
         # all layers would hold. What is held for longer than that saves nothing: making the input
@@ -302,7 +301,7 @@ class _Block:
         return self.b.end(self.region.args, results)
 
     def with_values_for(self, op: Op) -> Op:
-        """Returns an op that reads recomputed values, once those that are missing are appended."""
+        """Appends the ops that recompute operands of `op`; returns `op` with the new operands."""
         missing: dict[Value, Op] = {}  # the ops that make values again, in order
         waiting = [(value, False) for value in reversed(reads(op))]
         while waiting:
@@ -339,7 +338,7 @@ class _Block:
                 self.made.update((v, env[v]) for v in op.results)
 
     def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
-        """Returns a gather and the ops that feed it; nothing if one of these is arithmetic."""
+        """Returns first results of a gather and ops that feed it; empty if these do arithmetic."""
         found, waiting = set[Value](), [gather]
         while waiting:
             op = waiting.pop()
@@ -350,7 +349,7 @@ class _Block:
         return found
 
     def wait(self, inputs: Iterable[Value], lead: float, reader: Op) -> None:
-        """Puts `inputs` behind a barrier that opens `lead` seconds before the reader runs."""
+        """Makes uses of `inputs` wait, by a barrier, until `lead` seconds before `reader` runs."""
         inputs = [v for v in inputs if self.b.types[v].rank]
         if not inputs:
             return

@@ -1,11 +1,10 @@
-"""Remat of a program that does not fit: it computes values again rather than holding them.
+"""Remat of a program that exceeds the memory: recomputes values rather than keep them in memory.
 
-Every byte that is held at the moment of peak memory gets a price. What is worth less than its price
-is recomputed where it is read: in the backward loop of a scan instead of being stacked by its
-forward loop, or behind the peak of a block instead of being held across it. A weight may be
-gathered again, an elementwise chain, a norm or a product computed again: whatever saves the most
-memory for its seconds. It is the trade-off of Jain et al., "Checkmate" (MLSys 2020), relaxed by a
-price of memory so that minimum cuts solve it.
+Every byte that is in memory at the peak has a price in seconds. A value is recomputed where it is
+read if that takes less time than keeping it costs: in the backward loop of a scan instead of being
+stacked by the forward loop, or after the peak of a block instead of being kept across it. All can
+be recomputed: all-gathers of weights, elementwise chains, norms, products. It is the trade-off of
+Jain et al., "Checkmate" (MLSys 2020), relaxed by a price so that minimum cuts solve it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 from spmd.predict.memory import peak_memory
 
-MOMENTS = 4  # of a program that are relieved, the fullest first
-DEPTH = 8  # loops inside one another that are looked at, the outermost first
+MOMENTS = 4  # peaks of a program that are lowered one by one, the highest first
+DEPTH = 8  # levels of nested loops that are rewritten, the outermost first
 
 
 def recompute(
@@ -48,11 +47,11 @@ def recompute(
     donated: Sequence[int] = (),
     exchanges: bool = True,
 ) -> tuple[Program, tuple[Recomputed, ...]]:
-    """Remats values where that costs less than the price of holding them at peak memory.
+    """Recomputes values where that takes less time than keeping them at peak memory costs.
 
-    `price` is in seconds for each byte held there. Loops come first, then blocks while the peak is
-    above `limit` bytes. `donated` are arguments that may be overwritten; with `exchanges`,
-    collectives may be done again. Returns the program, and what it no longer holds.
+    `price` is in seconds for each byte there. Loops come first, then blocks while the peak is above
+    `limit` bytes. `donated` are positions of arguments that may be overwritten; with `exchanges`,
+    collectives may be recomputed. Returns the program, and which values are not kept any more.
     """
     costs, dropped = Costs(program, mesh, topology, price, exchanges), list[Recomputed]()
     for _ in range(DEPTH):
@@ -60,7 +59,7 @@ def recompute(
         body = _collecting_less(program.body, 1, costs, b, more)
         if not more:
             break
-        # An inner loop that is run again now lies beside the loop that reads what it collects.
+        # An inner loop that is run again is now in one region with the loop that reads its stacks.
         dropped += more
         program = remove_dead(program._replace(types=tuple(b.types), body=body))
         costs = replace(costs, program=program)
@@ -95,7 +94,7 @@ def recompute(
 def _collecting_less(
     region: Region, runs: int, costs: Costs, b: Builder, dropped: list[Recomputed]
 ) -> Region:
-    """Rewrites a region that runs `runs` times: its loops stack only what is worth its price."""
+    """Returns a region whose loops stack fewer values; the others are appended to `dropped`."""
     changed = dict[Value, Sequence[Op]]()
     for pair in pairs_of(region, costs.clock.index):
         rewrite = _Rewrite(pair, costs, runs, b)
@@ -115,7 +114,7 @@ def _collecting_less(
 
 
 class _Rewrite:
-    """A pair of loops that runs `runs` times, and which of its values are stacked or recomputed."""
+    """Rewrites both loops of a pair, run `runs` times, so that fewer values are stacked."""
 
     def __init__(self, pair: Pair, costs: Costs, runs: int, b: Builder) -> None:
         self.pair, self.b, self.index = pair, b, costs.clock.index
@@ -125,7 +124,7 @@ class _Rewrite:
         carried = set(_around(pair.backward, self.index).values())
 
         def keep(value: Value) -> float:
-            """Returns the price, in seconds, of having a value in the backward loop."""
+            """Returns the price, in seconds, of a value in the backward loop, if not recomputed."""
             if value == pair.place:
                 return 0.0
             if value in self.around:
@@ -158,9 +157,9 @@ class _Rewrite:
         return found
 
     def forward(self) -> tuple[Op, ...]:
-        """Returns the ops that make new stacks of zeros, and then the loop that fills them.
+        """Returns the ops that make the new stacks, of zeros, and then the new forward loop.
 
-        The loop no longer has the stacks in `gone`.
+        That fills the new stacks, and has those in `gone` no longer.
         """
         b, loop = self.b, self.pair.forward
         b.loc = loop.loc
@@ -186,7 +185,7 @@ class _Rewrite:
         return *before, recarried(loop, b.types, {s.written for s in self.gone}, carries)
 
     def backward(self) -> Op:
-        """Returns the backward loop, with ops recomputed in front of the first that reads them."""
+        """Returns the new backward loop; each recomputed op is right before its first reader."""
         b, loop = self.b, self.pair.backward
         body = loop.regions[1]
         carries: list[Carry] = []
@@ -233,7 +232,7 @@ class _Rewrite:
 
 
 def _late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Merges `made` into `ops`: each op of `made` stands in front of the first op that reads it."""
+    """Returns `ops` with each op of `made` put right before the first op that reads its results."""
     first: dict[Value, int] = {}
     for i, op in reversed(list(enumerate(ops))):
         first.update(dict.fromkeys(reads(op), i))
@@ -256,7 +255,7 @@ def _core(piece: Value, index: Index) -> Value:
 
 
 def _around(loop: Op, index: Index) -> dict[Value, Value]:
-    """Maps arguments of a loop's body that no trip changes to their values in front of the loop."""
+    """Maps each argument of a loop's body that no trip changes to its value before the loop."""
     found: dict[Value, Value] = {}
     for i, (argument, value) in enumerate(zip(loop.regions[1].args, loop.operands, strict=True)):
         if is_untouched(loop, i):
@@ -279,10 +278,10 @@ def _around(loop: Op, index: Index) -> dict[Value, Value]:
 
 
 class Residual(NamedTuple):
-    """A value that the forward loop stacks and the backward loop reads: both carries by number."""
+    """A stack that the forward loop fills, one piece in each trip, and the backward loop reads."""
 
-    written: int
-    read: int
+    written: int  # number of the forward loop's carry that is the stack
+    read: int  # number of the backward loop's carry that is the stack
     piece: Value  # that the forward loop writes in each trip
     slices: tuple[Op, ...]  # the ops that read one piece
 
@@ -293,20 +292,20 @@ class Pair(NamedTuple):
     forward: Op
     backward: Op
     trips: int  # how often the forward loop runs: the length of every stack
-    place: Value  # where the forward loop's body writes
-    read_at: Value  # where the backward loop's body reads
+    place: Value  # index of the piece that the forward loop's body writes
+    read_at: Value  # index of the piece that the backward loop's body reads
     stacks: tuple[Residual, ...]
 
 
 def has_pairs(program: Program) -> bool:
-    """Whether any loop of a program stacks residuals that a later loop reads."""
+    """Whether a program has a pair of loops of which one stacks values that the other reads."""
     index = Index(program)
     regions = (region for op in program.walk() for region in op.regions)
     return any(pairs_of(region, index) for region in (program.body, *regions))
 
 
 def pairs_of(region: Region, index: Index) -> list[Pair]:
-    """Returns the pairs of forward and backward loops in a region; no loop is in two of them."""
+    """Returns the pairs of forward and backward loops in a region; no loop is in two pairs."""
     loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
     found: list[Pair] = []
     taken: set[Value] = set()
@@ -320,7 +319,7 @@ def pairs_of(region: Region, index: Index) -> list[Pair]:
 
 
 def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]:
-    """Returns pairs of the loop and one that reads its stacks, those with the most stacks first."""
+    """Returns pairs of `forward` and a loop that reads its stacks, those with most stacks first."""
     types = index.program.types
     found: dict[tuple[Value, Value, Value], list[Residual]] = {}
     for number in range(len(forward.results)):
@@ -335,7 +334,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
             at = places.pop()
             ends = _ends(backward, at, index)
             last = update.kind.results[0].shape[0] - 1
-            # The one place stands for the other where what is read is made again.
+            # What was made at `place` is recomputed at `at` in its stead.
             if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
                 stack = Residual(number, read, update.operands[1], slices)
                 found.setdefault((backward.results[0], place, at), []).append(stack)
@@ -348,7 +347,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
 
 
 def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
-    """Returns the update that fills a carry, a slice in each trip, and its index; else None."""
+    """Returns (the update, its index) if a loop fills a carry, one slice a trip; else None."""
     body = loop.regions[1]
     carry = body.args[number]
     update = index.producers.get(body.results[number])
@@ -369,7 +368,7 @@ def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
 
 
 def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, int] | None:
-    """Returns the one loop that reads a value, as a carry it never changes, and its number."""
+    """Returns (loop, carry number) if only a loop reads a value, never changing it; else None."""
     uses = index.users.get(value, ())
     if len(uses) != 1:
         return None
@@ -382,7 +381,7 @@ def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, 
 
 
 def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
-    """Returns the ops that each read one slice of a carry; none if anything else reads it."""
+    """Returns the ops that read a carry, if each reads one slice in the loop's body; else ()."""
     body = loop.regions[1]
     uses = index.users.get(body.args[number], ())
     ops = tuple(
@@ -399,9 +398,9 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
 
 
 def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
-    """Returns an integer of a loop's body in its first and last trip.
+    """Returns what an integer of a loop's body is in its first trip and in its last one.
 
-    None if it is not made of constants and counters alone, or wraps around.
+    None if it is not computed from constants and loop counters alone, or wraps around.
     """
     trips, dtype = index.trips.get(loop.results[0]), numpy_dtype(index.program.types[value].dtype)
     if not trips or not np.issubdtype(dtype, np.integer):
@@ -425,7 +424,7 @@ def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
 
 
 def _step(loop: Op, number: int, index: Index) -> int | None:
-    """Returns by how much a carry grows in each trip; None if that is not always the same."""
+    """Returns by how much a carry grows in each trip; None if not by a constant integer."""
     if is_untouched(loop, number):
         return 0
     body = loop.regions[1]

@@ -1,5 +1,5 @@
-"""Rewrites of the local program: each one's result may give the next one more to do.
+"""Rewrites of the local program that save work, and join or hide collectives.
 
-`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`, of the
-program as it is and of the one whose sums travel (`ring`): `spmd.trial` takes the faster.
+`simplify` comes first, then remat (`spmd.lowering.recompute`), then `schedule`. On TPUs `schedule`
+also gets what `ring` makes of the program, and `spmd.compiler.Trial` takes the faster result.
 """

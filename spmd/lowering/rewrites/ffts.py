@@ -1,10 +1,10 @@
-"""Rewrite: FFTs of one dim after another become one of all of them, as XLA does them fastest.
+"""Rewrite: FFTs along one dim each, one after another, become an FFT of several, which is faster.
 
 before: `%1 = fft %0 [16]; %2 = transpose %1 [1, 0]; %3 = fft %2 [8]; %4 = transpose %3 [1, 0]`
 after:  `%4 = fft %0 [8, 16]`
 
-They were taken apart (`spmd.frontend.canonicalize`), so that the plan may exchange the dims that
-are split in between.
+Before, `spmd.frontend.canonicalize` made FFTs of one dim of each FFT of several, so that the plan
+can change which dims are split between them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ MOST_DIMS = 3  # XLA has no FFT of more
 
 
 class _Fft(NamedTuple):
-    """An FFT of one dim of `operand`; for a dim that is not the last, between two transposes."""
+    """An FFT `op` of `operand` along `dim`; between two transposes if `dim` is not the last."""
 
     operand: Value
     dim: int
@@ -30,14 +30,14 @@ class _Fft(NamedTuple):
 
 
 def join_ffts(program: Program) -> Program:
-    """Joins FFTs of one dim each, with only transposes between them, into one of several."""
+    """Joins FFTs of one dim each, with only transposes between them, into one FFT of these dims."""
     if not any(LENGTHS in op.kind.attrs for op in program.walk()):
         return program
     users, producers = users_of(program), producers_of(program)
     made = {v: op for v, op in producers.items() if len(users.get(v, ())) == 1}
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        parts: list[_Fft] = []  # FFTs of different dims that end with this op, the last one first
+        parts: list[_Fft] = []  # consecutive FFTs of different dims, the last one first
         before: Op | None = op
         while before is not None and len(parts) < MOST_DIMS:
             part = _part(before, made)

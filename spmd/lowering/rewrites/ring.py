@@ -1,4 +1,4 @@
-"""Rewrite for TPUs: permutes that overlap with a product take the place of its reduce-scatter.
+"""Rewrite for TPUs: a product's reduce-scatter becomes permutes, which overlap with the product.
 
 before: `%2 = dot %0, %1; %3 = reduce_scatter %2 {data} dim=0`
 after, four devices, of which this is the d-th; piece i is the i-th quarter of `%0`:
@@ -6,18 +6,17 @@ after, four devices, of which this is the d-th; piece i is the i-th quarter of `
         `%6 = dot piece[d-2], %1; %7 = add %5, %6; %8 = collective_permute %7 {data}`
         `%9 = dot piece[d-3], %1; ...; %3 = add %11, dot piece[d], %1`
 
-The TPU compiler waits for every reduce-scatter, and for no permute: each is under way while the
-next piece is multiplied. But operands that are read whole are read once for each piece, and every
-step has its latency. So a sum is taken apart where that is predicted to be faster. What elementwise
-ops make of products on the way to the sum is made piece by piece, too. Wang et al. 2023, "Overlap
-Communication with Dependent Computation via Decomposition in Large Deep Learning Models".
+On TPUs a reduce-scatter blocks, but a permute is asynchronous: it runs while the next piece is
+multiplied. On the other hand `%1` is read again for each piece, and every step has its latency. So
+this is done where it is predicted to be faster. Elementwise ops between the product and the
+reduce-scatter are done piece by piece, too. Wang et al. 2023, "Overlap Communication with Dependent
+Computation via Decomposition in Large Deep Learning Models".
 
-Over a whole slice, whose devices jax puts in an order in which each is next to the one before it,
-pieces go round both ways at once, half of the way each: the fifth of eight devices gets the terms
-of 1 to 4 from one side, and those of 6 to 8 from the other. The compiler makes an all-reduce of
-such a sum, and waits for it. Where a plan scatters in two steps, they may travel as one sum. Sums
-among more than `MOST_DEVICES` of a slice stay: neighbours in that ring are no neighbours in the
-torus.
+jax orders the devices of a whole slice so that each is next to the one before it. Over all of them
+pieces are sent both ways round the ring at once, half of the way each: the fifth of eight devices
+gets the terms of 1 to 4 from one side, and those of 6 to 8 from the other. Two reduce-scatters in a
+row may become one ring. Those over more than `MOST_DEVICES` devices, but not over a whole slice,
+stay: consecutive devices of such a ring are not next to each other in the torus.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ from spmd.predict.timeline import predict_timeline
 from spmd.reshard.comm import collective_seconds
 
 MOST_DEVICES = 8
-"""Among more devices sums are left to the compiler, but for those over a whole slice."""
+"""Reduce-scatters over more devices stay as they are, unless they are over a whole slice."""
 
 TIE = 0.98
-"""Two steps travel as one sum if that saves about as much: what travels is also hidden by products
-that are not weighed here, a step that stays is waited for."""
+"""Two reduce-scatters in a row become one ring if that saves at least this share of what separate
+rings save: other products can hide a ring, too, but not a reduce-scatter that stays."""
 
 
 def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Replaces reduce-scatters of products by permutes of pieces, on TPUs where it is faster."""
-    # A permute is an exchange among all of the mesh: not where devices go different ways.
+    """Replaces reduce-scatters of products by rings of permutes, on TPUs where that is faster."""
+    # A permute is an exchange among the whole mesh: not where devices take different branches.
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
     users = users_of(program)
     found: dict[Value, _Sum] = {}
-    known: dict[object, float] = {}  # equal sums of equal products, as of layers, are weighed once
+    known: dict[object, float] = {}  # times of equal sums of equal products are predicted once
 
     def is_near(axes: Axes) -> bool:
         near = 1 < mesh.extent(axes) <= MOST_DEVICES or _is_whole(axes, mesh, topology)
@@ -98,19 +97,19 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
 
 class _Sum(NamedTuple):
-    """A sum to take apart: reduce-scatters, each of which reads the one before, and its term."""
+    """Reduce-scatters to replace, each of which reads the one before, and the term they sum."""
 
     scatters: tuple[Op, ...]
     term: _Term
 
     @property
     def axes(self) -> Axes:
-        """The axes of all its reduce-scatters, in the order in which they split the dim."""
+        """The atoms of all reduce-scatters, in the order in which they split the dim."""
         return tuple(a for scatter in self.scatters for a in scatter.kind.attrs["axes"])
 
 
 def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """Returns the reduce-scatters along one dim that end in `op`, each read by the next alone."""
+    """Returns reduce-scatters in a row along one dim, up to `op`; () if `op` is no such."""
     if op.collective != "reduce_scatter":
         return ()
     (before,) = (made.get(v) for v in op.operands)
@@ -122,7 +121,7 @@ def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
 
 
 def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
-    """Returns reduce-scatters and what they sum, if that is made of a product; else None."""
+    """Returns the `_Sum` of reduce-scatters if they add terms made of a product; else None."""
     if not scatters:
         return None
     first, last = scatters[0], scatters[-1]
@@ -134,10 +133,10 @@ def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
 
 
 def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) -> float:
-    """Returns the seconds that are saved if a sum is taken apart, its product included.
+    """Returns the seconds that a ring saves over a sum and its product; negative if it is slower.
 
-    A step takes as long as the piece that is made, with what it reads and its addition, or as the
-    one that travels meanwhile, whichever is longer.
+    A step of the ring takes the longer one of two times: to compute a piece and add to it, and to
+    send a piece to the next device.
     """
     (*_, scatter), term, axes = *sum_, sum_.axes
     (type_,) = scatter.kind.results
@@ -162,16 +161,16 @@ def _seconds_less(program: Program, sum_: _Sum, mesh: Mesh, topology: Topology) 
 
 
 def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
-    """Whether axes span a whole slice, in the order in which its devices are neighbours."""
+    """Whether axes span a whole slice, in the order in which consecutive devices are neighbours."""
     return mesh.extent(axes) == topology.count and list(axes) == sorted(axes)
 
 
 class _Term(NamedTuple):
-    """What a device adds to a sum, or an operand of that, computed in pieces along `dim`."""
+    """How to compute pieces along `dim` of a term that a device adds to a sum, or of an operand."""
 
     value: Value
-    dim: int | None  # the dim that is taken apart; None of what is read whole
-    # makes a piece of it of its operands' pieces; None where pieces are cut out of it
+    dim: int | None  # the dim that is cut in pieces; None if the value is read whole
+    # computes a piece of the value from pieces of `operands`; None: pieces are slices of the value
     op: Op | None = None
     operands: tuple[_Term, ...] = ()
 
@@ -181,13 +180,13 @@ class _Term(NamedTuple):
         yield self
 
     def form(self, program: Program) -> object:
-        """Returns what its time depends on: ops and types, not the numbers of values."""
+        """Returns a key that is equal for terms of equal ops and types, which take as long."""
         made = self.op.kind if self.op else program.types[self.value]
         return made, self.dim, tuple(operand.form(program) for operand in self.operands)
 
 
 def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term:
-    """Returns how to make pieces of a value along a dim; `made` has those that are read once."""
+    """Returns how to compute `count` pieces of a value; `made`: values read once -> their ops."""
     op = made.get(value)
     if op is None:
         return _Term(value, dim)
@@ -235,7 +234,7 @@ def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) 
 
 
 def _piece(b: Builder, term: _Term, number: Value, count: int, now: Now) -> Value:
-    """Appends piece `number` of `count` of a term; all of it if it is read whole."""
+    """Appends ops for piece `number` (an i32 value) of `count` of a term; all if `dim` is None."""
     if term.op is not None and term.dim is not None:
         operands = [_piece(b, operand, number, count, now) for operand in term.operands]
         return again(b, term.op, operands, term.op.kind.results[0].scaled(term.dim, 1, count))

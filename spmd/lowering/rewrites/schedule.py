@@ -1,37 +1,36 @@
 """Rewrites that decide when collectives run: `combine` joins small ones, `order` starts all early.
 
-`combine`: small collectives of one kind over the same axes travel together, as one flat buffer.
+`combine`: small collectives of one kind over the same axes become one, of one flat buffer.
 
 before: `%3 = all_reduce %1 {data}; ...; %9 = all_reduce %8 {data}`
 after:  `...; %20 = all_reduce concatenate(flat %1, flat %8) {data}; %3, %9 = slices of %20`
 
-A small collective costs latency, not bytes: one for all costs it once. A reduction moves up to
-where its operand is made, and waits there until one of those that wait with it is read. A gather
-comes where the first of those that travel together is read; the others' operands must be there by
-then. Nothing waits, or comes early, across so much arithmetic that each collective would have been
-hidden behind it alone, and what is together at a time is bounded in bytes: that is the memory that
-the flat buffer takes.
+A small collective takes its latency, whatever its bytes; a combined one takes that once. Reductions
+are collected in a bucket from the place where their operands are made on, and combined in front of
+the first op that reads one of their results. Gathers are combined where the first of them is, if
+the operands of the others are made before. No collective moves across so much arithmetic that each
+would have been hidden behind it alone. A flat buffer has a maximum of bytes, since it takes memory.
 
-A reduction of a few bytes keeps its links busy with nothing but its start, hidden or not. It waits
-for as long as nobody needs it, and so do ops of a few bytes that only put it somewhere: a step's
-maxima and norms travel at its end.
+Reductions of a few bytes block their links for their latency, hidden or not. They are combined as
+late as an op needs one of them, and so are moved small ops that only move such a result: the maxima
+and norms of a training step are reduced together at its end.
 
-`order`: communication is issued early enough to be hidden, and not much earlier.
+`order`: collectives start early enough to be hidden, and not much earlier.
 
 before: `%2 = dot %0, %0; %3 = all_gather %1; %4 = dot %2, %3; ...; %7 = reduce_scatter %2`
 after:  `%3 = all_gather %1; %2 = dot %0, %0; %7 = reduce_scatter %2; %4 = dot %2, %3; ...`
 
 A block's arithmetic keeps its order; its collectives move up, with the cheap ops that feed them.
 
-- What makes nothing larger (reductions, exchanges) starts as soon as its operand is there: a
-  gradient's sum does not wait for the optimizer that reads it, and takes no more memory meanwhile.
-- A gather, or an exchange of what was there from the start (a weight), starts as late as it can be
-  hidden behind the arithmetic in front of its first use, after the gathers over the same links
-  that are needed before it. It never starts before the use of the
-  gather that is so many places (`prefetch`) ahead of it, nor before a loop: that bounds the memory.
+- A collective whose result is no larger than its operand (a reduction, an all-to-all) starts right
+  after its operand is made. That takes no more memory, even if a gradient's sum is read much later.
+- A gather, or any collective of an argument (a weight), starts as late as it is still hidden by the
+  arithmetic in front of its first use, after gathers over the same links that are needed before. To
+  bound the memory, it never starts before the use of the gather over these links that is `prefetch`
+  uses ahead of it, nor before a loop that it comes after.
 
 Predictions of time and memory go by this order. Backends with a latency-hiding scheduler (TPUs;
-GPUs with `xla_gpu_enable_latency_hiding_scheduler`) look for one of their own; XLA's CPU backend
+GPUs with `xla_gpu_enable_latency_hiding_scheduler`) find one of their own; XLA's CPU backend
 schedules for memory alone and comes to the same schedule from any order.
 """
 
@@ -55,7 +54,7 @@ from spmd.reshard.comm import collective_seconds
 
 
 class Clock:
-    """Predicts the seconds of a program's ops; ops that rewrites add to it take none."""
+    """Predicts the seconds of a program's ops; arithmetic that rewrites add later counts as 0."""
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.mesh, self.topology = mesh, topology
@@ -65,7 +64,7 @@ class Clock:
         self._known: dict[Value, float] = {}
 
     def starts(self, region: Region) -> list[float]:
-        """Returns, for each op of a block, the seconds of arithmetic in front of it."""
+        """Returns, for each op of a region, the seconds of all arithmetic in front of it."""
         found, now = [], 0.0
         for op in region.ops:
             found.append(now)
@@ -73,7 +72,7 @@ class Clock:
         return found
 
     def arithmetic(self, op: Op) -> float:
-        """Returns the seconds of an op's arithmetic, regions included; 0 for a collective."""
+        """Returns the seconds of an op's arithmetic, a loop's of all trips; 0 for a collective."""
         if op.collective or not op.results:
             return 0.0
         seconds = self._known.get(op.results[0])
@@ -84,14 +83,14 @@ class Clock:
         return seconds
 
     def exchange(self, op: Op, sent: bool = True) -> float:
-        """Returns the seconds of a collective; without `sent`, its latency alone."""
+        """Returns the seconds of a collective; those of its latency alone if `sent` is False."""
         before, after = op.kind.operands[0].bytes * sent, op.kind.results[0].bytes * sent
         axes = op.kind.attrs["axes"]
         return collective_seconds(op.label, axes, before, after, self.mesh, self.topology)
 
 
 class Room(NamedTuple):
-    """The memory of one device: its bytes, and the arguments, by position, that are donated."""
+    """The bytes of one device's memory, and the positions of arguments that are donated."""
 
     bytes: int
     donated: tuple[int, ...] = ()
@@ -99,8 +98,8 @@ class Room(NamedTuple):
     def left(self, program: Program) -> int:
         """Returns the bytes that a program leaves free at its predicted peak; negative if too big.
 
-        If its values before fusion take less than three quarters of the memory, it is not looked at
-        more closely: a quarter is returned.
+        If a quick estimate of the peak is below three quarters of the memory, a quarter of it is
+        returned without a prediction.
         """
         if 4 * (alive_bytes(program) + constant_bytes(program)) < 3 * self.bytes:
             return self.bytes // 4
@@ -110,7 +109,7 @@ class Room(NamedTuple):
 def schedule(
     program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
 ) -> Program:
-    """Runs the rewrites that decide how and when collectives run: combine, two_level and order."""
+    """Returns a program after `combine` (buffers of `combine_bytes`), `two_level` and `order`."""
     # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
     # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
@@ -122,17 +121,17 @@ def schedule(
 # ---------------------------------------------------------------------------------------------
 # Small collectives together.
 
-MEMBERS = 4  # a bucket has room for at least so many collectives; larger ones travel alone
-PATIENCE = 16  # a collective waits, or comes early, for at most so many times its own duration
-FEW_BYTES = 1 << 16  # what an op reads and writes that waits with the reduction that it reads
+MEMBERS = 4  # a flat buffer has room for at least so many collectives; larger ones stay alone
+PATIENCE = 16  # a collective is moved across at most so many times its own seconds
+FEW_BYTES = 1 << 16  # up to so many, ops are delayed with their operand, buckets have no `until`
 
 COMBINED = ("all_gather", "all_reduce", "reduce_scatter")  # kinds that can be combined
 
-_Key = tuple[object, ...]  # what collectives have to share in order to travel together
+_Key = tuple[object, ...]  # what collectives have to share in order to be combined
 
 
 class _Bucket:
-    """Collectives to combine; `until` is when enough arithmetic has passed to hide each alone."""
+    """Collectives to combine before `until`, in seconds, when each alone would have been hidden."""
 
     def __init__(self, now: float) -> None:
         self.ops: list[Op] = []
@@ -146,17 +145,17 @@ class _Bucket:
 
 
 def combine(program: Program, clock: Clock, target: int) -> Program:
-    """Combines small collectives within each block, in buffers of `target` bytes at most."""
+    """Combines small collectives within each region, in flat buffers of at most `target` bytes."""
     b = Builder(program.types)
     body = _Block(clock, b, target).rewritten(program.body)
     return program._replace(types=tuple(b.types), body=body)
 
 
 class _Block:
-    """A block's reductions that wait in buckets to be combined, and small ops put off with them.
+    """Combines the small collectives of one region, and moves small ops on their results down.
 
-    A bucket is flushed, and becomes a collective, in front of the first op that reads a member,
-    when it is full, or when `until` is over:
+    A reduction goes into a bucket. That becomes one collective in front of the first op that reads
+    a member's result, when it is full, or at its time `until`:
 
         %1 = all_reduce %0    waits in bucket {data}
         %2 = dot %0, %0
@@ -164,8 +163,8 @@ class _Block:
         %5 = tanh %1          reads a member: the collective for %1 and %4 goes in front of it
 
     A member that reads another member's result flushes the bucket too, so that no collective ever
-    needs its own result. An op that only moves a member's few bytes counts as no reader: it is put
-    off until its own result is read.
+    needs its own result. An op that only moves a member's few bytes counts as no reader: it is
+    moved down to the first op that reads its own result.
     """
 
     def __init__(self, clock: Clock, b: Builder, target: int) -> None:
@@ -216,7 +215,7 @@ class _Block:
         return self.b.end(old.args, old.results)
 
     def make(self, values: Iterable[Value]) -> None:
-        """Appends the waiting collectives and late ops that `values` come from, directly or not."""
+        """Appends the collectives in buckets and the late ops that `values` depend on."""
         ask, needed = [*values], set[Value]()
         while ask:
             value = ask.pop()
@@ -249,7 +248,7 @@ class _Block:
         return op.collective != "all_gather" and self.is_small(op)
 
     def gathers(self, region: Region, start_of: Mapping[int, float]) -> dict[int, list[Op]]:
-        """Returns groups of gathers to combine, by the first one's `id`; [] at other `id`s."""
+        """Maps `id(op)` of a small gather to those to combine there: all at the first, else []."""
         # All members start where the first one stood, so their operands have to be there by then:
         # `made_at` of each is in front of the first member (arguments count as -1).
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
@@ -276,7 +275,7 @@ class _Block:
         return together
 
     def started_early(self, region: Region) -> list[Op]:
-        """Returns a block's ops, small reductions right behind the makers of their operands."""
+        """Returns a region's ops, each small reduction right behind its operand's producer."""
         early: dict[Value, list[Op]] = {}
         made = {result for op in region.ops for result in op.results}
         for op in region.ops:
@@ -299,20 +298,19 @@ def _key(op: Op) -> _Key:
 
 
 def _bytes(op: Op) -> int:
-    """Returns the bytes of a flat buffer that a collective takes up: those of its larger side."""
+    """Returns the bytes of a collective's operand or result, whichever is larger."""
     return max(op.kind.operands[0].bytes, op.kind.results[0].bytes)
 
 
 def _combined(b: Builder, group: Sequence[Op]) -> None:
-    """Appends one collective in place of several that share a `_key`, and slices their results.
+    """Appends one collective in place of several that share a `_key`, and slices for their results.
 
     before: `%3 = all_gather %1 dim=0; %4 = all_gather %2 dim=1`
     after:  `%5 = concatenate(flat %1, flat %2); %6 = all_gather %5: one row a device`
             `%3, %4 =` columns of `%6`, each device's part where it belongs
 
-    (StableHLO's variadic collectives would say the same without copies, but XLA 0.10's export
-    rejects a variadic all_reduce inside a manually partitioned loop: "Sharding is tuple-shaped but
-    validation shape is not".)
+    (Variadic collectives would need no copies, but XLA 0.10's export rejects such an all_reduce in
+    a manually partitioned loop: "Sharding is tuple-shaped but validation shape is not".)
     """
     if len(group) == 1:
         b.append(group[0])
@@ -340,7 +338,7 @@ def _combined(b: Builder, group: Sequence[Op]) -> None:
 
 
 def _rows(b: Builder, op: Op) -> Value:
-    """Reshapes an operand to rows: for a reduce-scatter one for each device, else a single one."""
+    """Reshapes an op's operand to a matrix: one row a device for a reduce-scatter, else one row."""
     (x,) = op.operands
     type_ = op.kind.operands[0]
     if op.collective != "reduce_scatter":
@@ -373,7 +371,7 @@ _NEVER = float("inf")
 
 
 class _Spot(NamedTuple):
-    """An op of a block, and what its place depends on."""
+    """An op of a region, and what decides where `order` puts it."""
 
     op: Op
     is_cheap: bool  # whether it is computed inside its readers, or only another name
@@ -392,9 +390,9 @@ class _Spot(NamedTuple):
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
-    """Issues collectives early, at most `prefetch` gathers over the same links ahead of their use.
+    """Moves collectives up, at most `prefetch` gathers over the same links ahead of their use.
 
-    The given order stays if the new one does not fit in `room` and needs more memory.
+    The given order stays if the new one does not fit in `room` and takes more memory than it.
     """
     if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program
@@ -414,10 +412,10 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
 
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
-    """Returns each op's sort key for the new order: 2.5 is behind op 2 and in front of op 3.
+    """Returns each op's place in the new order, to sort by: 2.5 is behind op 2, in front of op 3.
 
-    Ties keep the old order. A gather starts as late as the arithmetic before its use hides it by
-    `clock`, with the results of at most `prefetch` gathers over the same links live at a time.
+    Equal places keep the old order. A gather starts as late as the arithmetic before its use still
+    hides it, and at most `prefetch` gathers over the same links are live at a time.
     """
     ops, starts = region.ops, clock.starts(region)
     spots: list[_Spot] = []
@@ -473,10 +471,10 @@ def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
 
 
 def _earliest(spots: Sequence[_Spot], prefetch: int) -> dict[int, int]:
-    """Returns, for each gather, the op that it must not start in front of; -1 if there is none.
+    """Maps the number of each gather to that of the op that it must not start before, or -1.
 
-    That is the later one of the last loop before it and the use of the gather `prefetch` uses
-    before.
+    That is the last op with regions before it, or the use of the gather that is `prefetch` uses
+    before its own, whichever is later.
     """
     # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
     # waits for op 4. At most two of their results exist at any time.

@@ -1,8 +1,8 @@
 """Rewrites that save work: equal ops are done once, and slices are taken before exchanges.
 
-`slice_collectives`: of what is read in slices only that slice is made, and of a sum or a gathered
-value no more ever exists. Ops in between, as long as they go element by element or only move
-elements, are done on slices.
+`slice_collectives`: where each device reads only a slice of a collective's result, the collective
+makes only that slice. Ops between the two are done on slices, if they are elementwise, transposes
+or reshapes.
 
 before: `%2 = all_reduce %0 {data, model}; %3 = convert %2; %4 = multiply %3, %1`
         `%5 = transpose %4; %6 = local_slice %5 {data} dim=1`
@@ -35,7 +35,7 @@ from spmd.mesh.topology import Topology
 
 
 def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Runs the rewrites that save work: equal ops are done once, and slices taken early."""
+    """Returns a local program with equal ops merged, slices taken early, and FFTs joined."""
     # XLA for CPUs lays an FFT of several dims as its readers like it, which it then refuses to run.
     joined = program if topology.platform == "cpu" else join_ffts(program)
     return remove_dead(slice_collectives(dedupe(joined), mesh))
@@ -46,7 +46,7 @@ def simplify(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
 
 def operand_dim(kind: OpKind, dim: int) -> int | None:
-    """Returns the operands' dim that is cut or joined with the result's `dim`; None if none is."""
+    """Returns the operand dim that is cut in parts if the result's `dim` is; None if none is."""
     if kind.name == TRANSPOSE:
         found: int = kind.attrs["permutation"][dim]
         return found
@@ -64,9 +64,9 @@ def operand_dim(kind: OpKind, dim: int) -> int | None:
 
 
 def operand_dims(kind: OpKind, dim: int, parts: int) -> list[int | None] | None:
-    """Returns the dim of each operand of which an op makes one of `parts` equal parts of a dim.
+    """Returns the dim to cut in `parts` of each operand, to make one part of the result's `dim`.
 
-    None stands for a scalar, which is read whole; there are none at all if parts are not enough.
+    None stands for a scalar, which is read whole. No list is returned if parts are not enough.
     """
     found = operand_dim(kind, dim)
     if found is None or any(type_.shape[found] % parts for type_ in kind.operands if type_.rank):
@@ -75,12 +75,12 @@ def operand_dims(kind: OpKind, dim: int, parts: int) -> list[int | None] | None:
 
 
 def again(b: Builder, op: Op, operands: Sequence[Value], result: TensorType) -> Value:
-    """Appends an op with the same name and attributes, but other operands and result type."""
+    """Appends a copy of an op with other operands and another result type; returns its result."""
     return b.op(op.name, operands, (result,), op.kind.attrs)[0]
 
 
 def pieces_of(op: Op) -> int:
-    """Returns how many devices' pieces a gather joins, or a reduce-scatter takes apart."""
+    """Returns how many pieces, one of each device, a gather joins or a reduce-scatter cuts."""
     dim = op.kind.attrs[op.kind.about.along]
     sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
     return max(sizes) // min(sizes)
@@ -91,14 +91,14 @@ def pieces_of(op: Op) -> int:
 
 
 class _Kept(NamedTuple):
-    """The slice of a value that its uses need: a device's piece of `dim` over `axes`."""
+    """The only slice of a value that its uses read: a device's own piece of `dim` over `axes`."""
 
     axes: Axes
     dim: int
 
 
 def slice_collectives(program: Program, mesh: Mesh) -> Program:
-    """Makes, of a collective's result, only the slice that each device keeps for all its uses."""
+    """Rewrites collectives of whose result each device reads one slice to make just that slice."""
     # `cuts` comes of going backwards from slices: which values are only read in slices, and along
     # which dim. `sliced` of going forwards from collectives: where a slice saves an exchange, and
     # what is made of it. Both have to hold. For the first example above:
@@ -173,7 +173,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
         return (again(b, op, operands, type_),)
 
     def piece(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
-        """Slices `whole` for this device, where `x` may be a coarser slice of it already."""
+        """Slices the old `whole`, now `x`, for this device; `x` may be a coarser slice already."""
         have = cuts[whole].axes if whole in sliced else ()
         return _sliced(b, x, axes[len(have) :], dim, mesh)
 
@@ -181,9 +181,9 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
 
 
 def _operand_cuts(op: Op, cut: _Kept, mesh: Mesh) -> list[_Kept | None] | None:
-    """Returns of which slices of its operands an op makes this slice of its result.
+    """Returns for each operand the slice from which an op makes the slice `cut` of its result.
 
-    None stands for an operand that is read whole; there are none at all if slices are not enough.
+    None stands for an operand that is read whole. No list is returned if slices are not enough.
     """
     attrs = op.kind.attrs
     if op.collective:
@@ -197,7 +197,7 @@ def _operand_cuts(op: Op, cut: _Kept, mesh: Mesh) -> list[_Kept | None] | None:
 
 
 def _shared(cuts: Sequence[_Kept]) -> _Kept | None:
-    """Returns the smallest slice that holds all of `cuts`; None if there is none."""
+    """Returns the smallest slice that contains all of `cuts`; None if there is none."""
     # A coarser piece holds its finer ones: slices over {a, b} and {a, c} share the slice over {a},
     # from which each takes the rest. Along different dims, or from {b} on, they share nothing.
     if len({cut.dim for cut in cuts}) > 1:
@@ -234,7 +234,7 @@ def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
 
 
 def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
-    """Returns this device's slice of an all-gather's result, along the gathered dim or another."""
+    """Appends ops that make just this device's slice of an all-gather's result; returns that."""
     # slice starts with all of `have`: it is what this device had, or an all-to-all to another dim
     # slice is the major part of it:   only the minor atoms are gathered
     # the same atoms in another order: a permute brings the piece of another device

@@ -15,10 +15,10 @@ before: `%2 = reduce_scatter %1 {data} dim=0`
 after:  `%2 =` the pieces of `%1`, those of one host's devices side by side
         `%3 = reduce_scatter %2 {data:(2)4} dim=0; %4 = reduce_scatter %3 {data:(1)2} dim=0`
 
-Each device sends one share of a sum to other hosts instead of all of it, and of a gathered value
-its own piece instead of all pieces of its host. Sums over one kind of links after the other count
-as one over both. Done where that is faster by the cost model, the copies that put pieces in order
-included. Cho et al. 2019, "BlueConnect".
+So a device sends to other hosts one share of a sum instead of all of it, and its own piece of a
+gathered value instead of all pieces of its host. An all-reduce over fast links and one over slow
+links, one after the other, count as one over both. All this is done where the cost model predicts
+it to be faster, copies that reorder pieces included. Cho et al. 2019, "BlueConnect".
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from spmd.reshard.comm import collective_seconds
 
 
 def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
-    """Splits collectives over fast and slow links into two or three where that is faster."""
+    """Splits each collective over fast and slow links into two or three where that is faster."""
     links = topology.atom_links(mesh)
     is_slow = [link == topology.chip.dcn for link in links]
     if len(set(is_slow)) < 2:
@@ -74,7 +74,7 @@ _PARTED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _chains(program: Program) -> dict[Value, list[Op]]:
-    """Maps each all-reduce's result to the chain of all-reduces over other atoms up to it."""
+    """Maps each all-reduce's result to the all-reduces in a row, over distinct atoms, up to it."""
     # `%2 = all_reduce %1 {x}; %3 = all_reduce %2 {y}` counts as one sum over x and y if nothing
     # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`.
     users = users_of(program)
@@ -95,13 +95,13 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
 def _part(
     b: Builder, op: Op, where: str, kind: str, x: Value, type_: TensorType, axes: Axes, **how: Any
 ) -> Value:
-    """Appends one of the collectives that take the place of `op`."""
+    """Appends a collective of `kind`, one of those that replace `op`; its note says `where`."""
     b.loc = op.loc._replace(note=f"{op.loc.note} ({where})".strip())
     return b.collective(kind, x, type_, axes, **how)
 
 
 def _summed(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> tuple[Value, int]:
-    """Appends a sum of `x` in three parts; returns it, and the bytes copied around them."""
+    """Appends an all-reduce of `x` in three parts; returns (result, bytes copied to pad `x`)."""
     # A dim that the fast devices divide is scattered in place. Without one the sum goes through a
     # flat buffer that is padded to a multiple: f32[3, 5] over 4 devices is f32[16], in fours.
     type_, count, body = op.kind.results[0], mesh.extent(fast), op.kind.attrs["body"]
@@ -122,7 +122,7 @@ def _summed(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) ->
 
 
 def _joined(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> tuple[Value, int]:
-    """Appends a gather or reduce-scatter of `x` in two parts; returns what `_summed` does."""
+    """Appends a gather or reduce-scatter in two parts; returns (result, bytes copied for order)."""
     # A gather goes over the slow links first, a reduce-scatter last: while pieces are small.
     attrs, along, kind = op.kind.attrs, op.kind.about.along, op.collective
     axes, dim, gathers = attrs["axes"], attrs[along], op.collective == "all_gather"
@@ -145,7 +145,7 @@ def _joined(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) ->
 
 
 def _turned(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: Mesh) -> Value:
-    """Puts the pieces of a dim, which lie in the order of the atoms `have`, in that of `wanted`."""
+    """Reorders the pieces of a dim from the order of the atoms `have` to that of `wanted`."""
     shape = b.types[x].shape
     counts = [mesh.atom_sizes[a] for a in have]
     piece = shape[dim] // mesh.extent(have)
