@@ -16,7 +16,14 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 from collections.abc import Callable, Sequence
 
 from spmd.ir.control_flow import producers_of
-from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, TRANSPOSE
+from spmd.ir.description import (
+    BROADCAST,
+    CONCATENATE,
+    CONVERT,
+    DYNAMIC_SLICE,
+    RESHAPE,
+    TRANSPOSE,
+)
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
@@ -49,7 +56,7 @@ def expand(program: Program, mesh: Mesh) -> Program:
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if any(dtype_bits(t.dtype) == 2 for t in op.kind.operands) and (
-            op.collective or op.name == "stablehlo.concatenate"
+            op.collective or op.name == CONCATENATE
         ):
             return _in_bytes(b, op, operands)
         if op.name == AXIS_INDEX:
