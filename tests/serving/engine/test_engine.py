@@ -1,12 +1,9 @@
 """The engine over the fake backend: what its readers get, and what is left behind."""
 
 import asyncio
-import dataclasses
-import gc
-import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,7 @@ from spmd.serving.engine.choice import Delta
 from spmd.serving.engine.engine import LAG, Engine
 from spmd.serving.engine.records import Finished
 from spmd.serving.engine.stream import Failed
-from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 
 DECODE = ByteTokenizer().decode
@@ -254,58 +251,6 @@ def test_a_call_that_hangs_is_seen() -> None:
     with running(backend) as engine:
         assert engine.stalled() == 0
         asyncio.run(go(engine))
-
-
-@asynccontextmanager
-async def closing(stream: Any) -> AsyncIterator[Any]:
-    try:
-        yield stream
-    finally:
-        stream.close()
-
-
-async def one_of_many(engine: Engine, rng: random.Random) -> int:
-    """Ask for something and check it; now and then go away."""
-    prompt = bytes(rng.choices(b"abc", k=rng.randint(1, 40)))
-    tokens, seed = rng.randint(0, LIMITS.max_length - len(prompt)), rng.randrange(3)
-    leave_after = rng.randint(0, 5) if rng.random() < 0.3 else 10_000
-    text, count = "", 0
-    scores = rng.random() < 0.3
-    jobs = [job(prompt, tokens, seed, score_prompt=scores)]
-    async with closing(engine.submit(jobs, rng.choice("xy"))) as stream:
-        while count < leave_after:
-            delta = await anext(stream, None)
-            if delta is None:
-                break
-            assert (delta.scores is not None) == (scores and not count)
-            if delta.scores is not None:
-                assert bytes(delta.scores.ids[:-1].tolist()) == prompt[1:]
-                assert len(delta.scores.ids) == len(prompt)
-            text, count = text + delta.text, count + 1
-    whole = alone(prompt, tokens, seed)
-    assert whole.startswith(text) if count >= leave_after else text == whole
-    return count
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pages", [64, 18])
-def test_many_at_once_with_flat_memory(pages: int) -> None:
-    async def go(engine: Engine, seed: int) -> None:
-        rng = random.Random(seed)
-        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(40)))
-
-    backend = FakeBackend(dataclasses.replace(LIMITS, pages=pages))
-    with running(backend) as engine:
-        asyncio.run(go(engine, 0))
-        gc.collect()
-        before = len(gc.get_objects())
-        asyncio.run(go(engine, 1))
-        gc.collect()
-        assert len(gc.get_objects()) - before < 1000
-        state = engine.state()
-        assert state.counts.cancelled > 5
-        assert (state.counts.preempted > 0) == (pages < 64)
-        assert state.held == 0 and 0 < state.cached <= state.pages == pages
 
 
 def test_a_mistake_in_making_text_is_told_to_all() -> None:
