@@ -20,12 +20,10 @@ from spmd.lowering.execute import compile_emitted
 from spmd.serving.bundle.cache import Cache
 from spmd.serving.bundle.folder import new_folder
 from spmd.serving.bundle.function import BundleError, Function, StateLeaf
-from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.bundle.read import load_bundle
 from spmd.serving.bundle.write import write_bundle
 from spmd.serving.tensor_backend import BundleInfer
 from tests.serving.conftest import (
-    SPECS,
     STATE,
     attend,
     make_functions,
@@ -77,6 +75,10 @@ def test_same_as_jit(sizes, bundle_on):
     assert int(bundle.state["state/steps"]) == 3
     close(bundle.run("peek", 2), state["h"][2])
     close(bundle.state["state/h"], state["h"])  # looking changes nothing
+    held = {path: np.asarray(x) for path, x in bundle.state.items()}
+    bundle.reset_state()
+    bundle.put_state(held)
+    close(bundle.run("peek", 2), state["h"][2])
     x = np.random.default_rng(2).normal(size=(2, 8, 16)).astype(np.float32)
     close(bundle.run("attend", x), attend(weights, x))
     jax.tree.map(close, bundle.run("order", X[0, :6]), order(X[0, :6]))
@@ -121,23 +123,6 @@ def test_a_mesh_that_the_specs_do_not_fit(bundle_on):
     assert bundle.notes == (
         "weights/heads: model=8 does not divide 4 (dim 1), which is left to the compiler",
     )
-
-
-def test_without_a_folder_it_is_the_same(bundle_on, mesh_of):
-    loaded = bundle_on(2, 4)
-    memory = compile_bundle(
-        make_functions(), mesh_of(2, 4), weights=make_weights(), specs=SPECS, state=STATE,
-        primary="step",
-    )  # fmt: skip
-    assert shard_shapes(memory) == shard_shapes(loaded)
-    for number in range(2):
-        jax.tree.map(close, memory.run("step", X * number), loaded.run("step", X * number))
-    held = {path: np.asarray(x) for path, x in memory.state.items()}
-    jax.tree.map(close, held, dict(loaded.state))
-    memory.reset_state()
-    memory.put_state(held)
-    close(memory.run("peek", 2), loaded.run("peek", 2))
-    assert memory.state["state/h"].sharding == loaded.state["state/h"].sharding
 
 
 def test_64_bits_inside_that_jax_would_narrow(tmp_path, mesh_of):
@@ -269,12 +254,12 @@ def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path, kind):
     """jax warns of executables that are damaged, and leaves them as they are for ever."""
     load_bundle(folder, mesh_of(1), cache_dir=tmp_path, functions=["peek"])
     entries = {*((tmp_path / "plans").iterdir() if kind == "plans" else tmp_path.rglob("*-cache"))}
-    sizes = {path: path.stat().st_size for path in entries}
     for path in entries:
         path.write_bytes(path.read_bytes()[:-5] if kind == "plans" else b"damaged")
         os.utime(path, (0, 0))
+    sizes = {path: path.stat().st_size for path in entries}
     bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path, functions=["peek"])
-    assert {path: path.stat().st_size for path in entries} == sizes
+    assert all(path.stat().st_size > sizes[path] for path in entries)
     assert bundle.notes == ()
     assert bundle.run("peek", 0).shape == (16,)
 

@@ -23,9 +23,10 @@ DECODE = ByteTokenizer().decode
 
 
 class Notes:
-    """An observer that keeps everything."""
+    """An observer that keeps everything; whenever it has heard something it calls `heard`."""
 
     def __init__(self) -> None:
+        self.heard: Callable[[], None] = lambda: None
         self.steps: list[EngineStep] = []
         self.firsts: list[float] = []
         self.more: list[float] = []
@@ -33,15 +34,18 @@ class Notes:
 
     def ran(self, step: EngineStep, seconds: float) -> None:
         self.steps.append(step)
+        self.heard()
 
     def first_token(self, seconds: float) -> None:
         self.firsts.append(seconds)
 
     def next_token(self, seconds: float) -> None:
         self.more.append(seconds)
+        self.heard()
 
     def finished(self, record: Finished) -> None:
         self.records.append(record)
+        self.heard()
 
 
 @contextmanager
@@ -137,47 +141,22 @@ def test_the_device_waits_for_text_that_lags() -> None:
     assert LAG <= backend.drawn - 1 <= LAG + 3
 
 
-class Scraper(Notes):
-    """Reads the totals whenever it hears something, as Prometheus might."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine: Engine | None = None
-        self.totals: list[Counts] = []
-
-    def _scrape(self) -> None:
-        assert self.engine is not None
-        self.totals.append(self.engine.state().counts)
-
-    def ran(self, step: EngineStep, seconds: float) -> None:
-        super().ran(step, seconds)
-        self._scrape()
-
-    def next_token(self, seconds: float) -> None:
-        super().next_token(seconds)
-        self._scrape()
-
-    def finished(self, record: Finished) -> None:
-        super().finished(record)
-        self._scrape()
-
-
 def test_totals_never_fall() -> None:
     """Prometheus takes a counter that falls for one that began anew, and adds all of it again."""
-    scraper = Scraper()
+    notes, scraped = Notes(), list[Counts]()
     whole = alone(b"hello", 40)
-    with running(observer=scraper) as engine:
-        scraper.engine = engine
+    with running(observer=notes) as engine:
+        notes.heard = lambda: scraped.append(engine.state().counts)
         for end in range(3, 30, 2):
             (last,) = ask(engine, job(max_tokens=40, stops=(whole[end : end + 4],)))[-1:]
             assert last.finish == "stop"
     for name in vars(Counts()):
-        totals = [getattr(counts, name) for counts in scraper.totals]
+        totals = [getattr(counts, name) for counts in scraped]
         assert totals == sorted(totals), name
-    assert scraper.totals[-1].drawn == sum(record.generated for record in scraper.records)
-    assert scraper.totals[-1].cancelled == 0
+    assert scraped[-1].drawn == sum(record.generated for record in notes.records)
+    assert scraped[-1].cancelled == 0
     # The first token of each request is no "more".
-    assert len(scraper.more) == scraper.totals[-1].drawn - len(scraper.records)
+    assert len(notes.more) == scraped[-1].drawn - len(notes.records)
 
 
 def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
@@ -191,20 +170,6 @@ def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
     for delta in deltas:  # never a token before its text
         shown += len(delta.text)
         assert all(token.offset + len(token.text) <= shown for token in delta.tokens)
-
-
-def test_prompts_are_scored() -> None:
-    prompt = "hé, a longer prompt".encode()
-    asked = job(prompt, max_tokens=0, logprobs=1, score_prompt=True)
-    with running() as engine:
-        (delta,) = ask(engine, asked)
-        assert delta.scores is not None
-        tokens = engine.read_scores(asked, delta.scores)
-    assert (delta.finish, delta.text, delta.generated) == ("length", "", 0)
-    assert "".join(token.text for token in tokens) == prompt.decode()
-    assert len(tokens) == len(prompt)
-    assert [token.logprob for token in tokens[:2]] == [None, -0.5]
-    assert tokens[3].top == ((",", -0.5),)
 
 
 class NanBackend(FakeBackend):

@@ -1,12 +1,10 @@
 """How the server stands: loading, full, draining, failed, hung; whom it lets in; who has left."""
 
-import asyncio
 import contextlib
 import json
 import re
 import signal
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 
 from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.http.live import MODEL, Live, get, serving
+from tests.serving.http.live import MODEL, Live, begin, get, serving
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -148,25 +146,15 @@ def test_keys() -> None:
             assert post(live, headers={"Authorization": b"Bearer " + key}).status_code == 200
 
 
-async def leave(url: str, body: Any, asked: Callable[[], bool]) -> None:
-    """Asks, and goes away once the request has come."""
-    async with httpx.AsyncClient(timeout=PATIENCE) as client:
-        answer = asyncio.create_task(client.post(url, json=body))
-        await asyncio.to_thread(wait_until, asked)
-        answer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await answer
-
-
 def test_readers_that_go_away_free_their_slots() -> None:
     with serving() as live:
         engine = live.service.language().engine
         gate = live.backend.gate
-        url = f"{live.url}/v1/completions"
         body = {"prompt": "hello", "max_tokens": 59, "n": 4, "seed": 0}
         # Behind a closed gate nothing would ever end by itself.
         gate.close()
-        asyncio.run(leave(url, body, lambda: sum(engine.state()[:2]) == 4))
+        with begin(live, "/v1/completions", body):
+            wait_until(lambda: sum(engine.state()[:2]) == 4)
         wait_until(lambda: engine.idle)
         gate.close(after=10)
         with stream(live, {**body, "stream": True}) as response:

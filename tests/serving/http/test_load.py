@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import gc
-import itertools
 import json
 import random
 from typing import Any
@@ -106,31 +105,3 @@ def test_a_crowd(count: int, at_once: int, rounds: int, pages: int) -> None:
         numbers = get(f"{live.url}/metrics").text
         drawn = f'vllm:generation_tokens_total{{model_name="fake-llama"}} {state.counts.drawn}.0'
         assert drawn in numbers
-
-
-TAKEN = LIMITS.slots + 5
-
-
-def test_more_than_the_queue_takes_are_told_to_come_back() -> None:
-    async def go(live: Live) -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE, limits=limits) as client:
-            body = {"prompt": "hello", "max_tokens": 30, "seed": 0}
-            asked = [
-                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(60)
-            ]
-            for refusal in itertools.islice(asyncio.as_completed(asked), 60 - TAKEN):
-                refused = await refusal
-                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-                assert refused.json()["error"]["type"] == "rate_limit_error"
-            live.backend.gate.open()
-            answers = await asyncio.gather(*asked)
-        whole = live.alone("hello", 30)
-        served = [answer for answer in answers if answer.status_code == 200]
-        assert len(served) == TAKEN
-        assert all(answer.json()["choices"][0]["text"] == whole for answer in served)
-
-    with serving(options=ServerOptions(max_waiting=5)) as live:
-        live.backend.gate.close()
-        asyncio.run(go(live))
-        live.wait_idle()

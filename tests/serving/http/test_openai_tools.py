@@ -1,7 +1,9 @@
 """Tools and structured outputs with OpenAI's client: round trips, streams, schemas, refusals."""
 
+import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,18 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
 
 from spmd.serving.http.limits import ServerOptions
-from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
-from tests.serving.http.scripted import LARGE, Scripted
 from tests.serving.http.tools.templates import NONE, TEMPLATES
 from tests.waiting import PATIENCE
 
 openai = pytest.importorskip("openai")
 jsonschema = pytest.importorskip("jsonschema")
 
+LARGE = dataclasses.replace(LIMITS, slots=16, max_length=8192, rows=(16, 512), page=64, pages=1024)
 ASK: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
 CHOICES = ["yes", "no", "na\nja 😀"]
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -40,6 +41,19 @@ def tool(name: str, strict: bool | None = None) -> Any:
 TOOLS = [tool("add"), tool("mul")]
 
 
+class Scripted(FakeBackend):
+    """Writes `script`, as long as it may, and then the end."""
+
+    script = b""
+
+    def __init__(self) -> None:
+        super().__init__(LARGE, budget=512)
+
+    def _next(self, known: Any, seed: int, seen: set[int], counted: Counter[int]) -> int:
+        at = counted.total()
+        return self.script[at] if at < len(self.script) else 0
+
+
 @contextmanager
 def chatting(backend: FakeBackend, **more: Any) -> Iterator[tuple[Live, Any]]:
     with (
@@ -49,7 +63,6 @@ def chatting(backend: FakeBackend, **more: Any) -> Iterator[tuple[Live, Any]]:
         ) as client,
     ):
         yield live, client
-        live.wait_idle()
 
 
 def chat(client: Any, **more: Any) -> Any:
@@ -176,25 +189,6 @@ def test_a_call_or_an_answer_of_some_form() -> None:
         backend.script = call.encode()
         message = chat(client, response_format=form, parallel_tool_calls=False).choices[0].message
         assert message.content is None and len(message.tool_calls) == 1
-
-
-def test_parsed_answers() -> None:
-    """The client's own classes: a schema goes out, and an object of it comes back."""
-
-    class Item(BaseModel):
-        name: str = Field(max_length=9)
-        kind: Any = Field(json_schema_extra={"enum": ["a", "b"]})
-        count: int = Field(ge=0, le=9)
-
-    class Items(BaseModel):
-        items: list[Item] = Field(max_length=3)
-
-    with chatting(random_model()) as (_, client):
-        for seed in range(3):
-            answer = client.chat.completions.parse(
-                model=MODEL, messages=ASK, response_format=Items, seed=seed, max_tokens=3000
-            )
-            assert isinstance(answer.choices[0].message.parsed, Items)
 
 
 def test_texts_of_other_forms() -> None:
@@ -329,7 +323,7 @@ def holding(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
 def linked(value: Schema) -> Schema:
     """A list of nodes, each with a value and maybe a next one."""
     properties = {"value": value, "next": {"$ref": "#/$defs/node"}}
-    node = {"type": "object", "properties": properties, "required": ["value"]}
+    node = {"title": "Node", "type": "object", "properties": properties, "required": ["value"]}
     nodes = {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/node"}}
     return {"$defs": {"node": {**node, "additionalProperties": False}}, **nodes}
 
