@@ -67,13 +67,9 @@ def installs(project: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("script", [*SHELL_SCRIPTS, "scripts/_env.sh"])
-def test_parses(script: str):
+def test_parses_and_is_executable(script: str):
     assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
-
-
-@pytest.mark.parametrize("script", SHELL_SCRIPTS)
-def test_is_executable(script: str):
-    assert os.access(ROOT / script, os.X_OK)
+    assert os.access(ROOT / script, os.X_OK) or script == "scripts/_env.sh"
 
 
 def test_scripts_are_what_a_person_runs():

@@ -1,23 +1,18 @@
 """scripts/train_llama.py as a whole, in this process: fine-tuning, restarts, failed exports."""
 
 import collections
-import functools
 import json
 import shutil
 import sys
 
 import jax
 import pytest
-import tokenizers
 
-from spmd.models.llama import fresh
-from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.weights import load as weights
 from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
 from spmd.scripts import train_llama
 from spmd.scripts.flags.train import make_parser
-
-TINY = CONFIGS["tiny"]
+from tests.scripts.flags.test_weights import write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +25,7 @@ def own_settings(monkeypatch):
 def trained(tmp_path_factory):
     """A folder of weights with a tokenizer of some words, and a text of these words."""
     folder = tmp_path_factory.mktemp("trained")
-    init = functools.partial(fresh.init, config=TINY)
-    weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder / "model")
-    words = ["<s>", "</s>", "to", "be", "or", "not"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="or"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    write_checkpoint(folder / "model")
     lines = [json.dumps({"text": "to be or not to be " * 50}) for _ in range(60)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     return folder

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -6,8 +7,11 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.models.llama.named import named_config
+from spmd.models.llama.weights.sources import fresh_source
 from spmd.serving.bundle.function import Function, StateLeaf
 from spmd.serving.bundle.write import write_bundle
+from spmd.serving.llama_bundle import write_llama_bundle
 from tests.reading import modules_are_read_here as modules_are_read_here
 
 
@@ -88,6 +92,13 @@ def write(folder, **changes):
         **changes,
     }
     write_bundle(folder, given.pop("functions", None) or make_functions(), **given)
+
+
+def write_tiny(folder, shape, layers=1, **more):
+    """A tiny Llama of bytes, with random weights."""
+    config = dataclasses.replace(named_config("tiny"), num_hidden_layers=layers)
+    with fresh_source(config, 0) as source:
+        write_llama_bundle(source, folder, shape, dtype="float32", **more)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The engine over a real model in a small pool: shared pages and preemptions change no token."""
 
 import asyncio
-import dataclasses
 import json
 import random
 import threading
@@ -12,8 +11,6 @@ import pytest
 
 import spmd
 from spmd.models.decode import ServingShape
-from spmd.models.llama.named import named_config
-from spmd.models.llama.weights.sources import fresh_source
 from spmd.models.training.data.tokenizer import ByteTokenizer
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.folder import read_manifest
@@ -25,22 +22,15 @@ from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.grammar.compiler import Grammars
 from spmd.serving.language_backend import first_functions, model_backend
-from spmd.serving.llama_bundle import write_llama_bundle
+from tests.serving.conftest import write_tiny
 
 SHAPE = ServingShape(4, 64, (16,), (32, 64), 8, 2, 2, "float32")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
-    made: Path = tmp_path_factory.mktemp("bundles") / "tiny"
-    config = dataclasses.replace(named_config("tiny"), num_hidden_layers=1)
-    with fresh_source(config, 0) as source:
-        write_llama_bundle(source, made, SHAPE, dtype="float32", platforms=["cpu"])
-    return made
-
-
-@pytest.fixture(scope="module")
-def bundle(folder: Path, devices8: Any) -> Bundle:
+def bundle(tmp_path_factory: Any, devices8: Any) -> Bundle:
+    folder: Path = tmp_path_factory.mktemp("bundles") / "tiny"
+    write_tiny(folder, SHAPE, platforms=["cpu"])
     first = first_functions(read_manifest(folder))
     assert sorted(first) == ["allow", "begin", "score_r16_t64", "step_r16_t64"]
     mesh = spmd.make_mesh(data=2, devices=devices8[:2])

@@ -62,7 +62,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("spmd.serving.engine.scheduler", {"jax", "starlette", "uvicorn", "asyncio", "threading"}),
         ("spmd.serving.engine.engine", {"jax", "starlette", "uvicorn"}),
-        ("spmd.serving.http.server", {"jax", "spmd.api", "spmd.compiler"}),
+        ("spmd.serving.http.server", {"jax", "opentelemetry", "spmd.api", "spmd.compiler"}),
     ],
 )
 def test_what_is_not_imported(module: str, strangers: set[str]) -> None:

@@ -23,14 +23,12 @@ from jax import export
 from spmd.launch import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
 from spmd.models.decode import ServingShape
-from spmd.models.llama.named import named_config
-from spmd.models.llama.weights.sources import fresh_source
 from spmd.models.training.data.tokenizer import ByteTokenizer
 from spmd.scripts.jobs.local import free_port, with_device_count
 from spmd.serving.bundle.function import Function
 from spmd.serving.bundle.write import write_bundle
-from spmd.serving.llama_bundle import write_llama_bundle
 from tests.forked import Forked
+from tests.serving.conftest import write_tiny
 from tests.serving.http.live import get, post
 from tests.waiting import wait_until
 from tools.serving_kills import Group
@@ -45,10 +43,7 @@ FLAGS = ("--stall_seconds", "0.5")
 def bundle(tmp_path_factory: Any) -> Path:
     """A tiny Llama of bytes, with a golden text that one process made."""
     folder: Path = tmp_path_factory.mktemp("bundles") / "tiny"
-    with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(
-            source, folder, SHAPE, dtype="float32", golden_prompts=[list(PROMPT.encode())]
-        )
+    write_tiny(folder, SHAPE, layers=2, golden_prompts=[list(PROMPT.encode())])
     return folder
 
 

@@ -122,17 +122,9 @@ def from_file(text, folder, *more) -> argparse.Namespace:
     return PARSER.parse_args([f"--settings={file}", *more])
 
 
-@given(WORDS)
-def test_flags_that_went_through_a_file_are_the_same_run(tmp_path_factory, words):
-    flags = PARSER.parse_args(words)
-    again = from_file(PARSER.settings_text(flags), tmp_path_factory.getbasetemp())
-    assert vars(again) == {**vars(flags), "settings": again.settings}
-    assert make_run(again, "cpu") == make_run(flags, "cpu")
-
-
 @given(WORDS, WORDS)
 def test_the_command_line_overrides_a_file(tmp_path_factory, words, more):
-    """A file and flags are as all of these as flags."""
+    """A file and flags are as all of these as flags: the same run."""
     file = PARSER.settings_text(PARSER.parse_args(words))
     both = from_file(file, tmp_path_factory.getbasetemp(), *more)
     assert vars(both) == {**vars(PARSER.parse_args([*words, *more])), "settings": both.settings}

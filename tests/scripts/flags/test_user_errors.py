@@ -1,6 +1,5 @@
 """One message for what a user can mend, a traceback for everything else."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -47,13 +46,3 @@ def test_scripts_use_it(name):
     text = path.with_suffix(".py").read_text(encoding="utf-8")
     assert "with one_message(" in text or ", one_message(" in text
     assert 'sys.exit(f"error' not in text
-
-
-def test_bundle_scripts(tmp_path, capsys):
-    """A folder that is no bundle, for the scripts that read one."""
-    for name, flags in (("generate_text", ["--prompt", "a"]), ("serve_bundle", [])):
-        script = importlib.import_module(f"scripts.{name}")
-        with pytest.raises(SystemExit) as ended:
-            script.main([str(tmp_path / "no"), *flags])
-        assert str(ended.value.code).startswith("error: "), capsys.readouterr()
-        assert str(tmp_path / "no") in str(ended.value.code)

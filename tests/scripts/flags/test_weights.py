@@ -26,26 +26,21 @@ from tests.models.training.data.test_beginnings import byte_level, saved
 TINY = CONFIGS["tiny"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory):
-    """A tokenizer.json of a few words."""
-    words = ["<s>", "</s>", "to", "be", "or", "not"]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="or")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, tokenizer_file):
-    """A folder with weights, a config and a tokenizer."""
+def write_checkpoint(folder):
+    """Random weights, a config, and a tokenizer of a few words."""
     init = functools.partial(fresh.init, config=TINY)
-    folder = tmp_path_factory.mktemp("flags") / "checkpoint"
     weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder)
-    shutil.copy(tokenizer_file, folder)
+    words = ["<s>", "</s>", "to", "be", "or", "not"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="or"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flags") / "checkpoint"
+    write_checkpoint(folder)
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     return folder
 
@@ -119,13 +114,13 @@ def test_the_tokenizer_is_that_of_the_weights(checkpoint, tmp_path):
         weights_flags.chosen_tokenizer(given(without), larger)
 
 
-def test_an_export_ships_the_tokenizer_that_was_trained_with(checkpoint, tokenizer_file, tmp_path):
+def test_an_export_ships_the_tokenizer_that_was_trained_with(checkpoint, tmp_path):
     """Of a folder with nothing but a tokenizer.json: that, and the names of its special tokens."""
     params = jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(2))
     flags = [f"--init_from={checkpoint}"]
     own = tmp_path / "own" / "tokenizer.json"
     own.parent.mkdir()
-    own.write_text(tokenizer_file.read_text().replace('"not"', '"neither"'))
+    own.write_text((checkpoint / "tokenizer.json").read_text().replace('"not"', '"neither"'))
     printed = io.StringIO()
     console = Console(file=printed, soft_wrap=True)
     for name in (str(own), "bytes"):

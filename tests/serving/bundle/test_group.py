@@ -160,6 +160,7 @@ def test_jobs_are_done_once_and_waited_for() -> None:
     gate.set()
     assert list(done) == ["slow"]
     assert ended.wait(PATIENCE) and made == ["quick", "slow", "end"]
+    assert not list(Behind({}, 1, end).done()) and made[-2:] == ["end", "end"]
 
 
 def test_a_job_that_fails_fails_alone() -> None:
@@ -175,8 +176,3 @@ def test_a_job_that_fails_fails_alone() -> None:
     assert next(done) == "good"
     with pytest.raises(BundleError, match="too large"):
         next(done)
-
-
-def test_without_jobs_it_has_ended() -> None:
-    ended = threading.Event()
-    assert not list(Behind({}, 1, ended.set).done()) and ended.is_set()

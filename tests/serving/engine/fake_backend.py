@@ -36,10 +36,6 @@ EMPTY = -1
 Allowed = Callable[[list[int]], Words | None]
 
 
-def everything(drawn: list[int]) -> None:
-    """Every token may be drawn."""
-
-
 class Gate:
     """What results wait behind: it stands open, or lets only so many more through."""
 
@@ -77,15 +73,6 @@ def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: in
         bias = np.where(bits, bias, -np.inf)
     best = np.flatnonzero(bias == bias.max())
     return token if token in best else int(best[token % len(best)])
-
-
-class Mistake(AssertionError):
-    """The contract was broken."""
-
-
-def require(condition: bool, text: str) -> None:
-    if not condition:
-        raise Mistake(text)
 
 
 class FakeBackend:
@@ -137,7 +124,7 @@ class FakeBackend:
     def allow(self, masks: Mapping[int, Words | None]) -> None:
         with self._busy:
             for slot, mask in masks.items():
-                require(mask is None or bool(np.any(mask)), f"slot {slot} may draw nothing")
+                assert mask is None or bool(np.any(mask)), f"slot {slot} may draw nothing"
                 self.allowed[slot] = mask
 
     def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
@@ -163,7 +150,7 @@ class FakeBackend:
         return wait
 
     def alone(
-        self, prompt: Sequence[int], tokens: int, seed: int = 0, allowed: Allowed = everything
+        self, prompt: Sequence[int], tokens: int, seed: int = 0, allowed: Allowed | None = None
     ) -> list[int]:
         """What a request gets if there is no other; `allowed` says what, by the drawn tokens."""
         known: list[int] = []
@@ -172,7 +159,8 @@ class FakeBackend:
         seen, counted, drawn = set(prompt), Counter[int](), list[int]()
         for _ in range(tokens):
             token = self._next(np.asarray(known), seed, seen, counted)
-            drawn.append(chosen(token, Sampling(), allowed(drawn), self.limits.vocab_size))
+            mask = allowed(drawn) if allowed else None
+            drawn.append(chosen(token, Sampling(), mask, self.limits.vocab_size))
             seen.add(drawn[-1])
             counted[drawn[-1]] += 1
             known.append(key_value(known[-1], drawn[-1]))
@@ -180,7 +168,7 @@ class FakeBackend:
 
     def _check(self, parts: Sequence[SlotPart]) -> None:
         limits = self.limits
-        require(0 < len(parts) == len({part.slot for part in parts}), "slots of the parts")
+        assert 0 < len(parts) == len({part.slot for part in parts}), "slots of the parts"
         rows: Counter[int] = Counter()
         written: Counter[tuple[int, int]] = Counter()
         for part in parts:
@@ -188,16 +176,16 @@ class FakeBackend:
             end = part.start + count
             pages = part.pages
             rows[group] += count
-            require(0 <= part.slot < limits.slots, f"slot {part.slot}")
-            require(count > 0 and part.start >= 0 and end <= limits.max_length, f"{part}")
-            require(len(pages) == len(set(pages)), "a page is there twice")
-            require(len(pages) * limits.page >= end, f"{len(pages)} pages for {end} positions")
-            require(all(0 <= page < limits.pages for page in pages), f"pages {pages}")
-            require(part.targets is None or len(part.targets) == count, "targets do not fit")
+            assert 0 <= part.slot < limits.slots, f"slot {part.slot}"
+            assert count > 0 and part.start >= 0 and end <= limits.max_length, f"{part}"
+            assert len(pages) == len(set(pages)), "a page is there twice"
+            assert len(pages) * limits.page >= end, f"{len(pages)} pages for {end} positions"
+            assert all(0 <= page < limits.pages for page in pages), f"pages {pages}"
+            assert part.targets is None or len(part.targets) == count, "targets do not fit"
             first, last = part.start // limits.page, (end - 1) // limits.page
             written.update((group, page) for page in pages[first : last + 1])
-        require(max(rows.values()) <= limits.rows[-1], f"rows {rows}")
-        require(max(written.values()) == 1, "two parts write one page")
+        assert max(rows.values()) <= limits.rows[-1], f"rows {rows}"
+        assert max(written.values()) == 1, "two parts write one page"
         self.run += rows.total()
 
     def _write(self, part: SlotPart) -> None:
@@ -210,14 +198,14 @@ class FakeBackend:
         known = int(before[-1]) if part.start else 0
         pool, size = self.pools[self._group(part)], self.limits.page
         for position, token in enumerate(tokens, part.start):
-            require(0 <= token < self.limits.vocab_size, f"id {token}")
+            assert 0 <= token < self.limits.vocab_size, f"id {token}"
             known = key_value(known, token)
             pool[part.pages[position // size], position % size] = known
 
     def _read(self, part: SlotPart, count: int) -> Any:
         """What the pages of a slot say of its first `count` positions."""
         known = self.pools[self._group(part)][list(part.pages)].reshape(-1)[:count]
-        require((known != EMPTY).all(), "a position was never written")
+        assert (known != EMPTY).all(), "a position was never written"
         return known
 
     def _draw(self, part: SlotPart) -> int:
@@ -257,7 +245,7 @@ class FakeBackend:
 
     def _calling(self) -> threading.Lock:
         """One call at a time."""
-        require(not self._busy.locked(), "two calls at once")
+        assert not self._busy.locked(), "two calls at once"
         self.calls += 1
         if self.fail_after is not None and self.calls > self.fail_after:
             raise RuntimeError("the device is gone")

@@ -1,12 +1,9 @@
 """The engine over the fake backend: what its readers get, and what is left behind."""
 
 import asyncio
-import dataclasses
-import gc
-import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,16 +16,17 @@ from spmd.serving.engine.choice import Delta
 from spmd.serving.engine.engine import LAG, Engine
 from spmd.serving.engine.records import Finished
 from spmd.serving.engine.stream import Failed
-from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 
 DECODE = ByteTokenizer().decode
 
 
 class Notes:
-    """An observer that keeps everything."""
+    """An observer that keeps everything; whenever it has heard something it calls `heard`."""
 
     def __init__(self) -> None:
+        self.heard: Callable[[], None] = lambda: None
         self.steps: list[EngineStep] = []
         self.firsts: list[float] = []
         self.more: list[float] = []
@@ -36,15 +34,18 @@ class Notes:
 
     def ran(self, step: EngineStep, seconds: float) -> None:
         self.steps.append(step)
+        self.heard()
 
     def first_token(self, seconds: float) -> None:
         self.firsts.append(seconds)
 
     def next_token(self, seconds: float) -> None:
         self.more.append(seconds)
+        self.heard()
 
     def finished(self, record: Finished) -> None:
         self.records.append(record)
+        self.heard()
 
 
 @contextmanager
@@ -140,47 +141,22 @@ def test_the_device_waits_for_text_that_lags() -> None:
     assert LAG <= backend.drawn - 1 <= LAG + 3
 
 
-class Scraper(Notes):
-    """Reads the totals whenever it hears something, as Prometheus might."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine: Engine | None = None
-        self.totals: list[Counts] = []
-
-    def _scrape(self) -> None:
-        assert self.engine is not None
-        self.totals.append(self.engine.state().counts)
-
-    def ran(self, step: EngineStep, seconds: float) -> None:
-        super().ran(step, seconds)
-        self._scrape()
-
-    def next_token(self, seconds: float) -> None:
-        super().next_token(seconds)
-        self._scrape()
-
-    def finished(self, record: Finished) -> None:
-        super().finished(record)
-        self._scrape()
-
-
 def test_totals_never_fall() -> None:
     """Prometheus takes a counter that falls for one that began anew, and adds all of it again."""
-    scraper = Scraper()
+    notes, scraped = Notes(), list[Counts]()
     whole = alone(b"hello", 40)
-    with running(observer=scraper) as engine:
-        scraper.engine = engine
+    with running(observer=notes) as engine:
+        notes.heard = lambda: scraped.append(engine.state().counts)
         for end in range(3, 30, 2):
             (last,) = ask(engine, job(max_tokens=40, stops=(whole[end : end + 4],)))[-1:]
             assert last.finish == "stop"
     for name in vars(Counts()):
-        totals = [getattr(counts, name) for counts in scraper.totals]
+        totals = [getattr(counts, name) for counts in scraped]
         assert totals == sorted(totals), name
-    assert scraper.totals[-1].drawn == sum(record.generated for record in scraper.records)
-    assert scraper.totals[-1].cancelled == 0
+    assert scraped[-1].drawn == sum(record.generated for record in notes.records)
+    assert scraped[-1].cancelled == 0
     # The first token of each request is no "more".
-    assert len(scraper.more) == scraper.totals[-1].drawn - len(scraper.records)
+    assert len(notes.more) == scraped[-1].drawn - len(notes.records)
 
 
 def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
@@ -194,20 +170,6 @@ def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
     for delta in deltas:  # never a token before its text
         shown += len(delta.text)
         assert all(token.offset + len(token.text) <= shown for token in delta.tokens)
-
-
-def test_prompts_are_scored() -> None:
-    prompt = "hé, a longer prompt".encode()
-    asked = job(prompt, max_tokens=0, logprobs=1, score_prompt=True)
-    with running() as engine:
-        (delta,) = ask(engine, asked)
-        assert delta.scores is not None
-        tokens = engine.read_scores(asked, delta.scores)
-    assert (delta.finish, delta.text, delta.generated) == ("length", "", 0)
-    assert "".join(token.text for token in tokens) == prompt.decode()
-    assert len(tokens) == len(prompt)
-    assert [token.logprob for token in tokens[:2]] == [None, -0.5]
-    assert tokens[3].top == ((",", -0.5),)
 
 
 class NanBackend(FakeBackend):
@@ -254,58 +216,6 @@ def test_a_call_that_hangs_is_seen() -> None:
     with running(backend) as engine:
         assert engine.stalled() == 0
         asyncio.run(go(engine))
-
-
-@asynccontextmanager
-async def closing(stream: Any) -> AsyncIterator[Any]:
-    try:
-        yield stream
-    finally:
-        stream.close()
-
-
-async def one_of_many(engine: Engine, rng: random.Random) -> int:
-    """Ask for something and check it; now and then go away."""
-    prompt = bytes(rng.choices(b"abc", k=rng.randint(1, 40)))
-    tokens, seed = rng.randint(0, LIMITS.max_length - len(prompt)), rng.randrange(3)
-    leave_after = rng.randint(0, 5) if rng.random() < 0.3 else 10_000
-    text, count = "", 0
-    scores = rng.random() < 0.3
-    jobs = [job(prompt, tokens, seed, score_prompt=scores)]
-    async with closing(engine.submit(jobs, rng.choice("xy"))) as stream:
-        while count < leave_after:
-            delta = await anext(stream, None)
-            if delta is None:
-                break
-            assert (delta.scores is not None) == (scores and not count)
-            if delta.scores is not None:
-                assert bytes(delta.scores.ids[:-1].tolist()) == prompt[1:]
-                assert len(delta.scores.ids) == len(prompt)
-            text, count = text + delta.text, count + 1
-    whole = alone(prompt, tokens, seed)
-    assert whole.startswith(text) if count >= leave_after else text == whole
-    return count
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pages", [64, 18])
-def test_many_at_once_with_flat_memory(pages: int) -> None:
-    async def go(engine: Engine, seed: int) -> None:
-        rng = random.Random(seed)
-        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(40)))
-
-    backend = FakeBackend(dataclasses.replace(LIMITS, pages=pages))
-    with running(backend) as engine:
-        asyncio.run(go(engine, 0))
-        gc.collect()
-        before = len(gc.get_objects())
-        asyncio.run(go(engine, 1))
-        gc.collect()
-        assert len(gc.get_objects()) - before < 1000
-        state = engine.state()
-        assert state.counts.cancelled > 5
-        assert (state.counts.preempted > 0) == (pages < 64)
-        assert state.held == 0 and 0 < state.cached <= state.pages == pages
 
 
 def test_a_mistake_in_making_text_is_told_to_all() -> None:

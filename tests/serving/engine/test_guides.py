@@ -21,9 +21,7 @@ from spmd.serving.engine.guide import (
     words_of,
 )
 from spmd.serving.engine.stream import Failed, Misguided
-from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.engine.test_engine import DECODE, alone, ask, job, read, running, text_of
-from tests.serving.engine.test_scheduler import SMALL_POOL
+from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of
 from tests.waiting import PATIENCE
 
 
@@ -59,12 +57,8 @@ def test_a_guide_says_what_is_drawn() -> None:
         deltas = ask(
             engine, one, job(seed=1), spelled(b"cut off", 3), spelled(b"sto.p", stops=(".",))
         )
-    assert [text_of(deltas, i) for i in range(4)] == [
-        "what it says",
-        alone(b"hello", 20, 1),
-        "cut",
-        "sto",
-    ]
+    texts = [text_of(deltas, i) for i in range(4)]
+    assert texts == ["what it says", alone(b"hello", 20, 1), "cut", "sto"]
     finish = {delta.choice: delta.finish for delta in deltas if delta.finish}
     assert finish == {0: "stop", 1: "length", 2: "length", 3: "stop"}
     assert isinstance(one.guide, Spelled)
@@ -146,15 +140,6 @@ def test_a_guide_that_fails_fails_alone(
         assert engine.error is None
 
 
-def test_guided_requests_that_lose_their_pages() -> None:
-    texts = [bytes([97 + i]) * 40 for i in range(8)]
-    with running(FakeBackend(SMALL_POOL)) as engine:
-        jobs = [spelled(text, 50, prompt=bytes([i]) * 9) for i, text in enumerate(texts)]
-        deltas = ask(engine, *jobs)
-        assert engine.state().counts.preempted
-    assert [text_of(deltas, i).encode() for i in range(8)] == texts
-
-
 def test_masks_by_count() -> None:
     """No stop id before `min_tokens`, and no stop string either."""
     whole = alone(b"hello", 40)
@@ -225,45 +210,3 @@ def test_beside_masks_by_count(
                 guide.allowed()
         for token in drawn[i : i + 1]:
             guide.take(token)
-
-
-def test_beside_another_guide() -> None:
-    bad = BadWords([(97, 98), (99,)], 256)
-    guide = WithoutBadWords(bad, (), Spelled(b"aab"))
-    for token in b"aa":
-        assert ids(guide.allowed()) == {token}
-        guide.take(token)
-    with pytest.raises(GuideError):
-        guide.allowed()
-
-
-def test_sequences_of_one_token_need_no_guide() -> None:
-    bad = BadWords([(1,), (3,)], VOCABULARY)
-    assert bad.reach == 0
-    ((count, mask),) = bad.from_all(())
-    assert (count, ids(mask)) == (0, {0, 2, 4})
-    masks = bad.from_all(counted_masks(VOCABULARY, (), [0], 2))
-    assert [(count, ids(mask)) for count, mask in masks] == [(0, {2, 4}), (2, {0, 2, 4})]
-    with pytest.raises(GuideError):
-        bad.from_all(counted_masks(VOCABULARY, [1, 3], (), 0))
-
-
-def test_texts_in_a_small_pool() -> None:
-    """Requests that lose their pages go on as before."""
-    backend = FakeBackend(SMALL_POOL)
-    sequences = [(a, b) for a in range(97, 123) for b in (*b"aeiou ",)] + [(*b"the",)]
-    bad = BadWords(sequences, 256)
-
-    def allowed(drawn: list[int]) -> Words:
-        return words_of(set(range(256)) - brute_force(sequences, drawn), 256)
-
-    def without(prompt: bytes) -> Job:
-        guide = WithoutBadWords(bad, ())
-        return job(prompt, 40, masks=((0, guide.allowed()),), guide=guide)
-
-    prompts = [bytes([i]) * 9 for i in range(8)]
-    with running(backend) as engine:
-        deltas = ask(engine, *map(without, prompts))
-        assert engine.state().counts.preempted
-    for i, prompt in enumerate(prompts):
-        assert text_of(deltas, i) == DECODE(backend.alone(prompt, 40, 0, allowed))

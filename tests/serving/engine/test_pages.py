@@ -121,12 +121,6 @@ class Machine(RuleBasedStateMachine):
         assert sorted([*held, *pages._cached, *pages._free]) == list(range(COUNT))
 
     @invariant()
-    def each_page_that_is_written_has_one_owner(self) -> None:
-        for sequence in self.sequences:
-            for page in sequence.pages[sequence.entered :]:
-                assert self.holders(page) == 1
-
-    @invariant()
     def the_tree_is_whole(self) -> None:
         """Every known page can be found from the root, and is not free."""
         pages = self.pages

@@ -1,5 +1,7 @@
 """The real app behind a real socket, in a thread of the test's process."""
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,13 +44,22 @@ class Live(NamedTuple):
 
 
 def get(url: str, **more: Any) -> httpx.Response:
-    """An answer, however long it takes."""
     return httpx.get(url, timeout=PATIENCE, **more)
 
 
 def post(url: str, **more: Any) -> httpx.Response:
     """An answer, however long it takes."""
     return httpx.post(url, timeout=PATIENCE, **more)
+
+
+def begin(live: Live, path: str, body: Any, address: str = "127.0.0.1") -> socket.socket:
+    """Sends a request, and waits for nothing."""
+    content = json.dumps(body).encode()
+    made = socket.create_connection(("127.0.0.1", live.port), PATIENCE, (address, 0))
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    made.sendall("\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode())
+    made.sendall(content)
+    return made
 
 
 @contextmanager
@@ -74,6 +85,8 @@ def serving(
             tokenizer = loaded.pop("tokenizer", None) or ByteTokenizer()
             service.become_ready(Loaded(MODEL, backend, tokenizer, **loaded))
         yield live
+        if load and service.status == "ready":
+            live.wait_idle()
     finally:
         server.should_exit = True
         thread.join(PATIENCE)

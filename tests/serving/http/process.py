@@ -4,10 +4,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.serving.http.live import get
 from tests.waiting import PATIENCE, wait_until
@@ -83,20 +81,3 @@ class Process:
 
 
 Start = Callable[..., Process]
-
-
-@contextmanager
-def starting(folder: Path) -> Iterator[Start]:
-    """Starts servers; at the end none is left."""
-    started: list[Process] = []
-
-    def start(*arguments: Any, **more: Any) -> Process:
-        started.append(Process(folder, *arguments, **more))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.process.kill()
-        process.end()
-        assert process.process.stderr is not None
-        process.process.stderr.close()

@@ -4,9 +4,7 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,24 +14,11 @@ from hypothesis import strategies as st
 
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, get, post, serving
-from tests.serving.http.process import Process, Start, starting
+from tests.serving.http.process import Process, Start
 from tests.waiting import PATIENCE, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 8, "seed": 0}
 OURS = re.compile("[0-9a-f]{32}")
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with serving() as running:
-        yield running
-        running.wait_idle()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
 
 
 @pytest.mark.parametrize(
@@ -127,19 +112,6 @@ def test_failures_in_json(start: Start) -> None:
     assert access["finish_reason"] == "error"
 
 
-def test_the_log_as_text(start: Start) -> None:
-    process = start()
-    process.let("load")
-    process.let("run")
-    process.wait_health(200)
-    post(f"{process.url}/v1/completions", json=ASK, headers={"X-Request-Id": "abc"})
-    process.process.send_signal(signal.SIGTERM)
-    (line,) = (line for line in process.end().splitlines() if "serving.access" in line)
-    assert re.search(
-        r'127\.0\.0\.1 "POST /v1/completions" 200, \d+\.\d{3} s, 5 \+ 8 tokens \[abc\]$', line
-    )
-
-
 def test_a_client_that_goes_away(caplog: pytest.LogCaptureFixture) -> None:
     backend = FakeBackend()
     backend.gate.close(after=3)
@@ -152,4 +124,3 @@ def test_a_client_that_goes_away(caplog: pytest.LogCaptureFixture) -> None:
         assert fields["finish_reason"] == "abort"
         assert 1 <= fields["completion_tokens"] < 40
         backend.gate.open()
-        live.wait_idle()

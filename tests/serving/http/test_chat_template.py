@@ -83,9 +83,3 @@ def test_templates_that_go_wrong_or_too_far(source: str) -> None:
 def test_what_is_no_template(source: str) -> None:
     with pytest.raises(ServingError, match=r"^chat template, line \d: .+"):
         ChatTemplate(source)
-
-
-def test_messages_are_not_changed() -> None:
-    messages: list[Any] = [{"role": "user", "content": "x"}]
-    ChatTemplate("{% set messages = [] %}{{ messages }}").render(messages)
-    assert messages == [{"role": "user", "content": "x"}]

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.serving.http.limits import ServerOptions
-from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.http.live import Live, post
-from tests.serving.http.live import serving as serving_live
+from tests.serving.http.live import Live, post, serving
 from tests.waiting import PATIENCE
 
 LIMIT = 100_000
@@ -24,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving_live(options=ServerOptions(body_bytes=LIMIT)) as running:
+    with serving(options=ServerOptions(body_bytes=LIMIT)) as running:
         yield running
 
 
@@ -32,9 +30,8 @@ def live() -> Iterator[Live]:
 def hasty() -> Iterator[Live]:
     """A server that soon gives up on what does not come; nothing else is asked of it."""
     options = ServerOptions(body_bytes=LIMIT, body_seconds=0.4, header_seconds=0.3)
-    with serving_live(options=options) as running:
+    with serving(options=options) as running:
         yield running
-        running.wait_idle()
 
 
 def is_well(live: Live) -> None:
@@ -121,7 +118,6 @@ def test_bodies_of_another_kind(live: Live, kind: str) -> None:
     assert response.status_code == 415
 
 
-# ---------------------------------------------------------------------------------------------
 # Below HTTP.
 
 
@@ -213,28 +209,3 @@ def test_two_requests_in_one_piece(live: Live) -> None:
     answer = talk(live, (head(len(body)) + body) * 2 + b"GET /health HTTP/1.0\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.count(live.alone("hello", 3).encode()) == 2
-
-
-@pytest.mark.thorough
-def test_a_reader_that_never_reads_does_not_hold_others_up() -> None:
-    with serving_live(FakeBackend(), ServerOptions()) as live:
-        body = json.dumps({"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32}).encode()
-        sleepers = []
-        for _ in range(4):
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            connection.connect(("127.0.0.1", live.port))
-            connection.sendall(head(len(body)) + body)
-            sleepers.append(connection)
-        is_well(live)
-        for connection in sleepers:
-            connection.close()
-
-
-def test_a_template_cannot_reach_out() -> None:
-    source = "{{ messages.__class__.__mro__ }}"
-    with serving_live(chat_template=source) as live:
-        body = {"messages": [{"role": "user", "content": "{{ 1 + 1 }}"}]}
-        response = post(f"{live.url}/v1/chat/completions", json=body)
-        assert response.status_code == 400
-        assert "SecurityError" in response.json()["error"]["message"]

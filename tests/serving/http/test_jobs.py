@@ -164,5 +164,7 @@ def test_what_cannot_be_served() -> None:
             ServerOptions(),
             RequestMetrics("x", lambda: (0, 0)),
         )
+    with pytest.raises(ServingError, match="neither a language model nor one of tensors"):
+        Service().become_ready(Loaded("x"))
     with pytest.raises(ServingError, match="needs a backend and a tokenizer"):
         Service().become_ready(Loaded("x", FakeBackend()))

@@ -16,8 +16,8 @@ from spmd.serving.errors import ServingError
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.service import Service
+from tests.serving.http.conftest import triton_client
 from tests.serving.http.live import Live, get, post, serving
-from tests.waiting import PATIENCE
 
 
 class Scaler:
@@ -124,19 +124,6 @@ def test_numbers_that_json_has_not(live: Live) -> None:
     assert answer["error"].startswith("output y holds NaN or infinities")
 
 
-def test_what_the_model_says_of_itself(live: Live) -> None:
-    assert get(f"{live.url}/v2/health/live").status_code == 200
-    assert get(f"{live.url}/v2/health/ready").json() == {"ready": True}
-    assert get(f"{live.url}/v2/models/scaler/ready").json()["ready"] is True
-    assert get(f"{live.url}/v2/models/other/ready").status_code == 404
-    answer = get(f"{live.url}/v2/models/scaler").json()
-    assert answer["inputs"] == [
-        {"name": "x", "datatype": "FP32", "shape": [-1, 3]},
-        {"name": "scale", "datatype": "INT8", "shape": []},
-    ]
-    assert answer["outputs"][1] == {"name": "half", "datatype": "BF16", "shape": [-1, 3]}
-
-
 def test_it_is_no_language_model(live: Live) -> None:
     response = post(f"{live.url}/v1/completions", json={"prompt": "a"})
     assert response.status_code == 404
@@ -189,9 +176,7 @@ def echo() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(echo: Live) -> Iterator[Any]:
-    with triton.InferenceServerClient(
-        echo.url.removeprefix("http://"), network_timeout=PATIENCE, connection_timeout=PATIENCE
-    ) as made:
+    with triton_client(echo) as made:
         yield made
 
 
@@ -246,7 +231,9 @@ def test_what_the_server_says_of_itself(client: Any) -> None:
     ]  # fmt: skip
     assert client.is_model_ready("echo") and client.is_model_ready("echo", "1")
     assert not client.is_model_ready("echo", "2")
-    assert client.get_model_metadata("echo", "1")["inputs"][0]["datatype"] == "BOOL"
+    about = client.get_model_metadata("echo", "1")
+    shapes = [{"name": name, "datatype": name, "shape": [-1, 3]} for name in DATATYPES]
+    assert about["inputs"] == about["outputs"] == shapes
     config = client.get_model_config("echo")
     assert (config["max_batch_size"], "dynamic_batching" in config) == (0, False)
     assert config["input"][1] == {"name": "UINT8", "data_type": "TYPE_UINT8", "dims": [-1, 3]}
@@ -276,27 +263,12 @@ def test_statistics_are_those_of_the_metrics(echo: Live, client: Any) -> None:
     assert 'handler="/v2/models/{model}/infer"' in metrics
 
 
-def test_bytes_are_no_datatype_here(client: Any) -> None:
-    text = triton.InferInput("INT8", [1, 3], "BYTES")
-    text.set_data_from_numpy(np.array([[b"a", b"b", b"c"]], np.object_))
-    with pytest.raises(InferenceServerException, match='INT8 is needed, not "BYTES"'):
-        client.infer("echo", [text])
-
-
 def refusal(echo: Live, body: bytes, status: int = 400, **headers: Any) -> str:
     """What the server says of a body; in the names of headers `_` stands for `-`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     response = post(f"{echo.url}/v2/models/echo/infer", content=body, headers=named)
     assert response.status_code == status, response.text
     return str(response.json()["error"])
-
-
-def one(**more: Any) -> tuple[bytes, int]:
-    """A request's JSON for a binary input of 12 bytes, without the other inputs."""
-    about = {"name": "FP32", "datatype": "FP32", "shape": [1, 3], **more}
-    about.setdefault("parameters", {"binary_data_size": 12})
-    text = json.dumps({"inputs": [about]}).encode()
-    return text, len(text)
 
 
 @pytest.mark.parametrize(
@@ -318,10 +290,11 @@ def one(**more: Any) -> tuple[bytes, int]:
 def test_binary_bodies_that_do_not_fit(
     echo: Live, more: dict[str, Any], length: str | None, tail: int, message: str
 ) -> None:
-    text, size = one(**more)
-    assert message in refusal(
-        echo, text + bytes(tail), Inference_Header_Content_Length=length or str(size)
-    )
+    size = {"parameters": {"binary_data_size": 12}}
+    about = {"name": "FP32", "datatype": "FP32", "shape": [1, 3], **size, **more}
+    text = json.dumps({"inputs": [about]}).encode()
+    header: Any = {"Inference_Header_Content_Length": length or str(len(text))}
+    assert message in refusal(echo, text + bytes(tail), **header)
 
 
 def test_bytes_that_belong_to_nothing(echo: Live, client: Any) -> None:

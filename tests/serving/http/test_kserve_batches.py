@@ -18,8 +18,9 @@ from spmd.serving.bundle.read import load_bundle
 from spmd.serving.bundle.write import write_bundle
 from spmd.serving.load import load_model
 from tests.serving.conftest import struct
+from tests.serving.http.conftest import triton_client
 from tests.serving.http.live import Live, serving
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import wait_until
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {"w": RNG.standard_normal((48, 16), np.float32)}
@@ -43,17 +44,9 @@ def live(tmp_path_factory: Any, mesh_of: Any) -> Iterator[Live]:
         yield running
 
 
-def client_of(live: Live) -> Any:
-    return triton.InferenceServerClient(
-        live.url.removeprefix("http://"),
-        network_timeout=PATIENCE,
-        connection_timeout=PATIENCE,
-    )
-
-
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[Any]:
-    with client_of(live) as made:
+    with triton_client(live) as made:
         yield made
 
 
@@ -102,7 +95,7 @@ def test_a_crowd_is_joined(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [IMAGES[:1], *(IMAGES[i % 2 : i % 2 + rows] for i, rows in enumerate([1, 2, 3, 1, 1]))]
 
     def ask(images: Any) -> Any:
-        with client_of(live) as client:  # a client belongs to one thread
+        with triton_client(live) as client:  # a client belongs to one thread
             return client.infer("vit", given(images)).as_numpy("result")
 
     before = live.service.statistics.calls.count

@@ -1,27 +1,27 @@
 """Tools and structured outputs with OpenAI's client: round trips, streams, schemas, refusals."""
 
-import asyncio
+import dataclasses
 import json
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
-from pydantic import BaseModel, Field
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spmd.serving.http.limits import ServerOptions
-from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
-from tests.serving.http.scripted import LARGE, Scripted
 from tests.serving.http.tools.templates import NONE, TEMPLATES
 from tests.waiting import PATIENCE
 
 openai = pytest.importorskip("openai")
 jsonschema = pytest.importorskip("jsonschema")
 
+LARGE = dataclasses.replace(LIMITS, slots=16, max_length=8192, rows=(16, 512), page=64, pages=1024)
 ASK: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
 CHOICES = ["yes", "no", "na\nja 😀"]
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -41,6 +41,19 @@ def tool(name: str, strict: bool | None = None) -> Any:
 TOOLS = [tool("add"), tool("mul")]
 
 
+class Scripted(FakeBackend):
+    """Writes `script`, as long as it may, and then the end."""
+
+    script = b""
+
+    def __init__(self) -> None:
+        super().__init__(LARGE, budget=512)
+
+    def _next(self, known: Any, seed: int, seen: set[int], counted: Counter[int]) -> int:
+        at = counted.total()
+        return self.script[at] if at < len(self.script) else 0
+
+
 @contextmanager
 def chatting(backend: FakeBackend, **more: Any) -> Iterator[tuple[Live, Any]]:
     with (
@@ -50,7 +63,6 @@ def chatting(backend: FakeBackend, **more: Any) -> Iterator[tuple[Live, Any]]:
         ) as client,
     ):
         yield live, client
-        live.wait_idle()
 
 
 def chat(client: Any, **more: Any) -> Any:
@@ -179,25 +191,6 @@ def test_a_call_or_an_answer_of_some_form() -> None:
         assert message.content is None and len(message.tool_calls) == 1
 
 
-def test_parsed_answers() -> None:
-    """The client's own classes: a schema goes out, and an object of it comes back."""
-
-    class Item(BaseModel):
-        name: str = Field(max_length=9)
-        kind: Any = Field(json_schema_extra={"enum": ["a", "b"]})
-        count: int = Field(ge=0, le=9)
-
-    class Items(BaseModel):
-        items: list[Item] = Field(max_length=3)
-
-    with chatting(random_model()) as (_, client):
-        for seed in range(3):
-            answer = client.chat.completions.parse(
-                model=MODEL, messages=ASK, response_format=Items, seed=seed, max_tokens=3000
-            )
-            assert isinstance(answer.choices[0].message.parsed, Items)
-
-
 def test_texts_of_other_forms() -> None:
     """vLLM's fields, in completions, streams, and with several completions."""
     forms: list[tuple[Any, Any]] = [
@@ -288,137 +281,76 @@ def test_what_is_refused_says_where() -> None:
         chat(client)
 
 
-CLIENTS = 16
-
-
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(1000), marks=pytest.mark.heavy)])
-def test_texts_fit_their_schemas(seeds: range) -> None:
-    backend = FakeBackend(LARGE, budget=512, letters=False)
-    with serving(backend, ServerOptions(max_waiting=64)) as live:
-        ended = asyncio.run(_ask_all(live, seeds))
-        live.wait_idle()
-    assert ended > 0.95 * len(seeds)
-
-
-async def _ask_all(live: Live, seeds: range) -> int:
-    """How many texts came to their own end; each was checked."""
-    turn = asyncio.Semaphore(CLIENTS)
-    async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE) as client:
-
-        async def one(seed: int) -> bool:
-            async with turn:
-                return await _ask(client, seed)
-
-        return sum(await asyncio.gather(*map(one, seeds)))
-
-
-async def _ask(client: httpx.AsyncClient, seed: int) -> bool:
-    schema = random_schema(random.Random(seed))
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    is_chat = seed % 2
-    path = "completions"
-    prompt: dict[str, Any] = {"prompt": f"{seed}"}
-    body: dict[str, Any] = {"seed": seed, "max_tokens": 4000, "response_format": form}
-    if is_chat:
-        path, prompt = "chat/completions", {"messages": [{"role": "user", "content": f"{seed}"}]}
-    response = await client.post(f"/v1/{path}", json={**body, **prompt})
-    assert response.status_code == 200, (schema, response.text)
-    (choice,) = response.json()["choices"]
-    if choice["finish_reason"] != "stop":
-        return False
-    value = json.loads(choice["message"]["content"] if is_chat else choice["text"])
-    jsonschema.Draft202012Validator(schema).validate(value)
-    return True
-
-
 Schema = dict[str, Any]
 
-NAMES = ("name", "age", "tags", "é", 'a "b"', "x/y", "$ref", "items", "")
+NAMES = st.sampled_from(("name", "age", "tags", "é", 'a "b"', "x/y", "$ref", "items", ""))
 PATTERNS = ("^[a-c]{2,4}$", r"^\d{1,3}-[A-F]{2}$", "^(yes|no)$", "[0-9]$", r"^a\.b?c{0,3}$")
-VALUES: tuple[Any, ...] = (1, -2.5, True, None, "a\nb", "日本", [1, "x"], {"k": [None]}, [], {}, "")
+VALUES = st.sampled_from(
+    [1, -2.5, True, None, "a\nb", "日本", [1, "x"], {"k": [None]}, [], {}, ""]
+)  # fmt: skip
+LOW, MORE, FEW = st.integers(-1000, 1000), st.integers(1, 50), st.integers(0, 3)
+PLAIN: st.SearchStrategy[Schema] = st.one_of(
+    st.sampled_from(PATTERNS).map(lambda p: {"type": "string", "pattern": p, "maxLength": 12}),
+    st.builds(lambda n, k: {"type": "string", "minLength": n, "maxLength": n + k}, FEW, FEW),
+    st.builds(lambda n, k: {"type": "integer", "minimum": n, "maximum": n + k}, LOW, MORE),
+    st.builds(lambda n, k: {"type": "integer", "exclusiveMinimum": n, "maximum": n + k}, LOW, MORE),
+    LOW.map(lambda n: {"type": "integer", "minimum": n, "maximum": n + 100, "multipleOf": 7}),
+    st.builds(lambda n, k: {"type": "number", "minimum": n / 10, "maximum": n / 10 + k}, LOW, MORE),
+    st.sampled_from(["boolean", "null", ["boolean", "null"]]).map(lambda kind: {"type": kind}),
+    VALUES.map(lambda value: {"const": value}),
+    st.lists(VALUES, min_size=1, max_size=4, unique_by=json.dumps).map(lambda x: {"enum": x}),
+)
 
 
-def random_schema(rng: random.Random) -> Schema:
-    """A schema; those with `$defs` have a recursive one."""
-    if rng.random() < 0.15:
-        node = {
-            "type": "object",
-            "properties": {"value": _schema(rng, 0), "next": {"$ref": "#/$defs/node"}},
-            "required": ["value"],
-            "additionalProperties": False,
-        }
-        return {
-            "$defs": {"node": node},
-            "type": "array",
-            "maxItems": 2,
-            "items": {"$ref": "#/$defs/node"},
-        }
-    return _schema(rng, 3)
+@st.composite
+def holding(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
+    """A schema that has others in it."""
+    kind = draw(st.sampled_from(["object", "array", "anyOf"]))
+    if kind == "object":
+        properties = draw(st.dictionaries(NAMES, inner, max_size=4))
+        required = [name for name in properties if draw(st.booleans())]
+        others = draw(st.just(False) | PLAIN)
+        made = {"properties": properties, "required": required, "additionalProperties": others}
+        return {"type": "object", **made}
+    several = draw(st.lists(inner, min_size=1, max_size=3))
+    if kind == "anyOf":
+        return {"anyOf": several}
+    least = draw(FEW)
+    array: Schema = {"type": "array", "minItems": least, "maxItems": least + draw(FEW)}
+    return {**array, "items": several[0], "prefixItems": several[1:]}
 
 
-def _schema(rng: random.Random, depth: int) -> Schema:
-    makers: list[Callable[[random.Random, int], Schema]] = [
-        _string, _integer, _number, _values, _plain,
-    ]  # fmt: skip
-    if depth:
-        makers += [_object, _object, _object, _array, _array, _any]
-    return rng.choice(makers)(rng, depth)
+def linked(value: Schema) -> Schema:
+    """A list of nodes, each with a value and maybe a next one."""
+    properties = {"value": value, "next": {"$ref": "#/$defs/node"}}
+    node = {"title": "Node", "type": "object", "properties": properties, "required": ["value"]}
+    nodes = {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/node"}}
+    return {"$defs": {"node": {**node, "additionalProperties": False}}, **nodes}
 
 
-def _string(rng: random.Random, depth: int) -> Schema:
-    if rng.random() < 0.4:
-        return {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12}
-    low = rng.randint(0, 3)
-    return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 8)}
+SCHEMAS = st.recursive(PLAIN, holding, max_leaves=9) | PLAIN.map(linked)
 
 
-def _integer(rng: random.Random, depth: int) -> Schema:
-    low = rng.randint(-1000, 1000)
-    high = low + rng.randint(1, 500)
-    if rng.random() < 0.2:
-        return {"type": "integer", "minimum": low, "maximum": low + 100, "multipleOf": 7}
-    keys = rng.choice([("minimum", "maximum"), ("exclusiveMinimum", "maximum")])
-    return {"type": "integer", keys[0]: low, keys[1]: high}
+def test_texts_fit_their_schemas() -> None:
+    """Of completions and chats, several at once; few are so long that they have to be cut."""
+    finishes: list[str] = []
+    with chatting(random_model()) as (_, client):
 
+        @given(SCHEMAS, st.integers(0, 99))
+        def fit(schema: Schema, seed: int) -> None:
+            form = {"name": "x", "schema": schema, "strict": True}
+            asked: Any = {
+                "model": MODEL, "seed": seed, "n": 2, "max_tokens": 4000,
+                "extra_body": {"response_format": {"type": "json_schema", "json_schema": form}},
+            }  # fmt: skip
+            chats = client.chat.completions.create(**asked, messages=ASK).choices
+            texts = [(choice.finish_reason, choice.message.content) for choice in chats]
+            for choice in client.completions.create(**asked, prompt="x").choices:
+                texts.append((choice.finish_reason, choice.text))
+            for finish, text in texts:
+                finishes.append(finish)
+                if finish == "stop":
+                    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
-def _number(rng: random.Random, depth: int) -> Schema:
-    low = round(rng.uniform(-100, 100), 2)
-    return {"type": "number", "minimum": low, "maximum": low + rng.randint(1, 50)}
-
-
-def _values(rng: random.Random, depth: int) -> Schema:
-    if rng.random() < 0.5:
-        return {"const": rng.choice(VALUES)}
-    return {"enum": rng.sample(VALUES, rng.randint(1, 4))}
-
-
-def _plain(rng: random.Random, depth: int) -> Schema:
-    return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}
-
-
-def _object(rng: random.Random, depth: int) -> Schema:
-    names = rng.sample(NAMES, rng.randint(0, 4))
-    made: Schema = {
-        "type": "object",
-        "properties": {name: _schema(rng, depth - 1) for name in names},
-        "required": rng.sample(names, rng.randint(0, len(names))),
-    }
-    kind = rng.random()
-    if kind < 0.7:
-        made["additionalProperties"] = False
-    else:
-        made["additionalProperties"] = _schema(rng, 0)
-    return made
-
-
-def _array(rng: random.Random, depth: int) -> Schema:
-    low = rng.randint(0, 2)
-    made: Schema = {"type": "array", "minItems": low, "maxItems": low + rng.randint(0, 3)}
-    made["items"] = _schema(rng, depth - 1)
-    if rng.random() < 0.3:
-        made["prefixItems"] = [_schema(rng, depth - 1)]
-    return made
-
-
-def _any(rng: random.Random, depth: int) -> Schema:
-    return {"anyOf": [_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+        fit()
+    assert finishes.count("stop") > 0.95 * len(finishes)

@@ -14,7 +14,7 @@ from spmd.serving.errors import ServingError
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.server import Server
 from spmd.serving.http.service import Service
-from tests.serving.http.live import Live, get, post, serving
+from tests.serving.http.live import get, post, serving
 from tests.waiting import wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 4, "seed": 0}
@@ -48,7 +48,6 @@ def test_tls(certificate: tuple[Path, Path]) -> None:
             get(f"{live.url}/health")
         with pytest.raises(httpx.TransportError):
             get(f"http://127.0.0.1:{live.port}/health")
-        live.wait_idle()
 
 
 def test_a_certificate_that_is_none(certificate: tuple[Path, Path], tmp_path: Path) -> None:
@@ -78,7 +77,6 @@ def test_pages_of_other_sites() -> None:
                 post(url, json={}, headers={"Origin": origin}),  # errors are for the page, too
             ):
                 assert answer.headers.get("access-control-allow-origin") == allowed
-        live.wait_idle()
 
 
 def test_other_sites_may_not_unless_they_are_named() -> None:
@@ -102,24 +100,6 @@ def test_a_path_that_a_proxy_removes() -> None:
         assert 'src="/' not in page and 'href="/' not in page and 'fetch("/' not in page
 
 
-def seen_client(live: Live, forwarded: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> Any:
-    """Whom fairness and the log take a client for."""
-    engine = live.service.language().engine
-    submit, seen = engine.submit, []
-
-    def note(jobs: Any, client: str, *more: Any) -> Any:
-        seen.append(client)
-        return submit(jobs, client, *more)
-
-    monkeypatch.setattr(engine, "submit", note)
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "serving.access"):
-        post(f"{live.url}/v1/completions", json=ASK, headers={"X-Forwarded-For": forwarded})
-        wait_until(lambda: caplog.records)
-    live.wait_idle()
-    return seen[0], caplog.records[0].fields["client"]
-
-
 @pytest.mark.parametrize(
     ("trusted", "client"),
     [
@@ -129,16 +109,25 @@ def seen_client(live: Live, forwarded: str, monkeypatch: pytest.MonkeyPatch, cap
         (("127.0.0.1", "203.0.113.0/24"), "198.51.100.1"),  # two proxies, one behind the other
     ],
 )
-def test_proxies(
-    trusted: tuple[str, ...],
-    client: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_proxies(trusted: tuple[str, ...], client: str, monkeypatch: Any, caplog: Any) -> None:
+    """Whom fairness and the log take a client for."""
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn reads it; our flag alone decides
+    seen = []
+    caplog.set_level(logging.INFO, "serving.access")
     with serving(http=HttpOptions(forwarded_allow_ips=trusted)) as live:
-        seen = seen_client(live, "198.51.100.1, 203.0.113.7", monkeypatch, caplog)
-        assert seen == (f"address {client}", client)
+        engine = live.service.language().engine
+        submit = engine.submit
+
+        def note(jobs: Any, client: str, *more: Any) -> Any:
+            seen.append(client)
+            return submit(jobs, client, *more)
+
+        monkeypatch.setattr(engine, "submit", note)
+        headers = {"X-Forwarded-For": "198.51.100.1, 203.0.113.7"}
+        post(f"{live.url}/v1/completions", json=ASK, headers=headers)
+        wait_until(lambda: caplog.records)
+    assert seen == [f"address {client}"]
+    assert caplog.records[0].fields["client"] == client
 
 
 @pytest.mark.parametrize(

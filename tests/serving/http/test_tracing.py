@@ -2,13 +2,11 @@
 
 import gzip
 import importlib.util
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +18,6 @@ from spmd.serving.http.service import Service
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, get, post, serving
 
-ROOT = Path(__file__).parents[3]
 ASK = {"prompt": "hello", "max_tokens": 8, "seed": 0}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -97,7 +94,6 @@ def test_the_spans_of_a_request(stream: bool) -> None:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "abc"}
         body = {**ASK, "n": 2, "stream": stream}
         post(f"{live.url}/v1/completions", json=body, headers=headers)
-        live.wait_idle()
     assert set(collector.paths) == {"/v1/traces"}
     assert all(resource["service.name"] == "spmd" for resource in collector.resources)
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
@@ -160,17 +156,8 @@ def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "spmd.serving.http.tracing", raising=False)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.delitem(sys.modules, name)
+    Server(Service())
     with pytest.raises(
         ServingError, match=r'need OpenTelemetry\'s libraries \(pip install "spmd\[otlp'
     ):
         Server(Service(), http=HttpOptions(otlp_endpoint="http://localhost:4318"))
-
-
-def test_without_the_flag_they_are_not_imported() -> None:
-    program = (
-        "import sys; from spmd.serving.http.server import Server;"
-        "from spmd.serving.http.language import *;from spmd.serving.http.service import *;"
-        "Server(Service()); print([n for n in sys.modules if n.startswith('opentelemetry')])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr

@@ -7,9 +7,6 @@ TEMPLATES = {
 }
 """Format -> a template that has it."""
 
-QWEN, LLAMA = TEMPLATES["hermes"], TEMPLATES["llama"]
-MISTRAL, MISTRAL_ARGS = TEMPLATES["mistral"], TEMPLATES["mistral_args"]
-
 UNKNOWN = "{% for tool in tools or () %}({{ tool }}){% endfor %}{{ messages[-1].content }}"
 """Knows tools, and does not tell how calls are written."""
 

@@ -8,15 +8,7 @@ from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http.chat_template import ChatTemplate
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.messages import parse_messages
-from tests.serving.http.tools.templates import (
-    LLAMA,
-    MISTRAL,
-    MISTRAL_ARGS,
-    NONE,
-    QWEN,
-    TEMPLATES,
-    UNKNOWN,
-)
+from tests.serving.http.tools.templates import NONE, TEMPLATES, UNKNOWN
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = {
@@ -41,29 +33,30 @@ def test_formats_are_those_of_templates(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "call"),
+    ("format", "call"),
     [
-        (QWEN, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<"}}\n</tool_call>'),
-        (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": "é<"}}<|eot_id|>'),
-        (MISTRAL, '[{"name": "add", "arguments": {"a": 1, "b": "é<"}, "id": "abc123DEF"}]</s>'),
-        (MISTRAL_ARGS, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "é<"}[TOOL_RESULTS]2'),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<"}}\n</tool_call>'),
+        ("llama", '{"name": "add", "parameters": {"a": 1, "b": "é<"}}<|eot_id|>'),
+        ("mistral", '[{"name": "add", "arguments": {"a": 1, "b": "é<"}, "id": "abc123DEF"}]</s>'),
+        ("mistral_args", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "é<"}[TOOL_RESULTS]2'),
     ],
 )
-def test_calls_and_results_are_rendered(source: str, call: str) -> None:
+def test_calls_and_results_are_rendered(format: str, call: str) -> None:
     """Arguments are objects to templates that write JSON of them, and texts to the others."""
-    text = ChatTemplate(source).render(MESSAGES, tools=[TOOL])
+    template = ChatTemplate(TEMPLATES[format])
+    text = template.render(MESSAGES, tools=[TOOL])
     assert call in text and '"name": "add"' in text
-    assert "function" not in ChatTemplate(source).render(MESSAGES[:1])
+    assert "function" not in template.render(MESSAGES[:1])
 
 
-@pytest.mark.parametrize("source", [QWEN, LLAMA, MISTRAL])
-def test_texts_are_those_of_transformers(source: str) -> None:
+@pytest.mark.parametrize("format", ["hermes", "llama", "mistral"])
+def test_texts_are_those_of_transformers(format: str) -> None:
     pytest.importorskip("transformers")
     from transformers.utils import chat_template_utils
 
     render: Any = chat_template_utils.render_jinja_template
-    ((theirs,), _) = render([list(MESSAGES)], tools=[TOOL], chat_template=source)
-    assert ChatTemplate(source).render(MESSAGES, False, [TOOL]) == theirs
+    ((theirs,), _) = render([list(MESSAGES)], tools=[TOOL], chat_template=TEMPLATES[format])
+    assert ChatTemplate(TEMPLATES[format]).render(MESSAGES, False, [TOOL]) == theirs
 
 
 def test_tools_are_described_to_templates_that_know_none() -> None:
