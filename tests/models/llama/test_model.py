@@ -11,15 +11,11 @@ import pytest
 from spmd.models.llama import marks, model, objective, parameters
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import generate, make_next_logits, sample
+from tests.models.llama.made import forward
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
 TOKENS_BS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 8)).astype(np.int32)
-
-
-@functools.cache
-def compiled_forward(config):
-    return jax.jit(functools.partial(model.forward, config=config))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -33,8 +29,8 @@ def test_logits_shape_and_dtype(dtype, tiny_params):
 def test_no_position_sees_a_later_one(tiny_params):
     changed_BS = TOKENS_BS.copy()
     changed_BS[:, 5] = (changed_BS[:, 5] + 1) % TINY.vocab_size
-    before = compiled_forward(TINY)(tiny_params, TOKENS_BS)
-    after = compiled_forward(TINY)(tiny_params, changed_BS)
+    before = forward(TINY)(tiny_params, TOKENS_BS)
+    after = forward(TINY)(tiny_params, changed_BS)
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
 
@@ -50,8 +46,8 @@ def test_grouped_queries_equal_repeated_key_heads(tiny_params):
         return np.repeat(heads, groups, axis=1).reshape(leaf.shape[0], -1, leaf.shape[-1])
 
     full_params = jax.tree_util.tree_map_with_path(repeat, tiny_params)
-    grouped = compiled_forward(TINY)(tiny_params, TOKENS_BS)
-    full = compiled_forward(full_config)(full_params, TOKENS_BS)
+    grouped = forward(TINY)(tiny_params, TOKENS_BS)
+    full = forward(full_config)(full_params, TOKENS_BS)
     np.testing.assert_allclose(grouped, full, rtol=1e-5, atol=1e-6)
 
 
@@ -60,7 +56,7 @@ def test_tied_output_uses_the_embedding(tiny_params):
     tied = {name: leaf for name, leaf in tiny_params.items() if name != "lm_head"}
     untied = {**tied, "lm_head": tied["embed_tokens"]}
     np.testing.assert_array_equal(
-        compiled_forward(config)(tied, TOKENS_BS), compiled_forward(TINY)(untied, TOKENS_BS)
+        forward(config)(tied, TOKENS_BS), forward(TINY)(untied, TOKENS_BS)
     )
 
 
@@ -88,10 +84,10 @@ def test_mark_is_called_at_every_point_with_its_dims(config, tiny_params):
 
 
 def test_every_attention_computes_the_same(tiny_params):
-    want = compiled_forward(TINY)(tiny_params, TOKENS_BS)
+    want = forward(TINY)(tiny_params, TOKENS_BS)
     for attention in ("composite", "xla", "einsum"):
         config = dataclasses.replace(TINY, attention=attention)
-        got = compiled_forward(config)(tiny_params, TOKENS_BS)
+        got = forward(config)(tiny_params, TOKENS_BS)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -135,7 +131,7 @@ def successor(params, tokens_1W, position):
 def test_next_logits_are_those_of_the_position(tiny_params):
     tokens_1W = np.arange(WINDOW, dtype=np.int32)[None]
     next_logits = jax.jit(make_next_logits(TINY))
-    whole = jax.jit(functools.partial(model.forward, config=TINY))(tiny_params, tokens_1W)
+    whole = forward(TINY)(tiny_params, tokens_1W)
     for position in (0, 3, WINDOW - 1):
         logits = next_logits(tiny_params, tokens_1W, np.int32(position))
         np.testing.assert_allclose(logits, whole[0, position], rtol=1e-5, atol=1e-6)

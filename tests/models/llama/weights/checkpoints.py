@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file
 
 LONG = 48
 """Tokens of a sequence: three times what the scaled variants were "pretrained" with."""
@@ -79,7 +80,9 @@ SHARDED = "grouped"
 
 def write(variant: str, folder: Path, **changes: Any) -> None:
     """Write a variant with transformers."""
-    torch, transformers = _torch(), _transformers()
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     given = {
         "vocab_size": 128,
@@ -103,6 +106,11 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
     model.save_pretrained(folder, max_shard_size=size)
 
 
+def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """All of a folder, by name."""
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
 def with_random_biases(params: Any) -> Any:
     """Parameters whose biases, fresh ones being 0, are random."""
     rng = np.random.default_rng(3)
@@ -118,21 +126,26 @@ def with_random_biases(params: Any) -> Any:
 @functools.cache
 def theirs(folder: Path) -> Any:
     """transformers' model of a folder, in float32."""
-    torch, transformers = _torch(), _transformers()
+    import torch
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def their_logits(folder: Path) -> np.ndarray:
     """transformers' logits (B, S, V) of `TOKENS_BS`."""
-    torch = _torch()
+    import torch
+
     with torch.no_grad():
         return theirs(folder)(torch.tensor(TOKENS_BS, dtype=torch.long)).logits.numpy()
 
 
 def their_continuation(folder: Path, prompt: list[int], tokens: int) -> list[int]:
     """transformers' greedy continuation, whatever ends a text."""
-    torch, transformers = _torch(), _transformers()
+    import torch
+    import transformers
+
     settings = transformers.GenerationConfig(
         max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1
     )
@@ -143,15 +156,3 @@ def their_continuation(folder: Path, prompt: list[int], tokens: int) -> list[int
             generation_config=settings,
         )
     return ids[0, len(prompt) :].tolist()
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
-def _transformers() -> Any:
-    import transformers
-
-    return transformers

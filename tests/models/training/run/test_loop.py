@@ -18,6 +18,7 @@ from spmd.models.training.run.metrics import StepCost, peak_flops
 from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
 from spmd.models.training.run.step import make_train_step
+from tests.models.training.notes import Notes
 
 TINY = CONFIGS["tiny"]
 COST = StepCost(tokens=100, devices=1)
@@ -35,19 +36,6 @@ def skipping_step(params, opt_state, batch):
     good = np.isfinite(batch)
     metrics = {"loss": batch, "grad_norm": 0.0, "skipped": 0.0 if good else 1.0}
     return params + (batch if good else 0), opt_state, metrics
-
-
-class Notes(list):
-    """A sink that keeps records."""
-
-    def write(self, record):
-        self.append(record)
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
 
 
 class Saver:
