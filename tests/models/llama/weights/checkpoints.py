@@ -24,28 +24,29 @@ _LLAMA3 = {
 }
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "heads": {},
-    "grouped": {"num_key_value_heads": 2},
+    "heads": {"num_key_value_heads": 4},
+    "grouped": {},
     "llama3": {
-        "num_key_value_heads": 2,
         "rope_parameters": _LLAMA3,
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
         "bos_token_id": 126,
         "eos_token_id": [126, 127],
     },
-    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
-    "head_dim": {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5},
-    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7},
+    "linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+        "num_key_value_heads": 4,
+    },
+    "head_dim": {"head_dim": 16, "rms_norm_eps": 1e-5},
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {
         "model_type": "qwen2",
-        "num_key_value_heads": 2,
         "use_sliding_window": True,
         "sliding_window": 9,
         "max_window_layers": 1,
         "tie_word_embeddings": True,
     },
-    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "biased": {
         "model_type": "qwen3",
         "num_key_value_heads": 4,
@@ -54,14 +55,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {
         "model_type": "mixtral",
-        "num_key_value_heads": 2,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.1,
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
-        "num_key_value_heads": 2,
         "head_dim": 8,
         "num_experts": 4,
         "num_experts_per_tok": 3,
@@ -90,6 +89,7 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         # Large, so that logits are far from equal and every weight matters.
         "initializer_range": 0.3,
         **{"model_type": "llama", **VARIANTS[variant]},

@@ -253,43 +253,53 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
     same_files(tmp_path / "out", cut(2))
 
 
-LIMITED = """
-import resource, sys
-import jax
+PEAK = """
+import sys, threading, time
 from spmd.scripts import convert_checkpoints
+import jax
 jax.random.key(0)  # what jax itself needs is not counted
-held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
-limit = held * 1024 + int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-convert_checkpoints.main(sys.argv[2:])
-try:
-    bytearray(2 * int(sys.argv[1]))  # more than what was freed since
-except MemoryError:
-    print("the limit limits")
+def held():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return int(lines["RssAnon"].split()[0]) // 1024
+begin = peak = held()
+def watch():
+    global peak
+    while True:
+        peak = max(peak, held())
+        time.sleep(0.005)
+threading.Thread(target=watch, daemon=True).start()
+convert_checkpoints.main(sys.argv[1:])
+print("peak", peak - begin)
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
-def test_memory_is_bounded(tmp_path):
-    """A model of 138 MB, read and written by a process that may take 48 MiB."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A model of 288 MiB."""
+    folder = tmp_path_factory.mktemp("large") / "whole"
     config = dataclasses.replace(
-        CONFIG, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=2048,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=64,
+        CONFIG, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=128,
     )  # fmt: skip
+    block = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
+
+    def read(index):
+        return np.resize(block, [part.stop - part.start for part in index])
+
     with fresh_source(config, 0) as source:
-        zeros = {n: dataclasses.replace(t, read=zeros_of) for n, t in source.tensors.items()}
-        write_hf(dataclasses.replace(source, tensors=zeros), tmp_path / "whole")
-    assert (tmp_path / "whole" / "model.safetensors").stat().st_size > 138_000_000
+        filled = {n: dataclasses.replace(t, read=read) for n, t in source.tensors.items()}
+        write_hf(dataclasses.replace(source, tensors=filled), folder)
+    assert (folder / "model.safetensors").stat().st_size > 288 << 20
+    return folder
 
-    words = [str(48 << 20), "--from", tmp_path / "whole", "--out", tmp_path / "cut", "--ranks=4"]
-    code, said = run_text(LIMITED, words, tmp_path)
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+@pytest.mark.parametrize(("flag", "most"), [("--ranks=4", 48), ("--mesh=data=4,model=2", 192)])
+def test_memory_is_bounded(flag, most, large, tmp_path):
+    words = ["--from", f"{large}", "--out", f"{tmp_path}/out", flag]
+    code, said = run_text(PEAK, words, tmp_path)
     assert code == 0, said
-    assert "4 files, 0.143 GB" in said
-    assert "the limit limits" in said
-
-
-def zeros_of(index):
-    return np.zeros([part.stop - part.start for part in index], np.float32)
+    assert int(said.split("peak ")[1]) <= most, said
 
 
 # What cannot be done

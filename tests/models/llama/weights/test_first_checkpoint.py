@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import shutil
 import signal
 import sys
@@ -247,48 +246,6 @@ def test_of_writes_that_fail_none_goes_on():
         pieces._end(writes)
     assert ended == writes
     pieces._end(writes[:1])
-
-
-PEAK = """
-import sys, threading, time
-from spmd.scripts import convert_checkpoints
-import jax
-jax.random.key(0)  # what jax itself needs is not counted
-def held():
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-    return int(lines["RssAnon"].split()[0]) // 1024
-begin = peak = held()
-def watch():
-    global peak
-    while True:
-        peak = max(peak, held())
-        time.sleep(0.005)
-threading.Thread(target=watch, daemon=True).start()
-convert_checkpoints.main(sys.argv[1:])
-print("peak", peak - begin)
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
-def test_memory_is_bounded(tmp_path):
-    """A model of 288 MiB takes 192 MiB at most."""
-    config = dataclasses.replace(
-        CONFIG, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=128,
-    )  # fmt: skip
-    block = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
-
-    def read(index):
-        return np.resize(block, [part.stop - part.start for part in index])
-
-    with fresh_source(config, 0) as source:
-        filled = {n: dataclasses.replace(t, read=read) for n, t in source.tensors.items()}
-        write_hf(dataclasses.replace(source, tensors=filled), tmp_path / "whole")
-    assert (tmp_path / "whole" / "model.safetensors").stat().st_size > 288 << 20
-    words = ["--from", f"{tmp_path}/whole", "--out", f"{tmp_path}/run", "--mesh", "data=4,model=2"]
-    code, said = run_text(PEAK, words, tmp_path)
-    assert code == 0, said
-    assert int(said.split("peak ")[1]) <= 192, said
 
 
 # What cannot be done
