@@ -63,11 +63,11 @@ rules = {
     "embed/*": ("model", "data"),
 }
 params = spmd.mark_tree(params, mesh, rules)
-batch = spmd.mark_sharding(text, mesh, ("data", None))
+text = spmd.mark_sharding(text, mesh, ("data", None))
 step = spmd.jit(train_step, mesh=mesh, donate_argnums=(0, 1))
-compiled = step.compile(params, jax.eval_shape(optimizer.init, params), batch)
+compiled = step.compile(params, jax.eval_shape(optimizer.init, params), text)
 opt_state = compiled.init(1, optimizer.init, params)
-params, opt_state, loss = step(params, opt_state, batch)
+params, opt_state, loss = step(params, opt_state, text)
 
 np.testing.assert_allclose(loss, expected[2], rtol=1e-5)
 print(f"loss {loss:.4f}, as jax.jit computes it")

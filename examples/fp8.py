@@ -49,15 +49,15 @@ variables = model.init(jax.random.key(0), x)
 args = variables["params"], variables["fp8"], optimizer.init(variables["params"]), x, y
 expected = [jax.jit(train_step)(*args)[3]]
 params = spmd.mark_tree(variables["params"], mesh, {"*/kernel": (None, "data")})
-rows = spmd.mark_sharding(x, mesh, ("data", None))
+x = spmd.mark_sharding(x, mesh, ("data", None))
 
 step = spmd.jit(train_step, mesh=mesh, donate_argnums=(0, 1, 2))
-compiled = step.compile(params, variables["fp8"], jax.eval_shape(optimizer.init, params), rows, y)
+compiled = step.compile(params, variables["fp8"], jax.eval_shape(optimizer.init, params), x, y)
 opt_state = compiled.init(2, optimizer.init, params)
 states = variables["fp8"]
 losses = []
 for _ in range(3):
-    params, states, opt_state, loss = step(params, states, opt_state, rows, y)
+    params, states, opt_state, loss = step(params, states, opt_state, x, y)
     losses.append(loss)
 
 np.testing.assert_allclose(losses[:1], expected, rtol=1e-3)

@@ -69,10 +69,10 @@ rules = {
     "head": ("data", "model"),
 }
 params = spmd.mark_tree(params, mesh, rules)
-batch = spmd.mark_sharding(text, mesh, ("data", None))
+text = spmd.mark_sharding(text, mesh, ("data", None))
 step = spmd.jit(train_step, mesh=mesh, donate_argnums=0)
-compiled = step.compile(params, batch)
-params, loss = step(params, batch)
+compiled = step.compile(params, text)
+params, loss = step(params, text)
 
 np.testing.assert_allclose(loss, expected, rtol=1e-5)
 print(f"loss {loss:.4f}, as jax.jit computes it")

@@ -53,12 +53,12 @@ mesh = spmd.make_mesh(data=2, expert=4)
 split, whole = ("expert", None, None), (None, None)
 rules = {"gate": split, "up": split, "down": split, "embed": whole, "router": whole}
 params = spmd.mark_tree(params, mesh, rules)
-batch = spmd.mark_sharding(text, mesh, (("data", "expert"), None))
-compiled = spmd.jit(train_step, mesh=mesh, donate_argnums=0).compile(params, batch)
-assert compiled.verify(params, batch)  # runs it unpartitioned too, and compares every result
+text = spmd.mark_sharding(text, mesh, (("data", "expert"), None))
+compiled = spmd.jit(train_step, mesh=mesh, donate_argnums=0).compile(params, text)
+assert compiled.verify(params, text)  # runs it unpartitioned too, and compares every result
 print("verified")
 for step in range(31):
-    params, loss, balance = compiled(params, batch)
+    params, loss, balance = compiled(params, text)
     if step % 10 == 0:
         print(f"step {step}: loss {loss:.2f}, balance {balance:.2f}")
 for c in compiled.collectives:

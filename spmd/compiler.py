@@ -1,7 +1,7 @@
 """Compiles a module to one device's program: all stages in order, each of them timed.
 
     import -> canonicalize -> separate -> dedupe -> lift -> unroll -> sink -> propagate -> shift
-    plan -> partition -> optimize -> time -> stack -> layouts -> expand -> emit
+    plan -> partition -> optimize -> time -> memory -> stack -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed (`Trial`), and the
 fastest is kept. The compiler then tries other *forms* of the program, which compute the same:

@@ -10,7 +10,7 @@ from spmd import compiler
 
 STAGES = (
     "import", "canonicalize", "separate", "dedupe", "lift", "unroll", "sink", "propagate", "shift",
-    "plan", "partition", "optimize", "time", "stack", "layouts", "expand", "emit",
+    "plan", "partition", "optimize", "time", "memory", "stack", "layouts", "expand", "emit",
 )  # fmt: skip
 
 

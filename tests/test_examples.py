@@ -20,7 +20,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 """
-OURS = {"spmd", "models", "serving"}
 OTHERS = {"jax", "numpy", "optax", "equinox", "flax", "torch", "transformers"}
 
 
@@ -124,11 +123,10 @@ def test_can_be_copied(path: Path) -> None:
     program = path.read_text(encoding="utf-8")
     before, _, after = program.partition(HEAD)
     packages = imported(program)
-    serves, trains = "serving" in packages, "train" in path.stem
-    ours = OURS if serves else {"spmd", "models"} if trains else {"spmd"}
+    serves, trains = "spmd.serving" in program, "train" in path.stem
     assert after and imported(before) <= sys.stdlib_module_names
     assert 20 <= len(program.splitlines()) < (120 if serves or trains else 81)
-    assert packages <= sys.stdlib_module_names | ours | OTHERS
+    assert packages <= sys.stdlib_module_names | {"spmd"} | OTHERS
 
 
 def imported(program: str) -> set[str]:

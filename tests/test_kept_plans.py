@@ -109,7 +109,7 @@ def decided(plan: Plan) -> dict[str, Any]:
 
 
 def without_times(text: str) -> str:
-    return re.sub(r"^ *(solver|stages) .*\n", "", text, flags=re.M)
+    return re.sub(r"^ *(solver|planned in) .*\n", "", text, flags=re.M)
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-overload"
 """What is done wrong at first: one clear error with the place, what is there and the fix."""
 
 import re
@@ -182,7 +183,7 @@ CALLS = [
           lambda mesh: jit(double, mesh=mesh, backend="cpu"),
           ("spmd.jit has no backend", "devices=")),
     Wrong("one array donated twice", spmd.ArgumentError, one_array_donated_twice,
-          ("given as argument x and as argument y", "x.copy()")),
+          ("given as argument x and as argument y", "array.copy()")),
     Wrong("options as a dict", spmd.ArgumentError, called(double, X, options={"memory_limit": 1}),
           ("options of spmd.jit are a dict", "spmd.Options(memory_limit=")),
     Wrong("a text as an argument", spmd.ArgumentError, called(lambda x, mode: x, X, "fast"),

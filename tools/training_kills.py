@@ -29,7 +29,7 @@ from tools.soak import ROOT
 
 PHASES = ("start", "step", "save")
 STEPS, SAVE_EVERY = 60, 10
-MOST = 20.0  # seconds that a job may take to its next step
+MOST = 20.0  # seconds within which a job should take its next step
 
 
 class Job:
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     kinds = [(phase, victim) for phase in given.phases for victim in range(2)]
     kills = len(kinds) if given.kills is None else given.kills
-    wrong = 0
+    wrong = late = 0
     print("| phase | killed | next step after, s |\n| --- | --- | --- |")
     with tempfile.TemporaryDirectory() as made:
         write_text(Path(made))
@@ -126,10 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seconds, code = kill(own, Path(made, "cache"), phase, victim)
             shown = "-" if seconds is None else f"{seconds:.1f}"
             print(f"| {phase} | {victim} | {shown} |", flush=True)
-            if seconds is None or seconds > MOST:
+            late += seconds is None or seconds > MOST
+            if seconds is None:
                 wrong += 1
                 print(f"exit code {code}\n{(own / 'log').read_text()}", file=sys.stderr)
-    print(f"{kills - wrong} of {kills} took their next step within {MOST:g} s")
+    print(f"{kills - wrong} of {kills} went on to their end, {kills - late} within {MOST:g} s")
     sys.exit(1 if wrong else 0)
 
 

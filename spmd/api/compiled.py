@@ -60,7 +60,9 @@ class Lowered(Planned):
       request: the compiler's input: the module as traced, the mesh and the specs.
       mesh: the mesh that the program is planned for.
       name: the function's name.
-      donated: flat indices of the donated arguments.
+      donated, donate_argnums: flat indices of the donated arguments.
+      in_avals: types of the arguments, as ((positional, ...), {name: ...}).
+      out_avals: types of the results.
       in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
       out_tree: the pytree structure of the result.
       out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
@@ -462,15 +464,13 @@ class Compiled(Planned):
 
     @property
     def _executable(self) -> Any:
-        has_constants = bool(self.stages.emitted.constants)
-        if has_constants or self.boundary.is_dressed:
+        if (has_constants := bool(self.stages.emitted.constants)) or self.boundary.is_dressed:
             what = "large constants" if has_constants else "key arrays and float0"
             raise ArgumentError(
                 f"{self.name} cannot be serialized: jax would save it without its {what}",
                 source=caller(),
-                fix="pass the arrays as arguments"
-                if has_constants
-                else "pass jax.random.key_data(key), and wrap it inside",
+                fix=f"pass {'the arrays' if has_constants else 'jax.random.key_data(key)'} as "
+                "arguments",
             )
         return self.executable._executable
 

@@ -47,34 +47,19 @@ class Planned:
         self.target = target
         self.request: Request = interface.request
         self.mesh, self.donated = self.request.mesh, self.request.donated
+        self.donate_argnums = self.donated
+        self.in_avals, self.out_avals = jax.tree.map(_aval, (interface.args, interface.out))
         self.name = interface.name or stages.plan.program.name
         self.in_tree: Any = jax.tree.structure(interface.args)
         self.out_info, self.out_tree = interface.out, jax.tree.structure(interface.out)
         self.measured: Measured | None = None
 
-    # As `jax.stages.Lowered` and `jax.stages.Compiled` have them.
-
-    @property
-    def in_avals(self) -> Any:
-        """Types of the arguments, as ((positional, ...), {name: ...})."""
-        return jax.tree.map(_aval, self.interface.args)
-
-    @property
-    def out_avals(self) -> Any:
-        """Types of the results."""
-        return jax.tree.map(_aval, self.out_info)
-
     @property
     def args_info(self) -> Any:
-        """Types of the arguments, and whether they are donated, as `in_avals` has them."""
-        given = enumerate(jax.tree.leaves(self.interface.args))
-        infos = [jax.stages.ArgInfo(_aval(struct), i in self.donated) for i, struct in given]
+        """As `in_avals`, the arguments' types and whether they are donated, as jax has it."""
+        given = enumerate(jax.tree.leaves(self.in_avals))
+        infos = [jax.stages.ArgInfo(aval, i in self.donated) for i, aval in given]
         return jax.tree.unflatten(self.in_tree, infos)
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The same as `donated`, under jax's name."""
-        return self.donated
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -121,7 +106,6 @@ class Planned:
             self.name,
             os.path.basename(self.request.function[0]) if self.request.function else "",
             self.measured,
-            self.options,
         )
 
     def __repr__(self) -> str:

@@ -85,15 +85,16 @@ class Total(NamedTuple):
     seconds: float = 0.0  # predicted, of all executions one after another
 
 
-def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
+def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
     """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
-    return _ordered(totals(collectives, lambda c: c._replace(layer="")).values())
+    found = totals(collectives, lambda c: c._replace(layer="")).values()
+    return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
 
 
-def traffic(collectives: Iterable[Collective]) -> tuple[Total, ...]:
-    """Sums up collectives by kind and axes; most bytes first, then most time."""
-    ordered = sorted(collectives, key=lambda c: c.kind)
-    return _ordered(totals(ordered, lambda c: (c.kind, c.axes)).values())
+def traffic(collectives: Iterable[Collective]) -> list[Total]:
+    """Sums up collectives by kind and axes; most bytes first, then most time, then by kind."""
+    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
+    return sorted(found, key=lambda total: (-total.bytes, -total.seconds, total.like.kind))
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
@@ -108,10 +109,6 @@ def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -
         )
         for key, alike in w.grouped(collectives, look).items()
     }
-
-
-def _ordered(found: Iterable[Total]) -> tuple[Total, ...]:
-    return tuple(sorted(found, key=lambda total: (-total.bytes, -total.seconds)))
 
 
 def collective_section(collectives: Sequence[Collective]) -> w.Section:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from spmd.compiler import Stages, timed
+from spmd.compiler import Stages
 from spmd.explain import words as w
 from spmd.explain.costs import Collective, Cost, costs
 from spmd.explain.measured import Measured
@@ -19,9 +19,7 @@ from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
-from spmd.options import Options
 from spmd.planning.exact import TOGETHER
-from spmd.planning.greedy import plan_greedily
 from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
@@ -36,14 +34,13 @@ class Facts:
     """Holds all that a report on a program is written from; what is None the report leaves out."""
 
     stages: Stages
-    collectives: Sequence[Collective]  # of the local program
-    use: MemoryUse | None = None  # the memory that one device is predicted to use
+    collectives: Sequence[Collective]  # what one run of the program exchanges
+    use: MemoryUse  # the memory that one device is predicted to use
     compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
     prices: Prices | None = None  # of decisions that the plan did not take
     given_name: str = ""  # what the program is called; the function's name if not given
     file: str = ""  # where its function is written, if known
-    measured: Measured | None = None  # how long steps of it took
-    options: Options = field(default_factory=Options)  # what it was compiled with
+    measured: Measured | None = None  # what steps of it took
 
     @property
     def name(self) -> str:
@@ -64,11 +61,6 @@ class Facts:
     def timeline(self) -> Timeline:
         """When each op is predicted to run; collectives may overlap arithmetic."""
         return self.stages.timeline
-
-    @cached_property
-    def greedy_seconds(self) -> float:
-        """Predicted seconds of a run by the greedy plan, op by op the cheapest for each alone."""
-        return timed(plan_greedily(self.plan.problem), self.options).run_seconds
 
     @cached_property
     def least_seconds(self) -> float:
@@ -124,16 +116,9 @@ class Facts:
         return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
     @property
-    def compiled_text(self) -> str:
-        """The peak that XLA reports: `XLA allocates 41 MiB`; empty if it reports none."""
-        if self.compiled is None or not self.compiled.peak_bytes:
-            return ""
-        return f"XLA allocates {w.bytes_text(self.compiled.peak_bytes)}"
-
-    @property
     def header(self) -> list[tuple[str, str]]:
         """Rows (name, text) for a report: mesh, machine, solver, predicted time and its bounds."""
-        plan, stages, seconds = self.plan, self.stages, self.timeline.seconds
+        plan, stages = self.plan, self.stages
         rows = [
             ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
             ("topology", str(plan.topology)),
@@ -142,13 +127,7 @@ class Facts:
         ]
         if self.measured is not None:
             rows.append(("measured", self.measured.title))
-        greedy, bound = self.greedy_seconds, self.least_seconds
-        # A greedy plan that is faster is one that takes more memory than there is.
-        if greedy > seconds * (1 - CLOSE) and plan.solver != "greedy":
-            more = greedy / seconds - 1 if seconds else 0.0
-            slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
-            rows.append(("greedy plan", f"{w.seconds_text(greedy)}, {slower} this one"))
-        if bound:
+        if bound := self.least_seconds:
             even = "arithmetic alone, split evenly over all devices"
             rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
         whole = sum(stages.seconds.values())
@@ -160,19 +139,20 @@ class Facts:
     def memory(self) -> tuple[tuple[str, str], ...]:
         """Rows (what for, bytes as text) of one device: as predicted, and the peak by XLA."""
         use = self.use
-        rows = [("arguments", _against(self.arguments)), ("results", _against(self.results))]
-        if use is not None:
-            limit = w.bytes_text(self.plan.topology.hbm_bytes)
-            rows += [
-                ("results in donated arguments", w.bytes_text(use.aliased)),
-                ("temporary", w.bytes_text(use.temporary)),
-                ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
-                ("on the device", room_for(use.peak, self.plan.topology)),
-            ]
-            if use.constants:
-                rows.insert(2, ("constants", _against(self.constants, use.constants)))
+        limit = w.bytes_text(self.plan.topology.hbm_bytes)
+        room: str = room_for(use.peak, self.plan.topology)
         if self.compiled is not None and self.compiled.peak_bytes:
-            rows.append(("peak, as XLA allocates it", w.bytes_text(self.compiled.peak_bytes)))
+            room += f"; XLA allocates {w.bytes_text(self.compiled.peak_bytes)}"
+        rows = [
+            ("arguments", _against(self.arguments)),
+            ("results", _against(self.results)),
+            ("results in donated arguments", w.bytes_text(use.aliased)),
+            ("temporary", w.bytes_text(use.temporary)),
+            ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
+            ("on the device", room),
+        ]
+        if use.constants:
+            rows.insert(2, ("constants", _against(self.constants, use.constants)))
         return tuple(rows)
 
     @property

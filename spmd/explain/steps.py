@@ -139,9 +139,8 @@ class RingRow(NamedTuple):
     pieces: int
     goes_round: bool  # whether pieces are passed round a ring; else they are gathered
     is_zigzag: bool  # whether positions are in zigzag order
-    is_causal: bool  # whether the mask is causal
-    piece: int  # bytes of one device's piece, of all operands that may go round together
-    # exchange, arithmetic: seconds of one op: passing the pieces round, and computing meanwhile
+    piece: int  # bytes of one device's piece, of all that may go round together
+    # exchange, arithmetic: seconds of one op: what going round takes, and what it hides behind
     exchange: float
     arithmetic: float
     # if pieces go round, what all ops of this name at this line send
@@ -221,7 +220,6 @@ def _ring(plan: Plan, op: Op, factor: int) -> RingRow | None:
     if not axes:
         return None
     going = tuple(axes if i == factor else own for i, own in enumerate(assignment))
-    said = arguments_of(op.kind)
     return RingRow(
         op.label,
         op.loc.trail,
@@ -229,8 +227,7 @@ def _ring(plan: Plan, op: Op, factor: int) -> RingRow | None:
         w.axes_text(axes, mesh),
         mesh.extent(axes),
         bool(assignment[factor]),
-        said.get("zigzag", 1) > 1,
-        bool(said.get("causal")),
+        arguments_of(op.kind).get("zigzag", 1) > 1,
         sum(piece.bytes for _, piece in ring_pieces(op.kind, rule, going, mesh)),
         ring_seconds(op.kind, rule, going, mesh, topology),
         share_seconds(op.kind, rule, going, mesh, topology),

@@ -79,7 +79,7 @@ def explain_program(facts: Facts) -> str:
         w.section(f"program {facts.title}", w.aligned(facts.header)),
         facts.measured.lines() if facts.measured is not None else (),
         *(part.lines() for part in facts.leaves),
-        w.section("largest values inside", largest_table(plan, 12).without("local").lines()),
+        w.section("largest values inside", largest_table(plan, 12).lines()),
         costs.collective_section(found).lines(),
         costs.traffic_section(found).lines(),
         w.section("marks that forbid something cheaper", marks),
@@ -122,12 +122,10 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
     traffic = costs.traffic_section(facts.collectives).table
     lines.append(f"  collectives  {costs.collective_section(facts.collectives).remark}")
     lines += [f"    {line}" for line in traffic.first(8).lines()]
-    if facts.use is not None:
-        more = f"; {facts.compiled_text}" if facts.compiled_text else ""
-        lines.append(
-            f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
-            f"temporary: {rows['on the device']}{more}"
-        )
+    lines.append(
+        f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
+        f"temporary: {rows['on the device']}"
+    )
     lines.append(f"  time         {facts.time_text}")
     if facts.stages.is_read:
         lines.append("  plan         as an earlier start made it")
@@ -152,11 +150,11 @@ def brief(what: str, facts: Facts) -> str:
     `<spmd.Compiled train_step on data=4, model=2 (8 cpu): 14 collectives, 3.2 MiB sent per device,
     41 MiB memory per device, predicted 1.9 ms>`.
     """
-    mesh, chip, use = facts.plan.mesh, facts.plan.topology.chip.name, facts.use
+    mesh, chip = facts.plan.mesh, facts.plan.topology.chip.name
     figures = (
         w.plural(len(facts.collectives), "collective"),
         f"{w.bytes_text(facts.sent_bytes)} sent per device",
-        f"{w.bytes_text(use.peak if use else 0)} memory per device",
+        f"{w.bytes_text(facts.use.peak)} memory per device",
         f"predicted {w.seconds_text(facts.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
@@ -416,8 +414,7 @@ def _changed_costs(a: Facts, b: Facts) -> w.Lines:
     if a.measured and b.measured:
         compare("measured time", a.measured.seconds, b.measured.seconds, w.seconds_text)
     compare("sent by each device", a.sent_bytes, b.sent_bytes, w.bytes_text)
-    if a.use and b.use:
-        compare("peak memory, predicted", a.use.peak, b.use.peak, w.bytes_text)
+    compare("peak memory, predicted", a.use.peak, b.use.peak, w.bytes_text)
     return w.section("programs", [*w.aligned(about), *w.aligned(rows, right=(1, 2, 3))])
 
 

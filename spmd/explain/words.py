@@ -100,14 +100,12 @@ def _source(trail: str, note: str = "") -> Cell:
 COLUMNS: dict[str, Callable[[Any], Cell]] = {
     **dict.fromkeys(("n", "ops", "runs"), lambda count: _number(str(count), count)),
     **dict.fromkeys(("bytes", "each", "per device"), lambda size: _number(bytes_text(size), size)),
-    **dict.fromkeys(
-        ("time", "compute", "collectives", "together"), lambda s: _number(seconds_text(s), s)
-    ),
+    "time": lambda seconds: _number(seconds_text(seconds), seconds),
     **dict.fromkeys(("predicted", "measured"), lambda s: _number(seconds_text(s) if s else "-", s)),
     "share": lambda parts: _number(share_text(*parts), parts[0]),  # (part, whole)
     **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
     "kind": partial(Cell, look="kind"),
-    **dict.fromkeys(("op", "axes", "alive as", "the plan took"), Cell),
+    **dict.fromkeys(("cost", "op", "axes", "alive as", "the plan took"), Cell),
     "name": lambda named: Cell(named[0], "name", style="w", parts=named[1]),  # (name, parts)
     "made by": partial(Cell, look="name", style="w"),
     "origin": partial(Cell, look="path", style="w"),
@@ -130,12 +128,6 @@ class Table(NamedTuple):
         """Returns the table sorted by the column `head`, of numbers, the largest first."""
         at = self.heads.index(head)
         return self._replace(rows=sorted(self.rows, key=lambda row: -row[at]), sort=head)
-
-    def without(self, head: str) -> Table:
-        """Returns the table without the column `head`."""
-        at = self.heads.index(head)
-        rows = [(*row[:at], *row[at + 1 :]) for row in self.rows]
-        return self._replace(heads=(*self.heads[:at], *self.heads[at + 1 :]), rows=rows)
 
     def first(self, most: int) -> Table:
         """Returns the table with only its first `most` rows."""

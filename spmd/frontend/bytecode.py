@@ -48,7 +48,8 @@ def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
         )
     except subprocess.TimeoutExpired as error:
-        raise BytecodeError(f"MLIR is still reading it after {limit:.0f} seconds") from error
+        waited = limit * _PATIENCE
+        raise BytecodeError(f"MLIR is still reading it after {waited:.0f} seconds") from error
     if reader.returncode < 0:
         ended = signal.Signals(-reader.returncode).name
         if ended == "SIGXCPU":

@@ -98,11 +98,7 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites every op in `CANONICAL`, then those that read or make values without elements.
-
-    Raises:
-      UnsupportedOpError: an op has a form that cannot be rewritten.
-    """
+    """Rewrites ops in `CANONICAL`, then values without elements; UnsupportedOpError for others."""
     program = _rewritten(program, lambda op: CANONICAL.get(key_of(op.name, op.kind.attrs)))
     if any(type_.is_empty for type_ in program.types):
         program = _rewritten(program, _of_nothing)
@@ -395,12 +391,6 @@ def _of_nothing(op: Op) -> Canonical | None:
     return _READERS.get(op.name) if any(t.is_empty for t in op.kind.operands) else None
 
 
-def _initial(site: Site) -> Sequence[Value]:
-    """Returns the initial values alone, which XLA makes of windows in padding alone, too."""
-    inits = site.operands[len(site.operands) // 2 :]
-    return [site.b.broadcast(init, site.result.shape) for init in inits]
-
-
 _READERS: dict[str, Canonical] = {
     **dict.fromkeys(
         ("stablehlo.convolution", "stablehlo.dot_general", "chlo.ragged_dot"),
@@ -411,8 +401,12 @@ _READERS: dict[str, Canonical] = {
     ),
     "stablehlo.dynamic_update_slice": lambda s: s.operands[:1],
     "stablehlo.pad": lambda s: (s.b.broadcast(s.operands[1], s.result.shape),),
-    "stablehlo.reduce": _initial,
-    "stablehlo.reduce_window": _initial,
+    **dict.fromkeys(
+        ("stablehlo.reduce", "stablehlo.reduce_window"),
+        lambda s: [
+            s.b.broadcast(init, s.result.shape) for init in s.operands[len(s.operands) // 2 :]
+        ],
+    ),
     "stablehlo.scatter": lambda s: s.operands[: len(s.op.results)],
     "stablehlo.select_and_scatter": lambda s: (s.b.broadcast(s.operands[2], s.result.shape),),
 }

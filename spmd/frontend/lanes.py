@@ -50,7 +50,7 @@ def described(program: Program, stack: Stack) -> str:
     """
     first = {op.results[0]: op for op in program.body.ops if op.results}
     ops = [first[row[0]] for row in stack.rows]
-    more = f" and {len(ops) - 1} more ops" if ops[1:] else ""
+    more = f" and {len(ops) - 1} more op{'s' if ops[2:] else ''}" if ops[1:] else ""
     work = ops[0]  # rows are found from it
     return f"{stack.lanes} times {work.label}{more} ({work.loc.source or 'unknown'})"
 

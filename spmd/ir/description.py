@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 # Ops that algorithms ask for by name, because they alone are what is looked for.
 BARRIER = "stablehlo.optimization_barrier"
 BROADCAST = "stablehlo.broadcast_in_dim"
+CONCATENATE = "stablehlo.concatenate"
 CONSTANT = "stablehlo.constant"
 CONVERT = "stablehlo.convert"
 DIVIDE = "stablehlo.divide"

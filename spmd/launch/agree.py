@@ -244,19 +244,8 @@ def made_by_first(
 ) -> str:
     """Returns what the first process makes; the others wait for it, as long as that takes.
 
-    All have to call it, in the same order, as soon as a comparison has shown that all are there.
-
-    Args:
-      make: called by the first process; alone, here.
-      label: what is made, for messages.
-      processes: those that take part; all if left out.
-
-    Raises:
-      SpmdError: on all of them, what `make` raised; LaunchError if that was another error.
-
-    Example:
-      >>> made_by_first(lambda: "a plan that took a minute", label="the plan of f")
-      'a plan that took a minute'
+    All call it, in the same order, once a comparison has shown that all are there. What `make`
+    raises is raised on all of them; a LaunchError says so if that is none of ours.
     """
     store, (me, count) = job_store(), this_process()
     members = tuple(range(count) if processes is None else sorted(processes))
@@ -267,16 +256,15 @@ def made_by_first(
         try:
             made = make()
         except BaseException as error:
-            known = error if isinstance(error, SpmdError) else None
             failed = LaunchError(f"process {me} failed at {label}", actual=_short(repr(error)))
-            store.put(key, _error_text(known or failed))
+            store.put(key, _error_text(error if isinstance(error, SpmdError) else failed))
             raise
         store.put(key, json.dumps([packed(made)]))
         return made
-    with waiting(f"{label}, which process {members[0]} makes"):
+    with waiting(f"process {members[0]}: {label}"):
         while (text := store.get(key, ASK_S)) is None:
             pass  # if that process is lost, this one is stopped by the thread that watches it
-    return unpacked(heard(text)[0])
+    return unpacked(heard(text))
 
 
 def packed(text: str) -> str:

@@ -254,9 +254,9 @@ class Peers:
                 self._gone.wait(self.interval_s)
 
     def _look(self, signs: Signs, count: int) -> str | None:
-        doing = Doing("its end", True) if self._leaving.is_set() else doing_now()
-        sign = LEFT if self._leaving.is_set() else f"{count} {doing.text}"
-        self.store.put(f"alive/{self.process}", sign)
+        is_leaving = self._leaving.is_set()
+        doing = Doing("nothing more, it is at its end", True) if is_leaving else doing_now()
+        self.store.put(f"alive/{self.process}", LEFT if is_leaving else f"{count} {doing.text}")
         self.absence.look(doing)
         if self.process == 0:
             found = {int(name): sign for name, sign in self.store.all("alive").items()}

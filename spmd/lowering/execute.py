@@ -125,11 +125,8 @@ def compile_emitted(
 
 
 def _take_packed(compiled: Any, types: Sequence[TensorType]) -> None:
-    """Lets jax's compiled program take arrays of elements below a byte, as `jax.jit` does.
-
-    Before a call jax compares each argument's layout with XLA's. Only XLA's states the bits of such
-    an element in jax 0.10, so that no call of a program that is split was let through.
-    """
+    """Lets jax's compiled program take arrays of elements below a byte, as `jax.jit` does."""
+    # jax compares arguments' layouts with XLA's, of which in 0.10 only XLA's states such bits.
     program = compiled._executable  # of which jax has no public name
     layouts = zip(program._xla_in_layouts, types, strict=True)
     program._xla_in_layouts = [
@@ -142,10 +139,8 @@ class _Order(Layout):
     """A layout that is equal to others of the same order and tiling, whatever an element's bits."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and (self.major_to_minor, self.tiling) == (
-            other.major_to_minor,
-            other.tiling,
-        )
+        order = getattr(other, "major_to_minor", None), getattr(other, "tiling", None)
+        return (self.major_to_minor, self.tiling) == order
 
     __hash__ = Layout.__hash__
 

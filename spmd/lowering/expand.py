@@ -16,14 +16,22 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 from collections.abc import Callable, Sequence
 
 from spmd.ir.control_flow import producers_of
-from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, TRANSPOSE
+from spmd.ir.description import (
+    BROADCAST,
+    CONCATENATE,
+    CONVERT,
+    DYNAMIC_SLICE,
+    RESHAPE,
+    TRANSPOSE,
+)
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.manual import IF
+from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Carry, recarried, rewrite_ops
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, dtype_bits
 from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
 from spmd.mesh.mesh import Mesh
@@ -47,6 +55,10 @@ def expand(program: Program, mesh: Mesh) -> Program:
             sliced.add(source.results[0])
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        if any(dtype_bits(t.dtype) == 2 for t in op.kind.operands) and (
+            op.collective or op.name == CONCATENATE
+        ):
+            return _in_bytes(b, op, operands)
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == CALLBACK and op.kind.attrs[FREE]:
@@ -72,6 +84,20 @@ def expand(program: Program, mesh: Mesh) -> Program:
         return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
     return rewrite_ops(program, rewrite)
+
+
+def _in_bytes(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
+    """Joins or sends elements of 2 bits as bytes: XLA for CPUs mixes them up, or aborts."""
+
+    def wide(type_: TensorType) -> TensorType:
+        return type_._replace(dtype="i8") if dtype_bits(type_.dtype) == 2 else type_
+
+    attrs, types = op.kind.attrs, op.kind.results
+    if "body" in attrs:
+        attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), "i8")}
+    read = [b.convert(v, wide(b.types[v]).dtype) for v in operands]
+    made = b.op(op.name, read, [wide(type_) for type_ in types], attrs)
+    return [b.convert(v, type_.dtype) for v, type_ in zip(made, types, strict=True)]
 
 
 def _where(

@@ -15,7 +15,7 @@ from spmd.ir.program import Loc, Op, Program
 from spmd.measure import hlo
 from spmd.measure.profile import Event
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, axis_refs
+from spmd.mesh.sharding import axes_text
 
 MATRIX, ATTENTION, OTHER = "matrix products", "attention", "other kernels"
 COPIES, COLLECTIVES = "copies", "collectives"
@@ -35,15 +35,11 @@ def label_of(op: Op, mesh: Mesh) -> Label:
     """Returns the kind of work and the layer of an op of a local program."""
     layer = layer_of(op.loc)
     if op.collective:
-        axes = _axes_text(op.kind.attrs.get("axes", ()), mesh)
+        axes = axes_text(sorted(op.kind.attrs.get("axes", ())), mesh)
         return Label(COLLECTIVES, layer, f"{op.collective} over {axes}")
     if "attention" in op.label:
         return Label(ATTENTION, layer)
     return Label(MATRIX if op.kind.about.flops is not None else OTHER, layer)
-
-
-def _axes_text(axes: Axes, mesh: Mesh) -> str:
-    return ", ".join(sorted(str(ref) for ref in axis_refs(axes, mesh)))
 
 
 _STRUCTURE = re.compile(
@@ -123,7 +119,9 @@ class Labels:
         self.axes: dict[frozenset[frozenset[int]], str] = {}  # groups of devices -> their axes
         for op in program.walk():
             if axes := op.kind.attrs.get("axes") if op.collective else None:
-                self.axes[frozenset(map(frozenset, mesh.groups(axes)))] = _axes_text(axes, mesh)
+                self.axes[frozenset(map(frozenset, mesh.groups(axes)))] = axes_text(
+                    sorted(axes), mesh
+                )
             label = label_of(op, mesh)
             places = tuple(f"{frame.file}:{frame.line}" for frame in op.loc.user_frames[:2])
             for known in range(len(places) + 1):

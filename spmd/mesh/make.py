@@ -1,7 +1,7 @@
 """`make_mesh` and `HybridMesh`: meshes over the devices here, or of a machine that is not here."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,8 +33,7 @@ def make_mesh(
       A `Mesh`.
 
     Raises:
-      MeshError: the axes need more devices than there are, or others than the topology has; they
-        are given in neither form; `devices` are no devices.
+      MeshError: axes that need other devices than there are, or are given in neither form.
 
     Example:
       >>> mesh = make_mesh(data=4, model=2)
@@ -118,11 +117,7 @@ def _mesh_of(
     """Returns a mesh of a machine that need not be here: for each axis, so much crosses slices."""
     machine, count = as_topology(topology), math.prod(slices)
     if devices is not None:
-        raise MeshError(
-            "a mesh is given devices and a topology",
-            required="devices, which are here, or a topology, which need not be",
-            fix="leave one of them out",
-        )
+        raise MeshError("a mesh has devices, which are here, or a topology", fix="give one of them")
     if math.prod(sizes) != machine.count * count:
         times = f" in each of {count} slices" if count > 1 else ""
         raise MeshError(
@@ -136,9 +131,9 @@ def _mesh_of(
 
 def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
     needed = math.prod(sizes)
-    listed = isinstance(devices, Sequence | np.ndarray | None) and not isinstance(devices, str)
-    available = list(jax.devices() if devices is None else np.ravel(devices)) if listed else []
-    if not listed or not all(hasattr(device, "platform") for device in available):
+    given = jax.devices() if devices is None else devices
+    available = list(np.ravel(list(given))) if isinstance(given, Iterable) else [given]
+    if not all(hasattr(device, "id") for device in available):
         raise MeshError(
             "the devices of a mesh are not devices of jax",
             actual=described(devices),

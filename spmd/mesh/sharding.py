@@ -170,7 +170,7 @@ class AxisRef(NamedTuple):
         return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
 
 
-def axis_refs(axes: Axes, mesh: Mesh) -> tuple[AxisRef, ...]:
+def axis_refs(axes: Iterable[int], mesh: Mesh) -> tuple[AxisRef, ...]:
     """Returns atoms as whole axes and parts of axes; consecutive atoms of an axis are one part."""
     refs: list[AxisRef] = []
     for a in axes:
@@ -199,7 +199,7 @@ def spec_text(sharding: Sharding, mesh: Mesh) -> str:
     return text
 
 
-def axes_text(axes: Axes, mesh: Mesh) -> str:
+def axes_text(axes: Iterable[int], mesh: Mesh) -> str:
     """Writes axes by name: `data, model`."""
     return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
 

@@ -74,7 +74,7 @@ def _kernel(q_BSND: Any, k_BTKD: Any, spec: Spec, *, save_residuals: bool) -> An
 
     mask: Any = masks.Causal(shape) if spec.causal else masks.Full(shape)
     if spec.window is not None:
-        mask = masks.Window(shape, spec.window)
+        mask = masks.SlidingWindow(shape, spec.window)
     rows, columns = (next(b for b in BLOCKS if size % b == 0) for size in shape)
     splash = _splash()
     return splash.make_splash_mha(

@@ -1,10 +1,8 @@
 """Masks for jax's splash kernel that say of a block what the kernel needs, and no more.
 
-To lower a kernel jax asks a mask for every block of scores: whether it is hidden, seen in part or
-seen whole. jax's own masks write each block out, 262,144 booleans: of 131,072 positions that takes
-minutes. Which scores of a block are seen depends on how far its keys lie behind its queries, so
-two numbers decide it. The kernel computes the scores of blocks that are seen in part from their
-positions (`mask_function`), so that nobody reads what such a block holds.
+jax asks a mask for every block of scores: hidden, seen in part or seen whole. Its own masks write
+each block out, 262,144 booleans; here two numbers decide, how far keys lie behind queries. The
+kernel computes the scores of a block that is seen in part from positions (`mask_function`).
 """
 
 import math
@@ -34,7 +32,7 @@ class Causal(_Band, jax_masks.CausalMask):
     least = 0
 
 
-class Window(_Band, jax_masks.LocalMask):
+class SlidingWindow(_Band, jax_masks.LocalMask):
     """Hides the keys after a query, and those `size` positions or more before it."""
 
     least = 0

@@ -64,12 +64,9 @@ class Timeline(NamedTuple):
     exposed_seconds: float  # how long arithmetic waits for communication
 
     def __repr__(self) -> str:
-        waits = seconds_text(self.exposed_seconds)
-        return (
-            f"<Timeline: {seconds_text(self.seconds)}, {waits} of it waiting for collectives "
-            f"(compute {seconds_text(self.compute_seconds)}, collectives "
-            f"{seconds_text(self.comm_seconds)}, {len(self.slots)} slots)>"
-        )
+        whole, compute, sent, waits = map(seconds_text, self[1:])
+        parts = f"compute {compute}, collectives {sent}, {waits} of them waited for"
+        return f"<Timeline: {whole} ({parts}; {len(self.slots)} slots)>"
 
     @property
     def scheduled_seconds(self) -> float:

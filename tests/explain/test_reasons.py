@@ -37,7 +37,7 @@ def test_a_sum_says_what_is_summed_over_what_and_who_needs_it() -> None:
     (found,) = lowered(
         block, (1024, 512), (512, 256), specs=((None, "model"), ("model", None))
     ).collectives
-    assert re.match(r"sum of dot_general over model: \w.* needs it whole$", found.reason)
+    assert re.match(r"sum of dot_general over model: \w.* needs \(.*\), it is \(", found.reason)
     inner, outer = found.source.split(" <- ")
     assert f"{HERE}:{linear.__code__.co_firstlineno + 1} (linear)" in inner
     assert f"{HERE}:{block.__code__.co_firstlineno + 1} (block)" in outer
@@ -127,7 +127,6 @@ def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
     monkeypatch.setattr(prices, "MOST_CONFLICTS", 2)
     program = trained(True)
     text = program.explain()
-    assert re.search(r"greedy plan +\S+ \w+, ([\d.]+% slower than|as fast as) this one", text)
     assert re.search(r"lower bound +\S+ \w+: arithmetic alone, ", text)
     assert re.search(r"conflicts: \d+, of \d+ kinds", text)
     assert re.search(r"(no axis|model|data) instead: .* more", text)

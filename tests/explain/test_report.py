@@ -109,7 +109,7 @@ def test_figures_print_in_a_line(compiled: Any) -> None:
         assert len(repr(thing)) < 200 and "\n" not in repr(thing)
     given = bytes_text(use.arguments)
     assert repr(use).startswith(f"<MemoryUse: peak {bytes_text(use.peak)} (arguments {given}, ")
-    assert repr(timeline).startswith(f"<Timeline: {seconds_text(timeline.seconds)}, ")
+    assert repr(timeline).startswith(f"<Timeline: {seconds_text(timeline.seconds)} (")
     assert f"{len(timeline.slots)} slots" in repr(timeline)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import random
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,6 +185,14 @@ def test_a_reader_that_hangs(
     (tmp_path / "jaxlib.py").write_text("while True:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)  # the reader imports this in place of MLIR
     refused(binary, "still reading")
+
+
+def test_a_reader_that_waits(binary: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    refused(binary, "after 600 seconds")
 
 
 @pytest.mark.heavy

@@ -442,15 +442,3 @@ def test_groups_may_be_said_as_axes_and_parts_of_axes():
     }"""
     (reduction,) = ops(parsed(text), "all_reduce")
     assert reduction.kind.attrs["axes"] == (0, 2)  # the atoms are those of x, y:(1)2 and y:(2)2
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_an_array_of_any_elements(platform):
-    def fn(x):
-        return jax.lax.dynamic_update_slice(jax.lax.empty((8, 4), jnp.float32), x, (0, 0))
-
-    traced = jax.jit(fn).trace(np.ones((8, 4), np.float32))
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
-    assert "AllocateBuffer" in str(module)
-    names = {op.name for op in import_module(module).program.walk()}
-    assert names == {"stablehlo.constant", "stablehlo.dynamic_update_slice"}

@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 import spmd
 from spmd import compiler
-from spmd.frontend.lanes import Block, Stack, stacked
+from spmd.frontend.lanes import Block, Stack, described, stacked
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.planning.plan import Plan
@@ -286,6 +286,8 @@ def test_two_stacks_that_need_each_other_are_not_both_written() -> None:
     ]
     assert all(block.order([pair]) is not None for pair in pairs)
     assert block.order(pairs) is None
+    two = Stack(pairs[0].rows + pairs[1].rows)
+    assert described(program, two).startswith("2 times sine and 1 more op (")
 
 
 @pytest.mark.usefixtures("stacks_all")

@@ -46,11 +46,11 @@ def test_only_the_launchers_own_pipe_is_heard(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(ENV_NEWS, pipe_name(reads))
     is_told = threading.Event()
 
-    def hear(text: str) -> None:
+    def tell(text: str) -> None:
         heard.append(text)
         is_told.set()
 
-    hear_news(hear)
+    hear_news(tell)
     os.write(writes, b"process 1 was lost\n")
     os.close(writes)
     is_told.wait()

@@ -169,7 +169,7 @@ def test_a_mesh_of_a_machine_that_is_not_here():
         ({"devices": "v5p-256"}, 'pass topology="h200:128"'),
         ({"devices": []}, "make the mesh smaller"),
         ({"topology": "v5p-128"}, "change the axes or the topology"),
-        ({"topology": "v5p-256", "devices": []}, "leave one of them out"),
+        ({"topology": "v5p-256", "devices": []}, "give one of them"),
         ({"topology": 128}, 'write topology="v5e:4x4"'),
         ({"topology": "v5p-100"}, "use one of these"),
     ],

@@ -50,19 +50,19 @@ def test_a_causal_and_a_full_mask_are_as_jaxs_are(shape: Any, block: Any) -> Non
 @pytest.mark.parametrize(("shape", "block"), SQUARE)
 def test_a_window_is_as_jaxs_is(shape: Any, block: Any, size: int) -> None:
     theirs = jax_masks.LocalMask(shape, (size - 1, 0), offset=0)
-    assert_equal(splash_masks.Window(shape, size), theirs, block, (1, 2), (2, 4))
+    assert_equal(splash_masks.SlidingWindow(shape, size), theirs, block, (1, 2), (2, 4))
 
 
 def test_masks_are_told_apart() -> None:
     """jax keeps what it made of a mask, and looks it up by the mask."""
     made = [
         splash_masks.Causal((256, 256)), splash_masks.Causal((256, 512)),
-        splash_masks.Window((256, 256), 1), splash_masks.Window((256, 256), 2),
+        splash_masks.SlidingWindow((256, 256), 1), splash_masks.SlidingWindow((256, 256), 2),
         splash_masks.Full((256, 256)), jax_masks.CausalMask((256, 256)),
     ]  # fmt: skip
     assert len(set(made)) == len(made)
     assert splash_masks.Causal((256, 256)) == made[0]
-    assert splash_masks.Window((256, 256), 2) in made
+    assert splash_masks.SlidingWindow((256, 256), 2) in made
 
 
 @pytest.mark.parametrize("window", [None, 4096])

@@ -23,7 +23,7 @@ BOUND = 1e3
 
 MESHES: tuple[tuple[int, ...], ...] = (
     (4, 2), (8,), (2, 2, 2), (2, 4), (2, 3), (2,), (5,), (1, 8), (6,), (3, 2), (2, 1, 3), (7,),
-    (4,), (1,),
+    (4,), (1,), (3,),
 )  # fmt: skip
 AXES = ("a", "b", "c")
 
@@ -644,6 +644,30 @@ def top_k(m: Maker, v: Var, k: int) -> None:
     m.tuple_of(text, target, [v.name], [v.bound, float(v.shape[-1])])
 
 
+# Values without elements, and with elements below a byte.
+
+
+@on(lambda v: v.rank > 0)
+def empty(m: Maker, v: Var) -> None:
+    """Takes no element of a dim, marks that, and joins it to the whole again."""
+    dim = m.integer(0, v.rank - 1)
+    spec = m.spec((*v.shape[:dim], 0, *v.shape[dim + 1 :]))
+    nothing = f"mark(lax.slice_in_dim({v.name}, 0, 0, axis={dim}), {spec!r})"
+    if is_number(v) and m.flag():
+        m.add(f"{v.name} + {nothing}.sum({dim}, keepdims=True)", [v], v.bound)
+    else:
+        parts = m.pick((f"{nothing}, {v.name}", f"{v.name}, {nothing}[::-1]"))
+        m.add(f"jnp.concatenate([{parts}], {dim})", [v], v.bound)
+
+
+@on(lambda v: v.rank > 0 and v.dtype == "int32")
+def packed(m: Maker, v: Var) -> None:
+    """Turns a dim of small numbers in 4 or 2 bits around."""
+    dtype, spec = m.pick(("int4", "uint4", "int2", "uint2")), m.spec(v.shape)
+    few = f"mark(({v.name} % 2).astype('{dtype}'), {spec!r})"
+    m.add(f"lax.rev({few}, ({m.integer(0, v.rank - 1)},)).astype('int32')", [v], 1.0)
+
+
 # Marks and control flow.
 
 
@@ -768,7 +792,7 @@ def branch(m: Maker, v: Var) -> None:
 SIMPLE: tuple[Callable[[Maker], None], ...] = (
     unary, binary, dot, reduce, reshape, transpose, broadcast, slice_, select, compare, convert,
     pad, concatenate, reverse, dynamic_slice, dynamic_update_slice, take, take_along, scatter,
-    points, sort, mark,
+    points, sort, mark, empty, packed,
 )  # fmt: skip
 ALL = (*SIMPLE, binary, dot, reduce, reshape, scan_sum, scan, loop, branch)
 

@@ -11,7 +11,6 @@ from spmd.explain.page import html as h
 from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.prices import conflicts, mark_rows
-from spmd.predict.backends import room_for
 from spmd.predict.timeline import COMPUTE
 
 Part = tuple[str, str, Html, bool]  # title, remark, body, whether it is unfolded at first
@@ -29,7 +28,7 @@ def render(facts: Facts) -> str:
             links.append(tag("a", title, href=f"#{anchor}"))
             summary = tag("summary", tag("h2", title, tag("small", remark), id=anchor))
             parts.append(tag("section", tag("details.part", summary, shown, open=is_open)))
-    texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
+    texts = dict.fromkeys([form.text for form in plan.forms if not form.refusal] + [*plan.notes])
     notes = [tag("li", w.source_text(text)) for text in texts]
     devices = w.plural(plan.mesh.size, "device")
     title = f"{facts.title} on {devices}"
@@ -87,12 +86,13 @@ def _parts(facts: Facts) -> list[Part]:
     marks = joined(tag("p", f"{tried.capitalize()}."), h.pairs(rows)) if tried else Html()
     side_by_side = "compute and links at the same time where neither waits for the other"
     largest = h.table(largest_table(facts.plan, 20))
+    weighed = facts.header + [("not taken", f.text) for f in facts.plan.forms if f.refusal]
     return [
         ("Timeline", f"predicted; {side_by_side}", _timeline(facts), True),
         ("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
         ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
         ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
-        ("The plan", "beside the greedy one and the best", h.pairs(facts.header), True),
+        ("The plan", "how good it is, and what else was weighed", h.pairs(weighed), True),
         _tabled(collectives._replace(table=collectives.table.by("time"))),
         _tabled(costs.traffic_section(facts.collectives)),
         ("Prices of marks", "what would be cheaper without which mark", marks, False),
@@ -107,15 +107,12 @@ def _parts(facts: Facts) -> list[Part]:
 
 def _first_screen(facts: Facts) -> Html:
     """Returns cards with a program's main figures, its time by kind of work, and largest costs."""
-    use, mesh, waits = facts.use, facts.plan.mesh, facts.timeline.exposed_seconds
+    mesh, waits = facts.plan.mesh, facts.timeline.exposed_seconds
     given = w.bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
     unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
-    held, remark = given, f"arguments, of {unpartitioned} unpartitioned"
-    if use is not None:
-        held, topology = w.bytes_text(use.peak), facts.plan.topology
-        more = f"; {facts.compiled_text}" if facts.compiled_text else ""
-        remark = f"predicted peak of {w.bytes_text(topology.hbm_bytes)}: "
-        remark += f"{room_for(use.peak, topology)}{more}; arguments {given} of {unpartitioned}"
+    room = dict(facts.memory)["on the device"]
+    held = f"predicted peak of {w.bytes_text(facts.plan.topology.hbm_bytes)}: {room}; "
+    held += f"arguments {given} of {unpartitioned}"
     waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
     if facts.measured is not None:
         waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
@@ -126,7 +123,7 @@ def _first_screen(facts: Facts) -> Html:
             ("devices", str(mesh.size), str(mesh)),
             ("predicted time of one run", w.seconds_text(facts.timeline.seconds), waiting),
             ("sent by each device", w.bytes_text(facts.sent_bytes), senders),
-            ("memory of each device", held, remark),
+            ("memory of each device", w.bytes_text(facts.use.peak), held),
         )
     ]
     whole, totals = facts.timeline.seconds, costs.seconds_by_kind(facts.costs)
@@ -173,14 +170,19 @@ def _timeline(facts: Facts) -> Html:
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
         "do not overlap.",
     )
-    slots = [slot for slot in timeline.slots if not slot.op.regions]
-    rows, busy = [], timeline.compute_seconds + timeline.comm_seconds
-    for trail, alike in w.grouped(slots, lambda slot: slot.op.loc.trail).items():
-        compute = sum(slot.seconds * slot.trips for slot in alike if slot.lane == COMPUTE)
-        comm = sum(slot.seconds * slot.trips for slot in alike if slot.lane != COMPUTE)
-        rows.append((trail, compute, comm, compute + comm, (compute + comm, busy)))
-    heads = ("source", "compute", "collectives", "together", "share")
-    by_line = w.Table(heads, rows, search="a function or a file").by("together")
+    rows = [
+        (
+            c.title,
+            c.ops,
+            c.runs,
+            c.seconds,
+            (c.seconds, timeline.seconds),
+            " <- ".join(map(str, c.frames)),
+        )
+        for c in facts.costs
+    ]
+    heads = ("cost", "ops", "runs", "time", "share", "source")
+    every = w.Table(heads, rows, sort="time", search="all_gather a function, a file")
     lost = timeline.seconds - drawn.seconds
     slower = tag(
         "p",
@@ -193,7 +195,7 @@ def _timeline(facts: Facts) -> Html:
         h.legend((kind, f"var(--{kind})") for kind in kinds),
         pictures.timeline_svg(drawn, axes, "timeline of one run"),
         *(_loop(loop, axes) for loop in drawn.loops),
-        h.folded("time by source line", h.table(by_line)),
+        h.folded("all costs, by source line", h.table(every)),
     )
 
 
@@ -220,15 +222,13 @@ def _measured(facts: Facts) -> Html:
 
 
 def _memory(facts: Facts) -> Html:
-    if facts.use is None:
-        return Html()
     curve = memory_curve(facts.use, facts.stages.optimized.program)
     largest = curve.at_peak.first(TOP_VALUES)
     intro = tag(
         "p",
         "Predicted from the local program: only values that XLA stores count. Arguments and "
         "results are held throughout; results that donated arguments make room for are part of the "
-        f"arguments. {facts.compiled_text}{'.' * bool(facts.compiled_text)}",
+        "arguments.",
     )
     return joined(
         intro,

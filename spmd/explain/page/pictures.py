@@ -1,4 +1,4 @@
-"""Draws, as SVG, the predicted timeline, memory over time, pipelines, rings, and tensors' tiles.
+"""Pictures, as SVG: the predicted timeline, memory over time, steps of pipelines, tiles.
 
 What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go from one segment to
 the next (see report.js).
@@ -260,7 +260,7 @@ def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
 
 
 # ---------------------------------------------------------------------------------------------
-# Steps of pipelines and rings: a line for each worker, a column for each step.
+# Steps of pipelines: a line for each stage, a column for each step.
 
 MOST_WORKERS = 16  # lines of a picture
 MOST_COLUMNS = 34  # columns that are drawn; of more, those in the middle are left out
@@ -274,17 +274,8 @@ def pipelines(facts: Facts) -> Html:
 
 
 def rings(facts: Facts) -> Html:
-    """Returns figures of ops that use or could use a ring, and pictures of who has which piece."""
-    made: list[Html] = []
-    drawn: set[tuple[object, ...]] = set()
-    for row in ring_rows(facts.stages, facts.prices):
-        made.append(_head(row))
-        # Forward pass and gradient, and equal layers, look alike.
-        look = row.pieces, row.is_causal, row.is_zigzag
-        if row.goes_round and look not in drawn:
-            drawn.add(look)
-            made.append(_round(row))
-    return joined(*made)
+    """Shows the figures of every op whose pieces go round a ring, or could."""
+    return joined(*map(_head, ring_rows(facts.stages, facts.prices)))
 
 
 def _head(row: PipelineRow | RingRow) -> Html:
@@ -323,39 +314,12 @@ def _stages(of: Pipeline) -> Html:
     return joined(intro, grid(names, of.steps, work, phases, f"steps of {of.stages} stages"))
 
 
-def _round(row: RingRow) -> Html:
-    devices = range(min(row.pieces, MOST_WORKERS))
-    more = f" The first {len(devices)} of {row.pieces} devices are shown."
-    masked = " What is left empty the mask hides: it is handed on, not computed." * row.is_causal
-    intro = tag(
-        "p",
-        "Devices below each other, steps from left to right. A number is the piece that a device "
-        f"computes with, and sends on to the next one.{masked}"
-        f"{more * (row.pieces > len(devices))}",
-    )
-    names = [f"{row.axes} {d}"[-9:] for d in devices]
-
-    def work(device: int, step: int) -> Square:
-        piece, who = (device - step) % row.pieces, f"step {step}: device {device}"
-        share = 1.0
-        if row.is_causal:
-            share = 0.5 if row.is_zigzag or step == 0 else float(piece < device)
-        if not share:
-            return Square("", f"{who} sees nothing of piece {piece}")
-        hue = (205 + 300 * piece / row.pieces) % 360
-        title = f"{who} computes {share:.0%} of its scores with piece {piece}"
-        return Square(str(piece), title, f"hsl({hue:.0f} 52% 70%)", share)
-
-    return joined(intro, grid(names, row.pieces, work, (), f"a ring of {row.pieces} devices"))
-
-
 class Square(NamedTuple):
-    """Holds a cell of `grid`: what a stage or device does in a step; idle without a `colour`."""
+    """Says what one worker does in one step; idle ones have no colour."""
 
     text: str  # written on the cell: the number of a microbatch or a piece
     title: str  # its tooltip
     colour: str = ""
-    share: float = 1.0  # of the step in which it works
 
 
 def shown_steps(count: int, most: int = MOST_COLUMNS) -> list[int | None]:
@@ -381,7 +345,7 @@ def grid(
     Of many steps some in the middle are left out. `work(row, step)` returns a cell. A phase (first
     step, last step + 1, name) gets a bracket above it. `label` is what screen readers say.
     """
-    steps, top = shown_steps(count), _ABOVE if phases else 0
+    steps, top = shown_steps(count), _ABOVE
     bottom = top + len(names) * _HIGH
     parts: list[Html] = []
     for first, end, text in phases:
@@ -413,15 +377,9 @@ def _square(x: float, y: float, square: Square | None) -> Html:
     if not square.colour:
         corner = line("idle", x + 2, y + _HIGH - 2, x + _WIDE - 2, y + 2)
         return joined(rect("idle", box, square.title), corner)
-    # What is half done has its text beside the colour, to be read on light and dark pages.
-    is_part = square.share < 1
-    done = (box[0], box[1], box[2] * square.share, box[3])
-    middle = (done[0] + done[2] + x + _WIDE) / 2 if is_part else middle
-    look = "" if is_part else "on"
     return joined(
-        rect("idle", box, square.title) if is_part else "",
-        rect("", done, square.title, fill=square.colour),
-        words(middle, y + _HIGH / 2 + 4, square.text, look, text_anchor="middle"),
+        rect("", box, square.title, fill=square.colour),
+        words(middle, y + _HIGH / 2 + 4, square.text, "on", text_anchor="middle"),
     )
 
 

@@ -90,9 +90,6 @@ def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
         env[op.results[0]] = env[op.operands[0]]
     elif target in (ENTERS, LEAVES):
         _cross(importer, op, target, env)
-    elif target == "AllocateBuffer":  # `jax.lax.empty` on TPUs and GPUs: of any elements
-        importer.b.loc = importer.loc(op.location)
-        env[op.results[0]] = importer.b.splat(0, importer.type(op.results[0].type))
     else:
         attrs: dict[str, Attribute] | None = None
         called = op.attributes.get("called_computations", ())

@@ -273,7 +273,9 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
             op.masked(i, identity_element(reducer, b.types[u].dtype))
             for i, u in enumerate(updates, count + 1)
         )
-        tables = tuple(op.once(t, axes, reducer) for t in tables)
+        if reducer not in ("max", "min", "and", "or"):  # by which a table may be joined repeatedly
+            is_first = b.compare("EQ", b.axis_index(axes), b.constant(0, "i32"))
+            tables = tuple(or_identity(b, is_first, t, reducer) for t in tables)
     places = _indexed(op, dims.scatter_dims_to_operand_dims, dims.inserted_window_dims)
     if any(place.axes for place in places):
         indices = _as_signed(b, indices)

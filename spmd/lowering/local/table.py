@@ -99,18 +99,6 @@ class LocalOp:
         kinds = [self.rule.factors[f].kind for dim in self.rule.operands[number] for f in dim[:1]]
         return tuple(d for d, kind in enumerate(kinds) if kind == REDUCE)
 
-    def once(self, x: Value, axes: Axes, reducer: str) -> Value:
-        """Returns terms of a reduction over the devices along `axes` that count `x` once.
-
-        The first device gets `x`, others the identity of the reduction; all get `x` where it may
-        be repeated, as in a maximum.
-        """
-        if reducer in ("max", "min", "and", "or"):
-            return x
-        b = self.b
-        is_first = b.compare("EQ", b.axis_index(axes), b.constant(0, "i32"))
-        return or_identity(b, is_first, x, reducer)
-
 
 def or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
     """Returns `x` where the scalar `flag` is set, else the identity element of a reduction."""

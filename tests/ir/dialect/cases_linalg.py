@@ -53,7 +53,7 @@ def rbg(impl: str, sample: Any) -> Any:
 
 def sparse_products(values: Any, x: Any) -> Any:
     """A matrix of 8 rows with two elements each, times a matrix and times a vector."""
-    columns, starts = np.arange(0, 48, 3, dtype=np.int32) % 16, np.arange(0, 18, 2, dtype=np.int32)
+    columns, starts = jnp.arange(0, 48, 3) % 16, jnp.arange(0, 18, 2)
     matrix = sparse.BCSR((values, columns, starts), shape=(8, 16))
     return matrix @ x, matrix @ x[:, 0]
 

@@ -136,8 +136,9 @@ def test_modules(case: ModuleCase, number: int, monkeypatch: pytest.MonkeyPatch)
 OTHER_TESTS = ("custom_call:test_", "custom_call:rms_norm", "composite:test.", "composite:my.")
 """Names of ops that other tests in the same process register rules for."""
 
-LOCAL = ("composite:spmd.attention_piece", "composite:spmd.attention_piece_grad")
-"""Ops that are made on the way to one device; `tests/ops/test_attention_split.py` runs them."""
+LOCAL = ("composite:spmd.attention_piece", "composite:spmd.attention_piece_grad", "spmd.inspect")
+"""Ops that are no module's; tests/ops/test_attention_split.py and tests/api/test_callbacks.py run
+them."""
 
 
 def test_every_rule_has_a_case_and_a_local_lowering() -> None:
