@@ -84,27 +84,29 @@ def test_unknown_host():
         meet("no-such-host.invalid:1234", 2, 1, {}, 0.3)
 
 
-def test_another_number_of_processes():
-    answers = told([(0, 2), (1, 3)])
-    assert all("differ in number of processes" in answer for answer in answers)
-    assert all("process 1: 3; process 0: 2" in answer for answer in answers)
-
-
-def test_a_number_of_processes_that_never_come():
-    answers = told([(0, 4), (1, 2)])
-    assert all("process 1: 2; process 0: 4" in answer for answer in answers)
-
-
 def test_a_number_given_twice():
     answers = told([(0, 3), (1, 3), (1, 3)])
     assert "two processes of this job have process_id 1" in answers[0]
     assert all(answers)
 
 
-def test_versions_that_differ():
-    answers = told([(0, 2), (1, 2)], about={1: "0.11.0"})
-    assert all("differ in version of jax" in answer for answer in answers)
-    assert all("process 1: 0.11.0; process 0: 0.10.2" in answer for answer in answers)
+@pytest.mark.parametrize(
+    ("seats", "about", "differ", "says"),
+    [
+        ([(0, 2), (1, 3)], {}, "number of processes", "process 1: 3; process 0: 2"),
+        # Some of them never come.
+        ([(0, 4), (1, 2)], {}, "number of processes", "process 1: 2; process 0: 4"),
+        (
+            [(0, 2), (1, 2)],
+            {1: "0.11.0"},
+            "version of jax",
+            "process 1: 0.11.0; process 0: 0.10.2",
+        ),
+    ],
+)
+def test_who_differs_is_said_to_all(seats: list, about: dict, differ: str, says: str):
+    for answer in told(seats, about=about):
+        assert f"differ in {differ}" in answer and says in answer
 
 
 @pytest.mark.parametrize("stranger", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"\xff\n"])
@@ -150,24 +152,26 @@ def place(env: dict[str, str], given: Place | None = None) -> Place | None:
 OURS = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 
 
+@pytest.mark.parametrize(
+    ("env", "given", "found"),
+    [
+        ({}, None, None),
+        # One process of a cluster is one process.
+        ({}, Place("a:1", 1, 0), None),
+        ({**OURS, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None, None),
+        (OURS, None, Place("a:1", 4, 2, None)),
+        ({**OURS, "JAX_LOCAL_DEVICE_IDS": "0,1"}, None, Place("a:1", 4, 2, (0, 1))),
+        # Arguments go first.
+        (OURS, Place("b:2", 8, 0), Place("b:2", 8, 0)),
+    ],
+)
+def test_our_launchers_variables(env: dict, given: Place | None, found: Place | None):
+    assert place(env, given) == found
+
+
 def test_nothing_is_one_process():
-    assert place({}) is None
     initialize()
     assert not jax.distributed.is_initialized()
-
-
-def test_one_process_of_a_cluster_is_one_process():
-    assert place({}, Place("a:1", 1, 0)) is None
-    assert place({**OURS, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}) is None
-
-
-def test_our_launchers_variables():
-    assert place(OURS) == Place("a:1", 4, 2, None)
-    assert place({**OURS, "JAX_LOCAL_DEVICE_IDS": "0,1"}) == Place("a:1", 4, 2, (0, 1))
-
-
-def test_arguments_go_first():
-    assert place(OURS, Place("b:2", 8, 0)) == Place("b:2", 8, 0)
 
 
 @pytest.mark.parametrize(("size", "rank", "local"), RANKS)

@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from spmd.models.training.paths import StorePath
 from tests.stores import serving_gs, serving_s3
 
 
@@ -31,3 +32,18 @@ def s3(s3_bucket, request):
 def store(request):
     """An empty folder of a bucket, of each kind of store."""
     return own_folder(request.getfixturevalue(f"{request.param}_bucket"), request)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """(name, end of the range if there is one, bytes) of what is read of a store."""
+    found = []
+    read = StorePath.read_bytes
+
+    def recording(path, start=None, stop=None):
+        content = read(path, start, stop)
+        found.append((path.name, stop, len(content)))
+        return content
+
+    monkeypatch.setattr(StorePath, "read_bytes", recording)
+    return found

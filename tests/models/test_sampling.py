@@ -34,6 +34,10 @@ def history(rows: Any = LOGITS_BV, **changes: Any) -> sampling.History:
     return empty._replace(**changes)
 
 
+def draw(given: SamplingParams, **changes: Any) -> Any:
+    return np.asarray(SAMPLE(LOGITS_BV, given, history(**changes), np.zeros(6, np.int32)))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"top_k": 7}, {"top_k": 1}, {"top_p": 0.7}, {"top_p": 0.01}, {"min_p": 0.1},
@@ -64,51 +68,42 @@ def test_repetition_penalty_is_transformers() -> None:
     )
     seen = np.zeros((6, 50), bool)
     np.put_along_axis(seen, ids, True, axis=1)
-    given = params(6, repetition_penalty=1.7)
-    ours = SAMPLE(LOGITS_BV, given, history(seen=seen), np.zeros(6, np.int32))
+    ours = draw(params(6, repetition_penalty=1.7), seen=seen)
     np.testing.assert_array_equal(ours, theirs.numpy().argmax(-1))
-    assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
+    assert (ours != LOGITS_BV.argmax(-1)).any()
 
 
 def test_frequency_and_presence_penalties() -> None:
     """As OpenAI defines them: `logit - count * frequency - (count > 0) * presence`."""
     drawn = np.random.default_rng(2).integers(0, 4, LOGITS_BV.shape).astype(np.int32)
     given = params(6, frequency_penalty=0.75, presence_penalty=1.5)
-    ours = SAMPLE(LOGITS_BV, given, history(seen=drawn > 0, drawn=drawn), np.zeros(6, np.int32))
+    ours = draw(given, seen=drawn > 0, drawn=drawn)
     wanted = LOGITS_BV - 0.75 * drawn - 1.5 * (drawn > 0)
     np.testing.assert_array_equal(ours, wanted.argmax(-1))
-    assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
+    assert (ours != LOGITS_BV.argmax(-1)).any()
 
 
 def test_biases_and_masks() -> None:
     """A bias moves a token; what a mask leaves out is not drawn, whatever its bias."""
-    positions = np.zeros(6, np.int32)
     bias = np.zeros(LOGITS_BV.shape, np.float32)
     bias[:, 3], bias[:, 49] = 50, 100
-    found = SAMPLE(LOGITS_BV, params(6), history(bias=bias), positions)
-    assert np.asarray(found).tolist() == [49] * 6
+    assert draw(params(6), bias=bias).tolist() == [49] * 6
     is_allowed = np.random.default_rng(3).random(LOGITS_BV.shape) < 0.1
     is_allowed[:, [3, 49]] = [True, False]
     bits = np.zeros((6, 64), bool)
     bits[:, :50] = is_allowed
     masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
-    found = SAMPLE(LOGITS_BV, params(6), history(bias=bias, allowed=masks), positions)
-    assert np.asarray(found).tolist() == [3] * 6
+    assert draw(params(6), bias=bias, allowed=masks).tolist() == [3] * 6
     for given in (params(6), params(6, temperature=3.0), params(6, temperature=3.0, top_p=0.9)):
-        found = np.asarray(SAMPLE(LOGITS_BV, given, history(allowed=masks), positions))
-        assert is_allowed[np.arange(6), found].all()
+        assert is_allowed[np.arange(6), draw(given, allowed=masks)].all()
 
 
 def test_draws_follow_the_distribution() -> None:
     count = 20_000
     logits = np.tile(LOGITS_BV[:1, :8], (count, 1))
-    drawn = SAMPLE(
-        logits,
-        params(count, temperature=1.5, seed=3),
-        history(logits),
-        np.arange(count, dtype=np.int32),
-    )
-    shares = np.bincount(np.asarray(drawn), minlength=8) / count
+    given, positions = params(count, temperature=1.5, seed=3), np.arange(count, dtype=np.int32)
+    drawn = np.asarray(SAMPLE(logits, given, history(logits), positions))
+    shares = np.bincount(drawn, minlength=8) / count
     wanted = np.asarray(jax.nn.softmax(LOGITS_BV[0, :8] / 1.5))
     np.testing.assert_allclose(shares, wanted, atol=5 * 0.5 / np.sqrt(count))
 
@@ -119,15 +114,16 @@ def test_seed_and_position_decide_alone() -> None:
     given = params(4, temperature=1.0)._replace(seed=np.array([5, 6, 5, 7], np.uint32))
     before = history(logits)
 
-    def draw(rows: Any, positions: Any) -> Any:
+    def drawn(rows: Any) -> Any:
+        """At 30 positions."""
         chosen, known = jax.tree.map(lambda x: x[rows], (given, before))
-        return np.asarray(SAMPLE(logits[rows], chosen, known, positions))
+        places = [np.full(len(rows), position, np.int32) for position in range(30)]
+        return np.stack([SAMPLE(logits[rows], chosen, known, place) for place in places])
 
-    everything = np.stack([draw(np.arange(4), np.full(4, p, np.int32)) for p in range(30)])
+    everything = drawn(np.arange(4))
     np.testing.assert_array_equal(everything[:, 0], everything[:, 2])
     assert (everything[:, 0] != everything[:, 1]).any()
-    alone = np.stack([draw(np.array([2]), np.full(1, p, np.int32)) for p in range(30)])
-    np.testing.assert_array_equal(alone[:, 0], everything[:, 2])
+    np.testing.assert_array_equal(drawn(np.array([2]))[:, 0], everything[:, 2])
 
 
 def test_rows_are_drawn_each_in_its_own_way() -> None:
@@ -135,8 +131,7 @@ def test_rows_are_drawn_each_in_its_own_way() -> None:
         temperature=np.array([0, 1, 1, 0, 1, 1], np.float32),
         top_k=np.array([0, 1, 0, 5, 2, 0], np.int32),
     )
-    positions = np.zeros(6, np.int32)
-    drawn = np.asarray(SAMPLE(LOGITS_BV, given, history(), positions))
+    drawn = draw(given)
     likeliest = LOGITS_BV.argmax(-1)
     np.testing.assert_array_equal(drawn[[0, 1, 3]], likeliest[[0, 1, 3]])
     assert drawn[4] in np.argsort(LOGITS_BV[4])[-2:]

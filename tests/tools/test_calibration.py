@@ -1,5 +1,6 @@
 """Calibration: the fit finds what made the times, and the command writes a topology that loads."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,8 @@ def samples(topology: Topology) -> list[Sample]:
         count = MESH.extent(atoms)
         for kind in KINDS:
             for size in (1 << 12, 1 << 20, 1 << 28):
-                ends = {
-                    "all_gather": (size // count, size),
-                    "reduce_scatter": (size, size // count),
-                }
+                part = size // count
+                ends = {"all_gather": (part, size), "reduce_scatter": (size, part)}
                 local_in, local_out = ends.get(kind, (size, size))
                 seconds = collective_seconds(kind, atoms, local_in, local_out, MESH, topology)
                 found.append(Sample(kind, axes, local_in, local_out, seconds))
@@ -35,7 +34,7 @@ def samples(topology: Topology) -> list[Sample]:
 @pytest.mark.parametrize("link", [Link(300e9, 7e-6), Link(1e9, 1e-4)])
 def test_the_fit_finds_the_link_behind_the_times(link: Link) -> None:
     known = Topology("a100:8")
-    truth = Topology("a100:8", known.chip.__class__(**{**vars(known.chip), "ici": link}))
+    truth = Topology("a100:8", dataclasses.replace(known.chip, ici=link))
     found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
     assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
     assert found.chip.ici.latency == pytest.approx(link.latency, rel=1e-3)
@@ -47,23 +46,19 @@ def test_the_fit_finds_the_link_behind_the_times(link: Link) -> None:
 def test_on_a_torus_an_axis_has_several_links() -> None:
     known = Topology("v5p:2x2x2")
     link = Link(60e9, 3e-6)
-    truth = Topology("v5p:2x2x2", known.chip.__class__(**{**vars(known.chip), "ici": link}))
+    truth = Topology("v5p:2x2x2", dataclasses.replace(known.chip, ici=link))
     found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 4e14}, 2e12)
     assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
 
 
 def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> None:
     known = Topology("a100:8")
-    chip = known.chip.__class__(
-        **{
-            **vars(known.chip),
-            "measured": tuple(
-                CollectiveSpeed(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
-                for number, kind in enumerate(KINDS)
-                for devices in (2, 4, 8)
-            ),
-        }
+    speeds = tuple(
+        CollectiveSpeed(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
+        for number, kind in enumerate(KINDS)
+        for devices in (2, 4, 8)
     )
+    chip = dataclasses.replace(known.chip, measured=speeds)
     truth = Topology("a100:8", chip)
     found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
     assert len(found.chip.measured) == len(chip.measured)
@@ -85,12 +80,8 @@ def test_noise_never_makes_a_link_impossible() -> None:
 @pytest.mark.thorough
 def test_the_command_measures_this_machine(tmp_path: Path, capsys: Any, devices8: Any) -> None:
     out = tmp_path / "topology.json"
-    calibrate.main(
-        [
-            f"--out={out}", "--mesh=data=4,model=2", "--smallest=4096", "--largest=16384",
-            "--shapes=64", "--repeat=2",
-        ]
-    )  # fmt: skip
+    sizes = "--smallest=4096 --largest=16384 --shapes=64 --repeat=2"
+    calibrate.main([f"--out={out}", "--mesh=data=4,model=2", *sizes.split()])
     topology = Topology.load(out)
     assert topology.name == "cpu:8"
     assert topology.chip.ici != Topology("cpu:8").chip.ici

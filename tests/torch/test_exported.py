@@ -1,7 +1,5 @@
 """`spmd.torch.export`: StableHLO whose arguments have torch's names."""
 
-import warnings
-
 import pytest
 
 pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", exc_type=ImportError)
@@ -54,28 +52,29 @@ def test_a_bundle_has_them_too(mesh, exported, wanted, tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def gelu():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its own parts
 def test_what_torch_exported(mesh):
-    module = seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
-        program = torch.export.export(module, (x(),))
-    exported = spmd.torch.export(program)
+    module = seeded(gelu).eval()
+    exported = spmd.torch.export(torch.export.export(module, (x(),)))
     rules = {"0.weight": ("model", None), "2.weight": (None, "model"), "input": ("data", None)}
     compiled = spmd.compile_stablehlo(exported.module, mesh, arg_specs=rules)
     (found,) = compiled(*exported.arguments(input=x().numpy()))
     np.testing.assert_allclose(found, module(x()).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its own parts
 def test_dims_that_torch_left_open(mesh):
     """torchax makes symbolic dims of them; `symbols=` says how large they are."""
     from torchax.export import exported_program_to_stablehlo
 
-    module = seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
-        batch = torch.export.Dim("batch", min=2, max=64)
-        program = torch.export.export(module, (x(),), dynamic_shapes=({0: batch},))
-        weights, exported = exported_program_to_stablehlo(program)
+    module = seeded(gelu).eval()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(module, (x(),), dynamic_shapes=({0: batch},))
+    weights, exported = exported_program_to_stablehlo(program)
     symbol = str(exported.in_avals[-1].shape[0])
     inputs = torch.cat([x(), x()])
     compiled = spmd.compile_stablehlo(exported, mesh, symbols={symbol: len(inputs)})

@@ -17,20 +17,13 @@ from tests.torch.modules import check_steps, images, seeded, tokens
 
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 16}
 LLAMA_RULES = {
-    "*.q_proj.weight": ("model", None),
-    "*.k_proj.weight": ("model", None),
-    "*.v_proj.weight": ("model", None),
-    "*.o_proj.weight": (None, "model"),
-    "*.gate_proj.weight": ("model", None),
-    "*.up_proj.weight": ("model", None),
-    "*.down_proj.weight": (None, "model"),
+    **{f"*.{name}_proj.weight": ("model", None) for name in ("q", "k", "v", "gate", "up")},
+    **{f"*.{name}_proj.weight": (None, "model") for name in ("o", "down")},
     "lm_head.weight": ("model", None),
     "input_ids": ("data", None),
 }
 BERT_RULES = {
-    "*.query.weight": ("model", None),
-    "*.key.weight": ("model", None),
-    "*.value.weight": ("model", None),
+    **{f"*.{name}.weight": ("model", None) for name in ("query", "key", "value")},
     "*.attention.output.dense.weight": (None, "model"),
     "*.intermediate.dense.weight": ("model", None),
     "input_ids": ("data", None),

@@ -47,6 +47,13 @@ def test_batch_norm_and_its_statistics(mesh):
     assert step.optimizer_state["momentum_buffer"]["5.weight"].sharding.spec[1] == "model"
 
 
+def groups(parameters):
+    first, *rest = parameters
+    return torch.optim.AdamW(
+        [{"params": [first], "weight_decay": 0.5, "lr": 0.1}, {"params": rest}]
+    )
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd with all it has": lambda p: torch.optim.SGD(
@@ -59,23 +66,13 @@ OPTIMIZERS = {
     "adamw with all it has": lambda p: torch.optim.AdamW(
         p, lr=torch.tensor(0.01), amsgrad=True, maximize=True
     ),
+    "groups": groups,
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch(mesh, name):
     check_steps(two_layers, square, mesh, TWO_LAYERS, (x(),), OPTIMIZERS[name])
-
-
-def groups(parameters):
-    first, *rest = parameters
-    return torch.optim.AdamW(
-        [{"params": [first], "weight_decay": 0.5, "lr": 0.1}, {"params": rest}]
-    )
-
-
-def test_parameter_groups(mesh):
-    check_steps(two_layers, square, mesh, TWO_LAYERS, (x(),), groups)
 
 
 def test_schedulers_work_and_compile_nothing(mesh):

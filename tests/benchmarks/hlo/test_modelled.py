@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.hlo.collectives import HloCollective
 from benchmarks.hlo.modelled import CLOCKS, modelled, wire_seconds
-from benchmarks.hlo.schedule import read_schedule
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
@@ -62,33 +61,3 @@ def test_a_whole_slice_has_the_links_of_all_dims() -> None:
     row, everything = (wire("all_gather", 64, group) for group in (4, 16))
     assert row - 3 * latency == pytest.approx(2 * (everything - 5 * latency))
     assert wire("all_gather", 64, 1) == 0
-
-
-CYCLES_OF_FUSION = 'backend_config={"window_config":{"estimated_cycles":"500"}}'
-
-GPU = f"""HloModule m, is_scheduled=true, num_partitions=4
-
-ENTRY %main (p: f32[8]) -> f32[8] {{
-  %p = f32[8]{{0}} parameter(0)
-  %all-gather-start = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%p), dimensions={{0}}
-  %fusion.1 = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%f, {CYCLES_OF_FUSION}
-  %fusion.2 = f32[8]{{0}} fusion(%fusion.1), kind=kLoop, calls=%f, {CYCLES_OF_FUSION}
-  %all-gather-done = f32[32]{{0}} all-gather-done(%all-gather-start)
-  %all-reduce-start = f32[8]{{0}} all-reduce-start(%fusion.2), to_apply=%add
-  %all-reduce-done = f32[8]{{0}} all-reduce-done(%all-reduce-start)
-  ROOT %all-reduce.3 = f32[8]{{0}} all-reduce(%all-reduce-done), to_apply=%add
-}}
-"""
-
-
-def test_pairs_of_starts_and_dones() -> None:
-    schedule = read_schedule(GPU)
-    found = [(c.kind, c.place, c.end) for c in schedule.collectives]
-    assert found == [
-        ("all_gather", 1, 4),  # two fusions between
-        ("all_reduce", 5, 6),
-        ("all_reduce", 7, None),
-    ]
-    assert schedule.hidden == (True, False, False)
-    assert (schedule.runs, schedule.hidden_runs) == (3, 1)
-    assert schedule.cycles == schedule.hidden_cycles == 1000

@@ -97,14 +97,3 @@ def test_counters(first: str, following: str, test: str, expected: int | None) -
 
 def test_an_end_that_the_caller_does_not_know() -> None:
     assert trips("constant(0)", UP, "compare(%i, %n), direction=LT", "copy(%p)") is None
-
-
-def test_xla_s_own_statement_comes_first() -> None:
-    module = parse_module_text("""HloModule m
-
-ENTRY %main (p: s32[]) -> s32[] {
-  %p = s32[] parameter(0)
-  ROOT %w = s32[] while(%p), condition=%c, body=%b, backend_config={"known_trip_count":{"n":"7"}}
-}
-""")
-    assert Loops(module).trips(module.computations["main"][-1], "main") == 7

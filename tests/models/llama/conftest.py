@@ -1,18 +1,16 @@
 import functools
 
-import jax
 import pytest
 
-from spmd.models.llama import fresh
 from spmd.models.llama.named import CONFIGS
+from tests.models.llama.made import fresh_params
 from tests.models.llama.weights import checkpoints
 
 
 @pytest.fixture(scope="session")
 def tiny_params():
     """Parameters of the scanned tiny model."""
-    init = functools.partial(fresh.init, config=CONFIGS["tiny"])
-    return jax.jit(init)(jax.random.key(0))
+    return fresh_params(CONFIGS["tiny"])
 
 
 @pytest.fixture(scope="session")

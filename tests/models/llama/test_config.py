@@ -1,7 +1,6 @@
 """Configs, by name and of one's own; fresh parameters, their number and their arithmetic."""
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -10,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.models.llama import fresh, parameters
+from spmd.models.llama import parameters
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.flops import flops_per_token
 from spmd.models.llama.named import CONFIGS, named_config
 from tests.models.llama.inverse import stack_layers
+from tests.models.llama.made import flat, fresh_params, structs
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
-
-
-def paths_and_shapes(tree):
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
 def test_scanned_parameters_have_the_configs_shapes(tiny_params):
@@ -30,38 +25,33 @@ def test_scanned_parameters_have_the_configs_shapes(tiny_params):
         path: (TINY.num_hidden_layers, *shape) if path.startswith("layers/") else shape
         for path, shape in TINY.parameter_shapes().items()
     }
-    assert paths_and_shapes(tiny_params) == expected
+    assert {path: leaf.shape for path, leaf in flat(tiny_params).items()} == expected
 
 
 @pytest.mark.parametrize("config", [TINY, UNROLLED])
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameter_count_is_that_of_the_parameters(config, tied):
     config = dataclasses.replace(config, tie_word_embeddings=tied)
-    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structs))
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structs(config)))
     assert total == config.parameter_count()
 
 
 def test_scanned_and_unrolled_parameters_are_the_same_numbers(tiny_params):
-    unrolled = jax.jit(functools.partial(fresh.init, config=UNROLLED))(jax.random.key(0))
+    unrolled = fresh_params(UNROLLED)
     jax.tree.map(np.testing.assert_array_equal, stack_layers(unrolled), tiny_params)
     jax.tree.map(np.testing.assert_array_equal, parameters.unstack_layers(tiny_params), unrolled)
 
 
 def test_parameter_dtype():
     config = dataclasses.replace(TINY, param_dtype="bfloat16")
-    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
-    assert {leaf.dtype for leaf in jax.tree.leaves(structs)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(structs(config))} == {jnp.dtype("bfloat16")}
 
 
 def test_flops_per_token_of_both_conventions():
     config = LlamaConfig(
-        vocab_size=10,
-        hidden_size=4,
-        intermediate_size=6,
-        num_hidden_layers=3,
+        vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=3,
         num_attention_heads=2,
-    )
+    )  # fmt: skip
     layer = 4 * 4 * 4 + 3 * 4 * 6 + 2 * 4
     multiplied = 3 * layer + 4 + 10 * 4
     attention = 3 * 4 * 100  # layers x width of all heads x sequence

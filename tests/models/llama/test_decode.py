@@ -15,7 +15,7 @@ import pytest
 
 import spmd
 from spmd.models import decode
-from spmd.models.llama import fresh, model, quantize
+from spmd.models.llama import quantize
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
 from spmd.models.llama.weights import load as weights
@@ -25,6 +25,7 @@ from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.inverse import dequantize
+from tests.models.llama.made import forward, fresh_params
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
 
@@ -183,11 +184,8 @@ class Sequences:
 
 def check_against_forward(backend: ModelBackend, params: Any, config: LlamaConfig) -> None:
     """Chunks of several slots beside rows that decode, over borders of pages and of lengths."""
-    prompts = {
-        0: checkpoints.TOKENS_BS[0, :13].tolist(),
-        1: checkpoints.TOKENS_BS[1, :7].tolist(),
-        3: checkpoints.TOKENS_BS[2, :15].tolist(),
-    }
+    rows = zip((0, 1, 3), checkpoints.TOKENS_BS, (13, 7, 15), strict=False)
+    prompts = {slot: row[:length].tolist() for slot, row, length in rows}
     made = Sequences(backend, prompts)
     made.step({3: 9, 0: 6})()  # both groups
     made.step({0: 7, 3: 2})()  # slot 0's prompt ends
@@ -196,12 +194,12 @@ def check_against_forward(backend: ModelBackend, params: Any, config: LlamaConfi
     made.decode([0, 1, 3], 20)
     made.decode([0], 13)
     made.decode([3, 1], 5)
-    forward = jax.jit(functools.partial(model.forward, config=config))
     for slot, prompt in prompts.items():
         tokens = made.tokens[slot]
         padded = np.zeros((1, SHAPE.max_length), np.int32)
         padded[0, : len(tokens) - 1] = tokens[:-1]
-        wanted = np.asarray(jax.nn.log_softmax(forward(params, padded)[0]))[: len(tokens) - 1]
+        wanted = np.asarray(jax.nn.log_softmax(forward(config)(params, padded)[0]))
+        wanted = wanted[: len(tokens) - 1]
         places = list(made.found[slot])
         assert len(places) > len(tokens) - 6
         np.testing.assert_allclose(
@@ -218,7 +216,7 @@ def random_model(key_heads: int, layers: int = 2, **changes: Any) -> tuple[Any, 
         num_attention_heads=8, num_key_value_heads=key_heads, initializer_range=0.3,
         scan_layers=False, **changes,
     )  # fmt: skip
-    return jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0)), config
+    return fresh_params(config), config
 
 
 @pytest.mark.thorough
@@ -326,8 +324,7 @@ def test_penalties_count_what_was_drawn():
     given = Sampling(temperature=0.0, frequency_penalty=0.6, presence_penalty=0.4)
     prompt = checkpoints.TOKENS_BS[0, :9].tolist()
     made, _ = generate(backend, prompt, 20, given)
-    forward = jax.jit(functools.partial(model.forward, config=config))
-    whole = np.asarray(forward(params, np.asarray([[*prompt, *made]]))[0])
+    whole = np.asarray(forward(config)(params, np.asarray([[*prompt, *made]]))[0])
     for i, token in enumerate(made):
         drawn = np.bincount(made[:i], minlength=VOCABULARY)
         logits = whole[len(prompt) + i - 1] - 0.6 * drawn - 0.4 * (drawn > 0)
@@ -357,8 +354,7 @@ def test_biases_and_masks_of_slots():
     plain: Any = (wanted[0], pytest.approx(logprobs[0], abs=1e-5))
     assert first(3, biased)[0] == 77
     backend.begin(1, GREEDY, prompt)
-    forward = jax.jit(functools.partial(model.forward, config=config))
-    whole = jax.nn.log_softmax(np.asarray(forward(params, np.asarray([prompt]))[0, -1]))
+    whole = jax.nn.log_softmax(np.asarray(forward(config)(params, np.asarray([prompt]))[0, -1]))
     # Beside a mask, the log-probability is the model's own.
     found: Any = first(3, None, {3: mask, 0: None})
     assert found == (39, pytest.approx(float(whole[39]), abs=1e-4))
@@ -416,12 +412,11 @@ def test_quantized_weights(kind, most, changes):
         packed,
         is_leaf=_is_quantized,
     )
-    forward = jax.jit(functools.partial(model.forward, config=config))
     tokens = checkpoints.TOKENS_BS[:1, :12]
-    wanted = jax.nn.log_softmax(forward(rounded, tokens)[0])
+    wanted = jax.nn.log_softmax(forward(config)(rounded, tokens)[0])
     found = all_distributions(plain(packed, config, **FEW._asdict()), tokens[0].tolist())
     np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-4)
-    true = jax.nn.log_softmax(forward(params, tokens)[0])
+    true = jax.nn.log_softmax(forward(config)(params, tokens)[0])
     error = np.sqrt(np.mean(np.square(found - true))) / np.std(true)
     assert 1e-4 < error < most
 

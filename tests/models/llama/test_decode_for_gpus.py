@@ -9,10 +9,10 @@ import pytest
 import spmd
 from spmd.models import decode
 from spmd.models.gpu_graphs import with_gpu_graphs
-from spmd.models.llama import fresh
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
 from tests.compilers import needs_cuda_plugin
+from tests.models.llama.made import structs
 
 SHAPE = decode.ServingShape(16, 256, (64,), (256,), top_logprobs=5)
 CONFIG = LlamaConfig(
@@ -28,7 +28,7 @@ POOL = f"{PAGES},64,4,2,64]"
 @functools.cache
 def compiled(kind: str) -> str:
     """The optimized HLO of a function."""
-    weights = jax.eval_shape(lambda key: fresh.init(key, CONFIG), jax.random.key(0))
+    weights = structs(CONFIG)
     functions, *_ = decode.functions(LlamaRows(CONFIG), SHAPE, weights)
     function = next(f for f in functions if f.tags["kind"] == kind)
     leaves = decode.state_leaves(LlamaRows(CONFIG), SHAPE, PAGES)

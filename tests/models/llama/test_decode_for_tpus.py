@@ -5,9 +5,9 @@ import pytest
 
 import spmd
 from spmd.models import decode
-from spmd.models.llama import fresh
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
+from tests.models.llama.made import structs
 
 CONFIG = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_hidden_layers=1,
@@ -32,7 +32,7 @@ def test_only_logits_and_tokens_travel_besides_sums(
     """Rows, pages and which tokens were seen and drawn stay where they are."""
     placed = spmd.Mesh(None, mesh, ("data", "model"))
     shape = decode.ServingShape(16 * groups, 512, (rows,), (512,), groups=groups, top_logprobs=5)
-    weights = jax.eval_shape(lambda key: fresh.init(key, CONFIG), jax.random.key(0))
+    weights = structs(CONFIG)
     functions, _, specs, primary = decode.functions(LlamaRows(CONFIG), shape, weights)
     function = next(f for f in functions if f.name == primary)
     given = dict(zip(function.roles, function.args, strict=True))

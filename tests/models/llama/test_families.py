@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import spmd
-from spmd.models.llama import fresh, parameters, sharding
+from spmd.models.llama import parameters, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import batch_loss, train_step
@@ -20,6 +20,7 @@ from spmd.models.llama.weights.config import read_config
 from spmd.models.training.run.optimizer import initial_state
 from spmd.ops import fp8
 from tests.models.llama.inverse import stack_layers
+from tests.models.llama.made import assert_close, fresh_params
 from tests.models.llama.test_packing import batch as packed_batch
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
@@ -89,8 +90,7 @@ def test_three_steps_are_transformers(
 
 @functools.cache
 def drawn(config: LlamaConfig) -> Any:
-    init = jax.jit(functools.partial(fresh.init, config=config))
-    return with_random_biases(init(jax.random.key(0)))
+    return with_random_biases(fresh_params(config))
 
 
 @functools.cache
@@ -120,8 +120,7 @@ def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mes
         sharding.mark_params(given, mesh, config), sharding.mark_batch(packed_batch(), mesh)
     )
     found = loss, parameters.unstack_layers(grads) if config.scan_layers else grads
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6)
-    jax.tree.map(close, found, alone(PARTS))
+    assert_close(found, alone(PARTS), rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -169,8 +168,7 @@ def test_experts_on_meshes(axes: Any, table: str, changes: Any, devices8: Any) -
         sharding.mark_batch(packed_batch(), mesh, specs),
     )
     loss, grads = alone(MIXTURE)
-    close = functools.partial(np.testing.assert_allclose, rtol=5e-4, atol=1e-6)
-    jax.tree.map(close, found, (loss, stack_layers(grads)))
+    assert_close(found, (loss, stack_layers(grads)), rtol=5e-4, atol=1e-6)
     held = found[1]["layers"]["mlp"]["experts"]["up_proj"]["weight"].addressable_shards[0]
     split = axes["data"] if table == "2d-experts" else axes.get("expert", 1)
     assert held.data.shape[1] <= 4 // split  # of gradients, that leave the program

@@ -1,7 +1,6 @@
 """A Llama whose projections are multiplied in 8-bit floats: trained, saved, resumed, exported."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import optax
 import pytest
 
 from spmd.models.llama import parameters
-from spmd.models.llama.fresh import init
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import train_step
 from spmd.models.llama.weights.save import _sources
@@ -19,6 +17,7 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.run.optimizer import initial_state
 from spmd.models.training.run.step import loss_and_grads
 from spmd.ops import Fp8State, fp8
+from tests.models.llama.made import assert_close, fresh_params, structs
 from tests.models.llama.test_program import HALF, STEPS, go_on, make_trainer, take
 
 MESH = {"data": 4, "model": 2}
@@ -52,18 +51,17 @@ def test_parameters_of_others_get_states(trainer):
     fresh = trainer.fresh_state().params
     given = jax.tree.map(jnp.copy, parameters.without_states(fresh))
     got = trainer.fresh_state(given).params
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, fresh)
+    assert_close(got, fresh, rtol=1e-6)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_states_know_the_weights_and_are_not_exported(scan_layers):
     config = dataclasses.replace(FP8, scan_layers=scan_layers)
-    params = jax.jit(functools.partial(init, config=config))(jax.random.key(0))
+    params = fresh_params(config)
     plain = dataclasses.replace(config, matmul="dtype")
-    expected = jax.eval_shape(functools.partial(init, config=plain), jax.random.key(0))
     found: Any = jax.tree.structure(parameters.without_states(params))
-    assert found == jax.tree.structure(expected)
+    assert found == jax.tree.structure(structs(plain))
     assert len(_sources(params, config)) == len(_sources(parameters.without_states(params), plain))
     layer = params["layers"] if scan_layers else params["layers"]["1"]
     state = layer["mlp"]["fp8"]["gate_proj up_proj"]
@@ -90,7 +88,7 @@ def test_microbatches_take_the_maximum_of_their_maxima():
 def losses(config, steps):
     """The losses of a run over text of which one of four tokens comes next."""
     optimizer = optax.adamw(optax.linear_schedule(0.0, 3e-3, 5))
-    params = jax.jit(functools.partial(init, config=config))(jax.random.key(0))
+    params = jax.tree.map(jnp.copy, fresh_params(config))  # they are donated
     state = initial_state(optimizer, params)
     step = jax.jit(train_step(config, optimizer), donate_argnums=(0, 1))
     random, found = np.random.default_rng(0), []

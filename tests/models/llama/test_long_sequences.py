@@ -9,34 +9,24 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.models.llama import fresh, model, sharding
+from spmd.models.llama import sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import batch_loss
+from tests.models.llama.made import assert_close, forward, fresh_params
+from tests.models.llama.test_packing import batch as packed_batch
 
 TINY = CONFIGS["tiny"]
-ROWS, LENGTH = 4, 32
 
 
-@functools.cache
 def batch(packed: bool) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, TINY.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
-    found = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    if packed:
-        documents = np.sort(rng.integers(0, 4, (ROWS, LENGTH)), axis=1).astype(np.int32)
-        begins = [np.searchsorted(row, row) for row in documents]
-        found |= {
-            "segment_ids": documents,
-            "positions": (np.arange(LENGTH) - np.stack(begins)).astype(np.int32),
-            "weights": rng.random((ROWS, LENGTH)).astype(np.float32),
-        }
-    return found
+    found = packed_batch(32)
+    return found if packed else {name: found[name] for name in ("inputs", "targets")}
 
 
 @functools.cache
 def alone(packed: bool) -> Any:
-    params = jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(0))
+    params = fresh_params(TINY)
     return params, jax.jit(jax.value_and_grad(batch_loss(TINY)))(params, batch(packed))
 
 
@@ -63,7 +53,7 @@ def test_a_split_sequence(axes: Any, table: str, zigzag: int, packed: bool) -> N
     step = spmd.jit(jax.value_and_grad(loss), mesh=mesh, options=spmd.Options(check=True))
     compiled = step.compile(*marked)
     got = compiled(*marked)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, want)
+    assert_close(got, want, rtol=2e-4, atol=2e-6)
     if table == "2d":  # elsewhere heads may be exchanged for positions: attention is not split
         assert "rings" in compiled.explain(prices=False).splitlines()
 
@@ -79,7 +69,7 @@ def test_parameters_lie_over_data_and_the_sequence() -> None:
 def test_forward_takes_and_gives_the_usual_order(tiny_params: Any) -> None:
     tokens = batch(False)["inputs"]
     want, got = (
-        jax.jit(functools.partial(model.forward, config=config))(tiny_params, tokens)
+        forward(config)(tiny_params, tokens)
         for config in (TINY, dataclasses.replace(TINY, zigzag=4))
     )
     np.testing.assert_array_equal(got, want)

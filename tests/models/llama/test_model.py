@@ -11,15 +11,11 @@ import pytest
 from spmd.models.llama import marks, model, objective, parameters
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import generate, make_next_logits, sample
+from tests.models.llama.made import forward
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
 TOKENS_BS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 8)).astype(np.int32)
-
-
-@functools.cache
-def compiled_forward(config):
-    return jax.jit(functools.partial(model.forward, config=config))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -30,37 +26,12 @@ def test_logits_shape_and_dtype(dtype, tiny_params):
     assert logits.dtype == jnp.dtype(dtype)
 
 
-def test_no_position_sees_a_later_one(tiny_params):
-    changed_BS = TOKENS_BS.copy()
-    changed_BS[:, 5] = (changed_BS[:, 5] + 1) % TINY.vocab_size
-    before = compiled_forward(TINY)(tiny_params, TOKENS_BS)
-    after = compiled_forward(TINY)(tiny_params, changed_BS)
-    np.testing.assert_array_equal(before[:, :5], after[:, :5])
-    assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
-
-
-def test_grouped_queries_equal_repeated_key_heads(tiny_params):
-    groups = TINY.num_attention_heads // TINY.kv_heads
-    full_config = dataclasses.replace(TINY, num_key_value_heads=None)
-
-    def repeat(path, leaf):
-        if not any(name in jax.tree_util.keystr(path) for name in ("k_proj", "v_proj")):
-            return leaf
-        heads = leaf.reshape(leaf.shape[0], TINY.kv_heads, TINY.head_width, leaf.shape[-1])
-        return np.repeat(heads, groups, axis=1).reshape(leaf.shape[0], -1, leaf.shape[-1])
-
-    full_params = jax.tree_util.tree_map_with_path(repeat, tiny_params)
-    grouped = compiled_forward(TINY)(tiny_params, TOKENS_BS)
-    full = compiled_forward(full_config)(full_params, TOKENS_BS)
-    np.testing.assert_allclose(grouped, full, rtol=1e-5, atol=1e-6)
-
-
 def test_tied_output_uses_the_embedding(tiny_params):
     config = dataclasses.replace(TINY, tie_word_embeddings=True)
     tied = {name: leaf for name, leaf in tiny_params.items() if name != "lm_head"}
     untied = {**tied, "lm_head": tied["embed_tokens"]}
     np.testing.assert_array_equal(
-        compiled_forward(config)(tied, TOKENS_BS), compiled_forward(TINY)(untied, TOKENS_BS)
+        forward(config)(tied, TOKENS_BS), forward(TINY)(untied, TOKENS_BS)
     )
 
 
@@ -88,10 +59,10 @@ def test_mark_is_called_at_every_point_with_its_dims(config, tiny_params):
 
 
 def test_every_attention_computes_the_same(tiny_params):
-    want = compiled_forward(TINY)(tiny_params, TOKENS_BS)
+    want = forward(TINY)(tiny_params, TOKENS_BS)
     for attention in ("composite", "xla", "einsum"):
         config = dataclasses.replace(TINY, attention=attention)
-        got = compiled_forward(config)(tiny_params, TOKENS_BS)
+        got = forward(config)(tiny_params, TOKENS_BS)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -100,16 +71,6 @@ def test_rms_norm():
     weight = jnp.arange(8, dtype=jnp.float32)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * np.arange(8)
     np.testing.assert_allclose(model.rms_norm(jnp.asarray(x), weight, 0.5), expected, rtol=1e-5)
-
-
-def test_attention_weights_against_numpy():
-    rng = np.random.default_rng(4)
-    q, k = rng.normal(size=(2, 2, 6, 3, 4)).astype(np.float32)
-    scores = np.einsum("bsnd,btnd->bnst", q, k) / 2
-    scores[..., np.triu_indices(6, 1)[0], np.triu_indices(6, 1)[1]] = -np.inf
-    expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    weights = model.attention_weights(jnp.asarray(q), jnp.asarray(k))
-    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_cross_entropy_against_numpy():
@@ -135,7 +96,7 @@ def successor(params, tokens_1W, position):
 def test_next_logits_are_those_of_the_position(tiny_params):
     tokens_1W = np.arange(WINDOW, dtype=np.int32)[None]
     next_logits = jax.jit(make_next_logits(TINY))
-    whole = jax.jit(functools.partial(model.forward, config=TINY))(tiny_params, tokens_1W)
+    whole = forward(TINY)(tiny_params, tokens_1W)
     for position in (0, 3, WINDOW - 1):
         logits = next_logits(tiny_params, tokens_1W, np.int32(position))
         np.testing.assert_allclose(logits, whole[0, position], rtol=1e-5, atol=1e-6)

@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-import spmd
-from spmd.models.llama import sharding
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import batch_loss
 from spmd.models.training.data import source as data
+from tests.models.llama.made import fresh_params
 
 TINY = CONFIGS["tiny"]
 SEQ_LEN = 16
@@ -26,9 +25,9 @@ def documents():
 
 
 @functools.cache
-def batch():
+def batch(seq_len=SEQ_LEN):
     corpus = data.whole(data.from_documents(documents(), 256))
-    return data.PackedTokens([corpus], seq_len=SEQ_LEN, batch_size=4, seed=2, boundaries=True)(0)
+    return data.PackedTokens([corpus], seq_len=seq_len, batch_size=4, seed=2, boundaries=True)(0)
 
 
 @functools.cache
@@ -52,22 +51,16 @@ def loss_apart():
                 continue
             length = len(places)
             padding = (0, SEQ_LEN - length)  # of one length, so that one compilation does
-            alone = {
-                "inputs": np.pad(inputs[places], padding)[None],
-                "targets": np.pad(targets[places], padding)[None],
-                "weights": np.pad(weights[places], padding)[None],
-            }
+            given = {"inputs": inputs, "targets": targets, "weights": weights}
+            alone = {name: np.pad(leaf[places], padding)[None] for name, leaf in given.items()}
             total += float(loss(params(), alone)) * used
             count += used
     assert count == batch()["weights"].sum() and 40 < count < 64
     return total / count
 
 
-@functools.cache
 def params():
-    from spmd.models.llama import fresh
-
-    return jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(1))
+    return fresh_params(TINY, seed=1)
 
 
 @pytest.mark.thorough
@@ -87,23 +80,6 @@ def test_positions_turn_queries_and_keys():
     )
     assert shifted == pytest.approx(wanted, rel=1e-4)
     assert abs(stretched - wanted) > 1e-3 * wanted
-
-
-def test_partitioned(devices8):
-    mesh = spmd.make_mesh(data=4, model=2)
-    loss = batch_loss(TINY, sharding.activation_marks(mesh, TINY))
-    step = spmd.jit(jax.value_and_grad(loss), mesh=mesh)
-    compiled = step.compile(
-        sharding.mark_params(params(), mesh, TINY), sharding.mark_batch(batch(), mesh)
-    )
-    params_shardings, batch_shardings = compiled.in_shardings
-    found, grads = compiled(
-        data.place(jax.tree.map(np.asarray, params()), params_shardings),
-        data.place(batch(), batch_shardings),
-    )
-    assert float(found) == pytest.approx(loss_apart(), rel=1e-5)
-    _, wanted = loss_and_gradients()(params(), batch())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), grads, wanted)
 
 
 def test_nothing_that_weighs():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.models.llama import objective, sharding
+from spmd.models.llama import objective
 from spmd.models.llama.fresh import init
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import LlamaProgram, init_params
@@ -19,6 +19,9 @@ from spmd.models.training.run.description import RunConfig
 from spmd.models.training.run.loop import Schedule, train
 from spmd.models.training.run.optimizer import OptimizerConfig
 from tests.models.llama.inverse import stack_layers
+from tests.models.llama.made import assert_close, fresh_params, shardings_of
+from tests.models.training.checkpoints.states import latest
+from tests.models.training.notes import Notes
 
 SMALL = dataclasses.replace(CONFIGS["tiny"], hidden_size=16, intermediate_size=32, vocab_size=256)
 STEPS, HALF = 4, 2
@@ -46,32 +49,13 @@ def make_trainer(mesh, **model_changes):
     return LlamaProgram(run, spmd.make_mesh(**mesh), windows(run).struct())
 
 
-class Losses(list):
-    """A sink that keeps the losses of steps."""
-
-    def write(self, record):
-        self.append(record["loss"])
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
-
-
 def take(trainer, state, steps):
     """The state after so many steps in all, and the losses of those taken."""
-    losses = Losses()
-    batches = map(windows(trainer.run), itertools.count(state.step))
-    outcome = train(
-        trainer.step,
-        state,
-        map(trainer.place, batches),
-        Schedule(steps=steps),
-        cost=trainer.cost,
-        sinks=[losses],
-    )
-    return outcome.state, losses
+    notes = Notes()
+    batches = map(trainer.place, map(windows(trainer.run), itertools.count(state.step)))
+    schedule = Schedule(steps=steps)
+    outcome = train(trainer.step, state, batches, schedule, cost=trainer.cost, sinks=[notes])
+    return outcome.state, [record["loss"] for record in notes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +88,7 @@ def half_way(whole, tmp_path_factory):
 
 def go_on(trainer, folder):
     with Checkpoints(folder) as checkpoints:
-        found = checkpoints.find()
-        assert found is not None
-        state = checkpoints.restore(found, trainer.targets())
+        state = checkpoints.restore(latest(checkpoints), trainer.targets())
     return take(trainer, state, STEPS)
 
 
@@ -132,9 +114,7 @@ def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_la
     state, losses = go_on(trainer, half_way)
     np.testing.assert_allclose(losses, whole.losses[HALF:], rtol=1e-5)
     params = state.params if scan_layers else stack_layers(state.params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), params, whole.params
-    )
+    assert_close(params, whole.params, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.thorough
@@ -165,17 +145,14 @@ def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
     params = init_params(config, jax.random.key(0), {**stacked, "layers": layers})
     fresh = whole.trainer.fresh_state().params
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), fresh)
-    expected = jax.jit(lambda key: init(key, SMALL))(jax.random.key(0))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), fresh, expected)
+    assert_close(fresh, fresh_params(SMALL), rtol=1e-6)
     assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].sharding.spec[0] == "model"
 
 
 def init_memory(layers, config):
     """(bytes of the parameters, bytes beside them) on each of eight devices."""
     config = dataclasses.replace(config, num_hidden_layers=layers)
-    mesh = spmd.make_mesh(data=4, model=2)
-    structs = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
-    shardings = jax.tree.map(lambda s: s.sharding, sharding.mark_params(structs, mesh, config))
+    shardings = shardings_of(config, spmd.make_mesh(data=4, model=2))
     make = jax.jit(lambda key: init(key, config), out_shardings=shardings)
     memory = make.lower(jax.random.key(0)).compile().memory_analysis()
     assert memory is not None

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.models.llama import fresh, objective, parameters
+from spmd.models.llama import objective, parameters
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.remat import check_can_offload, checkpoint_policy
 from tests.models.llama.inverse import stack_layers
+from tests.models.llama.made import assert_close, fresh_params, structs
 
 TINY = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 17), 0, 256)
@@ -35,7 +36,7 @@ def loss_of(changes):
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(lambda key: fresh.init(key, TINY))(jax.random.key(0))
+    return fresh_params(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +52,14 @@ def test_loss_and_gradients_are_equal(params, expected, changes):
     loss, grads = jax.jit(jax.value_and_grad(loss_of(changes)))(given)
     grads = grads if is_scanned else stack_layers(grads)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), grads, expected[1]
-    )
+    assert_close(grads, expected[1], rtol=2e-4, atol=1e-6)
 
 
 def kept(params, changes):
     """Bytes of what the forward pass keeps for the backward pass, but for parameters."""
     given = params if changes.get("scan_layers", True) else parameters.unstack_layers(params)
     _, backward = jax.eval_shape(lambda p: jax.vjp(loss_of(changes), p), given)
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
-    return total
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
 
 
 @pytest.mark.thorough
@@ -81,11 +79,10 @@ def test_what_is_kept_shrinks(params):
 def test_a_scan_that_is_written_out_recomputes_late():
     """Each layer's recomputation waits for its gradient: else a compiler does all of it at once."""
     mesh = spmd.Mesh(None, (2,), ("data",))
-    params = jax.eval_shape(lambda key: fresh.init(key, TINY), jax.random.key(0))
     grad = jax.grad(loss_of({"remat": "full"}))
     for trips, layers in ((0, 0), (TINY.num_hidden_layers, TINY.num_hidden_layers)):
         step = spmd.jit(grad, mesh=mesh, options=spmd.Options(unroll=trips))
-        text = step.lower(params, topology=spmd.Topology("v5e:1x2")).as_text("optimized")
+        text = step.lower(structs(TINY), topology=spmd.Topology("v5e:1x2")).as_text("optimized")
         assert text.count("stablehlo.optimization_barrier") == layers
 
 

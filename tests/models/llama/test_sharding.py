@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -9,24 +8,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.models.llama import fresh, marks, sharding
+from spmd.models.llama import marks, sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import train_step
 from spmd.models.placement import axes_of, present
+from tests.models.llama.made import assert_close, flat, structs
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
 SHAPE = {"data": 4, "model": 2}
-
-
-def structs(config):
-    return jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
-
-
-def flat(tree):
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
 
 
 def test_the_tables_cover_every_parameter_and_every_point():
@@ -183,15 +174,10 @@ def test_every_table_trains_alike(devices8, tiny_params, name, hybrid):
     state = optimizer.init(tiny_params)
     step = train_step(TINY, optimizer, sharding.activation_marks(mesh, TINY, table))
     wanted, _, loss = jax.jit(step)(tiny_params, state, batch)
-    compiled = spmd.jit(step, mesh=mesh).compile(
-        sharding.mark_params(tiny_params, mesh, TINY, table),
-        state,
-        sharding.mark_batch(batch, mesh, table),
-    )
-    found, _, found_loss = compiled(
+    found, _, found_loss = spmd.jit(step, mesh=mesh)(
         sharding.mark_params(tiny_params, mesh, TINY, table),
         state,
         sharding.mark_batch(batch, mesh, table),
     )
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,6 @@
 """A Llama over the stages of a pipeline: its loss and gradients are those of the scanned one."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,10 +8,11 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.models.llama import fresh, marks, objective, sharding
+from spmd.models.llama import marks, objective, sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import make_next_logits
+from tests.models.llama.made import assert_close, fresh_params
 
 SCANNED = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4, remat="full")
 STAGES = dataclasses.replace(SCANNED, stages=2, stage_microbatches=4, stage_schedule="gpipe")
@@ -23,9 +23,8 @@ PACKED = {  # two documents in each row, of other lengths in each
 }
 
 
-@functools.cache
 def drawn() -> Any:
-    return jax.jit(functools.partial(fresh.init, config=SCANNED))(jax.random.key(0))
+    return fresh_params(SCANNED)
 
 
 def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
@@ -47,7 +46,7 @@ def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule
     given = sharding.mark_params(drawn(), mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
     step = spmd.jit(value_and_grad(config, sharding.activation_marks(mesh, config)), mesh=mesh)
     found = step(*given)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found, wanted)
+    assert_close(found, wanted, rtol=2e-4, atol=2e-6)
 
 
 def test_stacked_layers_are_split_over_stages() -> None:

@@ -1,20 +1,18 @@
 """scripts/train_llama.py with everything on an object store; programs that work on disks."""
 
-import functools
 import json
 import sys
 
-import jax
 import pytest
 import tokenizers
 
-from spmd.models.llama import fresh
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.sources import checkpoint_source, hf_source
 from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
 from spmd.models.training.paths import file_sizes
 from spmd.scripts import convert_checkpoints, export_llama, train_llama
+from tests.models.llama.made import fresh_params
 
 TINY = CONFIGS["tiny"]
 
@@ -38,8 +36,7 @@ def run(s3, *flags):
 
 
 def test_from_weights_to_weights(s3, tmp_path, capsys):
-    params = jax.jit(functools.partial(fresh.init, config=TINY))(jax.random.key(2))
-    weights.save(params, TINY, s3 / "model")
+    weights.save(fresh_params(TINY, seed=2), TINY, s3 / "model")
     vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "to", "be", "or", "not"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="or"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -13,6 +12,7 @@ import spmd
 from spmd.models.training.errors import RunError
 from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.models.training.trainer import exit_code
+from tests.models.llama.made import assert_close
 from tests.models.training.own_model import data, init, loss, make_trainer
 from tests.two_processes import run_both
 
@@ -37,12 +37,6 @@ def alone():
     return jax.device_get(params), losses
 
 
-def assert_close(params, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), params, expected
-    )
-
-
 def test_it_is_the_same_run_as_in_plain_jax(alone, tmp_path: Path):
     """Half of it on one mesh and half on another, with everything that a run folder keeps."""
     options = {"run_dir": tmp_path / "run", "save_every": 2, "eval_every": 3, "eval_batches": 1}
@@ -50,7 +44,7 @@ def test_it_is_the_same_run_as_in_plain_jax(alone, tmp_path: Path):
     assert first.first["loss"] == pytest.approx(alone[1][0], rel=1e-5)
     second = make_trainer(spmd.make_mesh(across=2, up=4), steps=STEPS, **options).run()
     assert (second.first["step"], second.state.step, exit_code(second)) == (5, STEPS, 0)
-    assert_close(jax.device_get(second.state.params), alone[0])
+    assert_close(second.state.params, alone[0], rtol=2e-4, atol=2e-6)
     assert second.eval_loss == pytest.approx(float(loss(alone[0], data(10_000))), rel=1e-4)
     assert second.state.params["layers"][0]["w"].sharding.spec[0] == "up"
     there = {path.name for path in (tmp_path / "run").iterdir()}
@@ -69,7 +63,7 @@ def test_parts_of_a_batch_and_named_optimizers(alone):
     mesh = spmd.make_mesh(across=2, up=2, devices=jax.devices()[:4])
     trainer = make_trainer(mesh, optimizer=config, steps=STEPS, microbatches=2, eval_batches=0)
     outcome = trainer.run()
-    assert_close(jax.device_get(outcome.state.params), alone[0])
+    assert_close(outcome.state.params, alone[0], rtol=2e-4, atol=2e-6)
     assert outcome.last["learning_rate"] == pytest.approx(1e-2)
     assert outcome.last["rows_per_s"] > 0
 

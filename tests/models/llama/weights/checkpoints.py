@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file
 
 LONG = 48
 """Tokens of a sequence: three times what the scaled variants were "pretrained" with."""
@@ -23,28 +24,29 @@ _LLAMA3 = {
 }
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "heads": {},
-    "grouped": {"num_key_value_heads": 2},
+    "heads": {"num_key_value_heads": 4},
+    "grouped": {},
     "llama3": {
-        "num_key_value_heads": 2,
         "rope_parameters": _LLAMA3,
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
         "bos_token_id": 126,
         "eos_token_id": [126, 127],
     },
-    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
-    "head_dim": {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5},
-    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7},
+    "linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+        "num_key_value_heads": 4,
+    },
+    "head_dim": {"head_dim": 16, "rms_norm_eps": 1e-5},
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {
         "model_type": "qwen2",
-        "num_key_value_heads": 2,
         "use_sliding_window": True,
         "sliding_window": 9,
         "max_window_layers": 1,
         "tie_word_embeddings": True,
     },
-    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "biased": {
         "model_type": "qwen3",
         "num_key_value_heads": 4,
@@ -53,14 +55,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {
         "model_type": "mixtral",
-        "num_key_value_heads": 2,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.1,
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
-        "num_key_value_heads": 2,
         "head_dim": 8,
         "num_experts": 4,
         "num_experts_per_tok": 3,
@@ -79,7 +79,9 @@ SHARDED = "grouped"
 
 def write(variant: str, folder: Path, **changes: Any) -> None:
     """Write a variant with transformers."""
-    torch, transformers = _torch(), _transformers()
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     given = {
         "vocab_size": 128,
@@ -87,6 +89,7 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         # Large, so that logits are far from equal and every weight matters.
         "initializer_range": 0.3,
         **{"model_type": "llama", **VARIANTS[variant]},
@@ -101,6 +104,11 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.3)
     size = "20KB" if variant == SHARDED else "5GB"
     model.save_pretrained(folder, max_shard_size=size)
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """All of a folder, by name."""
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
 
 
 def with_random_biases(params: Any) -> Any:
@@ -118,21 +126,26 @@ def with_random_biases(params: Any) -> Any:
 @functools.cache
 def theirs(folder: Path) -> Any:
     """transformers' model of a folder, in float32."""
-    torch, transformers = _torch(), _transformers()
+    import torch
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def their_logits(folder: Path) -> np.ndarray:
     """transformers' logits (B, S, V) of `TOKENS_BS`."""
-    torch = _torch()
+    import torch
+
     with torch.no_grad():
         return theirs(folder)(torch.tensor(TOKENS_BS, dtype=torch.long)).logits.numpy()
 
 
 def their_continuation(folder: Path, prompt: list[int], tokens: int) -> list[int]:
     """transformers' greedy continuation, whatever ends a text."""
-    torch, transformers = _torch(), _transformers()
+    import torch
+    import transformers
+
     settings = transformers.GenerationConfig(
         max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1
     )
@@ -143,15 +156,3 @@ def their_continuation(folder: Path, prompt: list[int], tokens: int) -> list[int
             generation_config=settings,
         )
     return ids[0, len(prompt) :].tolist()
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
-def _transformers() -> Any:
-    import transformers
-
-    return transformers

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd.models.llama import fresh, marks, model, parameters
+from spmd.models.llama import parameters
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.rope import rope_angles
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.convert import write_hf, write_ranks
 from spmd.models.llama.weights.files import WeightsError
@@ -25,7 +24,8 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.run.loop import TrainState
 from spmd.scripts import convert_checkpoints as script
 from tests.forked import run_text
-from tests.models.llama.weights.checkpoints import with_random_biases
+from tests.models.llama.made import assert_close, fresh_params
+from tests.models.llama.weights.checkpoints import tensors, with_random_biases
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
@@ -61,10 +61,6 @@ def cut(whole, tmp_path_factory):
     return make
 
 
-def tensors(folder):
-    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
-
-
 def same_files(one, other):
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in other.iterdir())
@@ -73,12 +69,7 @@ def same_files(one, other):
 
 
 def test_the_fresh_one_is_models_init(whole):
-    expected = jax.jit(functools.partial(fresh.init, config=CONFIG))(jax.random.key(0))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-        weights.load(whole, CONFIG),
-        expected,
-    )
+    assert_close(weights.load(whole, CONFIG), fresh_params(CONFIG), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +94,7 @@ def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
 def test_biases_and_norms_of_heads(tmp_path):
     """Biases are cut as the rows of their weights; that behind the sum over ranks is whole."""
     config = dataclasses.replace(CONFIG, model_type="qwen3", attention_bias="qkvo", qk_norm=True)
-    init = jax.jit(functools.partial(fresh.init, config=config))
-    weights.save(with_random_biases(init(jax.random.key(0))), config, tmp_path / "whole")
+    weights.save(with_random_biases(fresh_params(config)), config, tmp_path / "whole")
     whole = tensors(tmp_path / "whole")
     with hf_source(tmp_path / "whole") as source:
         write_ranks(source, tmp_path / "ranks", 4)
@@ -140,14 +130,14 @@ def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
     config = dataclasses.replace(EXPERTS, model_type=model_type, qk_norm=qk_norm, scan_layers=False)
     with fresh_source(config, 0) as source:
         write_hf(source, tmp_path / "whole")
-    expected = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(0))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    expected = fresh_params(config)
+    close = functools.partial(assert_close, rtol=1e-5, atol=1e-7)
     for scan in (False, True):
         loaded = weights.load(tmp_path / "whole", dataclasses.replace(config, scan_layers=scan))
-        jax.tree.map(close, parameters.unstack_layers(loaded) if scan else loaded, expected)
+        close(parameters.unstack_layers(loaded) if scan else loaded, expected)
     with hf_source(tmp_path / "whole") as source:
         write_ranks(source, tmp_path / "ranks", 2)
-        jax.tree.map(close, jax.tree.map(np.asarray, source.tree()), expected)
+        close(jax.tree.map(np.asarray, source.tree()), expected)
     last = load_file(tmp_path / "ranks" / rank_file(1))
     wanted = expected["layers"]["1"]["mlp"]["experts"]["down_proj"]["weight"][3, :, 32:]
     close(last[f"model.layers.1.{names}.weight"], wanted)
@@ -159,79 +149,22 @@ def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
         cuts(config, 3)
 
 
-def total(parts):
-    return functools.reduce(jnp.add, parts)
-
-
-def rank_config(config, ranks):
-    return dataclasses.replace(
-        config,
-        num_attention_heads=config.num_attention_heads // ranks,
-        num_key_value_heads=max(1, config.kv_heads // ranks),
-        intermediate_size=config.intermediate_size // ranks,
-    )
-
-
-def logits_of_ranks(stored, tokens_BS):
-    """What tensor-parallel ranks compute: partial products, summed where an all-reduce would be."""
-    ranks = len(stored)
-    config = rank_config(CONFIG, ranks)
-    rope = rope_angles(jnp.arange(tokens_BS.shape[1]), config)
-
-    def part(rank, prefix):
-        found: dict[str, dict[str, jax.Array]] = {}
-        for name, array in stored[rank].items():
-            if name.startswith(prefix):
-                found.setdefault(name.removeprefix(prefix).split(".")[0], {})["weight"] = array
-        return found
-
-    rows = CONFIG.vocab_size // ranks
-    tables = [s["model.embed_tokens.weight"] for s in stored]
-    assert {table.shape for table in tables} == {(rows, CONFIG.hidden_size)}
-    x = total(
-        jnp.where((tokens_BS // rows == rank)[..., None], table[tokens_BS % rows], 0)
-        for rank, table in enumerate(tables)
-    )
-    for layer in range(CONFIG.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        norms = part(0, prefix)
-        y = model.rms_norm(x, norms["input_layernorm"]["weight"], config.rms_norm_eps)
-        x = x + total(
-            model.attention(
-                part(r, f"{prefix}self_attn."), y, rope, None, None, config, marks.no_marks
-            )
-            for r in range(ranks)
-        )
-        y = model.rms_norm(x, norms["post_attention_layernorm"]["weight"], config.rms_norm_eps)
-        x = x + total(
-            model.mlp(part(r, f"{prefix}mlp."), y, config, marks.no_marks) for r in range(ranks)
-        )
-    x = model.rms_norm(x, stored[0]["model.norm.weight"], config.rms_norm_eps)
-    return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.heavy), 8])
-def test_ranks_compute_the_whole(ranks, whole, cut):
-    """Eight ranks and two key heads: four hold the same one."""
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)))
-    forward = jax.jit(functools.partial(model.forward, config=CONFIG))
-    expected = forward(weights.load(whole, CONFIG), tokens)
-    stored = [load_file(cut(ranks) / rank_file(rank)) for rank in range(ranks)]
-    found = jax.jit(logits_of_ranks)(jax.tree.map(jnp.asarray, stored), tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(np.abs(expected).max()))
-
-
-def test_key_heads_are_repeated(whole, cut):
-    name = "model.layers.0.self_attn.k_proj.weight"
-    key = tensors(whole)[name]
-    held = [load_file(cut(8) / rank_file(rank))[name] for rank in range(8)]
-    for rank, found in enumerate(held):
-        np.testing.assert_array_equal(found, key[:8] if rank < 4 else key[8:])
+def test_who_has_which_part(whole, cut):
+    """What one product gives, the next one takes; four of eight ranks hold the same key head."""
+    stored = tensors(whole)
+    for rank in range(8):
+        held = load_file(cut(8) / rank_file(rank))
+        assert set(held) == set(stored)
+        for name, tensor in held.items():
+            part = name.split(".")[-2]
+            pieces = 1 if "norm" in part else 2 if part in ("k_proj", "v_proj") else 8
+            dim = 1 if part in ("o_proj", "down_proj") else 0
+            wanted = np.split(stored[name], pieces, axis=dim)[rank * pieces // 8]
+            np.testing.assert_array_equal(tensor, wanted, err_msg=name)
     content = json.loads((cut(8) / "sharding.json").read_text())
     assert content["mesh"] == {"model": 8}
     assert content["key_head_copies"] == 4
-    assert content["tensors"][name]["spec"] == ["model", None]
+    assert content["tensors"]["model.layers.0.self_attn.k_proj.weight"]["spec"] == ["model", None]
 
 
 def test_a_vocabulary_that_is_not_divided_stays_whole():
@@ -254,7 +187,7 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 )
 def test_checkpoints_of_training(config, tmp_path, devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
-    params = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(1))
+    params = jax.tree.map(lambda leaf: leaf, fresh_params(config, seed=1))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     params["embed_tokens"]["weight"] = jax.device_put(params["embed_tokens"]["weight"], split)
     about = {"config": {"model": dataclasses.asdict(config)}}
@@ -320,43 +253,53 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
     same_files(tmp_path / "out", cut(2))
 
 
-LIMITED = """
-import resource, sys
-import jax
+PEAK = """
+import sys, threading, time
 from spmd.scripts import convert_checkpoints
+import jax
 jax.random.key(0)  # what jax itself needs is not counted
-held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
-limit = held * 1024 + int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-convert_checkpoints.main(sys.argv[2:])
-try:
-    bytearray(2 * int(sys.argv[1]))  # more than what was freed since
-except MemoryError:
-    print("the limit limits")
+def held():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return int(lines["RssAnon"].split()[0]) // 1024
+begin = peak = held()
+def watch():
+    global peak
+    while True:
+        peak = max(peak, held())
+        time.sleep(0.005)
+threading.Thread(target=watch, daemon=True).start()
+convert_checkpoints.main(sys.argv[1:])
+print("peak", peak - begin)
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
-def test_memory_is_bounded(tmp_path):
-    """A model of 138 MB, read and written by a process that may take 48 MiB."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A model of 288 MiB."""
+    folder = tmp_path_factory.mktemp("large") / "whole"
     config = dataclasses.replace(
-        CONFIG, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=2048,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=64,
+        CONFIG, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=128,
     )  # fmt: skip
+    block = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
+
+    def read(index):
+        return np.resize(block, [part.stop - part.start for part in index])
+
     with fresh_source(config, 0) as source:
-        zeros = {n: dataclasses.replace(t, read=zeros_of) for n, t in source.tensors.items()}
-        write_hf(dataclasses.replace(source, tensors=zeros), tmp_path / "whole")
-    assert (tmp_path / "whole" / "model.safetensors").stat().st_size > 138_000_000
+        filled = {n: dataclasses.replace(t, read=read) for n, t in source.tensors.items()}
+        write_hf(dataclasses.replace(source, tensors=filled), folder)
+    assert (folder / "model.safetensors").stat().st_size > 288 << 20
+    return folder
 
-    words = [str(48 << 20), "--from", tmp_path / "whole", "--out", tmp_path / "cut", "--ranks=4"]
-    code, said = run_text(LIMITED, words, tmp_path)
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+@pytest.mark.parametrize(("flag", "most"), [("--ranks=4", 48), ("--mesh=data=4,model=2", 192)])
+def test_memory_is_bounded(flag, most, large, tmp_path):
+    words = ["--from", f"{large}", "--out", f"{tmp_path}/out", flag]
+    code, said = run_text(PEAK, words, tmp_path)
     assert code == 0, said
-    assert "4 files, 0.143 GB" in said
-    assert "the limit limits" in said
-
-
-def zeros_of(index):
-    return np.zeros([part.stop - part.start for part in index], np.float32)
+    assert int(said.split("peak ")[1]) <= most, said
 
 
 # What cannot be done

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import json
-import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -28,7 +26,7 @@ from spmd.models.llama.weights.ranks import ranks_source
 from spmd.models.llama.weights.sources import fresh_source, hf_source
 from spmd.models.training.checkpoints import pieces
 from spmd.models.training.checkpoints.found import CheckpointError, find_saved
-from spmd.models.training.checkpoints.pieces import chunk_shape, chunks
+from spmd.models.training.checkpoints.pieces import chunks
 from spmd.models.training.checkpoints.relayout import relayout
 from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.errors import RunError
@@ -39,7 +37,9 @@ from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.scripts import convert_checkpoints as script
 from spmd.scripts import train_llama
 from tests.forked import Forked, run_text
+from tests.models.llama.made import structs
 from tests.models.llama.weights.test_convert import failure
+from tests.models.training.checkpoints.states import latest, stored_chunk
 from tests.waiting import wait_until
 
 CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_heads=2)
@@ -76,8 +76,7 @@ def write(source, folder, mesh, **options):
 
 def restore(folder, targets):
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        found = checkpoints.find()
-        assert found is not None
+        found = latest(checkpoints)
         return found, checkpoints.restore(found, targets)
 
 
@@ -125,31 +124,31 @@ def test_a_step_from_it_is_a_step_from_the_weights(
     jax.tree.map(np.testing.assert_array_equal, step, from_weights)
 
 
-def test_any_dtype_becomes_the_runs(whole, tmp_path, devices8):
-    """Rounded as when weights are loaded; the saved ones are wider here."""
-    mesh = spmd.make_mesh(data=4, model=2)
-    config = dataclasses.replace(CONFIG, param_dtype="bfloat16", scan_layers=False)
-    with fresh_source(CONFIG, 5) as source:
-        write_hf(source, tmp_path / "whole")
-        write_run(source, tmp_path / "run", {"model": 2})
-    loaded = weights.load(tmp_path / "whole", config)
-    targets = sharding.mark_params(jax.eval_shape(lambda: loaded), mesh, config)
-    _, restored = restore(tmp_path / "run", TrainState(targets, {}))
-    assert restored.params["norm"]["weight"].dtype == jnp.bfloat16
-    jax.tree.map(np.testing.assert_array_equal, restored.params, loaded)
+EXPERTS = {
+    "model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True
+}  # fmt: skip
 
 
-def test_experts_are_read_one_by_one(tmp_path, devices8):
-    mesh = spmd.make_mesh(data=2, expert=2, model=2, devices=devices8)
-    config = dataclasses.replace(
-        CONFIG, model_type="mixtral", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
-    )
-    with fresh_source(config, 5) as source:
+@pytest.mark.parametrize(
+    ("model", "run", "pieces", "axes"),
+    [
+        # Rounded as when weights are loaded; the saved ones are wider here.
+        ({}, {"param_dtype": "bfloat16", "scan_layers": False}, {"model": 2}, {"data": 4}),
+        # Experts are read one by one.
+        (EXPERTS, {}, {"data": 2, "expert": 2}, {"data": 2, "expert": 2}),
+    ],
+)
+def test_parameters_are_those_that_are_loaded(model, run, pieces, axes, tmp_path, devices8):
+    mesh = spmd.make_mesh(**axes, model=2, devices=devices8)
+    saved = dataclasses.replace(CONFIG, **model)
+    config = dataclasses.replace(saved, **run)
+    with fresh_source(saved, 5) as source:
         write_hf(source, tmp_path / "whole")
-        write_run(source, tmp_path / "run", {"data": 2, "expert": 2})
-    loaded = weights.load(tmp_path / "whole", config)
-    targets = sharding.mark_params(jax.eval_shape(lambda: loaded), mesh, config)
+        write_run(source, tmp_path / "run", pieces)
+    targets = sharding.mark_params(structs(config), mesh, config)
     _, restored = restore(tmp_path / "run", TrainState(targets, {}))
+    assert restored.params["norm"]["weight"].dtype == config.param_dtype
+    loaded = weights.load(tmp_path / "whole", config)
     jax.tree.map(np.testing.assert_array_equal, restored.params, loaded)
 
 
@@ -222,14 +221,6 @@ def test_pieces_are_those_of_the_mesh(whole, tmp_path):
     assert not find_saved(tmp_path / "to").has_optimizer
 
 
-def stored_chunk(folder, key):
-    import tensorstore
-
-    kvstore = {"driver": "ocdbt", "base": f"file://{folder}/state", "path": f"{key}/"}
-    opened = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True)
-    return chunk_shape(opened.result())
-
-
 def test_chunks_cover_an_array_once():
     array = np.zeros((5, 4, 1), np.int32)
     for index in chunks(array.shape, (2, 3, 4)):
@@ -255,48 +246,6 @@ def test_of_writes_that_fail_none_goes_on():
         pieces._end(writes)
     assert ended == writes
     pieces._end(writes[:1])
-
-
-PEAK = """
-import sys, threading, time
-from spmd.scripts import convert_checkpoints
-import jax
-jax.random.key(0)  # what jax itself needs is not counted
-def held():
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-    return int(lines["RssAnon"].split()[0]) // 1024
-begin = peak = held()
-def watch():
-    global peak
-    while True:
-        peak = max(peak, held())
-        time.sleep(0.005)
-threading.Thread(target=watch, daemon=True).start()
-convert_checkpoints.main(sys.argv[1:])
-print("peak", peak - begin)
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
-def test_memory_is_bounded(tmp_path):
-    """A model of 288 MiB takes 192 MiB at most."""
-    config = dataclasses.replace(
-        CONFIG, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=128,
-    )  # fmt: skip
-    block = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
-
-    def read(index):
-        return np.resize(block, [part.stop - part.start for part in index])
-
-    with fresh_source(config, 0) as source:
-        filled = {n: dataclasses.replace(t, read=read) for n, t in source.tensors.items()}
-        write_hf(dataclasses.replace(source, tensors=filled), tmp_path / "whole")
-    assert (tmp_path / "whole" / "model.safetensors").stat().st_size > 288 << 20
-    words = ["--from", f"{tmp_path}/whole", "--out", f"{tmp_path}/run", "--mesh", "data=4,model=2"]
-    code, said = run_text(PEAK, words, tmp_path)
-    assert code == 0, said
-    assert int(said.split("peak ")[1]) <= 192, said
 
 
 # What cannot be done

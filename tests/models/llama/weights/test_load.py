@@ -1,7 +1,6 @@
 """Checkpoints that transformers wrote, loaded by us: the same logits, read shard by shard."""
 
 import dataclasses
-import functools
 import json
 import math
 import shutil
@@ -12,12 +11,13 @@ import pytest
 
 import spmd
 from spmd.models import shards
-from spmd.models.llama import fresh, model, sharding
+from spmd.models.llama import model, sharding
 from spmd.models.llama.program import generate, make_next_logits
 from spmd.models.llama.weights import files as hf_files
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.files import WeightsError
+from tests.models.llama.made import forward, shardings_of, structs
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import TOKENS_BS, VARIANTS
 from tests.two_processes import record_reads
@@ -29,28 +29,15 @@ pytest.importorskip("transformers")
 def compile_forward(config, mesh):
     """The partitioned forward pass, with the marks that training has."""
     mark = sharding.activation_marks(mesh, config)
-    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     step = spmd.jit(lambda p, t: model.forward(p, t, config, mark), mesh=mesh)
-    return step.compile(
-        sharding.mark_params(structs, mesh, config), sharding.mark_batch(TOKENS_BS, mesh)
-    )
-
-
-def shardings_of(config, mesh):
-    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
-    marked = sharding.mark_params(structs, mesh, config)
-    return jax.tree.map(lambda leaf: leaf.sharding, marked)
+    params = sharding.mark_params(structs(config), mesh, config)
+    return step.compile(params, sharding.mark_batch(TOKENS_BS, mesh))
 
 
 def assert_same_logits(ours, folder):
     expected = checkpoints.their_logits(folder)
     assert np.std(expected) > 0.5
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-@functools.cache
-def compiled_forward(config):
-    return jax.jit(functools.partial(model.forward, config=config))
 
 
 QUICK = ("llama3", "linear", "mistral", "qwen2", "qwen3", "biased", "qwen3_moe")
@@ -68,7 +55,7 @@ def test_logits_are_transformers(variant, folders, mesh):
         params = weights.load(folders(variant), config, compiled.in_shardings[0])
     else:  # what others have is split in `test_families.py`
         config = dataclasses.replace(read_config(folders(variant)), scan_layers=False)
-        compiled, params = compiled_forward(config), weights.load(folders(variant), config)
+        compiled, params = forward(config), weights.load(folders(variant), config)
     assert_same_logits(compiled(params, TOKENS_BS), folders(variant))
 
 
@@ -120,34 +107,27 @@ def test_the_local_part_is_read(folders, mesh, reads, monkeypatch):
     """A process with two of eight devices reads what these two hold."""
     config = read_config(folders("heads"))
     local = shards.distinct_shards
-    monkeypatch.setattr(shards, "distinct_shards", lambda shape, s: first_two(local(shape, s)))
+    monkeypatch.setattr(
+        shards, "distinct_shards", lambda shape, s: dict([*local(shape, s).items()][:2])
+    )
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *a, **k: None)
     shardings = shardings_of(config, mesh)
     weights.load(folders("heads"), config, shardings)
-    structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     sizes = jax.tree.map(
         lambda leaf, s: math.prod(s.shard_shape(leaf.shape)) * min(2, len(local(leaf.shape, s))),
-        structs,
+        structs(config),
         shardings,
     )
     assert sum(nbytes for _, _, nbytes in reads) == 4 * sum(jax.tree.leaves(sizes))
 
 
-def first_two(shards):
-    return dict(list(shards.items())[:2])
-
-
 def test_param_dtype(folders, mesh):
-    dtype = "bfloat16"
-    config = dataclasses.replace(read_config(folders("grouped")), param_dtype=dtype)
+    config = dataclasses.replace(read_config(folders("grouped")), param_dtype="bfloat16")
     params = weights.load(folders("grouped"), config, shardings_of(config, mesh))
     exact = weights.load(folders("grouped"), dataclasses.replace(config, param_dtype="float32"))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b).astype(a.dtype)),
-        params,
-        exact,
-    )
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), exact)
+    jax.tree.map(np.testing.assert_array_equal, params, rounded)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
 
 
 def test_loaded_parameters_can_be_donated(folders, mesh):
@@ -171,9 +151,9 @@ def copy(folders, tmp_path):
     return make
 
 
-def failure(folder, config):
+def failure(folder, config=None):
     with pytest.raises(WeightsError) as caught:
-        weights.load(folder, config)
+        weights.load(folder, config or read_config(folder))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -215,12 +195,11 @@ def rewrite(folder, change):
 
 def test_a_tied_head_may_lie_there_if_it_is_the_same(copy):
     folder = copy("llama3")
-    config = read_config(folder)
     table = "model.embed_tokens.weight"
     rewrite(folder, lambda t: t.update({"lm_head.weight": t[table].copy()}))
-    assert "lm_head" not in weights.load(folder, config)
+    assert "lm_head" not in weights.load(folder, read_config(folder))
     rewrite(folder, lambda t: t.update({"lm_head.weight": t[table] + 1}))
-    assert "set tie_word_embeddings to false" in failure(folder, config)
+    assert "set tie_word_embeddings to false" in failure(folder)
 
 
 def test_buffers_of_old_checkpoints_are_passed_over(copy):
@@ -233,19 +212,16 @@ def test_buffers_of_old_checkpoints_are_passed_over(copy):
 def test_quantized_weights(copy):
     folder = copy("heads")
     rewrite(folder, lambda t: t.update({NORM: t[NORM].astype(np.int8)}))
-    message = failure(folder, read_config(folder))
+    message = failure(folder)
     assert "not floating point: model.norm.weight is I8" in message
     assert "dequantized first" in message
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, 5000])
 def test_truncated_files(size, copy):
-    folder = copy("heads")
-    config = read_config(folder)
-    file = folder / "model.safetensors"
+    file = copy("heads") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    message = failure(folder, config)
-    assert f"{file} is truncated or no safetensors file" in message
+    assert f"{file} is truncated or no safetensors file" in failure(file.parent)
 
 
 def test_flipped_bits_of_the_header(copy):
@@ -286,25 +262,22 @@ def spoil_index(folder, change):
 )
 def test_the_index_leads_nowhere_else(name, copy):
     folder = copy(checkpoints.SHARDED)
-    config = read_config(folder)
     spoil_index(folder, lambda weight_map: weight_map.update({NORM: name}))
-    assert "no file of the folder itself" in failure(folder, config)
+    assert "no file of the folder itself" in failure(folder)
 
 
 def test_broken_indices(copy):
     folder = copy(checkpoints.SHARDED)
-    config = read_config(folder)
     spoil_index(folder, lambda weight_map: weight_map.pop(NORM))
-    assert f"disagree about {NORM}" in failure(folder, config)
+    assert f"disagree about {NORM}" in failure(folder)
     spoil_index(folder, lambda weight_map: weight_map.clear())
-    assert "has no weight_map" in failure(folder, config)
+    assert "has no weight_map" in failure(folder)
     (folder / hf_files.INDEX_FILE).write_text("{")
-    assert "cannot be read" in failure(folder, config)
+    assert "cannot be read" in failure(folder)
 
 
 def test_a_missing_file_of_several(copy):
     folder = copy(checkpoints.SHARDED)
-    config = read_config(folder)
     file = sorted(folder.glob("*.safetensors"))[1]
     file.unlink()
-    assert f"{file} is missing" in failure(folder, config)
+    assert f"{file} is missing" in failure(folder)

@@ -15,16 +15,16 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from spmd.models.llama import model, parameters, sharding
+import spmd
+from spmd.models.llama import parameters, sharding
 from spmd.models.llama.config import RopeScaling
-from spmd.models.llama.fresh import init
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.sharding import parameter_rules
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights import save
 from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.files import WeightsError
-from spmd.models.llama.weights.names import parameters as parameters_of
+from tests.models.llama.made import forward, shardings_of, structs
+from tests.models.llama.weights import checkpoints
 from tests.two_processes import record_reads, run_both
 
 TINY = CONFIGS["tiny"]
@@ -52,18 +52,9 @@ LLAMA3 = dataclasses.replace(
 @functools.cache
 def fresh(config):
     rng = np.random.default_rng(1)
-    structs = jax.eval_shape(functools.partial(init, config=config), jax.random.key(0))
     return jax.tree.map(
-        lambda struct: jnp.asarray(rng.normal(scale=0.3, size=struct.shape), struct.dtype), structs
+        lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), x.dtype), structs(config)
     )
-
-
-def all_tensors(folder):
-    return {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
 
 
 def assert_equal_trees(ours, theirs):
@@ -75,15 +66,12 @@ def assert_equal_trees(ours, theirs):
 def test_transformers_computes_the_same(config, mesh, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from tests.models.llama.weights import checkpoints
-
     params = fresh(config)
     folder = tmp_path / "exported"
     marked = sharding.mark_params(params, mesh, config)
     weights.save(marked, config, folder, max_shard_bytes=20_000)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    tokens_BS = checkpoints.TOKENS_BS
-    ours = jax.jit(functools.partial(model.forward, config=config))(params, tokens_BS)
+    ours = forward(config)(params, checkpoints.TOKENS_BS)
     theirs = checkpoints.their_logits(folder)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
     generation = checkpoints.theirs(folder).generation_config
@@ -107,9 +95,8 @@ def test_scanned_and_unrolled_write_the_same_files(tmp_path):
     names = sorted(path.name for path in (tmp_path / "scanned").iterdir())
     assert names == ["config.json", "model.safetensors"]
     for name in names:
-        assert (tmp_path / "scanned" / name).read_bytes() == (
-            tmp_path / "unrolled" / name
-        ).read_bytes()
+        first, second = ((tmp_path / kind / name).read_bytes() for kind in ("scanned", "unrolled"))
+        assert first == second
 
 
 def test_files_hold_at_most_so_many_bytes(tmp_path):
@@ -123,7 +110,7 @@ def test_files_hold_at_most_so_many_bytes(tmp_path):
         assert {index["weight_map"][name] for name in tensors} == {file.name}
         with safe_open(file, framework="np") as opened:
             assert opened.metadata() == {"format": "pt"}
-    names = list(all_tensors(folder))
+    names = list(checkpoints.tensors(folder))
     assert len(names) == len(index["weight_map"]) == 9 * TINY.num_hidden_layers + 3
     assert_equal_trees(weights.load(folder, read_config(folder)), params)
 
@@ -131,7 +118,7 @@ def test_files_hold_at_most_so_many_bytes(tmp_path):
 def test_dtype(tmp_path):
     params, folder = fresh(TINY), tmp_path / "exported"
     weights.save(params, TINY, folder, dtype="bfloat16")
-    stored = all_tensors(folder)["model.norm.weight"]
+    stored = checkpoints.tensors(folder)["model.norm.weight"]
     assert stored.dtype == ml_dtypes.bfloat16
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), params)
@@ -210,17 +197,9 @@ def main() -> None:
     port, rank, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
     config = CONFIGS["tiny"]
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rules = parameter_rules(config, {"data": 4})
-    wanted, treedef = parameters_of(config)
-    shardings = [
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rules[parameter.path]))
-        for parameter in wanted
-    ]
     reads = record_reads()
-    params = weights.load(
-        root / "original", config, jax.tree_util.tree_unflatten(treedef, shardings)
-    )
+    shardings = shardings_of(config, spmd.make_mesh(data=4))
+    params = weights.load(root / "original", config, shardings)
     weights.save(params, config, root / "exported", max_shard_bytes=30_000)
     failure = ""
     try:

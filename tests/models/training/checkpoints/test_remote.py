@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.models.training.checkpoints import tables
-from spmd.models.training.checkpoints.found import AUTO, CheckpointError, find_saved
+from spmd.models.training.checkpoints.found import CheckpointError, find_saved
 from spmd.models.training.checkpoints.manifest import MANIFEST
 from spmd.models.training.checkpoints.remote import StoreManager
 from spmd.models.training.checkpoints.saving import open_manager
@@ -18,6 +18,7 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.checkpoints.together import Together
 from spmd.models.training.paths import file_sizes
 from spmd.models.training.run.loop import TrainState
+from tests.models.training.checkpoints.states import assert_same, restored, save, struct
 
 
 def state(step, spec=("data", "model"), shape=(4, 2)):
@@ -31,38 +32,6 @@ def state(step, spec=("data", "model"), shape=(4, 2)):
         "layers": {"0": {"b": jnp.full((), step, jnp.bfloat16)}},
     }
     return TrainState(params, {"count": jnp.int32(step), "m": params["w"] * 2}, step)
-
-
-def struct(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def targets(like):
-    tree = jax.tree.map(struct, {"params": like.params, "opt_state": like.opt_state})
-    return TrainState(tree["params"], tree["opt_state"], like.step)
-
-
-def assert_same(got, expected):
-    assert got.params["keys"].dtype == expected.params["keys"].dtype
-    assert got.params["keys"].sharding == expected.params["keys"].sharding
-    for tree in (got.params, expected.params):
-        tree["keys"] = jax.random.key_data(tree["keys"])
-    jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
-    jax.tree.map(np.testing.assert_array_equal, got.opt_state, expected.opt_state)
-
-
-def restored(checkpoints, like, step=AUTO):
-    found = checkpoints.find(step)
-    assert found is not None
-    return checkpoints.restore(found, targets(like))
-
-
-def save(folder, *steps, **keep):
-    with Checkpoints(folder, **keep) as checkpoints:
-        for step in steps:
-            checkpoints.save(state(step))
-            checkpoints.finish()
-        return checkpoints.steps()
 
 
 def test_orbax_has_the_format_that_is_written_by_hand(tmp_path):
@@ -102,7 +71,7 @@ def test_orbax_has_the_format_that_is_written_by_hand(tmp_path):
 
 
 def test_saved_kept_and_restored_on_another_mesh(store):
-    assert save(store, 2, 4, 6, 8, keep_last=2, keep_every=4) == [8, 6, 4]
+    assert save(store, *map(state, (2, 4, 6, 8)), keep_last=2, keep_every=4) == [8, 6, 4]
     assert not file_sizes(store / "2")
     with Checkpoints(store) as checkpoints:
         other = state(6, ("model", None), (2, 4))
@@ -115,26 +84,24 @@ def test_saved_kept_and_restored_on_another_mesh(store):
 
 
 def test_orbax_reads_what_is_copied_to_a_disk(store, tmp_path):
-    save(store, 3)
+    save(store, state(3))
     for name in file_sizes(store):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((store / name).read_bytes())
     with Checkpoints(tmp_path) as checkpoints:
-        got = restored(checkpoints, state(3))
-    assert_same(got, state(3))
+        assert_same(restored(checkpoints, state(3)), state(3))
 
 
 def test_what_orbax_wrote_is_read_from_a_store(s3, tmp_path):
-    save(tmp_path, 3)
+    save(tmp_path, state(3))
     for name in file_sizes(tmp_path):
         (s3 / name).write_bytes((tmp_path / name).read_bytes())
     with Checkpoints(s3) as checkpoints:
-        got = restored(checkpoints, state(3))
-    assert_same(got, state(3))
+        assert_same(restored(checkpoints, state(3)), state(3))
 
 
 def test_without_its_manifest_a_checkpoint_is_none(s3):
-    save(s3, 2, 4)
+    save(s3, *map(state, (2, 4)))
     (s3 / "4" / MANIFEST).unlink()
     assert find_saved(s3).step == 2
     with Checkpoints(s3) as checkpoints:
@@ -146,7 +113,7 @@ def test_without_its_manifest_a_checkpoint_is_none(s3):
 
 
 def test_damage_is_noticed(s3):
-    save(s3, 2, 4)
+    save(s3, *map(state, (2, 4)))
     (largest,) = (s3 / "4/state").glob("ocdbt.process_0/d/*")
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import spmd
@@ -16,6 +15,7 @@ from spmd.models.training.checkpoints.found import CheckpointError
 from spmd.models.training.checkpoints.manifest import find_damage
 from spmd.models.training.checkpoints.shared import check_shared
 from spmd.models.training.run.loop import TrainState
+from tests.models.training.checkpoints.states import targets
 from tests.two_processes import run_both
 
 
@@ -116,17 +116,9 @@ def main() -> None:
     with store.Checkpoints(folder / "shared") as checkpoints:
         found = checkpoints.find()
         said["found"] = found.step if found else None
-        targets = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            (state.params, state.opt_state),
-        )
-        restored = checkpoints.restore(found, TrainState(*targets))
-        said["is_same"] = all(
-            bool(np.array_equal(a.data, b.data))
-            for a, b in zip(
-                restored.params["x"].addressable_shards, x.addressable_shards, strict=True
-            )
-        )
+        restored = checkpoints.restore(found, targets(state))
+        shards = (array.addressable_shards for array in (restored.params["x"], x))
+        said["is_same"] = all(np.array_equal(a.data, b.data) for a, b in zip(*shards, strict=True))
     store.saved_steps = saved_steps
     said["failures"] = [failure(folder / "fails", state, rank, victim) for victim in (1, 0)]
     said["steps"] = saved_steps(folder / "fails") if rank == 0 else []

@@ -44,14 +44,19 @@ def llama_3() -> Tokenizer:
     return made
 
 
+def with_fallback(special: list[str], letters: list[str], merges: list[Any]) -> Tokenizer:
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return made
+
+
 def llama_2() -> Tokenizer:
     """Blanks are letters, one is put before a text, and bytes that have no letter are tokens."""
-    letters = [*NAMES.values(), *(f"<0x{i:02X}>" for i in range(256)), "\u2581", "a", "b"]
-    vocabulary = {letter: i for i, letter in enumerate(letters)}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    made = with_fallback([*NAMES.values()], ["▁", "a", "b"], [])
     made.add_special_tokens([*NAMES.values()])
     made.post_processor = template("<s> $A")
     return made
@@ -154,24 +159,15 @@ def trained_bytes() -> Tokenizer:
     return made
 
 
-def with_fallback() -> Tokenizer:
-    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b", "▁ab"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = [("▁", "a"), ("▁a", "b")]
-    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    return made
-
-
-def composed() -> Tokenizer:
+def change(**changes: Any) -> Tokenizer:
     made = trained_bytes()
-    made.normalizer = normalizers.NFC()
+    for name, value in changes.items():
+        setattr(made, name, value)
     return made
 
 
-BOUNDED = [trained_bytes(), with_fallback(), composed()]
+MERGED = with_fallback(["<unk>"], ["▁", "a", "▁a", "b", "▁ab"], [("▁", "a"), ("▁a", "b")])
+BOUNDED = [trained_bytes(), MERGED, change(normalizer=normalizers.NFC())]
 
 
 def bound(tokenizer: Tokenizer) -> int | None:
@@ -185,13 +181,6 @@ def test_a_text_has_at_least_so_many_tokens(tokenizer: Tokenizer, text: str) -> 
     assert longest is not None
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(ids) * longest >= len(text.encode())
-
-
-def change(**changes: Any) -> Tokenizer:
-    made = trained_bytes()
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
 
 
 def greedy() -> Tokenizer:

@@ -1,6 +1,6 @@
 import dataclasses
 import threading
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.models.training.data import corpus
-from spmd.models.training.data.loader import Loader, _HostRows, place, rows_of_host
+from spmd.models.training.data.loader import Loader, _HostRows, rows_of_host
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.data.shard_jobs import TokenizeOptions
+from spmd.models.training.data.token_folder import open_folder
 from spmd.models.training.data.tokenize import tokenize
 from tests.waiting import wait_until
 
@@ -27,8 +28,8 @@ def dataset(**more):
     return PackedTokens([corpus.whole(text)], **settings)
 
 
-def shardings(devices, spec=SPEC, shape=(4, 2)):
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ("data", "model"))
+def shardings(devices, spec=SPEC):
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
     return {name: NamedSharding(mesh, spec) for name in dataset().struct()}
 
 
@@ -45,14 +46,6 @@ def test_gives_the_datasets_batches(devices8, spec):
             placed = next(loader)
             assert_same(placed, dataset()(step))
             assert placed["inputs"].sharding == shardings(devices8, spec)["inputs"]
-
-
-def test_resumes_at_a_step(devices8):
-    with Loader(dataset(), shardings=shardings(devices8), start_step=0) as loader:
-        batches = [next(loader) for _ in range(6)]
-    with Loader(dataset(), shardings=shardings(devices8), start_step=4) as loader:
-        for batch in batches[4:]:
-            assert_same(next(loader), batch)
 
 
 def test_a_batch_size_of_its_own(devices8):
@@ -79,17 +72,11 @@ def test_reads_in_processes(devices8, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("to be or not to be " * 50)
     tokenize([path], tmp_path / "tokens", TokenizeOptions())
-    part = corpus.whole(token_folder_of(tmp_path))
+    part = corpus.whole(open_folder(tmp_path / "tokens"))
     data = PackedTokens([part], seq_len=8, batch_size=8, boundaries=True)
     with Loader(data, shardings=shardings(devices8), start_step=2, workers=1) as loader:
         for step in (2, 3, 4):
             assert_same(next(loader), data(step))
-
-
-def token_folder_of(tmp_path):
-    from spmd.models.training.data.token_folder import open_folder
-
-    return open_folder(tmp_path / "tokens")
 
 
 # Hosts
@@ -120,22 +107,9 @@ def test_hosts_share_the_global_batch(seed, step, hosts, copies, times):
     batch = data(step)
     seen = np.zeros(data.batch_size, int)
     for host in range(hosts * copies):
-        rows = rows_of_host(
-            (data.batch_size, 8), {"a": cast(Any, HostSharding(hosts, host // copies))}
-        )
+        sharding: Any = HostSharding(hosts, host // copies)
+        rows = rows_of_host((data.batch_size, 8), {"a": sharding})
         seen[rows] += 1
         for name, leaf in _HostRows(data, rows)(step).items():
             np.testing.assert_array_equal(leaf, batch[name][rows])
     assert (seen == copies).all()
-
-
-def test_rows_of_this_host_are_all_rows(devices8):
-    assert rows_of_host((8, 4), shardings(devices8)).tolist() == list(range(8))
-
-
-def test_place_puts_each_device_its_rows(devices8):
-    batch = dataset(boundaries=False)(0)
-    all_shardings = shardings(devices8, P("data", None), (8, 1))
-    placed = place(batch, {name: all_shardings[name] for name in batch})
-    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
-    assert {shard.data.shape for shard in placed["inputs"].addressable_shards} == {(1, 8)}

@@ -1,6 +1,7 @@
 """The loop of a run: what is taken, told, evaluated and saved when; rates of steps."""
 
 import contextlib
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.models.llama import fresh, objective
+from spmd.models.llama import objective
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import TrainingError
@@ -18,6 +19,8 @@ from spmd.models.training.run.metrics import StepCost, peak_flops
 from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
 from spmd.models.training.run.step import make_train_step
+from tests.models.llama.made import fresh_params
+from tests.models.training.notes import Notes
 
 TINY = CONFIGS["tiny"]
 COST = StepCost(tokens=100, devices=1)
@@ -35,19 +38,6 @@ def skipping_step(params, opt_state, batch):
     good = np.isfinite(batch)
     metrics = {"loss": batch, "grad_norm": 0.0, "skipped": 0.0 if good else 1.0}
     return params + (batch if good else 0), opt_state, metrics
-
-
-class Notes(list):
-    """A sink that keeps records."""
-
-    def write(self, record):
-        self.append(record)
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
 
 
 class Saver:
@@ -73,16 +63,9 @@ def run(step=counting_step, state=None, batches=None, *, steps, **options):
     schedule = {name: options.pop(name) for name in schedule_names if name in options}
     state = state or TrainState(0, None)
     notes = Notes()
-    outcome = train(
-        step,
-        state,
-        itertools.count(state.step) if batches is None else iter(batches),
-        Schedule(steps=steps, **schedule),
-        cost=COST,
-        sinks=[notes],
-        **options,
-    )
-    return outcome, notes
+    batches = itertools.count(state.step) if batches is None else iter(batches)
+    when = Schedule(steps=steps, **schedule)
+    return train(step, state, batches, when, cost=COST, sinks=[notes], **options), notes
 
 
 def test_llama_learns_in_a_few_steps():
@@ -94,7 +77,7 @@ def test_llama_learns_in_a_few_steps():
     def loss_fn(params, batch):
         return objective.loss(params, batch["inputs"], batch["targets"], TINY)
 
-    params = jax.jit(lambda key: fresh.init(key, TINY))(jax.random.key(0))
+    params = jax.tree.map(jnp.copy, fresh_params(TINY))  # they are donated
     state = TrainState(params, optimizer.init(params))
     step = jax.jit(make_train_step(loss_fn, optimizer, microbatches=2), donate_argnums=(0, 1))
     outcome, notes = run(step, state, map(windows, itertools.count()), steps=20)
@@ -170,19 +153,14 @@ def test_evaluates_and_saves_on_time_and_at_the_end():
     assert [r["step"] for r in notes if "save_seconds" in r] == [3, 5]
 
 
-def test_a_stop_saves_and_leaves_the_rest():
+@pytest.mark.parametrize(("stop", "saved"), [(4, [(4, 6)]), (0, [])])
+def test_a_stop_saves_and_leaves_the_rest(stop, saved):
+    """Before the first step there is nothing to save."""
     saver = Saver()
-    outcome, _ = run(steps=9, saver=saver, evaluate=float, should_stop=lambda step: step == 4)
-    assert outcome.is_stopped
-    assert outcome.state.step == 4
-    assert saver.saved == [(4, 6)]
+    outcome, notes = run(steps=9, saver=saver, evaluate=float, should_stop=lambda s: s == stop)
+    assert (outcome.is_stopped, outcome.state.step, saver.saved) == (True, stop, saved)
     assert outcome.eval_loss is None
-
-
-def test_a_stop_before_the_first_step_takes_none():
-    saver = Saver()
-    outcome, notes = run(steps=9, saver=saver, should_stop=lambda step: True)
-    assert (outcome.is_stopped, outcome.state.step, notes, saver.saved) == (True, 0, [], [])
+    assert [record["step"] for record in notes if "loss" in record] == [*range(1, stop + 1)]
 
 
 def test_a_stop_at_the_last_step_is_none():
@@ -242,14 +220,9 @@ def test_what_keeps_records_is_flushed_before_a_save():
 
 def test_a_loss_that_is_not_finite_ends_the_run():
     saver = Saver()
+    batches = [0.0, float("nan"), 0.0, 0.0]
     with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
-        run(
-            state=TrainState(0.0, None),
-            batches=[0.0, float("nan"), 0.0, 0.0],
-            steps=4,
-            saver=saver,
-            save_every=2,
-        )
+        run(state=TrainState(0.0, None), batches=batches, steps=4, saver=saver, save_every=2)
     assert saver.saved == []  # what is broken is never saved
 
 
@@ -295,24 +268,14 @@ def test_bad_ranges_of_steps(text, message):
         ProfileRange.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tera"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("TPU v4", 275),
-        ("TPU v5 lite", 197),
-        ("TPU v5p", 459),
-        ("TPU v6 lite", 918),
-    ],
-)
-def test_known_peaks(kind, tera):
-    assert peak_flops(kind, "bfloat16") == tera * 1e12
+PEAKS = {
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-40GB": 312e12,
+    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12, "cpu": None,
+}  # fmt: skip
 
 
-def test_unknown_peaks():
-    assert peak_flops("cpu", "bfloat16") is None
+def test_peaks():
+    assert {kind: peak_flops(kind, "bfloat16") for kind in PEAKS} == PEAKS
     assert peak_flops("NVIDIA H200", "float32") is None
 
 
@@ -321,9 +284,4 @@ def test_rates():
         tokens=1000, devices=4, flops_per_token={"causal": 6.0, "palm": 8.0}, peak_flops=3000.0
     )
     assert cost.rates(0.5) == {"tokens_per_s": 2000.0, "mfu_causal": 1.0, "mfu_palm": 8 / 6}
-
-
-def test_no_mfu_without_a_peak():
-    assert StepCost(tokens=10, devices=1, flops_per_token={"causal": 6.0}).rates(2.0) == {
-        "tokens_per_s": 5.0
-    }
+    assert dataclasses.replace(cost, peak_flops=None).rates(0.5) == {"tokens_per_s": 2000.0}

@@ -51,6 +51,10 @@ def test_short_runs_have_a_schedule(total_steps, schedule):
         ({"schedule": "sine"}, "no schedule is called 'sine'; there are cosine, linear, const"),
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), not 1.0"),
         ({"decay_fraction": 2.0}, r"decay_fraction must be in \[0, 1\], not 2.0"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"final_fraction": 2.0}, "final_fraction"),
+        ({"warmup_steps": -1}, "warmup_steps"),
     ],
 )
 def test_bad_configurations(changes, message):
@@ -107,9 +111,8 @@ def test_betas_are_those_asked_for():
     for grads in ([1.0, -2.0, 3.0], [-4.0, 5.0, 6.0]):
         updates, state = update({"w": jnp.array(grads)}, state, params)
         np.testing.assert_allclose(np.sign(updates["w"]), -np.sign(grads))
-    np.testing.assert_allclose(
-        np.abs(updates["w"]), np.abs(updates["w"])[0] * np.ones(3), rtol=1e-5
-    )
+    sizes = np.abs(updates["w"])
+    np.testing.assert_allclose(sizes, sizes[0] * np.ones(3), rtol=1e-5)
 
 
 def test_adamw_decays_weights_only():

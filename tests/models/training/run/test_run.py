@@ -15,7 +15,7 @@ from spmd.models.llama.named import CONFIGS
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
-from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
+from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.models.training.run.profile import ProfileRange
 from spmd.models.training.run.start import restart_note
 from spmd.models.training.run.stop import StopSignals
@@ -47,15 +47,6 @@ RUN = RunConfig(
 def test_bad_runs(changes, message):
     with pytest.raises(RunError, match=message):
         dataclasses.replace(RUN, **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"clip_norm": 0.0}, {"weight_decay": -1.0}, {"final_fraction": 2.0}, {"warmup_steps": -1}],
-)
-def test_bad_optimizers(changes):
-    with pytest.raises(OptimizerError, match=next(iter(changes))):
-        dataclasses.replace(RUN.optimizer, **changes)
 
 
 def test_config_json(tmp_path):
@@ -104,8 +95,7 @@ def other(model=None, optimizer=None, options=None, **changes):
     )
 
 
-def test_the_same_run_and_how_it_is_run():
-    assert check_same_model(RUN.to_json(), RUN) == []
+def test_how_it_is_run_does_not_matter():
     moved = other(
         model={"scan_layers": False, "remat": "full"},
         mesh={"data": 8},
@@ -114,34 +104,22 @@ def test_the_same_run_and_how_it_is_run():
     assert check_same_model(RUN.to_json(), moved) == []
 
 
-def test_runs_of_older_configs_go_on():
-    old = {"model": RUN.to_json()["model"], **OLD_CONFIG}
-    assert check_same_model(old, RUN) == []
-    assert check_same_model(old, other(options={"steps": 200, "seed": 1}, seq_len=32)) == [
-        "optimizer.total_steps: 100 -> 200",
-        "seq_len: 16 -> 32",
-        "seed: 0 -> 1",
-    ]
-    with pytest.raises(RunError, match=r"model\.hidden_size is 32 there and 64 here"):
-        check_same_model(old, other(model={"hidden_size": 64}))
-
-
-def test_what_changes_the_outcome_is_told():
-    changed = other(options={"steps": 200}, global_batch=32)
-    assert check_same_model(RUN.to_json(), changed) == [
-        "optimizer.total_steps: 100 -> 200",
+@pytest.mark.parametrize("saved", [RUN.to_json(), {"model": RUN.to_json()["model"], **OLD_CONFIG}])
+def test_what_differs_is_told_or_refused(saved):
+    assert check_same_model(saved, RUN) == []
+    changed = other(options={"steps": 200, "seed": 1}, seq_len=32, global_batch=32)
+    assert sorted(check_same_model(saved, changed)) == [
         "global_batch: 16 -> 32",
+        "optimizer.total_steps: 100 -> 200",
+        "seed: 0 -> 1",
+        "seq_len: 16 -> 32",
     ]
-
-
-def test_another_model_or_optimizer_is_refused():
-    changed = other(model={"hidden_size": 64}, optimizer={"name": "adafactor"})
-    with pytest.raises(
-        RunError,
-        match=r"model\.hidden_size is 32 there and 64 here, optimizer\.name is 'adamw' there and "
-        r"'adafactor' here; use its values or start anew",
-    ):
-        check_same_model(RUN.to_json(), changed)
+    says = (
+        r"model\.hidden_size is 32 there and 64 here, optimizer\.name is 'adamw' there and "
+        r"'adafactor' here; use its values or start anew"
+    )
+    with pytest.raises(RunError, match=says):
+        check_same_model(saved, other(model={"hidden_size": 64}, optimizer={"name": "adafactor"}))
 
 
 def test_fields_that_a_checkpoint_does_not_know_yet():

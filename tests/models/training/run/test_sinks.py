@@ -14,6 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 from spmd.models.training.run.background import Background
 from spmd.models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
 from tests.forked import run_text
+from tests.models.training.notes import Notes
 from tests.waiting import wait_until
 
 STEP = {"loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 100.0, "seconds": 0.5, "mfu_causal": 0.5}
@@ -50,53 +51,50 @@ def test_tensorboard_forgets_what_comes_again(tmp_path):
     assert events(tmp_path)[1] == [8]
 
 
+def of_lines(path, key):
+    return [json.loads(line)[key] for line in path.read_text().splitlines()]
+
+
 def test_json_lines_are_appended_and_have_no_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for value in (1.0, float("nan")):
         sink = JsonLines(path)
         sink.write({"step": 1, "loss": value})
         sink.close()
-    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, None]
+    assert of_lines(path, "loss") == [1.0, None]
 
 
-def test_json_lines_of_steps_that_come_again_are_dropped(tmp_path):
+@pytest.mark.parametrize(
+    ("before", "steps"),
+    [
+        ('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 2, "eval_loss": 1}\n{"st', [1, 2, 2, 3]),
+        ('{"step": 1}\n{"step": 2}', [1, 2, 3]),  # killed before the end of the line
+    ],
+)
+def test_json_lines_of_steps_that_come_again_are_dropped(before, steps, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 2, "eval_loss": 1}\n{"st')
-    sink = JsonLines(path, after=2)
-    sink.write({"step": 3, "loss": 1.0})
-    sink.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2, 3]
-
-
-def test_a_line_that_was_cut_off_is_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')  # killed before the end of the line
+    path.write_text(before)
     sink = JsonLines(path, after=2)
     sink.write({"step": 3})
     sink.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert of_lines(path, "step") == steps
 
 
 # A disk that takes nothing
 
 
-class Disk:
+class Disk(Notes):
     """A sink that fails or hangs as long as it is told to."""
 
     def __init__(self):
-        self.written, self.is_full, self.is_open = [], True, threading.Event()
+        super().__init__()
+        self.is_full, self.is_open = True, threading.Event()
 
     def write(self, record):
         self.is_open.wait()
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.written.append(record["step"])
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
+        super().write(record)
 
 
 def test_records_wait_for_a_full_disk(monkeypatch):
@@ -110,7 +108,7 @@ def test_records_wait_for_a_full_disk(monkeypatch):
     wait_until(lambda: "records wait\n" in said.getvalue())
     sink.flush()  # does not wait for what cannot be
     disk.is_full = False
-    wait_until(lambda: disk.written == [0, 1, 2])
+    wait_until(lambda: [record["step"] for record in disk] == [0, 1, 2])
     sink.close()
     assert said.getvalue() == (
         "metrics: No space left on device; training goes on, and records wait\n"
@@ -186,7 +184,7 @@ def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
     fitted = int(said)
     assert 0 < fitted < 20
     if kind is JsonLines:
-        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        steps = of_lines(path, "step")
     else:
         steps = [step for _, step, _ in events(path)[0]]
     assert steps == [*range(fitted), 20]

@@ -14,6 +14,7 @@ from spmd.models.training.run.optimizer import (
     updates_taken,
 )
 from spmd.models.training.run.step import loss_and_grads, make_train_step, split_batch
+from tests.models.llama.made import assert_close
 
 ROWS, WIDTH = 16, 8
 
@@ -45,13 +46,9 @@ def make_batch(*, weighted=False):
     return batch
 
 
-def marked(batch, mesh):
-    return {
-        name: spmd.mark_sharding(
-            jax.ShapeDtypeStruct(x.shape, x.dtype), mesh, ("data", *[None] * (x.ndim - 1))
-        )
-        for name, x in batch.items()
-    }
+def marked(x, mesh, rows):
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return spmd.mark_sharding(struct, mesh, (rows, *[None] * (x.ndim - 1)))
 
 
 # Accumulation
@@ -65,9 +62,7 @@ def test_microbatches_add_up_to_the_batch(params, weighted):
     for microbatches in (2, 4):
         parts_loss, parts = split(params, batch, microbatches)
         np.testing.assert_allclose(parts_loss, loss, rtol=1e-6)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), parts, grads
-        )
+        assert_close(parts, grads, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_keep_their_dtype_and_are_summed_in_float32(params):
@@ -85,31 +80,21 @@ def test_rows_of_a_microbatch_come_from_everywhere():
         split_batch({"x": np.arange(8)}, 3)
 
 
-def lower_step(params, microbatches):
-    """A data-parallel step on eight devices, with parameters on all of them."""
-    mesh = spmd.make_mesh(data=8)
-    step = make_train_step(loss_fn, optax.sgd(0.1), microbatches=microbatches)
-    batch = {name: np.tile(x, (256, 1)) for name, x in make_batch().items()}
-    whole = jax.tree.map(
-        lambda x: spmd.mark_sharding(jax.ShapeDtypeStruct(x.shape, x.dtype), mesh, (None, None)),
-        params,
-    )
-    state = optax.sgd(0.1).init(params)
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
-    return jitted, jitted.compile(whole, state, marked(batch, mesh)), state, batch
-
-
 @pytest.mark.usefixtures("exact_plans")
 def test_gradients_are_reduced_once_however_many_microbatches(params):
     """And nothing moves to cut the batch: a sum for the gradients and the loss is all there is."""
-    _, compiled, state, batch = lower_step(params, 4)
-    assert {(c.kind, c.axes, c.count) for c in compiled.collectives} == {
-        ("all_reduce", ("data",), 1)
-    }
+    mesh, state = spmd.make_mesh(data=8), optax.sgd(0.1).init(params)
+    batch = {name: np.tile(x, (256, 1)) for name, x in make_batch().items()}
+    whole = {name: marked(x, mesh, None) for name, x in params.items()}
+    split = {name: marked(x, mesh, "data") for name, x in batch.items()}
+    step = make_train_step(loss_fn, optax.sgd(0.1), microbatches=4)
+    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(whole, state, split)
+    found = {(c.kind, c.axes, c.count) for c in compiled.collectives}
+    assert found == {("all_reduce", ("data",), 1)}
 
     expected = jax.jit(make_train_step(loss_fn, optax.sgd(0.1)))(params, state, batch)
     got = compiled(*jax.tree.map(np.array, (params, state, batch)))  # copies: they are donated
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
+    assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 # The guard
