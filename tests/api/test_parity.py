@@ -137,45 +137,23 @@ def partition_specs_under_set_mesh(jit: Jit) -> Any:
 
 
 @case
-def static_by_name_passed_by_position(jit: Jit) -> Any:
-    def g(w: Any, x: Any, mode: str) -> Any:
-        return f(w, x) if mode == "a" else f(w, x) * 2
-
-    return jit(g, static_argnames="mode")(w(), x(), "a")
-
-
-@case
-def static_by_number_passed_by_name(jit: Jit) -> Any:
+def static_by_number_and_by_name(jit: Jit) -> Any:
     def g(w: Any, x: Any, mode: str = "b") -> Any:
         return f(w, x) if mode == "a" else f(w, x) * 2
 
     jitted = jit(g, static_argnums=(2,))
-    return jitted(w(), x(), mode="a"), jitted(w(), x())
+    by_name = jit(g, static_argnames="mode")(w(), x(), "a")
+    return jitted(w(), x(), mode="a"), jitted(w(), x()), by_name
 
 
 @case
-def donated_by_number(jit: Jit) -> Any:
-    jitted = jit(lambda w, x: (w + 1, x.sum()), donate_argnums=0)
-    given = w()
-    out = jitted(given, x())
-    assert given.is_deleted()
-    return out
-
-
-@case
-def donated_by_name(jit: Jit) -> Any:
-    given = w()
-    out = jit(lambda w, x: w + 1, donate_argnames="w")(given, x())
-    assert given.is_deleted()
-    return out
-
-
-@case
-def donated_by_number_passed_by_name(jit: Jit) -> Any:
-    given = w()
-    out = jit(lambda w, x: w + 1, donate_argnums=(0,))(x=x(), w=given)
-    assert given.is_deleted()
-    return out
+def donated_by_number_and_by_name(jit: Jit) -> Any:
+    found = []
+    for options in ({"donate_argnums": 0}, {"donate_argnums": (0,)}, {"donate_argnames": "w"}):
+        jitted, given, named = jit(lambda w, x: (w + 1, x.sum()), **options), w(), w()
+        found += [jitted(given, x()), jitted(x=x(), w=named)]
+        assert given.is_deleted() and named.is_deleted()
+    return found
 
 
 @case

@@ -19,7 +19,6 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def find_browser() -> str | None:
-    """The first Chromium on this machine."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -69,7 +68,6 @@ class Browser:
         os.close(self.write_end)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command's result."""
         number = next(self.numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
         if self.session:
@@ -115,17 +113,18 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def resize(self, width: int) -> None:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
     def press(self, key: str) -> None:
-        """One key, down and up."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def type(self, text: str) -> None:
-        """Text into what has the focus."""
         self.call("Input.insertText", text=text)
 
     def screenshot(self, path: Path, height: int = 1400) -> None:
-        """The top of the page as a PNG."""
         clip = {"x": 0, "y": 0, "width": 1240, "height": height, "scale": 1}
         shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))

@@ -14,9 +14,9 @@ from spmd.explain.words import source_text
 from tests.explain.browser import Browser, find_browser
 from tests.explain.programs import pipelined_step
 
-PROGRAM = find_browser()
+PROGRAM = find_browser() or ""
 pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason="no Chromium on this machine: apt-get install chromium"
+    not PROGRAM, reason="no Chromium on this machine: apt-get install chromium"
 )
 
 TABLE = "document.querySelector('#collectives').closest('section').querySelector('table')"
@@ -48,25 +48,21 @@ def report(lowered: Any, tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def page(report: Path) -> Iterator[Browser]:
-    assert PROGRAM is not None
     with Browser(PROGRAM, report.parent / "profile") as browser:
         browser.open(report)
         yield browser
 
 
-def keys(page: Browser, column: int) -> list[str]:
+def keys(page: Browser, column: int) -> Any:
     """What the rows that are shown sort by in one column, from the top."""
-    found: list[str] = page.run(
-        f"[...{TABLE}.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[{column}].dataset.v)"
-    )
-    return found
+    rows = f"[...{TABLE}.tBodies[0].rows].filter(r => !r.hidden)"
+    return page.run(f"{rows}.map(r => r.cells[{column}].dataset.v)")
 
 
-def click_head(page: Browser, column: int) -> str:
+def click_head(page: Browser, column: int) -> Any:
     """Clicks a column's head; how it says that it is sorted."""
     head = f"{TABLE}.tHead.rows[0].cells[{column}]"
-    found: str = page.run(f"({head}.querySelector('button').click(), {head}.ariaSort)")
-    return found
+    return page.run(f"({head}.querySelector('button').click(), {head}.ariaSort)")
 
 
 @pytest.mark.thorough
@@ -138,13 +134,10 @@ def test_the_arrow_keys_go_along_the_timeline(page: Browser) -> None:
     said = []
     for _ in range(3):
         page.press("ArrowRight")
-        said.append(
-            page.run("document.querySelector('.scroll:has(svg.timeline) + output').textContent")
-        )
+        said.append(page.run(readout))
     assert len(set(said)) == 3
     page.press("ArrowLeft")
-    back = page.run(readout)
-    assert back == said[1]
+    assert page.run(readout) == said[1]
 
 
 def test_loops_unfold(page: Browser) -> None:
@@ -218,7 +211,6 @@ def narrow(tmp_path_factory: Any) -> Iterator[Browser]:
     step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs)
     folder = tmp_path_factory.mktemp("narrow")
     step.lower(weights, x, topology=spmd.Topology("h200:8")).report(str(folder / "report.html"))
-    assert PROGRAM is not None
     with Browser(PROGRAM, folder / "profile") as browser:
         browser.open(folder / "report.html")
         browser.run("document.querySelectorAll('details').forEach(part => part.open = true)")
@@ -227,8 +219,7 @@ def narrow(tmp_path_factory: Any) -> Iterator[Browser]:
 
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_no_text_is_cut_off(narrow: Browser, width: int) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    narrow.call("Emulation.setDeviceMetricsOverride", **size)
+    narrow.resize(width)
     assert narrow.run("document.querySelector('.tiles').textContent.includes('16 over data')")
     assert narrow.run(CLIPPED) == []
     assert narrow.run("document.documentElement.scrollWidth <= innerWidth")
@@ -237,8 +228,7 @@ def test_no_text_is_cut_off(narrow: Browser, width: int) -> None:
 
 
 def test_tables_sort_on_a_narrow_page(narrow: Browser) -> None:
-    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    narrow.call("Emulation.setDeviceMetricsOverride", **size)
+    narrow.resize(390)
     assert click_head(narrow, 5) == "descending"
     total = [float(key) for key in keys(narrow, 5)]
     assert len(total) > 1 and total == sorted(total, reverse=True)
@@ -248,11 +238,9 @@ def test_tables_sort_on_a_narrow_page(narrow: Browser) -> None:
 
 @pytest.mark.thorough
 def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> None:
-    assert PROGRAM is not None
     pipelined_step("interleaved", 4, 32).report(str(tmp_path / "report.html"))
     with Browser(PROGRAM, tmp_path / "profile") as browser:
-        narrow = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        browser.call("Emulation.setDeviceMetricsOverride", **narrow)
+        browser.resize(420)
         browser.open(tmp_path / "report.html")
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
         # Squares keep their size, so that their numbers can be read.
@@ -266,7 +254,6 @@ def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_screenshots(report: Path, tmp_path: Path, dark: bool) -> None:
-    assert PROGRAM is not None
     with Browser(PROGRAM, tmp_path / "profile", dark) as browser:
         browser.open(report)
         browser.screenshot(tmp_path / "report.png")

@@ -1,5 +1,6 @@
 """Modules with shardings at every stage of Shardy's life, and of GSPMD: the same numbers."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -182,7 +183,7 @@ def module(body: str, results: str = "tensor<16x16xf32>", args: str = "", more: 
 
 
 class Case(NamedTuple):
-    """An op on `%0`, the sine of the argument, that makes `%1`; and what it marks, if anything."""
+    """An op on `%0`, the sine of the argument, that makes `%1` of its type `T`; and its mark."""
 
     text: str
     mark: ShardingAttr | None
@@ -195,108 +196,68 @@ def whole(*dims: tuple[str, ...], opened: tuple[bool, ...] = (False, False)) -> 
 A = '{sdy.sharding = #sdy.sharding_per_value<[<@m, [{"a"}, {}]>]>}'
 T = "tensor<16x16xf32>"
 CASES = {
-    "reshard": Case(f'%1 = sdy.reshard %0 <@m, [{{}}, {{"b"}}]> : {T}', whole((), ("b",))),
-    "all_gather": Case(
-        f'%1 = sdy.all_gather [{{"a"}}, {{}}] %0 out_sharding=<@m, [{{}}, {{}}]> : {T}',
-        whole((), ()),
-    ),
-    "all_slice": Case(
-        f'%1 = sdy.all_slice [{{}}, {{"b"}}] %0 out_sharding=<@m, [{{"a"}}, {{"b"}}]> : {T}',
-        whole(("a",), ("b",)),
-    ),
-    "all_to_all": Case(
-        f'%1 = sdy.all_to_all [{{"a"}}: 0->1] %0 out_sharding=<@m, [{{}}, {{"a"}}]> : {T}',
-        whole((), ("a",)),
-    ),
+    "reshard": Case('%1 = sdy.reshard %0 <@m, [{}, {"b"}]> : T', whole((), ("b",))),
+    "all_gather": Case('%1 = sdy.all_gather [{"a"}, {}] %0 out_sharding=<@m, [{}, {}]> : T',
+        whole((), ())),
+    "all_slice": Case('%1 = sdy.all_slice [{}, {"b"}] %0 out_sharding=<@m, [{"a"}, {"b"}]> : T',
+        whole(("a",), ("b",))),
+    "all_to_all": Case('%1 = sdy.all_to_all [{"a"}: 0->1] %0 out_sharding=<@m, [{}, {"a"}]> : T',
+        whole((), ("a",))),
     "collective_permute": Case(
-        f'%1 = sdy.collective_permute %0 out_sharding=<@m, [{{"b", "a":(1)2}}, {{}}]> : {T}',
-        ShardingAttr(((("b", 1, 0), ("a", 1, 2)), ()), (False, False)),
-    ),
-    "all_reduce": Case(
-        f'%1 = sdy.all_reduce {{"b"}} %0 out_sharding=<@m, [{{"a"}}, {{}}]> : {T}',
-        whole(("a",), ()),
-    ),
+        '%1 = sdy.collective_permute %0 out_sharding=<@m, [{"b", "a":(1)2}, {}]> : T',
+        ShardingAttr(((("b", 1, 0), ("a", 1, 2)), ()), (False, False))),
+    "all_reduce": Case('%1 = sdy.all_reduce {"b"} %0 out_sharding=<@m, [{"a"}, {}]> : T',
+        whole(("a",), ())),
     "reduce_scatter": Case(
-        f'%1 = sdy.reduce_scatter [{{}}, {{"b"}}] %0 out_sharding=<@m, [{{"a"}}, {{"b"}}]> : {T}',
-        whole(("a",), ("b",)),
-    ),
-    "data_flow_edge": Case(
-        f'%1 = sdy.data_flow_edge %0 sharding=<@m, [{{"b"}}, {{?}}]> : {T}',
-        whole(("b",), (), opened=(False, True)),
-    ),
-    "propagation_barrier": Case(
-        f"%1 = sdy.propagation_barrier %0 allowed_direction=NONE : {T}", None
-    ),
-    "sharding_group": Case(
-        f"sdy.sharding_group %0 group_id=3 : {T}\n%1 = stablehlo.negate %0 : {T}", None
-    ),
+        '%1 = sdy.reduce_scatter [{}, {"b"}] %0 out_sharding=<@m, [{"a"}, {"b"}]> : T',
+        whole(("a",), ("b",))),
+    "data_flow_edge": Case('%1 = sdy.data_flow_edge %0 sharding=<@m, [{"b"}, {?}]> : T',
+        whole(("b",), (), opened=(False, True))),
+    "propagation_barrier": Case("%1 = sdy.propagation_barrier %0 allowed_direction=NONE : T", None),
+    "sharding_group": Case("sdy.sharding_group %0 group_id=3 : T\n%1 = stablehlo.negate %0 : T",
+        None),
     "named_computation": Case(
-        f"""%1 = sdy.named_computation<"f">(%0) out_shardings=[<@m, [{{}}, {{"a"}}]>]
-          (%arg: {T}) {{
-            %n = stablehlo.negate %arg : {T}
-            sdy.return %n : {T}
-          }} : ({T}) -> {T}""",
-        whole((), ("a",)),
-    ),
+        """%1 = sdy.named_computation<"f">(%0) out_shardings=[<@m, [{}, {"a"}]>]
+          (%arg: T) {
+            %n = stablehlo.negate %arg : T
+            sdy.return %n : T
+          } : (T) -> T""", whole((), ("a",))),
     "any_op": Case(
         "%1 = stablehlo.negate %0 {sdy.sharding = "
-        f'#sdy.sharding_per_value<[<@m, [{{"b"}}, {{}}]>]>}} : {T}',
-        whole(("b",), ()),
-    ),
+        '#sdy.sharding_per_value<[<@m, [{"b"}, {}]>]>} : T', whole(("b",), ())),
     "sharding_rule": Case(
         "%1 = stablehlo.negate %0 {sdy.sharding_rule = #sdy.op_sharding_rule<"
-        f"([i, j])->([i, j]) {{i=16, j=16}}>}} : {T}",
-        None,
-    ),
-    "priority": Case(
-        f'%1 = sdy.sharding_constraint %0 <@m, [{{"a", ?}}p1, {{"b"}}p2]> : {T}',
-        whole(("a",), ("b",), opened=(True, False)),
-    ),
-    "replicated": Case(
-        f'%1 = sdy.sharding_constraint %0 <@m, [{{"a"}}, {{?}}], replicated={{"b"}}> : {T}',
-        whole(("a",), ()),
-    ),
-    "other_mesh": Case(
-        f'%1 = sdy.sharding_constraint %0 <@other, [{{"y"}}, {{"x"}}]> : {T}',
-        ShardingAttr(((("a", 2, 2), ("b", 1, 0)), (("a", 1, 2),)), (False, False)),
-    ),
-    "inlined_mesh": Case(
-        f'%1 = sdy.sharding_constraint %0 <mesh<["q"=2, "r"=4]>, [{{"q"}}, {{}}]> : {T}',
-        ShardingAttr(((("a", 1, 2),), ()), (False, False)),
-    ),
+        "([i, j])->([i, j]) {i=16, j=16}>} : T", None),
+    "priority": Case('%1 = sdy.sharding_constraint %0 <@m, [{"a", ?}p1, {"b"}p2]> : T',
+        whole(("a",), ("b",), opened=(True, False))),
+    "replicated": Case('%1 = sdy.sharding_constraint %0 <@m, [{"a"}, {?}], replicated={"b"}> : T',
+        whole(("a",), ())),
+    "other_mesh": Case('%1 = sdy.sharding_constraint %0 <@other, [{"y"}, {"x"}]> : T',
+        ShardingAttr(((("a", 2, 2), ("b", 1, 0)), (("a", 1, 2),)), (False, False))),
+    "inlined_mesh": Case('%1 = sdy.sharding_constraint %0 <mesh<["q"=2, "r"=4]>, [{"q"}, {}]> : T',
+        ShardingAttr(((("a", 1, 2),), ()), (False, False))),
     "device_ids": Case(
         "%1 = sdy.sharding_constraint %0 "
-        f'<mesh<["t"=2, "u"=4], device_ids=[0, 2, 4, 6, 1, 3, 5, 7]>, [{{"t"}}, {{"u"}}]> : {T}',
-        whole(("b",), ("a",)),
-    ),
+        '<mesh<["t"=2, "u"=4], device_ids=[0, 2, 4, 6, 1, 3, 5, 7]>, [{"t"}, {"u"}]> : T',
+        whole(("b",), ("a",))),
     "maximal_mesh": Case(
         "%1 = stablehlo.negate %0 {sdy.sharding = "
-        f"#sdy.sharding_per_value<[<@maximal_mesh_0, []>]>}} : {T}",
-        None,
-    ),
-    "empty_mesh": Case(
-        f"%1 = sdy.sharding_constraint %0 <@empty_mesh, [{{}}, {{}}]> : {T}", whole((), ())
-    ),
-    "unreduced": Case(
-        f'%1 = sdy.sharding_constraint %0 <@m, [{{"a"}}, {{}}], unreduced={{"b"}}> : {T}', None
-    ),
+        "#sdy.sharding_per_value<[<@maximal_mesh_0, []>]>} : T", None),
+    "empty_mesh": Case("%1 = sdy.sharding_constraint %0 <@empty_mesh, [{}, {}]> : T",
+        whole((), ())),
+    "unreduced": Case('%1 = sdy.sharding_constraint %0 <@m, [{"a"}, {}], unreduced={"b"}> : T',
+        None),
     "gspmd": Case(
         "%1 = stablehlo.custom_call @Sharding(%0) {backend_config = \"unspecified_dims=[1]\", "
         'mhlo.sharding = "{devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}"}'
-        f" : ({T}) -> {T}",
-        whole(("b",), (), opened=(False, True)),
-    ),
+        " : (T) -> T", whole(("b",), (), opened=(False, True))),
     "gspmd_list": Case(
         '%1 = stablehlo.negate %0 {mhlo.sharding = "{devices=[1,2,4]0,2,4,6,1,3,5,7 '
-        f'last_tile_dims={{replicated}} metadata={{op_name=\\"f\\"}}}}"}} : {T}',
-        whole((), ("b",)),
-    ),
-    "gspmd_replicated": Case(
-        f'%1 = stablehlo.negate %0 {{mhlo.sharding = "{{replicated}}"}} : {T}', whole((), ())
-    ),
-    "gspmd_maximal": Case(
-        f'%1 = stablehlo.negate %0 {{mhlo.sharding = "{{maximal device=3}}"}} : {T}', None
-    ),
+        'last_tile_dims={replicated} metadata={op_name=\\"f\\"}}"} : T', whole((), ("b",))),
+    "gspmd_replicated": Case('%1 = stablehlo.negate %0 {mhlo.sharding = "{replicated}"} : T',
+        whole((), ())),
+    "gspmd_maximal": Case('%1 = stablehlo.negate %0 {mhlo.sharding = "{maximal device=3}"} : T',
+        None),
 }  # fmt: skip
 
 
@@ -304,7 +265,7 @@ def test_ops_and_attributes() -> None:
     """All of them in one module, each on a sine of its own."""
     ops = [
         f"%s{i} = stablehlo.sine %x {A} : {T}\n"
-        + case.text.replace("%0", f"%s{i}").replace("%1", f"%r{i}")
+        + re.sub(r"\bT\b(?!\()", T, case.text).replace("%0", f"%s{i}").replace("%1", f"%r{i}")
         for i, case in enumerate(CASES.values())
     ]
     values, types = ", ".join(f"%r{i}" for i in range(len(ops))), ", ".join([T] * len(ops))

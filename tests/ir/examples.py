@@ -89,9 +89,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-def stablehlo(fn: Callable[..., Any], *args: Any) -> Any:
+def stablehlo(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A function's StableHLO module, lowered for a CPU."""
-    traced = jax.jit(fn, keep_unused=True).trace(*args)
+    traced = jax.jit(fn, keep_unused=True, **options).trace(*args)
     return traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
 
 

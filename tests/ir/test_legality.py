@@ -348,28 +348,22 @@ def partial_through_a_nonlinear_op(plan):
     return with_results(with_choice(plan, tanh, **choice), tanh, state)
 
 
-def partials_unlike_each_other(plan):
-    add = op_named(plan, "add")
-    one, other = (Sharding(((), ()), atoms, "add") for atoms in (DATA, MODEL))
-    plan = with_state(with_state(plan, add.operands[0], one), add.operands[1], other)
-    choice = {"assignment": ((), ()), "operands": (one, other)}
-    return with_results(with_choice(plan, add, **choice), add, one)
+def at_add(one, other, result, **choice):
+    """States of what an addition reads and leaves; it reads them as they are, unless said."""
+
+    def broken(plan):
+        add = op_named(plan, "add")
+        plan = with_state(with_state(plan, add.operands[0], one), add.operands[1], other)
+        chosen = {"assignment": ((), ()), "operands": (one, other), **choice}
+        return with_results(with_choice(plan, add, **chosen), add, result)
+
+    return broken
 
 
-def partial_max_through_an_addition(plan):
-    add = op_named(plan, "add")
-    state = Sharding(((), ()), DATA, "max")
-    plan = with_state(with_state(plan, add.operands[0], state), add.operands[1], state)
-    choice = {"assignment": ((), ()), "operands": (state, state)}
-    return with_results(with_choice(plan, add, **choice), add, state)
-
-
-def partial_over_what_splits_it(plan):
-    add = op_named(plan, "add")
-    whole, owed = Sharding((DATA, ())), Sharding(((), ()), DATA, "add")
-    plan = with_state(with_state(plan, add.operands[0], owed), add.operands[1], owed)
-    return with_results(with_choice(plan, add, assignment=(DATA, ()), operands=(whole, whole)),
-                        add, Sharding((DATA, ()), MODEL, "add"))  # fmt: skip
+SUM_OVER_DATA, SUM_OVER_MODEL, MOST_OVER_DATA = (
+    Sharding(((), ()), atoms, how) for atoms, how in ((DATA, "add"), (MODEL, "add"), (DATA, "max"))
+)
+SPLIT, SPLIT_SUM = Sharding((DATA, ())), Sharding((DATA, ()), MODEL, "add")
 
 
 def carry_that_changes(plan):
@@ -424,9 +418,14 @@ BROKEN_PLANS = [
     ("shardings_follow", at_dot(lambda c: {"operands": (c.operands[0], sharding("[{}, {}]"))})),
     ("partials_follow", partial_forgotten),
     ("partials_follow", partial_through_a_nonlinear_op),
-    ("partials_follow", partials_unlike_each_other),
-    ("partials_follow", partial_max_through_an_addition),
-    ("partials_follow", partial_over_what_splits_it),
+    ("partials_follow", at_add(SUM_OVER_DATA, SUM_OVER_MODEL, SUM_OVER_DATA)),
+    ("partials_follow", at_add(MOST_OVER_DATA, MOST_OVER_DATA, MOST_OVER_DATA)),
+    (
+        "partials_follow",
+        at_add(
+            SUM_OVER_DATA, SUM_OVER_DATA, SPLIT_SUM, assignment=(DATA, ()), operands=(SPLIT, SPLIT)
+        ),
+    ),
 ]
 BROKEN_REGIONS = [
     (

@@ -48,8 +48,6 @@ def without_locs(program: Program) -> Program:
 
 
 class _Parser:
-    """Takes one token after another from a text."""
-
     def __init__(self, text: str, mesh: Mesh | None) -> None:
         self.text = text
         self.mesh = mesh
@@ -59,7 +57,6 @@ class _Parser:
     # Words.
 
     def skip(self) -> None:
-        """Takes white space and comments."""
         self.at += len(_SPACE.match(self.text, self.at)[0])  # type: ignore[index]
 
     def peek(self, literal: str) -> bool:
@@ -71,18 +68,15 @@ class _Parser:
         return not (literal[-1].isalnum() and (following.isalnum() or following in ("_", ".")))
 
     def take(self, literal: str) -> bool:
-        """Takes a literal if it comes next; whether it did."""
         found = self.peek(literal)
         self.at += len(literal) if found else 0
         return found
 
     def expect(self, *literals: str) -> None:
-        """Takes literals, which must come next."""
         for literal in literals:
             self.match(re.compile(re.escape(literal)))
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Takes what a pattern matches, which must be something."""
         self.skip()
         found = pattern.match(self.text, self.at)
         if found is None:
@@ -110,11 +104,9 @@ class _Parser:
         return re.sub(r"\\u\{([0-9a-f]+)\}|\\.", char, self.match(pattern)[1:-1])
 
     def name(self, pattern: re.Pattern[str]) -> str:
-        """Takes a name, in marks where the pattern does not allow it bare."""
         return self.quoted() if self.peek('"') else self.match(pattern)
 
     def listed(self, read: Callable[[], Found], end: str) -> tuple[Found, ...]:
-        """Takes what is between commas, and what ends it."""
         found: list[Found] = []
         while not self.take(end):
             if found:
@@ -150,7 +142,6 @@ class _Parser:
         return tuple(self.types[v] for v in range(len(self.types)))
 
     def ops(self) -> tuple[Op, ...]:
-        """All ops of a region, and the `return` behind them."""
         found = []
         while not self.take("return"):
             found.append(self.op())

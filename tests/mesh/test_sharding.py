@@ -44,13 +44,10 @@ def test_text_reads_back(rng, rank: int):
 @pytest.mark.parametrize(
     "text",
     [
-        "[]",
-        "[{}]",
-        "[{data}, {model, x}]",
+        "[]", "[{}]", "[{data}, {model, x}]", "[] partial min {model:(2)3}",
         "[{data:(2)2}, {}, {model:(1)2}] partial add {data:(1)2, x}",
-        "[] partial min {model:(2)3}",
     ],
-)
+)  # fmt: skip
 def test_text_is_stable(text: str):
     assert format_sharding(parse_sharding(text, MESH), MESH) == text
 
@@ -58,19 +55,10 @@ def test_text_is_stable(text: str):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{data}",
-        "[{data]",
-        "[{data} and {x}]",
-        "[{nothing}]",
-        "[{}] partial {x}",
-        "[{}] partial add {}",
-        "[{data:2}]",
-        "[{data:(2)4}]",
-        "[{data:(3)2}]",
-        "[{model:(2)2}]",
+        "", "{data}", "[{data]", "[{data} and {x}]", "[{nothing}]", "[{}] partial {x}",
+        "[{}] partial add {}", "[{data:2}]", "[{data:(2)4}]", "[{data:(3)2}]", "[{model:(2)2}]",
     ],
-)
+)  # fmt: skip
 def test_text_that_is_no_sharding(text: str):
     with pytest.raises(SpecError):
         parse_sharding(text, MESH)

@@ -1,6 +1,7 @@
 """Chips, shapes, and the links behind mesh axes."""
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,8 @@ def test_unknown_topologies_say_what_is_known(name: str):
     with pytest.raises(MeshError) as caught:
         Topology(name)
     assert caught.value.required
+    with pytest.raises(MeshError, match="v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, cpu"):
+        Topology("tpu:8")
 
 
 def test_kernels_are_as_slow_as_was_measured_of_the_chip(tmp_path: Path):
@@ -75,11 +78,6 @@ def test_kernels_are_as_slow_as_was_measured_of_the_chip(tmp_path: Path):
     mine.save(tmp_path / "mine.json")
     seconds = Topology.load(tmp_path / "mine.json").arithmetic_seconds(1e12, "bf16", "attention")
     assert seconds == 2e12 / mine.peak_flops("bf16")
-
-
-def test_unknown_chips_are_listed():
-    with pytest.raises(MeshError, match="v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, cpu"):
-        Topology("tpu:8")
 
 
 def test_other_chips_can_be_given(tmp_path: Path):
@@ -99,41 +97,34 @@ def test_files_that_hold_no_topology(text: str, tmp_path: Path):
         Topology.load(path)
 
 
-def test_gpu_axes_share_the_whole_switch():
-    mesh, topology = Mesh(None, (4, 2), ("data", "model")), Topology("h200:8")
-    assert topology.link(mesh, 0) == topology.link(mesh, 1)
-    assert topology.link(mesh, 0).bandwidth == 450e9
+NVLINK, NETWORK = 450e9, 50e9
+V4, V5E = (Topology(name).chip.ici.bandwidth for name in ("v4:4x4x8", "v5e:4x4"))
+INTERLEAVED = [8 * (i % 2) + i // 2 for i in range(16)]
 
 
-def test_gpu_axes_across_hosts_use_the_network():
-    mesh, topology = Mesh(None, (2, 8), ("data", "model")), Topology("h100:16")
-    assert topology.link(mesh, 0).bandwidth == 50e9
-    assert topology.link(mesh, 1).bandwidth == 450e9
-    swapped = Mesh([8 * (i % 2) + i // 2 for i in range(16)], (8, 2), ("model", "data"))
-    assert topology.link(swapped, 0).bandwidth == 450e9
-    assert topology.link(swapped, 1).bandwidth == 50e9
-
-
-def test_torus_axes_have_the_links_of_the_dims_that_they_cover():
-    topology = Topology("v4:4x4x8")
-    one = topology.chip.ici.bandwidth
-    mesh = Mesh(None, (16, 8), ("data", "model"))
-    assert topology.link(mesh, 0).bandwidth == 4 * one  # two rings
-    assert topology.link(mesh, 1).bandwidth == 2 * one  # one ring
-    assert topology.link(Mesh(None, (64, 2), ("a", "b")), 1).bandwidth == one
-    line = Topology("v5e:4x4")
-    assert line.link(Mesh(None, (4, 4), ("a", "b")), 0).bandwidth == line.chip.ici.bandwidth
-    ring = Topology("v5e:16x16")
-    assert ring.link(Mesh(None, (16, 16), ("a", "b")), 0).bandwidth == 2 * ring.chip.ici.bandwidth
+@pytest.mark.parametrize(
+    ("name", "mesh", "bandwidths"),
+    [
+        ("h200:8", Mesh(None, (4, 2), "ab"), (NVLINK, NVLINK)),  # each has the whole switch
+        ("h100:16", Mesh(None, (2, 8), "ab"), (NETWORK, NVLINK)),
+        ("h100:16", Mesh(INTERLEAVED, (8, 2), "ab"), (NVLINK, NETWORK)),
+        ("v4:4x4x8", Mesh(None, (16, 8), "ab"), (4 * V4, 2 * V4)),  # two rings, and one
+        ("v4:4x4x8", Mesh(None, (64, 2), "ab"), (None, V4)),
+        ("v5e:4x4", Mesh(None, (4, 4), "ab"), (V5E, V5E)),  # lines
+        ("v5e:16x16", Mesh(None, (16, 16), "ab"), (2 * V5E, 2 * V5E)),
+    ],
+)
+def test_axes_have_the_links_that_they_cross(name: str, mesh: Mesh, bandwidths: tuple[float, ...]):
+    for axis, bandwidth in enumerate(bandwidths):
+        assert bandwidth in (None, Topology(name).link(mesh, axis).bandwidth)
 
 
 def test_axes_across_slices_are_as_slow_as_the_network():
     topology = Topology("v5e:4x4")
     mesh = Mesh(None, (8, 4), ("data", "model"), (2, 1))
-    assert topology.link(mesh, 0) == topology.chip.dcn
-    assert topology.link(mesh, 1).bandwidth == topology.chip.ici.bandwidth
-    assert topology.atom_links(mesh)[0] == topology.chip.dcn
-    assert topology.atom_links(mesh)[1].bandwidth == topology.chip.ici.bandwidth
+    for links in ([topology.link(mesh, axis) for axis in range(2)], topology.atom_links(mesh)):
+        assert links[0] == topology.chip.dcn
+        assert links[1].bandwidth == topology.chip.ici.bandwidth
 
 
 def test_an_axis_of_size_one_has_a_link():
@@ -159,16 +150,17 @@ def test_devices_behind_a_switch_are_recognised(kind: str, name: str):
 
 
 @pytest.mark.parametrize(
-    ("kind", "box", "name"),
+    ("kind", "box", "name", "cores"),
     [
-        ("TPU v4", (2, 2, 4), "v4:2x2x4"),
-        ("TPU v5 lite", (4, 4, 1), "v5e:4x4"),
-        ("TPU v5", (2, 2, 1), "v5p:2x2x1"),
-        ("TPU v6 lite", (2, 4, 1), "v6e:2x4"),
+        ("TPU v4", (2, 2, 4), "v4:2x2x4", 1),
+        ("TPU v5 lite", (4, 4, 1), "v5e:4x4", 1),
+        ("TPU v5", (2, 2, 1), "v5p:2x2x1", 1),
+        ("TPU v6 lite", (2, 4, 1), "v6e:2x4", 1),
+        ("TPU7x", (2, 2, 1), "tpu7x:2x2x1", 2),
     ],
 )
-def test_devices_on_a_torus_are_recognised(kind: str, box: tuple[int, int, int], name: str):
-    coords = [(x, y, z) for x in range(box[0]) for y in range(box[1]) for z in range(box[2])]
+def test_devices_on_a_torus_are_recognised(kind: str, box: tuple[int, ...], name: str, cores: int):
+    coords = [c for c in product(*map(range, box)) for _ in range(cores)]
     devices = [SimpleNamespace(device_kind=kind, coords=c, slice_index=0) for c in coords]
     assert Topology.for_devices(devices).name == name
 
@@ -185,12 +177,6 @@ def test_cores_of_a_chip_are_devices_with_a_link_of_their_own():
     mesh = Mesh(None, (4, 2), ("data", "model"))
     assert topology.link(mesh, 1) == topology.chip.core
     assert topology.link(mesh, 0).bandwidth == 2 * topology.chip.ici.bandwidth
-
-
-def test_chips_of_two_devices_are_recognised():
-    coords = [(x, y, 0) for x in range(2) for y in range(2) for _ in range(2)]
-    devices = [SimpleNamespace(device_kind="TPU7x", coords=c, slice_index=0) for c in coords]
-    assert Topology.for_devices(devices).name == "tpu7x:2x2x1"
 
 
 @pytest.mark.parametrize(

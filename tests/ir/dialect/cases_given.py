@@ -30,7 +30,6 @@ class Given(NamedTuple):
     mesh: spmd.Mesh = MESH
 
     def text(self) -> str:
-        """The marked module."""
         return self.make()
 
 
@@ -126,6 +125,12 @@ def from_corpus(name: str) -> Given:
     return Given(f"corpus.{name}", make)
 
 
+FROM_CORPUS = (
+    "vision.resnet", "vision.unet", "sequence.experts", "sequence.lstm", "sequence.state_space",
+    "equinox.attention", "transforms.remat", "transforms.per_example", "numerics.control_flow",
+    "optax.lamb",
+)  # fmt: skip
+
 MODULES = (
     Given("module.open_with_axes", module(OPEN_WITH_AXES)),
     Given("module.sub_axis", module(SUB_AXIS)),
@@ -134,16 +139,7 @@ MODULES = (
     Given("module.if", module(IF)),
     Given("llama.scanned_adamw", llama(True, "adamw")),
     Given("llama.unrolled_adafactor", llama(False, "adafactor")),
-    from_corpus("vision.resnet"),
-    from_corpus("vision.unet"),
-    from_corpus("sequence.experts"),
-    from_corpus("sequence.lstm"),
-    from_corpus("sequence.state_space"),
-    from_corpus("equinox.attention"),
-    from_corpus("transforms.remat"),
-    from_corpus("transforms.per_example"),
-    from_corpus("numerics.control_flow"),
-    from_corpus("optax.lamb"),
+    *map(from_corpus, FROM_CORPUS),
 )
 
 CASES: tuple[Case, ...] = (*MARKED, *MODULES)

@@ -90,11 +90,9 @@ LINALG: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("triangular_left", solve(left_side=True, lower=True), (LOWER, SIDES)),
     ("triangular_right", solve(lower=True), (LOWER, np.swapaxes(SIDES, 1, 2).copy())),
     ("triangular_transposed", solve(left_side=True, lower=True, transpose_a=True), (LOWER, SIDES)),
-    (
-        "triangular_of_sum",
-        lambda a, x, y: lax.linalg.triangular_solve(a, x @ y, left_side=True, lower=True),
-        (LOWER, matrices(8, 4, 16), matrices(8, 16, 8)),
-    ),
+    ("triangular_of_sum",
+     lambda a, x, y: lax.linalg.triangular_solve(a, x @ y, left_side=True, lower=True),
+     (LOWER, matrices(8, 4, 16), matrices(8, 16, 8))),
     (
         "cholesky_gradient",
         jax.grad(lambda x: jnp.log(jnp.diagonal(jnp.linalg.cholesky(x), axis1=1, axis2=2)).sum()),
@@ -104,10 +102,7 @@ LINALG: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("random_threefry", rbg("threefry2x32", jax.random.normal), (SIDES[0],)),
     ("random_rbg", rbg("rbg", jax.random.normal), (SIDES[0],)),
     ("random_unsafe_rbg", rbg("unsafe_rbg", jax.random.uniform), (SIDES[0],)),
-    (
-        "rng_bit_generator",
-        lambda k: lax.rng_bit_generator(k, (8, 16), dtype=np.uint32),
-        (np.arange(4, dtype=np.uint32),),
-    ),
-)
+    ("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (8, 16), dtype=np.uint32),
+     (np.arange(4, dtype=np.uint32),)),
+)  # fmt: skip
 """(name, function, arguments)."""

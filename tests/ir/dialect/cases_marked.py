@@ -34,7 +34,6 @@ class Marked(NamedTuple):
     mesh: spmd.Mesh = MESH
 
     def text(self) -> str:
-        """The marked module."""
         structs, specs = (jax.tree.map(pick, self.args, is_leaf=is_arg) for pick in PARTS)
         jitted = spmd.jit(self.fn, mesh=self.mesh, in_specs=specs)
         return marked_text(jitted.request(*structs, topology=TOPOLOGY))
@@ -152,10 +151,14 @@ def experts(x: Any, gate: Any, up: Any, down: Any) -> Any:
     return jnp.einsum("ebsf,efd,bse->bsd", h, down, weights)
 
 
-def resnet_block(x: Any, k1: Any, k2: Any, scale: Any) -> Any:
-    def conv(a: Any, k: Any) -> Any:
-        return lax.conv_general_dilated(a, k, (1, 1), "SAME", dimension_numbers=NHWC)
+def conv(x: Any, k: Any, stride: int = 1, **options: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, k, (stride, stride), "SAME", dimension_numbers=numbers, **options
+    )
 
+
+def resnet_block(x: Any, k1: Any, k2: Any, scale: Any) -> Any:
     h = jax.nn.relu(conv(x, k1) * scale)
     h = (h - h.mean((0, 1, 2))) * lax.rsqrt(h.var((0, 1, 2)) + 1e-5)
     return jax.nn.relu(x + conv(h, k2))
@@ -181,7 +184,6 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
 
 
-NHWC = ("NHWC", "HWIO", "NHWC")
 BOTH = arg(8, 16, at=("data", "model"))
 ROWS = arg(8, 16, at=("data", ...))
 COLUMNS = arg(8, 16, at=(..., "model"))
@@ -214,21 +216,12 @@ MARKED: tuple[Marked, ...] = (
     Marked("elementwise.chain", lambda x: jnp.exp(jnp.sin(x) * 2 + x), (BOTH,)),
     Marked("elementwise.backward", lambda x, y: mark(x * y + 1, "data", "model"), (PLAIN, PLAIN)),
     Marked("elementwise.both_ends", lambda x, y: jnp.where(x > 0, x, y) + y, (ROWS, COLUMNS)),
-    Marked(
-        "elementwise.longer_wins",
-        lambda x, y: x + y,
-        (SQUARE_ROWS, arg(16, 16, at=(("data", "model"), ...))),
-    ),
-    Marked(
-        "elementwise.uneven",
-        lambda x, y: jnp.sin(mark(x + y, "data", ...)) * 2,
-        (arg(10, 16), arg(10, 16)),
-    ),
-    Marked(
-        "elementwise.shared_constant",
-        lambda x, y: (x + 1, y + 1),
-        (arg(8, 16, at=("data", None)), arg(8, 16, at=(None, "model"))),
-    ),
+    Marked("elementwise.longer_wins", lambda x, y: x + y,
+           (SQUARE_ROWS, arg(16, 16, at=(("data", "model"), ...)))),
+    Marked("elementwise.uneven", lambda x, y: jnp.sin(mark(x + y, "data", ...)) * 2,
+           (arg(10, 16), arg(10, 16))),
+    Marked("elementwise.shared_constant", lambda x, y: (x + 1, y + 1),
+           (arg(8, 16, at=("data", None)), arg(8, 16, at=(None, "model")))),
     # Closed and open dims.
     Marked("dims.closed_argument", lambda x, y: x * 2 + y, (arg(8, 16, at=("data", None)), BOTH)),
     Marked("dims.open_argument", lambda x, y: x * 2 + y, (ROWS, BOTH)),
@@ -238,64 +231,39 @@ MARKED: tuple[Marked, ...] = (
     # dot_general.
     Marked("dot.free_dims", lambda x, w: x @ w, XW),
     Marked("dot.contracting", lambda x, w: x @ w, (COLUMNS, arg(16, 32))),
-    Marked(
-        "dot.batch",
-        lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
-        (arg(8, 4, 6, at=("data", ..., "model")), arg(8, 6, 4)),
-    ),
+    Marked("dot.batch", lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
+           (arg(8, 4, 6, at=("data", ..., "model")), arg(8, 6, 4))),
     Marked("dot.backward", lambda x, w: mark(x @ w, "data", "model"), (PLAIN, arg(16, 32))),
-    Marked(
-        "dot.many_dims",
-        lambda x, y: jnp.einsum("abcd,bdef->abcef", x, y),
-        (arg(2, 4, 6, 8, at=("model", "data", ..., ...)), arg(4, 8, 6, 4)),
-    ),
-    Marked(
-        "dot.outer", lambda x, y: jnp.outer(x, y), (arg(8, at=("data",)), arg(16, at=("model",)))
-    ),
+    Marked("dot.many_dims", lambda x, y: jnp.einsum("abcd,bdef->abcef", x, y),
+           (arg(2, 4, 6, 8, at=("model", "data", ..., ...)), arg(4, 8, 6, 4))),
+    Marked("dot.outer", lambda x, y: jnp.outer(x, y),
+           (arg(8, at=("data",)), arg(16, at=("model",)))),
     Marked("dot.vector", lambda x, v: x @ v, (BOTH, arg(16))),
     Marked("dot.axis_wanted_twice", lambda x, w: x @ w, (ROWS, arg(16, 32, at=(..., "data")))),
     Marked("dot.gradients", gradients(lambda x, w: x @ w), XW),
     # Reshape, transpose, broadcast.
     Marked("reshape.split", lambda x: x.reshape(4, 2, 16) * 2, (BOTH,)),
-    Marked(
-        "reshape.merge", lambda x: x.reshape(8, 16) * 2, (arg(4, 2, 16, at=("data", "model", ...)),)
-    ),
+    Marked("reshape.merge", lambda x: x.reshape(8, 16) * 2,
+           (arg(4, 2, 16, at=("data", "model", ...)),)),
     Marked("reshape.split_sub_axis", lambda x: x.reshape(2, 4, 16) + 1, (ROWS,)),
-    Marked(
-        "reshape.merge_sub_axis", lambda x: mark(x.reshape(8, 16), "data", ...), (arg(2, 4, 16),)
-    ),
-    Marked(
-        "reshape.split_both_axes",
-        lambda x: jnp.sin(x.reshape(4, 8)),
-        (arg(32, at=(("data", "model"),)),),
-    ),
+    Marked("reshape.merge_sub_axis", lambda x: mark(x.reshape(8, 16), "data", ...),
+           (arg(2, 4, 16),)),
+    Marked("reshape.split_both_axes", lambda x: jnp.sin(x.reshape(4, 8)),
+           (arg(32, at=(("data", "model"),)),)),
     Marked("reshape.size_one", lambda x: x.reshape(8, 1, 16, 1) + 1, (BOTH,)),
-    Marked(
-        "reshape.drop_size_one",
-        lambda x: x.reshape(8, 16) + 1,
-        (arg(1, 8, 1, 16, at=(..., "data", ..., "model")),),
-    ),
-    Marked(
-        "reshape.minor_of_merge",
-        lambda x: x.reshape(8, 16) * 2,
-        (arg(4, 2, 16, at=(..., "model", ...)),),
-    ),
+    Marked("reshape.drop_size_one", lambda x: x.reshape(8, 16) + 1,
+           (arg(1, 8, 1, 16, at=(..., "data", ..., "model")),)),
+    Marked("reshape.minor_of_merge", lambda x: x.reshape(8, 16) * 2,
+           (arg(4, 2, 16, at=(..., "model", ...)),)),
     Marked("reshape.unrelated", lambda x: x.reshape(8, 3) * 2, (arg(6, 4, at=("model", ...)),)),
-    Marked(
-        "reshape.heads",
-        lambda x: x.reshape(8, 16, 4, 8).swapaxes(1, 2),
-        (arg(8, 16, 32, at=("data", ..., "model")),),
-    ),
-    Marked(
-        "transpose", lambda x: x.transpose(2, 0, 1) * 2, (arg(4, 8, 16, at=("model", "data", ...)),)
-    ),
+    Marked("reshape.heads", lambda x: x.reshape(8, 16, 4, 8).swapaxes(1, 2),
+           (arg(8, 16, 32, at=("data", ..., "model")),)),
+    Marked("transpose", lambda x: x.transpose(2, 0, 1) * 2,
+           (arg(4, 8, 16, at=("model", "data", ...)),)),
     Marked("broadcast.rows", lambda x, b: x + b, (BOTH, arg(16))),
     Marked("broadcast.size_one", lambda x, c: x * c, (BOTH, arg(8, 1))),
-    Marked(
-        "broadcast.backward",
-        lambda b: mark(jnp.broadcast_to(b, (8, 16)), "data", "model"),
-        (arg(16),),
-    ),
+    Marked("broadcast.backward", lambda b: mark(jnp.broadcast_to(b, (8, 16)), "data", "model"),
+           (arg(16),)),
     # Reductions.
     Marked("reduce.sum", lambda x: (x.sum(0), x.sum(1), x.sum()), (BOTH,)),
     Marked("reduce.backward", lambda x: mark(x.sum(1), "data"), (PLAIN,)),
@@ -315,33 +283,18 @@ MARKED: tuple[Marked, ...] = (
     Marked("slice.halves", lambda x: jnp.sin(x[:, :8]) * x[:, 8:], (BOTH,)),
     Marked("reverse", lambda x: x[:, ::-1], (BOTH,)),
     Marked("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (0, i), (8, 4)), (BOTH, ints())),
-    Marked(
-        "dynamic_update_slice",
-        lambda x, y, i: lax.dynamic_update_slice(x, y, (0, i)),
-        (BOTH, arg(8, 4), ints()),
-    ),
+    Marked("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (0, i)),
+           (BOTH, arg(8, 4), ints())),
     # Indexing.
-    Marked(
-        "gather.embedding",
-        embedding,
-        (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model"))),
-    ),
-    Marked(
-        "gather.vocabulary_split",
-        embedding,
-        (ints(8, 16, at=("data", ...)), arg(64, 32, at=("model", ...))),
-    ),
-    Marked(
-        "gather.backward",
-        lambda i, t: mark(embedding(i, t), "data", None, "model"),
-        (ints(8, 16), arg(64, 32)),
-    ),
+    Marked("gather.embedding", embedding,
+           (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model")))),
+    Marked("gather.vocabulary_split", embedding,
+           (ints(8, 16, at=("data", ...)), arg(64, 32, at=("model", ...)))),
+    Marked("gather.backward", lambda i, t: mark(embedding(i, t), "data", None, "model"),
+           (ints(8, 16), arg(64, 32))),
     Marked("gather.batched", lambda x, i: jnp.take_along_axis(x, i, 1), (ROWS, ints(8, 4))),
-    Marked(
-        "scatter.add",
-        lambda x, i, y: x.at[i].add(y),
-        (arg(64, 32, at=(..., "model")), ints(16, at=("data",)), arg(16, 32)),
-    ),
+    Marked("scatter.add", lambda x, i, y: x.at[i].add(y),
+           (arg(64, 32, at=(..., "model")), ints(16, at=("data",)), arg(16, 32))),
     Marked(
         "scatter.embedding_gradient",
         lambda i, t: jax.grad(lambda t: embedding(i, t).sum())(t),
@@ -349,71 +302,35 @@ MARKED: tuple[Marked, ...] = (
     ),
     Marked("sort", lambda x: jnp.sort(x, 1), (ROWS,)),
     Marked("top_k", lambda x: lax.top_k(x, 4), (ROWS,)),
-    Marked(
-        "iota.one_hot",
-        lambda i: jax.nn.one_hot(i, 32) @ jnp.ones((32, 4)),
-        (ints(8, at=("data",)),),
-    ),
+    Marked("iota.one_hot", lambda i: jax.nn.one_hot(i, 32) @ jnp.ones((32, 4)),
+           (ints(8, at=("data",)),)),
     Marked("cross_entropy", cross_entropy, (arg(8, 64, at=("data", "model")), ints(8))),
-    Marked(
-        "cross_entropy.gradient",
-        lambda x, y: jax.grad(cross_entropy)(x, y),
-        (arg(8, 64, at=("data", "model")), ints(8, at=("data",))),
-    ),
+    Marked("cross_entropy.gradient", lambda x, y: jax.grad(cross_entropy)(x, y),
+           (arg(8, 64, at=("data", "model")), ints(8, at=("data",)))),
     # Convolution and pooling.
-    Marked(
-        "conv",
-        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC),
-        (IMAGE, KERNEL),
-    ),
-    Marked(
-        "conv.gradients",
-        gradients(
-            lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)
-        ),
-        (IMAGE, KERNEL),
-    ),
-    Marked(
-        "conv.features_in",
-        lambda x, k: lax.conv_general_dilated(x, k, (2, 2), "SAME", dimension_numbers=NHWC),
-        (arg(8, 16, 16, 8, at=("data", ..., ..., "model")), arg(3, 3, 8, 16)),
-    ),
-    Marked(
-        "conv.grouped",
-        lambda x, k: lax.conv_general_dilated(
-            x, k, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=4
-        ),
-        (IMAGE, arg(3, 3, 2, 16, at=(..., ..., ..., "model"))),
-    ),
-    Marked(
-        "conv.spatial",
-        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC),
-        (arg(8, 16, 16, 8, at=(..., "data", ..., ...)), arg(3, 3, 8, 16)),
-    ),
-    Marked(
-        "pooling",
-        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"),
-        (arg(8, 16, 16, 8, at=("data", ..., ..., "model")),),
-    ),
+    Marked("conv", conv, (IMAGE, KERNEL)),
+    Marked("conv.gradients", gradients(conv), (IMAGE, KERNEL)),
+    Marked("conv.features_in", lambda x, k: conv(x, k, 2),
+           (arg(8, 16, 16, 8, at=("data", ..., ..., "model")), arg(3, 3, 8, 16))),
+    Marked("conv.grouped", lambda x, k: conv(x, k, feature_group_count=4),
+           (IMAGE, arg(3, 3, 2, 16, at=(..., ..., ..., "model")))),
+    Marked("conv.spatial", conv, (arg(8, 16, 16, 8, at=(..., "data", ..., ...)), arg(3, 3, 8, 16))),
+    Marked("pooling",
+           lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"),
+           (arg(8, 16, 16, 8, at=("data", ..., ..., "model")),)),
     # Conflicts.
     Marked("conflict.two_arguments", lambda x, y: x + y, (ROWS, arg(8, 16, at=("model", ...)))),
     Marked("conflict.transposed", lambda x: x + x.T, (arg(16, 16, at=("data", "model")),)),
     Marked("conflict.square", lambda x: x @ x, (arg(16, 16, at=("data", "model")),)),
-    Marked(
-        "conflict.chain",
-        lambda x, v, w: (x @ v) @ w,
-        (ROWS, arg(16, 16, at=("model", "data")), SQUARE_ROWS),
-    ),
+    Marked("conflict.chain", lambda x, v, w: (x @ v) @ w,
+           (ROWS, arg(16, 16, at=("model", "data")), SQUARE_ROWS)),
     Marked(
         "conflict.square_of_disputed",
         lambda x, w: (lambda h: h @ h + h.T)(jnp.sin(x @ w)),
         (SQUARE_ROWS, arg(16, 16, at=(None, "data"))),
     ),
-    Marked(
-        "conflict.weights_from_behind",
-        lambda x, w, v: jnp.sin(x @ w) + v @ w,
-        (SQUARE_ROWS, arg(16, 16, at=(None, "data")), SQUARE),
-    ),
+    Marked("conflict.weights_from_behind", lambda x, w, v: jnp.sin(x @ w) + v @ w,
+           (SQUARE_ROWS, arg(16, 16, at=(None, "data")), SQUARE)),
     Marked(
         "conflict.weights_from_a_loss",
         gradients(lambda x, v, w: jnp.tanh(jnp.tanh(x @ v) @ w)),
@@ -423,16 +340,12 @@ MARKED: tuple[Marked, ...] = (
             arg(16, 16, at=("model", "data")),
         ),
     ),
-    Marked(
-        "conflict.order_of_axes",
-        lambda x, y: x * y,
-        (arg(16, 16, at=(("data", "model"), ...)), arg(16, 16, at=(("model", "data"), ...))),
-    ),
+    Marked("conflict.order_of_axes", lambda x, y: x * y,
+           (arg(16, 16, at=(("data", "model"), ...)), arg(16, 16, at=(("model", "data"), ...)))),
     # Control flow.
     Marked("while.forward", while_loop, (BOTH, PLAIN)),
-    Marked(
-        "while.backward", lambda x, y: mark(while_loop(x, y)[1], "data", "model"), (PLAIN, PLAIN)
-    ),
+    Marked("while.backward", lambda x, y: mark(while_loop(x, y)[1], "data", "model"),
+           (PLAIN, PLAIN)),
     Marked("while.swapped", swapped_carries, (ROWS, COLUMNS)),
     Marked("scan.forward", scanned, (ROWS, arg(3, 16, 16, at=(None, None, "model")))),
     Marked("scan.marked_inside", scan_marked_inside, (PLAIN, SQUARE)),
@@ -442,45 +355,28 @@ MARKED: tuple[Marked, ...] = (
         (ROWS, arg(3, 16, 16, at=(None, "model", ...))),
     ),
     Marked("cond.forward", branches, (ROWS, COLUMNS, ints())),
-    Marked(
-        "cond.backward",
-        lambda x, y, f: mark(branches(x, y, f), "data", "model"),
-        (PLAIN, PLAIN, ints()),
-    ),
+    Marked("cond.backward", lambda x, y, f: mark(branches(x, y, f), "data", "model"),
+           (PLAIN, PLAIN, ints())),
     Marked("case", switch, (ROWS, arg(16, 16, at=(..., "model")), ints())),
-    Marked(
-        "optimization_barrier", lambda x, y: lax.optimization_barrier((x, y + 1)), (ROWS, COLUMNS)
-    ),
+    Marked("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y + 1)),
+           (ROWS, COLUMNS)),
     # Calls and transformations.
     Marked("calls.function_twice", called_twice, (*XW, arg(32, 16))),
     Marked("calls.custom_vjp", gradients(lambda x, w: clipped(x @ w)), XW),
-    Marked(
-        "calls.remat", gradients(rematerialized), (ROWS, arg(16, 16, at=(..., "model")), SQUARE)
-    ),
+    Marked("calls.remat", gradients(rematerialized),
+           (ROWS, arg(16, 16, at=(..., "model")), SQUARE)),
     Marked(
         "calls.vmap",
         lambda x, w: jax.vmap(lambda a: jnp.tanh(a @ w))(x),
         (arg(8, 4, 16, at=("data", ..., ...)), arg(16, 32, at=(..., "model"))),
     ),
     # Three axes.
-    Marked(
-        "cube.matmul",
-        lambda x, w: x @ w,
-        (arg(8, 16, at=(("x", "y"), ...)), arg(16, 32, at=("x", "z"))),
-        CUBE,
-    ),
-    Marked(
-        "cube.merge",
-        lambda x: jnp.sin(x.reshape(16, 16)),
-        (arg(2, 8, 16, at=("x", ("y", "z"), ...)),),
-        CUBE,
-    ),
-    Marked(
-        "cube.split",
-        lambda x: jnp.sin(x.reshape(2, 2, 4, 16)),
-        (arg(16, 16, at=(("x", "y", "z"), ...)),),
-        CUBE,
-    ),
+    Marked("cube.matmul", lambda x, w: x @ w,
+           (arg(8, 16, at=(("x", "y"), ...)), arg(16, 32, at=("x", "z"))), CUBE),
+    Marked("cube.merge", lambda x: jnp.sin(x.reshape(16, 16)),
+           (arg(2, 8, 16, at=("x", ("y", "z"), ...)),), CUBE),
+    Marked("cube.split", lambda x: jnp.sin(x.reshape(2, 2, 4, 16)),
+           (arg(16, 16, at=(("x", "y", "z"), ...)),), CUBE),
     # Models.
     Marked("model.mlp", mlp, MLP),
     Marked("model.mlp_gradients", gradients(mlp), MLP),
@@ -488,19 +384,13 @@ MARKED: tuple[Marked, ...] = (
     Marked("model.attention_gradients", gradients(attention), ATTENTION),
     Marked("model.experts", experts, EXPERTS),
     Marked("model.experts_gradients", gradients(experts), EXPERTS),
-    Marked(
-        "model.resnet_block",
-        resnet_block,
-        (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8)),
-    ),
-    Marked(
-        "model.resnet_gradients",
-        gradients(resnet_block),
-        (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8)),
-    ),
+    Marked("model.resnet_block", resnet_block,
+           (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8))),
+    Marked("model.resnet_gradients", gradients(resnet_block),
+           (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8))),
     Marked(
         "model.adam",
         adam_step,
         ({"a": arg(16, 32, at=("data", "model")), "b": arg(32)}, {"a": arg(16, 32), "b": arg(32)}),
     ),
-)
+)  # fmt: skip

@@ -65,6 +65,11 @@ def called(x: Any) -> Any:
     return jax.pure_callback(np.sin, result, x, vmap_method="expand_dims") * 2
 
 
+def inspected(x: Any) -> Any:
+    jax.debug.inspect_array_sharding(x, callback=str)
+    return x * 2
+
+
 MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("top_k", lambda x: tuple(lax.top_k(x, 3)), (X,)),
     ("top_k_gradient", jax.grad(lambda x: lax.top_k(x, 3)[0].sum()), (X,)),
@@ -72,17 +77,11 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("approx_min_k", lambda x: tuple(lax.approx_min_k(x, 4, reduction_dimension=0)), (X,)),
     ("ragged_dot", ragged, (X, matrices(4, 16, 6))),
     ("attention", attended, (X, matrices(8, 8))),
-    (
-        "attention_gradient",
-        jax.grad(lambda x, w: jnp.sum(attended(x, w) ** 2), (0, 1)),
-        (X, matrices(8, 8)),
-    ),
+    ("attention_gradient",
+     jax.grad(lambda x, w: jnp.sum(attended(x, w) ** 2), (0, 1)), (X, matrices(8, 8))),
     ("experts", mixed, (X, matrices(3, 6, 16) / 4)),
-    (
-        "experts_gradient",
-        jax.grad(lambda x, w: jnp.sum(mixed(x, w) ** 2), (0, 1)),
-        (X, matrices(3, 6, 16) / 4),
-    ),
+    ("experts_gradient",
+     jax.grad(lambda x, w: jnp.sum(mixed(x, w) ** 2), (0, 1)), (X, matrices(3, 6, 16) / 4)),
     ("linear", projected, (X, matrices(8, 16, seed=2))),
     ("paged_attention", paged, (X, matrices(8, 8))),
     ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
@@ -91,11 +90,9 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("complex", complex_chain, (Z, Z)),
     ("complex_roots", lambda z: (jnp.sqrt(z), jnp.log(z), jnp.tanh(z), z**3, z / (z + 2)), (Z,)),
     ("callback", called, (X,)),
+    ("inspected", inspected, (X,)),
     ("bitcast_wider", lambda x: lax.bitcast_convert_type(x, jnp.int8), (X,)),
-    (
-        "bitcast_narrower",
-        lambda x: lax.bitcast_convert_type(x.astype(jnp.int8).reshape(8, 4, 4), jnp.int32),
-        (WORDS,),
-    ),
-)
+    ("bitcast_narrower",
+     lambda x: lax.bitcast_convert_type(x.astype(jnp.int8).reshape(8, 4, 4), jnp.int32), (WORDS,)),
+)  # fmt: skip
 """(name, function, arguments)."""

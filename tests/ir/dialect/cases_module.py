@@ -218,77 +218,49 @@ BROADCASTING = together(
 )  # fmt: skip
 
 NORM = (
-    case(
-        "stablehlo.batch_norm_inference",
+    case("stablehlo.batch_norm_inference",
         """%r = "stablehlo.batch_norm_inference"(%0, %1, %2, %3, %4)
         {epsilon = 0.001 : f32, feature_index = 3 : i64} : ($0, $1, $2, $3, $4) -> $r""",
-        lambda x, s, o, m, v: (x - m) / np.sqrt(v + 0.001) * s + o,
-        IMAGE, SCALE, OFFSET, MEAN, VARIANCE,
-    ),
-    case(
-        "stablehlo.batch_norm_training",
+        lambda x, s, o, m, v: (x - m) / np.sqrt(v + 0.001) * s + o, IMAGE, SCALE, OFFSET, MEAN,
+        VARIANCE),
+    case("stablehlo.batch_norm_training",
         """%r:3 = "stablehlo.batch_norm_training"(%0, %1, %2)
         {epsilon = 0.001 : f32, feature_index = 3 : i64} : ($0, $1, $2) -> ($r0, $r1, $r2)""",
-        training, IMAGE, SCALE, OFFSET,
-    ),
-    case(
-        "stablehlo.batch_norm_grad",
+        training, IMAGE, SCALE, OFFSET),
+    case("stablehlo.batch_norm_grad",
         """%r:3 = "stablehlo.batch_norm_grad"(%0, %1, %2, %3, %4)
         {epsilon = 0.001 : f32, feature_index = 3 : i64}
         : ($0, $1, $2, $3, $4) -> ($r0, $r1, $r2)""",
-        training_gradient, IMAGE, SCALE, MEAN, VARIANCE, matrices(8, 4, 4, 8, seed=9),
-    ),
+        training_gradient, IMAGE, SCALE, MEAN, VARIANCE, matrices(8, 4, 4, 8, seed=9)),
 )  # fmt: skip
 
 CONTRACT = (
     case("stablehlo.dot", "%r = stablehlo.dot %0, %1 : ($0, $1) -> $r", np.matmul, X, Y.T.copy()),
     case("dot_vector", "%r = stablehlo.dot %0, %1 : ($0, $1) -> $r", np.matmul, X, ROW),
-    case(
-        "stablehlo.einsum",
+    case("stablehlo.einsum",
         '%r = stablehlo.einsum %0, %1, config = "ijl,kj->ki" : ($0, $1) -> $r',
-        lambda x, y: np.einsum("ijl,kj->ki", x, y),
-        SIDES, matrices(8, 4),
-    ),
-    case(
-        "einsum_batch",
+        lambda x, y: np.einsum("ijl,kj->ki", x, y), SIDES, matrices(8, 4)),
+    case("einsum_batch",
         '%r = stablehlo.einsum %0, %1, config = "...ij,...kj->...ik" : ($0, $1) -> $r',
-        lambda x, y: np.einsum("...ij,...kj->...ik", x, y),
-        SIDES, matrices(8, 8, 16),
-    ),
-    case(
-        "stablehlo.unary_einsum",
+        lambda x, y: np.einsum("...ij,...kj->...ik", x, y), SIDES, matrices(8, 8, 16)),
+    case("stablehlo.unary_einsum",
         '%r = "stablehlo.unary_einsum"(%0) {einsum_config = "ijk->ki"} : ($0) -> $r',
-        lambda x: np.einsum("ijk->ki", x),
-        SIDES,
-    ),
-    case(
-        "unary_einsum_diagonal",
+        lambda x: np.einsum("ijk->ki", x), SIDES),
+    case("unary_einsum_diagonal",
         '%r = "stablehlo.unary_einsum"(%0) {einsum_config = "iji->ji"} : ($0) -> $r',
-        lambda x: np.einsum("iji->ji", x),
-        matrices(8, 4, 8),
-    ),
-    case(
-        "stablehlo.broadcast",
-        "%r = stablehlo.broadcast %0, sizes = [4, 2] : ($0) -> $r",
-        lambda x: np.broadcast_to(x, (4, 2, 8, 16)),
-        X,
-    ),
-    case(
-        "stablehlo.torch_index_select",
+        lambda x: np.einsum("iji->ji", x), matrices(8, 4, 8)),
+    case("stablehlo.broadcast", "%r = stablehlo.broadcast %0, sizes = [4, 2] : ($0) -> $r",
+        lambda x: np.broadcast_to(x, (4, 2, 8, 16)), X),
+    case("stablehlo.torch_index_select",
         """%r = "stablehlo.torch_index_select"(%0, %1) {dim = 1 : i64, batch_dims = 0 : i64}
         : ($0, $1) -> $r""",
-        lambda x, i: x[:, i],
-        X, INDEX,
-    ),
-    case(
-        "torch_index_select_batch",
+        lambda x, i: x[:, i], X, INDEX),
+    case("torch_index_select_batch",
         """%r = "stablehlo.torch_index_select"(%0, %1) {dim = 2 : i64, batch_dims = 1 : i64}
         : ($0, $1) -> $r""",
-        lambda x, i: np.stack([a[:, b] for a, b in zip(x, i, strict=True)]),
-        SIDES, np.stack([(INDEX + n) % 16 for n in range(8)]).astype(np.int32),
-    ),
-    case(
-        "stablehlo.map",
+        lambda x, i: np.stack([a[:, b] for a, b in zip(x, i, strict=True)]), SIDES,
+        np.stack([(INDEX + n) % 16 for n in range(8)]).astype(np.int32)),
+    case("stablehlo.map",
         """%r = "stablehlo.map"(%0, %1) ({
           ^bb0(%a: tensor<f32>, %b: tensor<f32>):
             %one = stablehlo.constant dense<1.0> : tensor<f32>
@@ -296,57 +268,39 @@ CONTRACT = (
             %q = stablehlo.add %p, %one : tensor<f32>
             stablehlo.return %q : tensor<f32>
         }) {dimensions = array<i64: 0, 1>} : ($0, $1) -> $r""",
-        lambda x, y: x * y + 1,
-        X, Y,
-    ),
+        lambda x, y: x * y + 1, X, Y),
 )  # fmt: skip
 
 DYNAMIC = (
-    case(
-        "stablehlo.dynamic_reshape",
+    case("stablehlo.dynamic_reshape",
         """%s = stablehlo.constant dense<[4, 32]> : tensor<2xi32>
         %r = stablehlo.dynamic_reshape %0, %s : ($0, tensor<2xi32>) -> $r""",
-        lambda x: x.reshape(4, 32),
-        X,
-    ),
-    case(
-        "stablehlo.dynamic_broadcast_in_dim",
+        lambda x: x.reshape(4, 32), X),
+    case("stablehlo.dynamic_broadcast_in_dim",
         """%s = stablehlo.constant dense<[8, 16]> : tensor<2xi32>
         %r = "stablehlo.dynamic_broadcast_in_dim"(%0, %s)
         {broadcast_dimensions = array<i64: 1>} : ($0, tensor<2xi32>) -> $r""",
-        lambda x: np.broadcast_to(x, (8, 16)),
-        ROW,
-    ),
-    case(
-        "stablehlo.dynamic_iota",
+        lambda x: np.broadcast_to(x, (8, 16)), ROW),
+    case("stablehlo.dynamic_iota",
         """%s = stablehlo.constant dense<[8, 16]> : tensor<2xi32>
         %i = stablehlo.dynamic_iota %s, dim = 0 : (tensor<2xi32>) -> $0
         %r = stablehlo.add %i, %0 : $0""",
-        lambda x: x + np.arange(8, dtype=np.float32)[:, None],
-        X,
-    ),
-    case(
-        "stablehlo.dynamic_gather",
+        lambda x: x + np.arange(8, dtype=np.float32)[:, None], X),
+    case("stablehlo.dynamic_gather",
         """%s = stablehlo.constant dense<[8, 1]> : tensor<2xi32>
         %r = "stablehlo.dynamic_gather"(%0, %1, %s) {dimension_numbers =
           #stablehlo.gather<offset_dims = [0], collapsed_slice_dims = [1],
             start_index_map = [1], index_vector_dim = 1>,
           indices_are_sorted = false} : ($0, $1, tensor<2xi32>) -> $r""",
-        lambda x, i: x[:, i],
-        X, INDEX,
-    ),
-    case(
-        "stablehlo.dynamic_conv",
+        lambda x, i: x[:, i], X, INDEX),
+    case("stablehlo.dynamic_conv",
         """%p = stablehlo.constant dense<1> : tensor<2x2xi32>
         %r = "stablehlo.dynamic_conv"(%0, %1, %p) {
           dimension_numbers = #stablehlo.conv<[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]>,
           feature_group_count = 1 : i64, batch_group_count = 1 : i64}
         : ($0, $1, tensor<2x2xi32>) -> $r""",
-        convolved,
-        IMAGE, matrices(3, 3, 8, 4, seed=8),
-    ),
-    case(
-        "stablehlo.dynamic_pad",
+        convolved, IMAGE, matrices(3, 3, 8, 4, seed=8)),
+    case("stablehlo.dynamic_pad",
         """%z = stablehlo.constant dense<2.0> : tensor<f32>
         %one = stablehlo.constant dense<1> : tensor<1xi32>
         %zero = stablehlo.constant dense<0> : tensor<1xi32>
@@ -356,83 +310,54 @@ DYNAMIC = (
         %n = stablehlo.constant dense<0> : tensor<2xi32>
         %r = stablehlo.dynamic_pad %0, %z, %l, %h, %n
         : ($0, tensor<f32>, tensor<2xi32>, tensor<2xi32>, tensor<2xi32>) -> $r""",
-        lambda x: np.pad(x, ((0, 0), (1, 3)), constant_values=2.0),
-        X,
-    ),
-    case(
-        "stablehlo.real_dynamic_slice",
+        lambda x: np.pad(x, ((0, 0), (1, 3)), constant_values=2.0), X),
+    case("stablehlo.real_dynamic_slice",
         """%s = stablehlo.constant dense<[0, 3]> : tensor<2xi32>
         %l = stablehlo.constant dense<[8, 11]> : tensor<2xi32>
         %t = stablehlo.constant dense<[1, 2]> : tensor<2xi32>
         %r = stablehlo.real_dynamic_slice %0, %s, %l, %t
         : ($0, tensor<2xi32>, tensor<2xi32>, tensor<2xi32>) -> $r""",
-        lambda x: x[:, 3:11:2],
-        X,
-    ),
-    case(
-        "real_dynamic_slice_computed",
+        lambda x: x[:, 3:11:2], X),
+    case("real_dynamic_slice_computed",
         """%n = stablehlo.constant dense<[8, 4]> : tensor<2xi32>
         %l = stablehlo.add %1, %n : tensor<2xi32>
         %t = stablehlo.constant dense<1> : tensor<2xi32>
         %r = stablehlo.real_dynamic_slice %0, %1, %l, %t : ($0, $1, $1, tensor<2xi32>) -> $r""",
-        lambda x, s: x[s[0] : s[0] + 8, s[1] : s[1] + 4],
-        X, np.asarray([0, 5], np.int32),
-    ),
-    case(
-        "stablehlo.get_dimension_size",
+        lambda x, s: x[s[0] : s[0] + 8, s[1] : s[1] + 4], X, np.asarray([0, 5], np.int32)),
+    case("stablehlo.get_dimension_size",
         """%n = stablehlo.get_dimension_size %0, dim = 1 : ($0) -> tensor<i32>
         %m = stablehlo.set_dimension_size %0, %n, dim = 1 : ($0, tensor<i32>) -> $0
         %f = stablehlo.convert %n : (tensor<i32>) -> tensor<f32>
         %b = stablehlo.broadcast %f, sizes = [8, 16] : (tensor<f32>) -> $0
         %r = stablehlo.multiply %m, %b : $0""",
-        lambda x: x * 16,
-        X,
-    ),
+        lambda x: x * 16, X),
 )  # fmt: skip
 
 LINALG = (
-    case(
-        "stablehlo.cholesky",
-        '%r = "stablehlo.cholesky"(%0) {lower = true} : ($0) -> $r',
-        np.linalg.cholesky,
-        SPD,
-    ),
-    case(
-        "stablehlo.triangular_solve",
+    case("stablehlo.cholesky", '%r = "stablehlo.cholesky"(%0) {lower = true} : ($0) -> $r',
+        np.linalg.cholesky, SPD),
+    case("stablehlo.triangular_solve",
         """%r = "stablehlo.triangular_solve"(%0, %1) {left_side = true, lower = true,
         unit_diagonal = false, transpose_a = #stablehlo<transpose NO_TRANSPOSE>}
         : ($0, $1) -> $r""",
-        lambda a, b: np.linalg.solve(a, b),
-        LOWER, SIDES,
-    ),
-    case(
-        "triangular_solve_right",
+        lambda a, b: np.linalg.solve(a, b), LOWER, SIDES),
+    case("triangular_solve_right",
         """%r = "stablehlo.triangular_solve"(%0, %1) {left_side = false, lower = true,
         unit_diagonal = false, transpose_a = #stablehlo<transpose TRANSPOSE>} : ($0, $1) -> $r""",
-        lambda a, b: np.swapaxes(np.linalg.solve(a, np.swapaxes(b, 1, 2)), 1, 2),
-        LOWER, np.swapaxes(SIDES, 1, 2).copy(),
-    ),
-    case(
-        "custom_call:Eigh",
+        lambda a, b: np.swapaxes(np.linalg.solve(a, np.swapaxes(b, 1, 2)), 1, 2), LOWER,
+        np.swapaxes(SIDES, 1, 2).copy()),
+    case("custom_call:Eigh",
         """%e:2 = stablehlo.custom_call @Eigh(%0) {backend_config = "1,1,100,1e-6"}
         : ($0) -> ($0, tensor<8x4xf32>)
         %r = stablehlo.abs %e#0 : $0""",
-        lambda a: np.abs(np.linalg.eigh(a)[1]),
-        SPD,
-    ),
-    case(
-        "custom_call:Qr",
-        custom_call("Qr", "($0) -> ($r0, $r1)"),
+        lambda a: np.abs(np.linalg.eigh(a)[1]), SPD),
+    case("custom_call:Qr", custom_call("Qr", "($0) -> ($r0, $r1)"),
         lambda a: (np.stack([np.linalg.qr(x, "raw")[0].T for x in a]),
                    np.stack([np.linalg.qr(x, "raw")[1] for x in a])),
-        matrices(8, 6, 4),
-    ),
-    case(
-        "custom_call:ProductOfElementaryHouseholderReflectors",
+        matrices(8, 6, 4)),
+    case("custom_call:ProductOfElementaryHouseholderReflectors",
         custom_call("ProductOfElementaryHouseholderReflectors", "($0, $1) -> $r"),
-        lambda a, t: q_of(a),
-        matrices(8, 6, 4), np.full((8, 4), 0.5, np.float32),
-    ),
+        lambda a, t: q_of(a), matrices(8, 6, 4), np.full((8, 4), 0.5, np.float32)),
 )  # fmt: skip
 
 
@@ -449,46 +374,32 @@ MISC = (
     ragged("chlo.ragged_dot", _ROWS, ragged_rows, ROWS, EXPERTS, SIZES),
     ragged("ragged_dot_all_rows", _ROWS, ragged_rows, ROWS, EXPERTS, ALL_ROWS),
     ragged("ragged_dot_uneven", _ROWS, ragged_rows, ROWS[:15], EXPERTS[:3], SIZES[[0, 2, 3]]),
-    ragged(
-        "ragged_dot_contraction",
+    ragged("ragged_dot_contraction",
         """lhs_contracting_dimensions = [0], rhs_contracting_dimensions = [0],
         lhs_ragged_dimensions = [0]""",
-        ragged_contraction, ROWS, matrices(16, 4, seed=1), SIZES,
-    ),
-    ragged(
-        "ragged_dot_batch",
+        ragged_contraction, ROWS, matrices(16, 4, seed=1), SIZES),
+    ragged("ragged_dot_batch",
         """lhs_batching_dimensions = [0], rhs_batching_dimensions = [1],
         lhs_contracting_dimensions = [2], rhs_contracting_dimensions = [2],
         lhs_ragged_dimensions = [1], rhs_group_dimensions = [0]""",
         ragged_batched, matrices(4, 16, 8), matrices(4, 4, 8, 8),
-        np.stack([np.roll(SIZES, n) for n in range(4)]),
-    ),
-    case(
-        "chlo.constant",
+        np.stack([np.roll(SIZES, n) for n in range(4)])),
+    case("chlo.constant",
         """%c = "chlo.constant"() {value = dense<2.0> : tensor<f32>} : () -> tensor<f32>
         %r = "chlo.broadcast_add"(%0, %c) : ($0, tensor<f32>) -> $r""",
-        lambda x: x + 2,
-        X,
-    ),
-    case(
-        "chlo.constant_like",
+        lambda x: x + 2, X),
+    case("chlo.constant_like",
         """%c = "chlo.constant_like"(%0) {value = 2.5 : f32} : ($0) -> $0
         %r = stablehlo.multiply %0, %c : $0""",
-        lambda x: x * 2.5,
-        X,
-    ),
-    case(
-        "chlo._asin_acos_kernel",
+        lambda x: x * 2.5, X),
+    case("chlo._asin_acos_kernel",
         """%k = "chlo._asin_acos_kernel"(%0) : ($0) -> $0
         %w = stablehlo.real %k : ($0) -> $r
         %x = stablehlo.real %0 : ($0) -> $r
         %r = stablehlo.atan2 %x, %w : $r""",
-        lambda z: np.arcsin(z).real,
-        (X + 1j * Y).astype(np.complex64),
-    ),
+        lambda z: np.arcsin(z).real, (X + 1j * Y).astype(np.complex64)),
     case("mulhi_64", "%r = chlo.mulhi %0, %1 : $0, $1 -> $r", mulhi, LONGS, LONGS[::-1].copy()),
-    case(
-        "chlo.scan",
+    case("chlo.scan",
         """%r:2 = "chlo.scan"(%0, %1) ({
           ^bb0(%a: $1, %b: $1):
             %m = stablehlo.maximum %a, %b : $1
@@ -496,10 +407,8 @@ MISC = (
         }) {dimension = 1 : i64, is_associative = true, is_reverse = false,
             operandSegmentSizes = array<i32: 1, 1>, resultSegmentSizes = array<i32: 1, 1>}
         : ($0, $1) -> ($r0, $r1)""",
-        scan_max, X, np.zeros(8, np.float32),
-    ),
-    case(
-        "scan_reversed",
+        scan_max, X, np.zeros(8, np.float32)),
+    case("scan_reversed",
         """%r:2 = "chlo.scan"(%0, %1) ({
           ^bb0(%a: $1, %b: $1):
             %m = stablehlo.add %a, %b : $1
@@ -507,16 +416,13 @@ MISC = (
         }) {dimension = 0 : i64, is_associative = true, is_reverse = true,
             operandSegmentSizes = array<i32: 1, 1>, resultSegmentSizes = array<i32: 1, 1>}
         : ($0, $1) -> ($r0, $r1)""",
-        scan_reversed, X, ROW,
-    ),
-    case(
-        "custom_call:mhlo.topk",
+        scan_reversed, X, ROW),
+    case("custom_call:mhlo.topk",
         custom_call(
             "mhlo.topk", "($0) -> ($r0, $r1)",
             "{mhlo.attributes = {k = 3 : i64, largest = true}, mhlo.version = 1 : i64}",
         ),
-        top_k, X,
-    ),
+        top_k, X),
     case(
         "custom_call:AllocateBuffer",  # what nobody wrote to may be anything, and is read by nobody
         """%e = stablehlo.custom_call @AllocateBuffer() : () -> $0
@@ -534,42 +440,29 @@ MISC = (
             ("tan", np.tan, X),
         )
     )),
-    case(
-        "custom_call:Sharding",
+    case("custom_call:Sharding",
         custom_call("Sharding", "($0) -> $r", '{mhlo.sharding = "{devices=[8,1]<=[8]}"}'),
-        lambda x: x,
-        X,
-    ),
-    case(
-        "custom_call:annotate_device_placement",
+        lambda x: x, X),
+    case("custom_call:annotate_device_placement",
         """%a = stablehlo.add %0, %0 : $0
         %p = stablehlo.custom_call @annotate_device_placement(%a) {has_side_effect = true,
           mhlo.frontend_attributes = {_xla_buffer_placement = "device"}} : ($0) -> $0
         %r = stablehlo.add %p, %0 : $0""",
-        lambda x: x * 3,
-        X,
-    ),
-    case(
-        "custom_call:LayoutConstraint",
+        lambda x: x * 3, X),
+    case("custom_call:LayoutConstraint",
         custom_call(
             "LayoutConstraint", "($0) -> $r",
             "{operand_layouts = [dense<[0, 1]> : tensor<2xindex>],"
             " result_layouts = [dense<[0, 1]> : tensor<2xindex>]}",
         ),
-        lambda x: x,
-        X,
-    ),
-    case(
-        "stablehlo.tuple",
+        lambda x: x, X),
+    case("stablehlo.tuple",
         """%t = stablehlo.tuple %0, %1 : tuple<$0, $1>
         %a = stablehlo.get_tuple_element %t[1] : (tuple<$0, $1>) -> $1
         %b = stablehlo.get_tuple_element %t[0] : (tuple<$0, $1>) -> $0
         %r = stablehlo.subtract %a, %b : $0""",
-        lambda x, y: y - x,
-        X, Y,
-    ),
-    case(
-        "stablehlo.if",
+        lambda x, y: y - x, X, Y),
+    case("stablehlo.if",
         """%z = stablehlo.constant dense<0.0> : tensor<f32>
         %s = "stablehlo.reduce"(%0, %z) ({
           ^bb0(%a: tensor<f32>, %b: tensor<f32>):
@@ -584,11 +477,8 @@ MISC = (
           %v = stablehlo.negate %0 : $0
           stablehlo.return %v : $0
         }) : (tensor<i1>) -> $r""",
-        lambda x: x * 2 if x.sum() > 0 else -x,
-        X,
-    ),
-    case(
-        "stablehlo.composite",
+        lambda x: x * 2 if x.sum() > 0 else -x, X),
+    case("stablehlo.composite",
         """func.func private @half(%a: tensor<8x16xf32>) -> tensor<8x16xf32> {
           %h = stablehlo.constant dense<0.5> : tensor<8x16xf32>
           %m = stablehlo.multiply %a, %h : tensor<8x16xf32>
@@ -596,9 +486,7 @@ MISC = (
         }
         ----
         %r = stablehlo.composite "my.half" %0 {decomposition = @half} : ($0) -> $r""",
-        lambda x: x * 0.5,
-        X,
-    ),
+        lambda x: x * 0.5, X),
 )  # fmt: skip
 
 MODULES: tuple[ModuleCase, ...] = (

@@ -27,7 +27,6 @@ def conv(
     numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"),
     **how: Any,
 ) -> Callable[[Any, Any], Any]:
-    """A convolution as a function of input and kernel."""
     return lambda x, k: lax.conv_general_dilated(
         x, k, strides, padding, dimension_numbers=numbers, **how
     )

@@ -31,16 +31,10 @@ ONLY_IN_MODULES: dict[str, tuple[Any, str]] = {
 """Ops that jax itself never emits, with numpy's answer and the result's element type."""
 
 NOT_ON_CPU = {
-    "custom_call:in_manual_region",
-    "stablehlo.collective_broadcast",
-    "custom_call:LuDecomposition",
-    "custom_call:cu_threefry2x32_ffi",
-    "custom_call:hip_threefry2x32_ffi",
-    "custom_call:cudnn_rnn_ffi",
-    "custom_call:cudnn_rnn_bwd_ffi",
-    "custom_call:hipdnn_rnn_ffi",
-    "custom_call:hipdnn_rnn_bwd_ffi",
-}
+    "custom_call:in_manual_region", "stablehlo.collective_broadcast", "custom_call:LuDecomposition",
+    "custom_call:cu_threefry2x32_ffi", "custom_call:hip_threefry2x32_ffi",
+    *(f"custom_call:{gpu}dnn_rnn{way}_ffi" for gpu in ("cu", "hip") for way in ("", "_bwd")),
+}  # fmt: skip
 """Rules of ops that no CPU runs as it is; `test_library_calls.py` and `test_manual.py` lower some,
 and `test_custom_calls.py` runs a call in a manual region."""
 

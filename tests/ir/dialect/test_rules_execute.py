@@ -79,21 +79,15 @@ def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) ->
         return jax.tree.leaves(list(found))
 
     args = [a for case in group for a in case.args]
-    options = spmd.Options(check=True)
-    step = spmd.jit(
-        all_of, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, options=options
-    )
+    specs = {"in_specs": tuple(in_specs), "out_specs": out_specs}
+    step: Any = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)
     got = iter(step(*args))
     for case in group:
         for path, b in jax.tree_util.tree_leaves_with_path(jax.jit(case.fn)(*case.args)):
             a = next(got)
-            np.testing.assert_allclose(
-                np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
-                np.asarray(b),
-                rtol=2e-5,
-                atol=1e-5,
-                err_msg=f"{case.name}{jax.tree_util.keystr(path)} with {a.sharding}",
-            )
+            name = f"{case.name}{jax.tree_util.keystr(path)} with {a.sharding}"
+            a = np.asarray(a, np.complex64 if np.iscomplexobj(b) else None)
+            np.testing.assert_allclose(a, np.asarray(b), rtol=2e-5, atol=1e-5, err_msg=name)
 
 
 def test_ops_that_jax_never_emits() -> None:

@@ -44,36 +44,23 @@ PARTS = 8 * 12 * 4 + 8 * 4 * 4
 """What is sent where the sum over `data` is scattered along dim 1, and the pieces are summed."""
 
 SLICED: dict[str, tuple[tuple[str, ...], list[str], int | None]] = {
-    "the sum has another use": (
-        (SUM, OF_DIM_0, 'return %3 "y", %2 "z"'), ["all_reduce", "local_slice"], None,
-    ),
+    "the sum has another use": ((SUM, OF_DIM_0, 'return %3 "y", %2 "z"'),
+        ["all_reduce", "local_slice"], None),
     "two slices over other axes": (
         (SUM, OF_DIM_0, sliced(4, 2, "model", 0), 'return %3 "y", %4 "z"'),
-        ["all_reduce", "local_slice", "local_slice"], None,
-    ),
-    "two slices of other dims": (
-        (SUM, OF_DIM_0, sliced(4, 2, "data", 1), 'return %3 "y", %4 "z"'),
-        ["all_reduce", "local_slice", "local_slice"], None,
-    ),
-    "over other axes, before the sum": (
-        (SUM, sliced(3, 2, "model", 0), 'return %3 "y"'),
-        ["local_slice", "all_reduce"], 2 * 4 * 16 * 4 * 3 // 4,
-    ),
-    "over some of the axes": (
-        (SUM_OF_BOTH, sliced(3, 2, "data", 1), 'return %3 "y"'),
-        ["reduce_scatter", "all_reduce"], PARTS,
-    ),
-    "over more axes": (
-        (SUM, sliced(3, 2, "data, model", 1), 'return %3 "y"'),
-        ["reduce_scatter", "local_slice"], None,
-    ),
-    "over more axes, in front": (
-        (SUM, sliced(3, 2, "model, data", 1), 'return %3 "y"'),
-        ["local_slice", "reduce_scatter"], None,
-    ),
-    "in the order of the slice": (
-        (SUM_OF_BOTH, sliced(3, 2, "model, data", 0), 'return %3 "y"'), ["reduce_scatter"], None,
-    ),
+        ["all_reduce", "local_slice", "local_slice"], None),
+    "two slices of other dims": ((SUM, OF_DIM_0, sliced(4, 2, "data", 1), 'return %3 "y", %4 "z"'),
+        ["all_reduce", "local_slice", "local_slice"], None),
+    "over other axes, before the sum": ((SUM, sliced(3, 2, "model", 0), 'return %3 "y"'),
+        ["local_slice", "all_reduce"], 2 * 4 * 16 * 4 * 3 // 4),
+    "over some of the axes": ((SUM_OF_BOTH, sliced(3, 2, "data", 1), 'return %3 "y"'),
+        ["reduce_scatter", "all_reduce"], PARTS),
+    "over more axes": ((SUM, sliced(3, 2, "data, model", 1), 'return %3 "y"'),
+        ["reduce_scatter", "local_slice"], None),
+    "over more axes, in front": ((SUM, sliced(3, 2, "model, data", 1), 'return %3 "y"'),
+        ["local_slice", "reduce_scatter"], None),
+    "in the order of the slice": ((SUM_OF_BOTH, sliced(3, 2, "model, data", 0), 'return %3 "y"'),
+        ["reduce_scatter"], None),
     "elementwise ops and moves between": (
         (
             SUM_OF_BOTH,
@@ -85,17 +72,14 @@ SLICED: dict[str, tuple[tuple[str, ...], list[str], int | None]] = {
             'return %7 "y"',
         ),
         ["reduce_scatter", "all_reduce", "tanh", "local_slice", "multiply", "reshape", "transpose"],
-        None,
-    ),
+        None),
     "of the inner part of a dim, which no slice of the dim is": (
         (
             SUM,
             "%3 = stablehlo.reshape %2 : (tensor<8x16xf32>) -> tensor<8x4x4xf32>",
             sliced(4, 3, "data", 2, "8x4x4"),
             'return %4 "y"',
-        ),
-        ["all_reduce", "reshape", "local_slice"], None,
-    ),
+        ), ["all_reduce", "reshape", "local_slice"], None),
     "several: as it is, of a convert, finer than the others": (
         (
             SUM,
@@ -104,9 +88,7 @@ SLICED: dict[str, tuple[tuple[str, ...], list[str], int | None]] = {
             sliced(5, 4, "data", 1, dtype="bf16"),
             sliced(6, 2, "data, model", 1),
             'return %3 "a", %5 "b", %6 "c"',
-        ),
-        ["reduce_scatter", "convert", "local_slice"], None,
-    ),
+        ), ["reduce_scatter", "convert", "local_slice"], None),
     "of two sums": (
         (
             SUM,
@@ -114,16 +96,11 @@ SLICED: dict[str, tuple[tuple[str, ...], list[str], int | None]] = {
             "%4 = stablehlo.subtract %2, %3 : (tensor<8x16xf32>, tensor<8x16xf32>) -> tensor<8x16xf32>",
             sliced(5, 4, "data", 0),
             'return %5 "a"',
-        ),
-        ["reduce_scatter", "reduce_scatter", "subtract"], None,
-    ),
-    "of a sum of a sum": (
-        (SUM, summed(3, 2, "model"), sliced(4, 3, "data", 1), 'return %4 "a"'),
-        ["reduce_scatter", "all_reduce"], PARTS,
-    ),
-    "of a maximum": (
-        (summed(2, 0, body="max"), OF_DIM_0, 'return %3 "y"'), ["reduce_scatter"], None,
-    ),
+        ), ["reduce_scatter", "reduce_scatter", "subtract"], None),
+    "of a sum of a sum": ((SUM, summed(3, 2, "model"), sliced(4, 3, "data", 1), 'return %4 "a"'),
+        ["reduce_scatter", "all_reduce"], PARTS),
+    "of a maximum": ((summed(2, 0, body="max"), OF_DIM_0, 'return %3 "y"'), ["reduce_scatter"],
+        None),
     "of the slice": (
         (
             SUM,
@@ -131,9 +108,7 @@ SLICED: dict[str, tuple[tuple[str, ...], list[str], int | None]] = {
             sliced(4, 3, "data", 1, "2x16"),
             sliced(5, 3, "model", 1, "2x16"),
             'return %4 "y", %5 "z"',
-        ),
-        ["reduce_scatter", "local_slice", "local_slice"], None,
-    ),
+        ), ["reduce_scatter", "local_slice", "local_slice"], None),
 }  # fmt: skip
 
 
