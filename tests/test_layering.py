@@ -72,7 +72,6 @@ CLOSED = ("spmd.api",)
 READ_TESTS = (
     "tools/compare_shardy.py",
     "tools/coverage.py",
-    "tools/entered.py",
     "tools/fuzz.py",
     "tools/packages.py",
 )
