@@ -18,8 +18,8 @@ import numpy as np
 import optax
 
 import spmd
-from models.training.run.stateful import Stateful
 from spmd.api import Compiled
+from spmd.models.training.run.stateful import Stateful
 
 _BEGINS = re.compile(r"(?<![\w.\])])(?:[A-Za-z_]\w*(?:\.\w+)*|\.\w+)\(|\b\w+=(?=[\[({'\"])")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
