@@ -263,7 +263,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(scope="session")
 def devices8():
-    """The first eight jax devices."""
     import jax
 
     devices = jax.devices()

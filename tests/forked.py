@@ -51,7 +51,6 @@ class Forked:
 
     @property
     def said(self) -> str:
-        """What it has printed, and its errors."""
         return self.log.read_text()
 
     def wait(self) -> int:
@@ -66,7 +65,6 @@ class Forked:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Ends it, if it has not ended."""
         if self.process.is_alive():
             self.send_signal(signal.SIGKILL)
         self.process.join()

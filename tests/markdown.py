@@ -30,7 +30,6 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The fenced blocks of a page's text, in order."""
     return [
         Block(m["language"], m["text"], page.count("\n", 0, m.start("text")) + 1, m["note"] or "")
         for m in _BLOCK.finditer(page)

@@ -32,12 +32,8 @@ class Training(NamedTuple):
     mesh: spmd.Mesh
 
     def jit(self, **options: Any) -> spmd.Jitted:
-        return spmd.jit(
-            self.step,
-            mesh=self.mesh,
-            donate_argnums=(0, 1),
-            options=spmd.Options(check=True, **options),
-        )
+        chosen = spmd.Options(check=True, **options)
+        return spmd.jit(self.step, mesh=self.mesh, donate_argnums=(0, 1), options=chosen)
 
     def compile(self, **options: Any) -> spmd.Compiled:
         return self.jit(**options).compile(*self.structs())
@@ -79,11 +75,8 @@ def mlp(mesh: spmd.Mesh) -> Training:
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         return step(params, opt_state, batch)
 
-    marked = spmd.mark_tree(
-        jax.tree.map(jnp.copy, params),
-        mesh,
-        {"w_in": ("data", "model"), "w_out": ("model", "data")},
-    )
+    specs = {"w_in": ("data", "model"), "w_out": ("model", "data")}
+    marked = spmd.mark_tree(jax.tree.map(jnp.copy, params), mesh, specs)
     marked_batch = spmd.mark_tree(batch, mesh, {"*": ("data", None)})
     return Training(train_step, plain_step, optimizer, params, marked, batch, marked_batch, mesh)
 
@@ -98,26 +91,15 @@ def llama_optimizer(name: str) -> optax.GradientTransformation:
 def llama(mesh: spmd.Mesh, optimizer: str, scan: bool, **config: Any) -> Training:
     """A tiny Llama's training step, marked by the default tables."""
     cfg = dataclasses.replace(named_config("tiny"), scan_layers=scan, **config)
-    opt = llama_optimizer(optimizer)
-    params = llama_params(cfg)
-    batch = llama_batch(cfg)
+    opt, params, batch = llama_optimizer(optimizer), llama_params(cfg), llama_batch(cfg)
     marks = sharding.activation_marks(mesh, cfg)
-
-    return Training(
-        train_step(cfg, opt, marks),
-        train_step(cfg, opt),
-        opt,
-        params,
-        sharding.mark_params(jax.tree.map(jnp.copy, params), mesh, cfg),
-        batch,
-        sharding.mark_batch(batch, mesh),
-        mesh,
-    )
+    marked = sharding.mark_params(jax.tree.map(jnp.copy, params), mesh, cfg)
+    steps = train_step(cfg, opt, marks), train_step(cfg, opt)
+    return Training(*steps, opt, params, marked, batch, sharding.mark_batch(batch, mesh), mesh)
 
 
 @lru_cache(maxsize=8)
 def llama_params(cfg: LlamaConfig) -> Any:
-    """Initial parameters of a config."""
     return jax.jit(lambda key: fresh.init(key, cfg))(jax.random.key(0))
 
 

@@ -77,6 +77,10 @@ def test_marks_are_kept_and_the_mesh_is_chosen() -> None:
     assert kept.specs["x"] == (None, "data")
 
 
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
 @pytest.mark.parametrize("name", ["scan_inside", "nested"])
 def test_manual_axes_are_left_alone(name: str) -> None:
     mesh = spmd.make_mesh(x=2, y=2, z=2)
@@ -84,22 +88,18 @@ def test_manual_axes_are_left_alone(name: str) -> None:
     args = (manual_programs.X, manual_programs.W)
     found = spmd.auto(fn, mesh, *args, topology=H200)
     got = found.jitted(*found.mark(*args))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(got, jax.jit(fn)(*args))
 
 
 def test_what_is_chosen_runs() -> None:
     mesh = spmd.make_mesh(data=4, model=2)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, s.dtype), structs(32, 64)[0]
-    )
+    drawn = lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, s.dtype)  # noqa: E731
+    params = jax.tree.map(drawn, structs(32, 64)[0])
     state, x = OPTIMIZER.init(params), jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
     found = spmd.auto(step, mesh, params, state, x, topology=H200)
     partitioned = found.jitted(*found.mark(params, state, x))
-    plain = jax.jit(step)(params, state, x)
-    for a, b in zip(jax.tree.leaves(partitioned), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(partitioned, jax.jit(step)(params, state, x))
 
 
 def forward(count: int, x: Any, w: Any) -> Any:

@@ -128,7 +128,6 @@ def reason_of(block: Block) -> str | None:
 
 
 def show(page: Path, block: Block, printed: str) -> None:
-    """Writes what is printed now into the page."""
     shown, now = (f"<!-- prints -->\n```text\n{text}```" for text in (block.text, printed))
     page.write_text(page.read_text(encoding="utf-8").replace(shown, now), encoding="utf-8")
 
@@ -177,7 +176,6 @@ def check_flags(words: list[str]) -> None:
 
 
 def known_flags(words: list[str]) -> str:
-    """A text that names the flags of a command."""
     if words[0] == PYTEST:
         return help_of("pytest")
     if words[0] in SHELL_SCRIPTS:
@@ -197,7 +195,6 @@ def knows(text: str, flag: str) -> bool:
 
 
 def module_of(words: list[str]) -> tuple[str, list[str]]:
-    """The module that a command runs, and its arguments."""
     program, *rest = words
     if Path(program).name == "python":
         if rest[0] == "-m":
@@ -221,7 +218,6 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
 
 @functools.cache
 def help_of(*command: str) -> str:
-    """What a module says when it is asked for help."""
     module, *kind = command
     parser = parser_of(module)
     if parser is not None:

@@ -35,14 +35,12 @@ def sections() -> dict[str, tuple[Path, str]]:
 
 
 def show(program: str, printed: str) -> None:
-    """Writes what a program prints now into its section."""
     page, section = sections()[program]
     changed = re.sub(r"(?s)```text\n.*?```", lambda _: f"```text\n{printed}```", section)
     page.write_text(page.read_text(encoding="utf-8").replace(section, changed), encoding="utf-8")
 
 
 def shown(program: str, language: str) -> list[str]:
-    """The blocks of a language in a program's section."""
     _, section = sections()[program]
     return [block.text for block in blocks_of(section) if block.language == language]
 
@@ -53,17 +51,10 @@ ELSEWHERE = "serve_module"
 
 # What the heavy ones show, others run as well: docs/performance.md, docs/pipeline.md and
 # docs/long_sequences.md, which tests/test_docs.py runs, and tests/test_nnx.py.
-LONG = {
-    "flax_nnx": pytest.mark.heavy,
-    "fp8": pytest.mark.heavy,
-    "long_sequences": pytest.mark.heavy,
-    "moe": pytest.mark.heavy,
-    "pipeline": pytest.mark.heavy,
-    "train_equinox": pytest.mark.heavy,
-    "train_own_model": pytest.mark.heavy,
-    "train_nnx": pytest.mark.heavy,
-    "llama_2d": pytest.mark.slow("its plan is what it shows"),
-}
+HEAVY = ("flax_nnx", "fp8", "long_sequences", "moe", "pipeline", "train_equinox", "train_own_model",
+         "train_nnx")  # fmt: skip
+LONG = {"llama_2d": pytest.mark.slow("its plan is what it shows")}
+LONG |= dict.fromkeys(HEAVY, pytest.mark.heavy)
 
 
 @pytest.mark.thorough
@@ -130,7 +121,6 @@ def test_can_be_copied(path: Path) -> None:
 
 
 def imported(program: str) -> set[str]:
-    """The packages that a program imports."""
     found = set()
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):

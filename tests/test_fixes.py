@@ -35,7 +35,6 @@ def layer(x: Any, w: Any) -> Any:
 
 
 def fix_of(program: Callable[[], Any]) -> list[str]:
-    """Returns the code in the fix of the error that a program raises."""
     with pytest.raises(SpmdError) as caught:
         program()
     found = list(pieces(str(caught.value.fix)))
@@ -204,13 +203,8 @@ def test_compiled_programs(mesh: spmd.Mesh) -> None:
 
 
 def test_keys_of_an_exported_program(mesh: spmd.Mesh) -> None:
-    data, wrapped, made = fix_of(
-        lambda: (
-            spmd.jit(lambda key: jax.random.normal(key, (8,)), mesh=mesh)
-            .lower(jax.random.key(0))
-            .export()
-        )
-    )
+    normal = spmd.jit(lambda key: jax.random.normal(key, (8,)), mesh=mesh)
+    data, wrapped, made = fix_of(lambda: normal.lower(jax.random.key(0)).export())
 
     def fn(data: Any, x: Any) -> Any:
         ref = run(made, x=x)
@@ -219,9 +213,8 @@ def test_keys_of_an_exported_program(mesh: spmd.Mesh) -> None:
 
     args = run(data, key=jax.random.key(0)), X[0]
     saved = spmd.jit(fn, mesh=mesh).lower(*args).export()
-    np.testing.assert_allclose(
-        spmd.jit(saved.call, mesh=mesh)(*args), jax.jit(fn)(*args), rtol=1e-5
-    )
+    got, want = spmd.jit(saved.call, mesh=mesh)(*args), jax.jit(fn)(*args)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_sizes_of_symbolic_dims(mesh: spmd.Mesh) -> None:

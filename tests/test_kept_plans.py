@@ -112,8 +112,11 @@ def without_times(text: str) -> str:
     return re.sub(r"^ *(solver|planned in) .*\n", "", text, flags=re.M)
 
 
+First = Callable[[str], tuple[Path, spmd.Lowered]]
+
+
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, spmd.Lowered]]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> First:
     """The folder and the first start of a case, which is planned but once."""
 
     @functools.cache
@@ -126,7 +129,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_read_is_what_was_planned(
-    name: str, first: Callable[[str], tuple[Path, spmd.Lowered]], no_planner: Callable[[], None]
+    name: str, first: First, no_planner: Callable[[], None]
 ) -> None:
     folder, planned = first(name)
     if name in ("uneven", "training"):
@@ -146,9 +149,7 @@ def test_what_is_read_is_what_was_planned(
     assert read.predicted_memory == planned.predicted_memory
 
 
-def test_the_cases_cover_what_a_plan_can_be(
-    first: Callable[[str], tuple[Path, spmd.Lowered]],
-) -> None:
+def test_the_cases_cover_what_a_plan_can_be(first: First) -> None:
     plans = {name: first(name)[1].stages.plan for name in CASES}
     assert plans["limit"].byte_price and plans["limit"].recomputed
     assert any("written out" in f.name and not f.refusal for f in plans["form"].forms)
@@ -173,9 +174,8 @@ def test_everything_can_be_asked_of_a_plan_that_was_read(
     assert "spmd: read " in printed and "spmd: plan " not in printed
     compiled.report(tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 10_000
-    assert compiled.verify(
-        training.params, training.optimizer.init(training.params), training.batch
-    )
+    state = training.optimizer.init(training.params)
+    assert compiled.verify(training.params, state, training.batch)
 
 
 def test_anything_that_decides_plans_anew(tmp_path: Path) -> None:
@@ -226,9 +226,7 @@ def test_anything_that_decides_plans_anew(tmp_path: Path) -> None:
     assert not lower() and lower()
 
 
-def test_another_source_of_the_compiler_plans_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_compiler_plans_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lower_uneven(cache_dir=tmp_path)
     monkeypatch.setattr("spmd.store._environment", lambda: "another")
     assert not lower_uneven(cache_dir=tmp_path).stages.is_read
@@ -274,10 +272,8 @@ def test_processes_share_what_they_find(tmp_path: Path) -> None:
     root = SCRIPT.parent.parent
 
     def start() -> subprocess.Popen[str]:
-        command = [sys.executable, str(SCRIPT), str(tmp_path)]
-        return subprocess.Popen(
-            command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True
-        )
+        command, pipe = [sys.executable, str(SCRIPT), str(tmp_path)], subprocess.PIPE
+        return subprocess.Popen(command, env=environment, cwd=root, stdout=pipe, text=True)
 
     def end(process: subprocess.Popen[str]) -> dict[str, Any]:
         said, _ = process.communicate(timeout=240)

@@ -29,11 +29,8 @@ LAYERS = (
     ("spmd.lowering", "spmd.ops", "spmd.launch"),
     ("spmd.compiler", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
-    (
-        "spmd.api",
-        "spmd.auto",
-        "spmd",
-    ),  # "spmd" is spmd/__init__.py, and importing it is using the public names
+    # "spmd" is spmd/__init__.py, and importing it is using the public names.
+    ("spmd.api", "spmd.auto", "spmd"),
     ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"),
     ("spmd.models",),
     ("spmd.serving",),
@@ -44,12 +41,9 @@ LAYERS = (
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 MLIR_BINDINGS = (
-    "jaxlib.mlir",
-    "jax.interpreters.mlir",
-    "jax.extend.mlir",
-    "jax._src.interpreters.mlir",
+    "jaxlib.mlir", "jax.interpreters.mlir", "jax.extend.mlir", "jax._src.interpreters.mlir",
     "jax._src.lib.mlir",
-)
+)  # fmt: skip
 MLIR_FILES = (
     "spmd/frontend/artifact.py",
     "spmd/frontend/bytecode.py",
@@ -70,11 +64,8 @@ CLOSED = ("spmd.api",)
 """Packages whose modules are their own: others take the names in `__init__`."""
 
 READ_TESTS = (
-    "tools/compare_shardy.py",
-    "tools/coverage.py",
-    "tools/fuzz.py",
-    "tools/packages.py",
-)
+    "tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py", "tools/packages.py",
+)  # fmt: skip
 """Tools that write down what the tests run, or run more of it, or use their fakes."""
 
 
@@ -162,12 +153,8 @@ def test_packages_of_a_layer_make_no_circle():
         for _, name in imports_of(read(path), path, MLIR_BINDINGS):
             target = package_of(name)
             if package in LEVEL and target in LEVEL and target != package:
-                beside[package].add(target)
-    same_layer = {
-        package: {target for target in targets if LEVEL[target] == LEVEL[package]}
-        for package, targets in beside.items()
-    }
-    assert not (circle := circle_of(same_layer)), f"packages import each other: {circle}"
+                beside[package] |= {target} if LEVEL[target] == LEVEL[package] else set()
+    assert not (circle := circle_of(beside)), f"packages import each other: {circle}"
 
 
 @pytest.mark.parametrize("package", ["spmd.api", "spmd.frontend.importer"])

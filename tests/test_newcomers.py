@@ -36,12 +36,9 @@ def without_rule(x: Any) -> Any:
 
 
 class Wrong(NamedTuple):
-    """A wrong use.
+    """A wrong use, on a mesh of data=4, model=2, and the error that it raises.
 
     Attributes:
-      name: what is done.
-      error: what it raises.
-      run: does it, on a mesh of data=4, model=2.
       parts: what the message says.
       is_placed: whether it says the line of this file that is wrong.
     """

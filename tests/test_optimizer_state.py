@@ -10,11 +10,13 @@ import spmd
 from benchmarks.hlo.sizes import largest_values
 from tests.programs import Training, llama
 
+Made = tuple[Training, spmd.Compiled]
+
 
 @pytest.fixture(
     scope="module", params=["adamw", pytest.param("adafactor", marks=pytest.mark.heavy)]
 )
-def compiled(request: Any) -> tuple[Training, spmd.Compiled]:
+def compiled(request: Any) -> Made:
     training = llama(spmd.make_mesh(data=4, model=2), request.param, scan=True)
     return training, training.compile()
 
@@ -24,9 +26,7 @@ def is_factored(training: Training) -> bool:
     return "FactoredState" in str(state)
 
 
-def test_leaves_of_a_parameters_shape_get_its_sharding(
-    compiled: tuple[Training, spmd.Compiled],
-) -> None:
+def test_leaves_of_a_parameters_shape_get_its_sharding(compiled: Made) -> None:
     training, program = compiled
     by_path = {
         jax.tree_util.keystr(path): leaf
@@ -48,7 +48,7 @@ def test_leaves_of_a_parameters_shape_get_its_sharding(
     assert found >= (3 if is_factored(training) else len(by_path))
 
 
-def test_state_is_created_in_pieces(compiled: tuple[Training, spmd.Compiled]) -> None:
+def test_state_is_created_in_pieces(compiled: Made) -> None:
     training, program = compiled
     state = program.init(1, training.optimizer.init, training.marked_params)
     wanted = jax.tree.leaves(program.in_shardings[1])
@@ -57,35 +57,25 @@ def test_state_is_created_in_pieces(compiled: tuple[Training, spmd.Compiled]) ->
         pieces = [shard.data.shape for shard in leaf.addressable_shards]
         assert pieces == [sharding.shard_shape(leaf.shape)] * 8
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
-    per_device = sum(
-        math.prod(leaf.addressable_shards[0].data.shape) for leaf in jax.tree.leaves(state)
-    )
-    assert per_device < whole / 2
+    own = [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(state)]
+    assert sum(map(math.prod, own)) < whole / 2
 
 
-def test_creating_the_state_never_makes_a_split_leaf_whole(
-    compiled: tuple[Training, spmd.Compiled],
-) -> None:
+def test_creating_the_state_never_makes_a_split_leaf_whole(compiled: Made) -> None:
     training, program = compiled
     shardings = program.in_shardings[1]
     creation = jax.jit(training.optimizer.init, out_shardings=shardings)
     text = str(creation.lower(training.marked_params).compile().as_text())
     shapes = {value.shape for value in largest_values(text, 10_000)}
     state = jax.eval_shape(training.optimizer.init, training.params)
-    split = [
-        leaf
-        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-        if not sharding.is_fully_replicated
-    ]
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    split = [leaf for leaf, sharding in pairs if not sharding.is_fully_replicated]
     largest = max(split, key=lambda leaf: math.prod(leaf.shape))
     assert largest.shape not in shapes
 
 
-def test_results_lie_like_the_donated_arguments(
-    compiled: tuple[Training, spmd.Compiled],
-) -> None:
+def test_results_lie_like_the_donated_arguments(compiled: Made) -> None:
     _, program = compiled
     for number in (0, 1):
-        inputs = jax.tree.leaves(program.in_shardings[number])
-        outputs = jax.tree.leaves(program.out_shardings[number])
-        assert inputs == outputs
+        inputs, outputs = program.in_shardings[number], program.out_shardings[number]
+        assert jax.tree.leaves(inputs) == jax.tree.leaves(outputs)

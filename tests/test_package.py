@@ -223,9 +223,7 @@ def test_a_command_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("module", "package"), [("nnx", "flax"), ("eqx", "equinox")])
-def test_modules_for_a_package_that_is_missing(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_modules_for_missing_packages(module: str, package: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"spmd.{module}", raising=False)
     with pytest.raises(spmd.InstallError, match=f"spmd.{module} needs {package}") as caught:

@@ -43,9 +43,7 @@ def test_they_lie_in_pieces_and_are_placed_once(mesh: spmd.Mesh) -> None:
     equal(compiled(placed(mesh)), shifted(X))
 
 
-def test_calls_of_a_known_kind_need_no_python(
-    mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_calls_need_no_python(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     jitted = spmd.jit(shifted, mesh=mesh)
     x = placed(mesh)
     jitted(x)
@@ -95,9 +93,8 @@ def test_small_ones_stay_in_the_program(mesh: spmd.Mesh) -> None:
 
 def test_equal_ones_are_one(mesh: spmd.Mesh) -> None:
     copies = [TABLE.copy() for _ in range(3)]
-    lowered = spmd.jit(lambda x: [x * c + i for i, c in enumerate(copies)], mesh=mesh).lower(
-        placed(mesh)
-    )
+    fn = lambda x: [x * c + i for i, c in enumerate(copies)]  # noqa: E731
+    lowered = spmd.jit(fn, mesh=mesh).lower(placed(mesh))
     assert len(lowered.stages.emitted.constants) == 1
 
 

@@ -50,9 +50,7 @@ def test_open_dims_are_filled_in(mesh: spmd.Mesh) -> None:
 
 @pytest.mark.parametrize("compile_", [jax.jit, spmd.jit])
 @pytest.mark.parametrize("is_set", [False, True])
-def test_a_mark_of_a_typed_value_changes_its_type(
-    mesh: spmd.Mesh, compile_: Any, is_set: bool
-) -> None:
+def test_marks_of_typed_values_change_types(mesh: spmd.Mesh, compile_: Any, is_set: bool) -> None:
     explicit = jax.make_mesh((4, 2), ("data", "model"))
     x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(explicit, P("data")))
 
@@ -78,9 +76,17 @@ def test_errors_name_lines_of_modules_called_like_libraries(name: str, mesh: spm
     assert error.value.source == f"{name}.py:1 (mark)"
 
 
-def test_options_that_are_none() -> None:
-    with pytest.raises(spmd.ArgumentError, match=r"planner='gredy' is no(?s:.*)'exact', 'greedy'"):
-        spmd.Options(planner="gredy")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"planner": "gredy"}, r"planner='gredy' is no(?s:.*)'exact', 'greedy'"),
+        ({"callbacks": "no"}, r"callbacks='no' is no option\n.*'run', 'drop'"),
+        ({"unroll": -1}, "unroll=-1"),
+    ],
+)
+def test_options_that_are_none(given: Any, message: str) -> None:
+    with pytest.raises(spmd.ArgumentError, match=message):
+        spmd.Options(**given)
 
 
 def test_an_error_that_gets_its_line_keeps_what_it_knows() -> None:

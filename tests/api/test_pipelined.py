@@ -83,24 +83,17 @@ class Case:
         lead = (None, "stage") if is_chunked else ("stage",)
         params = in_chunks(PARAMS) if is_chunked else PARAMS
         rules = {"up": (*lead, None, model), "down": (*lead, model, None)}
-        given = (
-            spmd.mark_tree(params, mesh, rules),
-            spmd.mark_sharding(X, mesh, ("data", None)),
-        )
-        self.loss = of_loss(
-            lambda params, x: spmd.pipeline(
-                layer,
-                params,
-                x,
-                stages=axes["stage"],
-                microbatches=microbatches,
-                schedule=schedule,
-                chunks=2 if is_chunked else None,
+        given = spmd.mark_tree(params, mesh, rules), spmd.mark_sharding(X, mesh, ("data", None))
+
+        def forward(params: Any, x: Any) -> Any:
+            how: dict[str, Any] = {"stages": axes["stage"], "chunks": 2 if is_chunked else None}
+            return spmd.pipeline(
+                layer, params, x, **how, microbatches=microbatches, schedule=schedule
             )
-        )
-        out = (None, (in_specs(given[0]), None))
+
+        out = (None, (jax.tree.map(lambda leaf: leaf.sharding, given[0]), None))
         options = spmd.Options(planner=planner)
-        jitted = spmd.jit(self.loss, mesh=mesh, out_specs=out, options=options)
+        jitted = spmd.jit(of_loss(forward), mesh=mesh, out_specs=out, options=options)
         self.compiled = jitted.compile(*given)
         self.found = self.compiled(*given)
         if is_chunked:
@@ -109,14 +102,8 @@ class Case:
 
     @property
     def permutes(self) -> list[tuple[tuple[int, int], ...]]:
-        program = self.compiled.stages.optimized.program
-        return [
-            op.kind.attrs["pairs"] for op in program.walk() if op.collective == "collective_permute"
-        ]
-
-
-def in_specs(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, params)
+        ops = self.compiled.stages.optimized.program.walk()
+        return [op.kind.attrs["pairs"] for op in ops if op.collective == "collective_permute"]
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +116,9 @@ def interleaved() -> Case:
     return Case("interleaved", 4, is_chunked=True, stage=4, data=2)
 
 
-def test_gpipe(gpipe: Case, wanted: Any) -> None:
-    assert_same(gpipe.found, wanted)
-
-
-def test_interleaved(interleaved: Case, wanted: Any) -> None:
-    assert_same(interleaved.found, wanted)
+@pytest.mark.parametrize("name", ["gpipe", "interleaved"])
+def test_values_and_gradients(name: str, request: Any, wanted: Any) -> None:
+    assert_same(request.getfixturevalue(name).found, wanted)
 
 
 def test_1f1b_beside_a_model_axis(wanted: Any) -> None:
@@ -222,12 +206,9 @@ def planned(
         )
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    jitted = spmd.jit(
-        jax.grad(loss),
-        mesh=mesh,
-        in_specs=(("stage", None, None), (None, None)),
-        options=spmd.Options(unroll=0, recompute=False, **options),
-    )
+    specs = (("stage", None, None), (None, None))
+    chosen = spmd.Options(unroll=0, recompute=False, **options)
+    jitted = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs, options=chosen)
     return jitted.lower(w, x, topology=spmd.Topology(topology))
 
 
@@ -258,9 +239,7 @@ def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
 
 
 @pytest.mark.parametrize(("is_pipeline", "traces"), [(False, 1), (True, 4)])
-def test_what_fits_in_no_way_is_tried_once_for_each_schedule(
-    is_pipeline: bool, traces: int
-) -> None:
+def test_what_fits_in_no_way_is_tried_once_a_schedule(is_pipeline: bool, traces: int) -> None:
     mesh, runs = spmd.make_mesh(stage=4, data=2), []
 
     def forward(params: Any, x: Any) -> Any:

@@ -26,14 +26,10 @@ class Cache:
 
 
 def test_results_and_their_shardings_follow_the_specs(mesh: spmd.Mesh) -> None:
-    step = spmd.jit(
-        lambda x, w: {"y": x @ w, "sum": x.sum()},
-        mesh=mesh,
-        in_specs=(("data", None), (None, "model")),
-        out_specs={"y": ("data", "model"), "sum": ()},
-    )
-    x, w = np.arange(64.0).reshape(8, 8), np.ones((8, 4))
-    x, w = x.astype(np.float32), w.astype(np.float32)
+    fn = lambda x, w: {"y": x @ w, "sum": x.sum()}  # noqa: E731
+    specs, results = (("data", None), (None, "model")), {"y": ("data", "model"), "sum": ()}
+    step = spmd.jit(fn, mesh=mesh, in_specs=specs, out_specs=results)
+    x, w = np.arange(64, dtype=np.float32).reshape(8, 8), np.ones((8, 4), np.float32)
     out = step(x, w)
     np.testing.assert_allclose(out["y"], x @ w)
     np.testing.assert_allclose(out["sum"], x.sum())
@@ -161,9 +157,8 @@ def test_values_that_are_not_added_up_stay_outside() -> None:
             "a tensor of shape": lambda: spmd.mark_sharding(x, own, unreduced),
         }
         for what, call in refused.items():
-            with pytest.raises(
-                SpecError, match=f"^{what.strip()}.*is unreduced over model"
-            ) as caught:
+            message = f"^{what.strip()}.*is unreduced over model"
+            with pytest.raises(SpecError, match=message) as caught:
                 call()
             assert caught.value.source and "test_specs.py" in caught.value.source
             assert caught.value.fix and "jax.sharding.reshard" in caught.value.fix

@@ -42,9 +42,7 @@ def form(exported: export.Exported, name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "sizes"), [("exported", (8, 16)), ("bytes", (16, 16)), ("text", (4, 6))]
 )
-def test_same_as_jax_at_each_size(
-    exported: export.Exported, name: str, sizes: tuple[int, int]
-) -> None:
+def test_the_same_as_jax(exported: export.Exported, name: str, sizes: tuple[int, int]) -> None:
     n, k = sizes
     rng = np.random.default_rng(n)
     given = arguments(n, k, lambda shape: np.asarray(rng.standard_normal(shape), np.float32))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+from tests.explain.programs import trained
 
 
 def train_step(mesh: Any) -> Any:
@@ -19,6 +20,13 @@ def train_step(mesh: Any) -> Any:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
     return step
+
+
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.heavy)], ids=["scan", "unrolled"]
+)
+def training(request: Any) -> spmd.Lowered:
+    return trained(request.param)
 
 
 @pytest.fixture(scope="session")

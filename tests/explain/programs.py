@@ -1,15 +1,48 @@
 """Programs whose reports several tests read."""
 
+import re
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import spmd
+from spmd.explain.page.page import render
+from tests.programs import llama
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+
+
+def lowered(
+    fn: Any, *shapes: Any, specs: Any = None, topology: str = "h200:8", **options: Any
+) -> spmd.Lowered:
+    """A function of float32 arrays on `MESH`, for a machine that is not here."""
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
+    return jitted.lower(*structs, topology=spmd.Topology(topology))
+
+
+@lru_cache
+def trained(is_scanned: bool) -> spmd.Lowered:
+    """A tiny Llama's training step."""
+    planner = "exact" if is_scanned else "greedy"
+    training = llama(spmd.make_mesh(data=4, model=2), "adamw", is_scanned)
+    return training.lower(topology=spmd.Topology("h200:8"), planner=planner)
+
+
+def assert_text_and_page_have(rows: Any, of: spmd.Lowered, section: str) -> None:
+    """The title and all figures of each row."""
+    text = of.explain(prices=False).partition(f"\n{section}\n")[2]
+    page = render(of._facts())
+    for row in rows:
+        assert row.title in text and row.title in page
+        for what, figures in row.parts:
+            assert re.search(rf"{what} +{re.escape(figures)}", text)
+            assert f"<dt>{what}</dt><dd>{figures}</dd>" in page
 
 
 def pipelined_step(schedule: str, stages: int = 4, microbatches: int = 8) -> spmd.Lowered:
-    """The gradient of eight layers over stages."""
     mesh = spmd.Mesh(None, (stages, 2), ("stage", "data"))
 
     def loss(w: Any, x: Any) -> Any:

@@ -1,5 +1,6 @@
 """Prices of what a plan decided against, beside every joint choice, and beside other plans."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -16,16 +17,11 @@ from spmd.ir.program import Op
 from spmd.options import Options
 from spmd.planning.network import decoded
 from spmd.planning.solver import FORBIDDEN, Solution
+from tests.explain import programs
+from tests.explain.programs import MESH
 from tests.programs import llama, mlp
 
-MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
-TOPOLOGY = spmd.Topology("a100:8")
-
-
-def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
-    return jitted.lower(*structs, topology=TOPOLOGY)
+lowered = functools.partial(programs.lowered, topology="a100:8")
 
 
 def two_products(x: Any, v: Any, w: Any) -> Any:
@@ -115,15 +111,12 @@ def training(request: Any) -> Any:
     mesh = spmd.make_mesh(data=4, model=2)
     if request.param == "mlp":
         return mlp(mesh).lower()
-    return llama(mesh, "adamw", request.param == "scan").lower(topology=TOPOLOGY)
+    return llama(mesh, "adamw", request.param == "scan").lower(topology=spmd.Topology("a100:8"))
 
 
 def test_moves_add_up_to_the_plan(training: Any) -> None:
-    plan = training.stages.plan
-    moves = plan.moves
-    collectives = training.collectives
-    sent = sum(c.bytes * c.count for c in collectives)
-    assert sum(move.bytes for move in moves) == pytest.approx(sent, rel=1e-2)
+    sent = sum(c.bytes * c.count for c in training.collectives)
+    assert sum(move.bytes for move in training.stages.plan.moves) == pytest.approx(sent, rel=1e-2)
 
 
 def test_losing_claims_are_priced_the_cheapest_first(training: Any) -> None:

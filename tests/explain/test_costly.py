@@ -35,12 +35,14 @@ def products(x: Any, v: Any, w: Any, spec: Any = None) -> Any:
     return jnp.tanh(h) @ w
 
 
-def lowered(fn: Any, specs: Any = SPECS, **options: Any) -> tuple[spmd.Lowered, list[str]]:
+def lowered(
+    fn: Any, specs: Any = SPECS, x: Any = X, **options: Any
+) -> tuple[spmd.Lowered, list[str]]:
     """A program, and what was warned of its marks."""
     jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        program = jitted.lower(X, V, W, topology=spmd.Topology("a100:8"))
+        program = jitted.lower(x, V, W, topology=spmd.Topology("a100:8"))
     assert all(warning.filename == __file__ for warning in found)
     said = [str(warning.message) for warning in found]
     return program, [text for text in said if "of a predicted run" in text]
@@ -127,10 +129,7 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
 def test_of_a_tiny_program_only_reports_speak() -> None:
     """It is not planned again for a warning when it is compiled."""
     few = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
-    jitted = spmd.jit(lambda x, v, w: products(x, v, w, (None, None)), mesh=MESH, in_specs=SPECS)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        program = jitted.lower(few, V, W, topology=spmd.Topology("a100:8"))
+    program, found = lowered(lambda x, v, w: products(x, v, w, (None, None)), x=few)
     assert program.cost < LEAST_SECONDS
     assert not found
     assert program.prices.obvious_mark is None

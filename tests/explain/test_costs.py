@@ -126,7 +126,9 @@ def test_repr_of_a_function_says_its_mesh(devices8: Any) -> None:
     assert "the mesh of its arguments" in repr(spmd.jit(jnp.sin))
 
 
-def test_nothing_to_spend_time_on(devices8: Any) -> None:
+def test_nothing_to_spend_time_on_or_to_report(devices8: Any) -> None:
     lowered = spmd.jit(lambda x: x, mesh=spmd.make_mesh(data=8)).lower(1.0)
+    assert "collectives: 0" in lowered.explain()
+    assert "0 of them split" in lowered.summary()
     assert lowered.explain(prices=False).startswith("program <lambda>")
     assert "memory of each device" in lowered._repr_html_()

@@ -11,26 +11,7 @@ import spmd
 from spmd.explain.memory import ARGUMENTS, KINDS, RESULTS, memory_curve
 from spmd.explain.page.pictures import Bars, bars_of, merged
 from spmd.predict.timeline import COMPUTE
-from tests.programs import llama
-
-MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
-
-
-def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
-    return jitted.lower(*structs, topology=spmd.Topology("h200:8"))
-
-
-@pytest.fixture(
-    scope="module",
-    params=[True, pytest.param(False, marks=pytest.mark.heavy)],
-    ids=["scan", "unrolled"],
-)
-def training(request: Any) -> Any:
-    mesh = spmd.make_mesh(data=4, model=2)
-    h200 = spmd.Topology("h200:8")
-    return llama(mesh, "adamw", request.param).lower(topology=h200, planner="greedy")
+from tests.explain.programs import lowered
 
 
 def bars(low: spmd.Lowered) -> Bars:
@@ -104,7 +85,7 @@ def test_memory_over_a_chain_of_products() -> None:
         (arguments, piece, 0, 0),
     )
     assert [kind for _, _, kind, *_ in curve.at_peak.rows].count(RESULTS) == 1
-    options = {"out_specs": ("data", None), "donate_argnums": (0,)}
+    options: dict[str, Any] = {"out_specs": ("data", None), "donate_argnums": (0,)}
     donated = lowered(chain, shape, shape, specs=specs, **options)
     again = memory_curve(donated.predicted_memory, donated.stages.optimized.program)
     assert again.steps[0] == (arguments, 0, 0, piece)

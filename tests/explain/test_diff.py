@@ -34,16 +34,12 @@ def two(devices8: Any) -> Any:
 
 def test_figures_of_both_and_their_difference(two: Any) -> None:
     a, b = two
-    rows = {
-        line.split("  ")[1]: line for line in spmd.explain.diff(a, b).splitlines() if "  " in line
-    }
+    lines = spmd.explain.diff(a, b).splitlines()
+    rows = {line.split("  ")[1]: line for line in lines if "  " in line}
+    sent = lambda p: sum(c.bytes * c.count for c in p.collectives)  # noqa: E731
     for what, text, of in (
         ("predicted time", seconds_text, lambda p: p.cost),
-        (
-            "sent by each device",
-            bytes_text,
-            lambda p: sum(c.bytes * c.count for c in p.collectives),
-        ),
+        ("sent by each device", bytes_text, sent),
         ("peak memory, predicted", bytes_text, lambda p: p.predicted_memory.peak),
     ):
         row = rows[what]

@@ -15,19 +15,9 @@ from spmd.measure.profile import Run, Step
 
 @pytest.fixture(scope="module")
 def args(compiled: Any) -> tuple[Any, ...]:
-    return jax.tree.map(
-        lambda type_: np.ones(type_.shape, type_.dtype), shapes_of(compiled), is_leaf=is_type
-    )
-
-
-def is_type(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def shapes_of(compiled: Any) -> Any:
-    emitted = compiled.stages.emitted
-    leaves = [jax.ShapeDtypeStruct(t.shape, np.float32) for t in emitted.argument_types]
-    return jax.tree.unflatten(compiled.in_tree, leaves)[0]
+    leaves = [np.ones(t.shape, np.float32) for t in compiled.stages.emitted.argument_types]
+    given: tuple[Any, ...] = jax.tree.unflatten(compiled.in_tree, leaves)[0]
+    return given
 
 
 @pytest.fixture(scope="module")

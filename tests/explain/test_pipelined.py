@@ -8,7 +8,7 @@ import pytest
 from spmd.explain.page.page import render
 from spmd.explain.page.pictures import pipelines, shown_steps
 from spmd.explain.steps import pipeline_rows
-from tests.explain.programs import pipelined_step
+from tests.explain.programs import assert_text_and_page_have, pipelined_step
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,7 @@ def test_what_is_sent_is_what_the_collectives_send(gpipe: Any) -> None:
 
 
 def test_text_and_page_have_the_same_facts(gpipe: Any) -> None:
-    (row,) = pipeline_rows(gpipe.stages)
-    text = gpipe.explain(prices=False).partition("\npipelines\n")[2]
-    page = render(gpipe._facts())
-    assert row.title in text and row.title in page
-    for what, figures in row.parts:
-        assert re.search(rf"{what} +{re.escape(figures)}", text)
-        assert f"<dt>{what}</dt><dd>{figures}</dd>" in page
+    assert_text_and_page_have(pipeline_rows(gpipe.stages), gpipe, "pipelines")
 
 
 def test_the_picture_has_every_step(gpipe: Any) -> None:

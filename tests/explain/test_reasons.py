@@ -1,7 +1,6 @@
 """What collectives, marks and prices say: sentences that name the user's own lines and values."""
 
 import re
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ from spmd.explain import prices
 from spmd.explain.prices import Price, Prices
 from spmd.ir.program import Frame, Loc, numberless
 from spmd.mesh.sharding import Sharding
-from tests.programs import llama, mlp
+from tests.explain.programs import MESH, lowered, trained
+from tests.programs import mlp
 
-MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 HERE = "test_reasons.py"
 
 
@@ -25,12 +24,6 @@ def linear(x: Any, w: Any) -> Any:
 
 def block(x: Any, w: Any) -> Any:
     return jnp.tanh(linear(x, w))
-
-
-def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
-    return jitted.lower(*structs, topology=spmd.Topology("h200:8"))
 
 
 def test_a_sum_says_what_is_summed_over_what_and_who_needs_it() -> None:
@@ -69,21 +62,6 @@ def test_a_mark_that_needs_something_is_named_with_its_line() -> None:
     )
 
 
-@lru_cache
-def trained(is_scanned: bool) -> spmd.Lowered:
-    mesh = spmd.make_mesh(data=4, model=2)
-    planner = "exact" if is_scanned else "greedy"
-    h200 = spmd.Topology("h200:8")
-    return llama(mesh, "adamw", is_scanned).lower(topology=h200, planner=planner)
-
-
-@pytest.fixture(
-    params=[True, pytest.param(False, marks=pytest.mark.heavy)], ids=["scan", "unrolled"]
-)
-def training(request: Any) -> spmd.Lowered:
-    return trained(request.param)
-
-
 @pytest.mark.thorough
 def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
     assert training.collectives
@@ -100,13 +78,10 @@ def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
 
 
 def test_the_innermost_user_line_and_its_caller() -> None:
-    def frame(file: str, line: int, function: str) -> Frame:
-        return Frame(file, line, function)
-
-    helper, caller = frame("m.py", 3, "linear"), frame("m.py", 9, "mlp")
-    library = frame("/x/site-packages/optax/a.py", 1, "update")
+    helper, caller = Frame("m.py", 3, "linear"), Frame("m.py", 9, "mlp")
+    library = Frame("/x/site-packages/optax/a.py", 1, "update")
     assert Loc(frames=(library, helper, helper, caller)).trail == "m.py:3 (linear) <- m.py:9 (mlp)"
-    assert Loc(frames=(helper, frame("m.py", 20, "<module>"))).trail == "m.py:3 (linear)"
+    assert Loc(frames=(helper, Frame("m.py", 20, "<module>"))).trail == "m.py:3 (linear)"
     assert Loc(frames=(library,)).trail == str(library)
     assert Loc().trail == ""
 

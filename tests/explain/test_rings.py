@@ -1,6 +1,5 @@
 """What reports say of attention whose keys go round a ring of devices, or could."""
 
-import re
 from typing import Any
 
 import jax
@@ -9,10 +8,10 @@ import pytest
 
 import spmd
 from spmd.explain.costs import Cost
-from spmd.explain.page.page import render
 from spmd.explain.page.pictures import rings
 from spmd.explain.steps import RingRow, ring_rows
 from spmd.explain.words import bytes_text
+from tests.explain.programs import assert_text_and_page_have
 
 LENGTH, HEADS, KEY_HEADS, WIDTH = 131_072, 32, 4, 128  # heads that eight devices do not divide
 
@@ -59,13 +58,7 @@ def test_what_goes_round_is_counted(long: Any) -> None:
 
 
 def test_text_and_page_have_the_same_facts(long: Any) -> None:
-    text = long.explain(prices=False).partition("\nrings\n")[2]
-    page = render(long._facts())
-    for row in ring_rows(long.stages):
-        assert row.title in text and row.title in page
-        for what, figures in row.parts:
-            assert re.search(rf"{what} +{re.escape(figures)}", text)
-            assert f"<dt>{what}</dt><dd>{figures}</dd>" in page
+    assert_text_and_page_have(ring_rows(long.stages), long, "rings")
 
 
 def test_what_is_gathered_is_said() -> None:

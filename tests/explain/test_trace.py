@@ -42,7 +42,6 @@ def slices(written: Any, pid: int) -> list[dict[str, Any]]:
 
 
 def check(written: Any, pids: set[int]) -> None:
-    """The structure of a trace."""
     events = written["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {e["pid"] for e in events if e["name"] == "process_name"} == pids

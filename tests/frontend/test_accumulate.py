@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.frontend.importer.module import import_module
 from spmd.frontend.normalize import accumulate
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
+from tests.ir.examples import program_of
 
 W = np.random.default_rng(0).random((3, 4, 5), np.float32)
 
@@ -47,19 +47,13 @@ KEPT = {
 }
 
 
-def imported(fn: Any) -> Program:
-    module: Any = jax.jit(fn).lower(W).compiler_ir()
-    program: Program = import_module(module, ()).program
-    return program
-
-
 def sums(program: Program) -> int:
     return sum(op.name == "stablehlo.add" for op in program.walk())
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_are_made_in_place(name: str) -> None:
-    program = imported(SUMS[name])
+    program = program_of(SUMS[name], W)
     new = accumulate(program)
     check_program(new)
     assert sums(new) == sums(program) - 1
@@ -72,5 +66,5 @@ def test_sums_are_made_in_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_sums_are_kept(name: str) -> None:
-    program = imported(KEPT[name])
+    program = program_of(KEPT[name], W)
     assert sums(accumulate(program)) == sums(program)

@@ -31,12 +31,9 @@ def everything(x_ND: Any, steps: Any) -> Any:
     twice, rows = pair(x_ND, 2.0, scale=3.0)
     four, _ = pair(twice, 0.5, scale=1.0)
     halves = rows.reshape(n // 2, 2, -1).sum(1) + jnp.ones((n // 2, 1)) * (n % 4)
-    total = jax.lax.fori_loop(
-        0,
-        n,
-        lambda i, sum_D: sum_D + jax.lax.dynamic_index_in_dim(x_ND, i, keepdims=False) * i,
-        jnp.zeros(x_ND.shape[1]),
-    )
+    row = lambda i: jax.lax.dynamic_index_in_dim(x_ND, i, keepdims=False)  # noqa: E731
+    zeros_D = jnp.zeros(x_ND.shape[1])
+    total = jax.lax.fori_loop(0, n, lambda i, sum_D: sum_D + row(i) * i, zeros_D)
     last = jax.lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, c[1] * 1.5), (0, four))
     return last[1], halves, total, jnp.float32(n) + x_ND.mean()
 
@@ -77,11 +74,8 @@ def test_the_compilers_own_ops_stay_whole() -> None:
 
     def layer(q: Any, k: Any, v: Any, cache: Any, new: Any, at_1: Any, w: Any, scales: Any) -> Any:
         heads = spmd.ops.attention(q, k, v)
-        table, slots, first = (
-            jnp.arange(4)[None, None],
-            jnp.zeros((1, 1), int),
-            jnp.asarray([[0, 1]]),
-        )
+        table, slots = jnp.arange(4)[None, None], jnp.zeros((1, 1), int)
+        first = jnp.asarray([[0, 1]])
         cache = spmd.ops.paged_update(cache, new, table, slots, at_1[None])
         grouped = q[:1, :1].reshape(1, 1, 2, 2, 8)
         decoded = spmd.ops.paged_attention(grouped, cache, table, slots, at_1[None], first)

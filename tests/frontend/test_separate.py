@@ -12,18 +12,17 @@ from jax import lax
 import spmd
 from benchmarks.programs.conditions import small_machine
 from benchmarks.programs.remat import CHECKPOINTS, gradient
-from spmd.frontend.importer.module import import_module
 from spmd.frontend.normalize import separate
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, Program
+from tests.ir.examples import program_of
 
 X = np.random.default_rng(0).random((8, 16), np.float32)
 
 
 def separated(fn: Any, *args: Any) -> tuple[Program, Program]:
     """The program as it is imported, and with its ops apart."""
-    module: Any = jax.jit(fn).lower(*args).compiler_ir()
-    before = import_module(module, ()).program
+    before = program_of(fn, *args)
     after = separate(before)
     check_program(after)
     return before, after
@@ -34,7 +33,6 @@ def named(program: Program, name: str) -> list[Op]:
 
 
 def sum_and_most(x: Any, y: Any) -> Any:
-    """Two reductions in one op."""
     initial = jnp.float32(0), jnp.float32(-jnp.inf)
     return lax.reduce((x, y), initial, lambda a, b: (a[0] + b[0], lax.max(a[1], b[1])), (0,))
 

@@ -143,13 +143,9 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
 @pytest.mark.usefixtures("stacks_all")
 @pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
 @settings(
-    max_examples=5,
-    phases=[Phase.generate],
-    database=None,
-    deadline=None,
-    derandomize=True,
+    max_examples=5, phases=[Phase.generate], database=None, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip
 @given(cases(Settings(most_lines=8)))
 def test_random_lanes(case: Fuzzed) -> None:
     scope = execute(definitions(case))
@@ -173,18 +169,13 @@ def test_random_lanes(case: Fuzzed) -> None:
 
 
 Edge = tuple[int, int, int]
+EDGES = st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30))
 
 
 @pytest.mark.usefixtures("stacks_all")
 @pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30)),
-        min_size=6,
-        max_size=24,
-    )
-)
+@given(st.lists(EDGES, min_size=6, max_size=24))
 def test_random_graphs(edges: list[Edge]) -> None:
     """Ops of three kinds that read any values before them: many groups, few of them lanes."""
 
@@ -381,32 +372,21 @@ ROWS = ("data", None)
 PAYS: dict[str, tuple[Any, tuple[Any, ...], float]] = {
     "products": (updates, ([struct((1024, 4096), ROWS)] * 16,), 0.5),
     "decompositions": (shampoo, ([struct((512, 1024), ROWS)] * 16,), 0.2),
-    "loops": (
-        iterated,
-        ([struct((2048, 2048), ROWS)] * 8, [struct((2048, 8))] * 8),
-        0.3,
-    ),
+    "loops": (iterated, ([struct((2048, 2048), ROWS)] * 8, [struct((2048, 8))] * 8), 0.3),
     "ensemble": (
         ensemble,
-        (
-            [[(struct((1024, 1024), (None, "data")), struct((1024,)))] * 3] * 8,
-            struct((1024, 1024), ROWS),
-            struct((1024, 1024), ROWS),
-        ),
+        ([[(struct((1024, 1024), (None, "data")), struct((1024,)))] * 3] * 8,
+         *[struct((1024, 1024), ROWS)] * 2),
         0.75,
     ),
-}
+}  # fmt: skip
 """Program, arguments, and the share of its time that is left at most."""
 
 
 @pytest.mark.usefixtures("exact_plans")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.heavy if n in ("products", "ensemble") else ())
-        for n in PAYS
-    ],
-)
+@pytest.mark.parametrize("name", ["decompositions", "loops", *(
+    pytest.param(name, marks=pytest.mark.heavy) for name in ("products", "ensemble"))
+])  # fmt: skip
 def test_devices_share_equal_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args, share = PAYS[name]
     lowered = lower(fn, *args)
@@ -425,11 +405,7 @@ VALUES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "loops": (iterated, (matrices(3, 16, 16), matrices(3, 16, 4))),
     "ensemble": (
         ensemble,
-        (
-            [[(w, w[0]) for w in matrices(2, 16, 16)] for _ in range(3)],
-            matrices(1, 8, 16)[0],
-            matrices(2, 8, 16)[1],
-        ),
+        ([[(w, w[0]) for w in matrices(2, 16, 16)] for _ in range(3)], *matrices(2, 8, 16)),
     ),
 }
 

@@ -1,7 +1,5 @@
 """Sums over flattened tensors: nothing is gathered for them, and they are what they were."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,10 @@ import pytest
 
 import spmd
 from benchmarks.programs.conditions import small_machine
-from spmd.frontend.importer.module import import_module
 from spmd.frontend.normalize import DimGroup, _groups, unflatten
 from spmd.ir.description import RESHAPE
 from spmd.ir.legality import check_program
+from tests.ir.examples import program_of
 
 OPTIONS = spmd.Options(topology=small_machine(), check=True)
 X = np.random.default_rng(0).random((8, 6, 4), np.float32)
@@ -34,15 +32,10 @@ KEPT = {
 }
 
 
-def imported(fn: Any) -> Any:
-    module: Any = jax.jit(fn).lower(X).compiler_ir()
-    return import_module(module, ()).program
-
-
 @pytest.mark.parametrize("name", SUMS)
 def test_a_split_tensor_is_summed_where_it_is(name: str, mesh: spmd.Mesh) -> None:
     fn = SUMS[name]
-    after = unflatten(imported(fn))
+    after = unflatten(program_of(fn, X))
     check_program(after)
     x = spmd.mark_sharding(X, mesh, ("data", "model"))
     compiled = spmd.jit(fn, mesh=mesh, options=OPTIONS).compile(x)
@@ -57,12 +50,12 @@ def test_a_split_tensor_is_summed_where_it_is(name: str, mesh: spmd.Mesh) -> Non
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_no_such_sum_stays(name: str) -> None:
-    before = imported(KEPT[name])
+    before = program_of(KEPT[name], X)
     assert unflatten(before) is before
 
 
 def test_a_reshape_that_nobody_reads_goes() -> None:
-    after = unflatten(imported(SUMS["everything"]))
+    after = unflatten(program_of(SUMS["everything"], X))
     assert [op.name for op in after.body.ops if op.name == RESHAPE] == []
 
 

@@ -11,7 +11,6 @@ from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.frontend.importer.ops import REFUSED
 
-_GROUPS = "replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>"
 _SUM = """({
   ^bb0(%a: tensor<f32>, %b: tensor<f32>):
     %c = "stablehlo.add"(%a, %b) : (tensor<f32>, tensor<f32>) -> tensor<f32>
@@ -20,26 +19,35 @@ _SUM = """({
 _SAME = "(tensor<8x4xf32>) -> tensor<8x4xf32>"
 _HANDLE = "channel_handle = #stablehlo.channel_handle<handle = 1, type = 2>"
 _FROM_HOST = _HANDLE.replace("type = 2", "type = 3")
-_HALVES = "tensor<8x4xf32>) -> tensor<16x4xf32>"
 _TOKEN = '%t = "stablehlo.create_token"() : () -> !stablehlo.token\n'
-_AFTER = '%t = "stablehlo.after_all"() : () -> !stablehlo.token\n'
 _FUTURE = "!stablehlo.future<tensor<8x4xf32>>"
 _QUANTIZED = "tensor<8x4x!quant.uniform<i8:f32, 0.5>>"
 
+
+def collectives(groups: str, count: int) -> dict[str, str]:
+    """All collectives in groups of so many devices."""
+    grouped = f"replica_groups = dense<{groups}> : tensor<1x{count}xi64>"
+    pairs = f"source_target_pairs = dense<{groups}> : tensor<1x2xi64>"
+    gathered, scattered = (
+        f"(tensor<8x4xf32>) -> tensor<{n}x4xf32>" for n in (8 * count, 8 // count)
+    )
+    about = {
+        "all_gather": f"{{all_gather_dim = 0 : i64, {grouped}}} : {gathered}",
+        "all_reduce": f"{_SUM} {{{grouped}}} : {_SAME}",
+        "all_to_all": f"{{split_dimension = 0 : i64, concat_dimension = 0 : i64, "
+        f"split_count = {count} : i64, {grouped}}} : {_SAME}",
+        "collective_broadcast": f"{{{grouped}}} : {_SAME}",
+        "collective_permute": f"{{{pairs}}} : {_SAME}",
+        "reduce_scatter": f"{_SUM} {{scatter_dimension = 0 : i64, {grouped}}} : {scattered}",
+    }
+    return {f"stablehlo.{name}": f'"stablehlo.{name}"(%x) {rest}' for name, rest in about.items()}
+
+
 TEXTS = {
-    "stablehlo.all_gather": f'"stablehlo.all_gather"(%x) {{all_gather_dim = 0 : i64, {_GROUPS}}}'
-    f" : ({_HALVES}",
-    "stablehlo.all_reduce": f'"stablehlo.all_reduce"(%x) {_SUM} {{{_GROUPS}}} : {_SAME}',
-    "stablehlo.all_to_all": '"stablehlo.all_to_all"(%x) {split_dimension = 0 : i64, '
-    f"concat_dimension = 0 : i64, split_count = 2 : i64, {_GROUPS}}} : {_SAME}",
-    "stablehlo.collective_broadcast": f'"stablehlo.collective_broadcast"(%x) {{{_GROUPS}}}'
-    f" : {_SAME}",
-    "stablehlo.collective_permute": '"stablehlo.collective_permute"(%x) '
-    f"{{source_target_pairs = dense<[[0, 1]]> : tensor<1x2xi64>}} : {_SAME}",
-    "stablehlo.cross-replica-sum": f'"stablehlo.cross-replica-sum"(%x) {{{_GROUPS}}} : {_SAME}',
+    **collectives("[[0, 1]]", 2),
+    "stablehlo.cross-replica-sum": '"stablehlo.cross-replica-sum"(%x) '
+    f"{{replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>}} : {_SAME}",
     "stablehlo.partition_id": '"stablehlo.partition_id"() : () -> tensor<ui32>',
-    "stablehlo.reduce_scatter": f'"stablehlo.reduce_scatter"(%x) {_SUM} '
-    f"{{scatter_dimension = 0 : i64, {_GROUPS}}} : (tensor<8x4xf32>) -> tensor<4x4xf32>",
     "stablehlo.replica_id": '"stablehlo.replica_id"() : () -> tensor<ui32>',
     "stablehlo.infeed": '"stablehlo.infeed"(%t) : (!stablehlo.token) '
     "-> (tensor<f32>, !stablehlo.token)",
@@ -62,12 +70,9 @@ TEXTS = {
 }
 NEEDS_TOKEN = {"stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"}
 NOT_READ = {
-    "stablehlo.async_done",
-    "stablehlo.async_start",
-    "stablehlo.collective_reduce",
-    "stablehlo.uniform_dequantize",
-    "stablehlo.uniform_quantize",
-}
+    "stablehlo.async_done", "stablehlo.async_start", "stablehlo.collective_reduce",
+    "stablehlo.uniform_dequantize", "stablehlo.uniform_quantize",
+}  # fmt: skip
 """Ops that not every supported jaxlib parses, or that need a module of their own."""
 
 
@@ -93,18 +98,7 @@ def test_refused_by_name_and_reason(name: str) -> None:
     assert f"fix: {REFUSED[refused].fix}" in text
 
 
-_ONE = "replica_groups = dense<0> : tensor<1x1xi64>"
-_ALONE = {
-    "all_gather": f'"stablehlo.all_gather"(%x) {{all_gather_dim = 0 : i64, {_ONE}}} : {_SAME}',
-    "all_reduce": f'"stablehlo.all_reduce"(%x) {_SUM} {{{_ONE}}} : {_SAME}',
-    "all_to_all": '"stablehlo.all_to_all"(%x) {split_dimension = 0 : i64, '
-    f"concat_dimension = 1 : i64, split_count = 1 : i64, {_ONE}}} : {_SAME}",
-    "collective_broadcast": f'"stablehlo.collective_broadcast"(%x) {{{_ONE}}} : {_SAME}',
-    "collective_permute": '"stablehlo.collective_permute"(%x) '
-    f"{{source_target_pairs = dense<0> : tensor<1x2xi64>}} : {_SAME}",
-    "reduce_scatter": f'"stablehlo.reduce_scatter"(%x) {_SUM} '
-    f"{{scatter_dimension = 0 : i64, {_ONE}}} : {_SAME}",
-}
+_ALONE = collectives("0", 1)
 """Collectives as a process with one device writes them."""
 
 

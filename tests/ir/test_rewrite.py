@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import spmd
 from spmd.ir.program import Program
-from spmd.ir.rewrite import dedupe
+from spmd.ir.rewrite import dedupe, remove_dead
 from tests.ir.text_parse import parse_program
 
 pytestmark = pytest.mark.usefixtures("devices8")
@@ -67,3 +67,12 @@ def test_equal_collectives_are_done_once() -> None:
     after = dedupe(parse_program(before))
     assert labels(after) == ["all_gather", "add"]
     assert len(set(after.body.ops[1].operands)) == 1
+
+
+def test_what_nobody_reads_is_dropped() -> None:
+    before = """program @p(%0: tensor<4xf32> "x") {
+      %1 = stablehlo.negate %0 : (tensor<4xf32>) -> tensor<4xf32>
+      %2 = stablehlo.tanh %0 : (tensor<4xf32>) -> tensor<4xf32>
+      return %2 "a"
+    }"""
+    assert labels(remove_dead(parse_program(before))) == ["tanh"]

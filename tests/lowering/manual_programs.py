@@ -22,19 +22,16 @@ Function = Callable[..., Any]
 
 
 class Manual(NamedTuple):
-    """A named program; `make` gets a jax mesh.
+    """A function of `X` and `W` on a mesh of jax with so many axes or more.
 
     Attributes:
-      name: its name.
-      make: the function of `X` and `W` on a mesh.
       gradient: whether the gradients by both arguments are compared too.
-      axes: how many axes the mesh needs.
     """
 
     name: str
     make: Callable[[Any], Function]
-    gradient: bool = True
-    axes: int = 1
+    gradient: bool
+    axes: int
 
 
 def manual(mesh: Any, body: Function, ins: Any, outs: Any, whole: bool = False) -> Function:
@@ -235,13 +232,8 @@ def nested(mesh: Any) -> Function:
         return lax.psum(x @ w + lax.axis_index(other), other)
 
     def body(x: Any, w: Any) -> Any:
-        part = jax.shard_map(
-            inner,
-            in_specs=(P(None, other), P(other)),
-            out_specs=P(),
-            axis_names={other},
-            check_vma=False,
-        )
+        specs: dict[str, Any] = {"in_specs": (P(None, other), P(other)), "out_specs": P()}
+        part = jax.shard_map(inner, **specs, axis_names={other}, check_vma=False)
         return lax.psum(jnp.sin(part(x, w)), "x"), x * 2
 
     return manual(mesh, body, (P("x"), P()), (P(), P("x")))
@@ -320,31 +312,17 @@ def one_after_another(mesh: Any) -> Function:
     return fn
 
 
-PROGRAMS = (
-    Manual("reductions", reductions),
-    Manual("extremes", extremes, gradient=False),
-    Manual("all_axes", all_axes),
-    Manual("checked", checked),
-    Manual("gathers", gathers),
-    Manual("gather_in_another_order", gather_in_another_order, axes=2),
-    Manual("scatters", scatters),
-    Manual("exchanges", exchanges),
-    Manual("permutes", permutes),
-    Manual("groups", groups),
-    Manual("scan_inside", scan_inside),
-    Manual("inside_scan", inside_scan),
-    Manual("cond_inside", cond_inside),
-    Manual("inside_cond", inside_cond),
-    Manual("while_inside", while_inside, gradient=False),
-    Manual("rematerialized", rematerialized),
-    Manual("mapped", mapped),
-    Manual("nested", nested, axes=2),
-    Manual("uneven", uneven, axes=2),
-    Manual("uneven_across", uneven_across, axes=2),
-    Manual("marked_inside", marked_inside, axes=2),
-    Manual("scalars_and_several", scalars_and_several),
-    Manual("one_after_another", one_after_another),
-)
+WITHOUT_GRADIENT = (extremes, while_inside)
+OF_TWO_AXES = (gather_in_another_order, nested, uneven, uneven_across, marked_inside)
+PROGRAMS = tuple(
+    Manual(make.__name__, make, make not in WITHOUT_GRADIENT, 2 if make in OF_TWO_AXES else 1)
+    for make in (
+        reductions, extremes, all_axes, checked, gathers, gather_in_another_order, scatters,
+        exchanges, permutes, groups, scan_inside, inside_scan, cond_inside, inside_cond,
+        while_inside, rematerialized, mapped, nested, uneven, uneven_across, marked_inside,
+        scalars_and_several, one_after_another,
+    )
+)  # fmt: skip
 
 # Texts.
 

@@ -56,7 +56,6 @@ def groups(programs: Sequence[Manual]) -> list[Any]:
 
 
 def named(name: str) -> Any:
-    """One of the programs, on `MESH`."""
     return next(p for p in PROGRAMS if p.name == name).make(jax_mesh(MESH))
 
 

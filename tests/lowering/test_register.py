@@ -64,11 +64,8 @@ def test_a_reduced_factor_leaves_a_partial_sum(columns: int, mesh: spmd.Mesh) ->
 
 def test_replicated_factors_are_gathered_and_the_call_is_kept(mesh: spmd.Mesh) -> None:
     x, w = np.ones((8, 8), np.float32), np.ones(8, np.float32)
-    lowered = spmd.jit(
-        lambda x, w: call("test_norm", (8, 8), x, w),
-        mesh=mesh,
-        in_specs=(("data", "model"), ("model",)),
-    ).lower(x, w)
+    norm = lambda x, w: call("test_norm", (8, 8), x, w)  # noqa: E731
+    lowered = spmd.jit(norm, mesh=mesh, in_specs=(("data", "model"), ("model",))).lower(x, w)
     text = lowered.as_text("local")
     assert "stablehlo.custom_call" in text
     assert "(tensor<2x8xf32>, tensor<8xf32>) -> tensor<2x8xf32>" in text

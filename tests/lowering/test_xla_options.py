@@ -20,7 +20,6 @@ def test_this_version_of_jaxlib_knows_them(platform: str) -> None:
 
 
 def product(dtype: Any) -> Program:
-    """The local program of a product."""
     x = jax.ShapeDtypeStruct((8, 8), dtype)
     jitted = spmd.jit(jnp.matmul, mesh=spmd.Mesh(None, (2,), ("data",)))
     return jitted.lower(x, x).stages.optimized.program

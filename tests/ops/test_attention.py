@@ -58,8 +58,6 @@ def documents(b: int, s: int) -> Any:
 
 
 def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
-    """Loss and gradients of q, k and v."""
-
     def run(q: Any, k: Any, v: Any, w: Any, *segments: Any) -> Any:
         out = mark("q", fn(mark("q", q), mark("k", k), mark("k", v), *segments))
         return jnp.sum(out.astype(jnp.float32) * mark("q", w).astype(jnp.float32))
@@ -92,14 +90,9 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     ],
 )
 def test_reference(
-    heads: int,
-    key_heads: int,
-    causal: bool,
-    packed: bool,
-    blocks: int,
-    window: int | None,
+    heads: int, key_heads: int, causal: bool, packed: bool, blocks: int, window: int | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     if blocks > 1:  # 10 queries in blocks of 4: the last one is padded
         monkeypatch.setattr(reference, "MOST_SCORES", 40)
         monkeypatch.setattr(reference, "SMALLEST_BLOCK", 4)
@@ -129,10 +122,9 @@ def test_other_keys_than_queries_and_a_scale() -> None:
 
 
 def test_halves() -> None:
-    dtype = jnp.bfloat16
-    args = tensors(2, 16, 4, 2, dtype=dtype)
+    args = tensors(2, 16, 4, 2, dtype=jnp.bfloat16)
     value, grads = jax.jit(loss(attention))(*args)
-    assert [g.dtype for g in grads] == [dtype] * 3
+    assert [g.dtype for g in grads] == [jnp.bfloat16] * 3
     wide = [x.astype(jnp.float32) for x in args]
     close((value, grads), jax.jit(loss(functools.partial(plain, causal=True)))(*wide), 0.05)
 
@@ -256,15 +248,9 @@ def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, 
 
 
 ALIKE = (
-    "batch",
-    "batch and heads",
-    "grouped heads",
-    "uneven heads",
-    "uneven batch",
-    "sequence",
-    "everything seen",
-    "window",
-)
+    "batch", "batch and heads", "grouped heads", "uneven heads", "uneven batch", "sequence",
+    "everything seen", "window",
+)  # fmt: skip
 """Splits of which others have every part, here or in `test_attention_split.py`."""
 
 
@@ -306,8 +292,7 @@ def test_gradients_of_gathered_keys_are_sums_over_the_parts_of_the_queries(
 def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     q, k, v, w = tensors(6, 8, 4, 2)
-    q = q.reshape(3, 2, 8, 4, 8)
-    w = w.reshape(3, 2, 8, 4, 8)
+    q, w = (x.reshape(3, 2, 8, 4, 8) for x in (q, w))
     k, v = k[:2], v[:2]
     segments = documents(2, 8)
 
@@ -358,23 +343,10 @@ def test_queries_that_are_a_part_of_a_sequence(mark: tuple[Any, ...], devices8: 
 
 
 def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
-    def planned(
-        causal: bool,
-        implementation: Any = "auto",
-        length: int = 2048,
-        chip: str = "h200:8",
-        window: int | None = None,
-    ) -> Any:
-        shapes = ((8, length, 8, 128), (8, length, 8, 128), (8, length, 8, 128))
-        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-        mesh = spmd.Mesh(None, (8,), ("x",))
-        step = spmd.jit(
-            lambda q, k, v: attention(
-                q, k, v, causal=causal, window=window, implementation=implementation
-            ),
-            mesh=mesh,
-            in_specs=(("x",),) * 3,
-        )
+    def planned(causal: bool, length: int = 2048, chip: str = "h200:8", **options: Any) -> Any:
+        args = [jax.ShapeDtypeStruct((8, length, 8, 128), jnp.bfloat16)] * 3
+        fn = functools.partial(attention, causal=causal, **options)
+        step = spmd.jit(fn, mesh=spmd.Mesh(None, (8,), ("x",)), in_specs=(("x",),) * 3)
         return step.lower(*args, topology=spmd.Topology(chip))
 
     half, whole = planned(True), planned(False)
@@ -388,18 +360,13 @@ def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
         assert found == pytest.approx(seconds, rel=0.05)
     weights = 8 * 2048 * 2048 * 4
     assert half.predicted_memory.temporary < weights / 4
-    assert planned(True, "xla", 1024).predicted_memory.temporary > weights / 4
+    assert planned(True, 1024, implementation="xla").predicted_memory.temporary > weights / 4
 
 
 # Kernels, as far as a CPU can tell. `tests/accelerators/test_attention.py` runs them.
 
 
-SPEC: dict[str, Any] = {
-    "causal": True,
-    "segments": False,
-    "scale": 0.125,
-    "logits_dtype": "float32",
-}
+SPEC: dict[str, Any] = dict(causal=True, segments=False, scale=0.125, logits_dtype="float32")
 
 
 @pytest.mark.thorough

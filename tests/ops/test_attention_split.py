@@ -17,6 +17,7 @@ from spmd.ops import attention_splash as splash
 from spmd.ops.attention import piece, piece_gradient
 from tests.ops.test_attention import (
     EVERY_FLOP_COUNTS,
+    SPEC,
     close,
     documents,
     loss,
@@ -119,14 +120,9 @@ SPLITS = (
 
 GATHERED = ("zigzag, documents, grouped heads",)
 ROUND = (
-    "zigzag, documents, grouped heads",
-    "heads too",
-    "two axes the other way",
-    "documents, everything seen",
-    "other keys",
-    "uneven",
-    "a window",
-)
+    "zigzag, documents, grouped heads", "heads too", "two axes the other way",
+    "documents, everything seen", "other keys", "uneven", "a window",
+)  # fmt: skip
 """Splits that are looked at always: the others have parts of theirs."""
 
 
@@ -327,10 +323,7 @@ def test_pieces_get_kernels(goes_round: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_a_piece_by_the_splash_kernel(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash, "INTERPRET", True)
     q, k, v, w = tensors(1, 256, 2, 1, d=64)
-    spec: dict[str, Any] = {
-        "causal": True, "segments": False, "scale": 0.125, "logits_dtype": "float32",
-        "length": 512, "zigzag": order,
-    }  # fmt: skip
+    spec = {**SPEC, "length": 512, "zigzag": order}
     so_far = jnp.ones_like(q), jnp.zeros((1, 2, 256))
 
     def both(kernel: Any) -> Any:

@@ -37,8 +37,6 @@ def operands(b: int = 4, s: int = 6, count: int = EXPERTS, h: int = 8, m: int = 
 
 
 def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
-    """Loss and gradients of rows, gates and weights."""
-
     def run(x: Any, gates: Any, chosen: Any, *weights: Any) -> Any:
         x, gates, chosen = mark("rows", x), mark("rows", gates), mark("rows", chosen)
         gate, up, down = mark("in", weights[0]), mark("in", weights[1]), mark("out", weights[2])
@@ -78,14 +76,9 @@ SPLITS = {
 
 
 ALIKE = (
-    "rows",
-    "experts",
-    "rows and experts",
-    "uneven rows",
-    "rows and experts alike",
-    "rows over more",
-    "sequence, experts and width",
-)
+    "rows", "experts", "rows and experts", "uneven rows", "rows and experts alike",
+    "rows over more", "sequence, experts and width",
+)  # fmt: skip
 """Splits of which others have every part."""
 
 
@@ -142,9 +135,7 @@ ROUTES = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "seed"), [*itertools.product(ROUTES, range(2))])
-def test_rows_reach_their_experts_however_many_there_are(
-    name: str, seed: int, exchanging: Any
-) -> None:
+def test_rows_reach_their_experts_however_many(name: str, seed: int, exchanging: Any) -> None:
     """Crowded devices take several turns; every choice counts, in value and gradient."""
     compiled, reference = exchanging
     x, gates, chosen, *weights = operands(count=8)

@@ -317,9 +317,7 @@ def assert_maxima_travel_together(collectives: Any) -> None:
 
 
 @pytest.mark.parametrize("specs", [(("x", None), None), (None, (None, "x"))])
-def test_split_over_what_is_not_summed_it_is_the_whole_one_to_the_bit(
-    specs: Any, devices8: Any
-) -> None:
+def test_split_over_what_is_not_summed_it_is_the_same_to_the_bit(specs: Any, devices8: Any) -> None:
     mesh = spmd.make_mesh(x=8, devices=devices8)
     x, w = normal((16, 32)), normal((32, 24), 1)
 

@@ -64,9 +64,8 @@ def ragged(sizes: Sizes, seed: int) -> Case:
     for group in range(a):
         for slot in range(b):
             left = min(r - int(counts[group].sum()), m * p)
-            counts[group, slot + 1] = min(
-                left, (0, 1, 1, int(rng.integers(0, r + 1)))[rng.integers(4)]
-            )
+            wanted = (0, 1, 1, int(rng.integers(0, r + 1)))[rng.integers(4)]
+            counts[group, slot + 1] = min(left, wanted)
     first = np.cumsum(counts, axis=1, dtype=np.int32)
     slots, positions = np.full((a, r), b + 5, np.int32), np.full((a, r), -1, np.int32)
     table = np.stack([rng.permutation(sizes.n)[: b * m].reshape(b, m) for _ in range(a)])
@@ -86,12 +85,13 @@ def ragged(sizes: Sizes, seed: int) -> Case:
     q = rng.standard_normal((a, r, k, g, d)).astype(np.float32)
     if quantized:
         scales = np.where(is_known[..., None, None], rng.random(shape[:-1]) * 0.02, np.nan)
+        scales = scales.astype(np.float32)
         pool = rng.integers(-127, 128, shape).astype(np.int8)
-        return Case(
-            q, pool, table.astype(np.int32), slots, positions, first, scales.astype(np.float32)
-        )
-    pool = np.where(is_known[..., None, None, None], rng.standard_normal(shape), np.nan)
-    return Case(q, pool.astype(np.float32), table.astype(np.int32), slots, positions, first)
+    else:
+        scales = None
+        pool = np.where(is_known[..., None, None, None], rng.standard_normal(shape), np.nan)
+        pool = pool.astype(np.float32)
+    return Case(q, pool, table.astype(np.int32), slots, positions, first, scales)
 
 
 def attended(case: Case, window: int | None = None) -> Any:
@@ -269,13 +269,10 @@ def test_the_number_of_pages_is_in_types_alone(mesh: spmd.Mesh) -> None:
 
 def test_costs_are_of_the_pages_that_rows_read() -> None:
     def seconds(pages: int, rows: int, window: int | None = None) -> float:
-        shapes = ((1, pages, 64, 8, 2, 128), (1, rows, 8, 2, 128), (1, rows, 8, 4, 128))
-        floats = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-        tables = ((1, 64, 8), (1, rows), (1, rows), (1, 65))
-        integers = [jax.ShapeDtypeStruct(s, jnp.int32) for s in tables]
+        structs = structs_of(Sizes(b=64, r=rows, p=64, m=8, k=8, d=128), pages)
         fn = functools.partial(step, window=window)
         jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
-        lowered = jitted.lower(*floats, *integers, topology=spmd.Topology("h200:1"))
+        lowered = jitted.lower(*structs, topology=spmd.Topology("h200:1"))
         return float(lowered.timeline.seconds)
 
     read = 64 * 512 * 8 * 2 * 128 * 2 / spmd.Topology("h200:1").hbm_bandwidth
@@ -344,7 +341,6 @@ def test_the_kernel_takes_no_other_sizes() -> None:
 
 
 def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]:
-    """The arguments of `step`."""
     a, b, r, p, m, k, g, d, _ = sizes
     shapes = ((a, pages, p, k, 2, d), (a, r, k, 2, d), (a, r, k, g, d))
     tables = ((a, b, m), (a, r), (a, r), (a, b + 1))

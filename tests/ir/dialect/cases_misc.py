@@ -66,7 +66,7 @@ def called(x: Any) -> Any:
 
 
 def inspected(x: Any) -> Any:
-    jax.debug.inspect_array_sharding(x, callback=str)
+    jax.debug.inspect_array_sharding(x, callback=lambda _: None)
     return x * 2
 
 

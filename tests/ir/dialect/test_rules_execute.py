@@ -79,8 +79,8 @@ def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) ->
         return jax.tree.leaves(list(found))
 
     args = [a for case in group for a in case.args]
-    specs = {"in_specs": tuple(in_specs), "out_specs": out_specs}
-    step: Any = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)
+    specs: dict[str, Any] = {"in_specs": tuple(in_specs), "out_specs": out_specs}
+    step = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)
     got = iter(step(*args))
     for case in group:
         for path, b in jax.tree_util.tree_leaves_with_path(jax.jit(case.fn)(*case.args)):

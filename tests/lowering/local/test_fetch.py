@@ -30,30 +30,20 @@ MESHES = {
     "2x3": spmd.Mesh(None, (2, 3), ("data", "model")),
 }
 SPLITS = (
-    ("4x2", ("data",)),
-    ("4x2", ("model", "data")),
-    ("8", ("data",)),
-    ("2x2x2", ("x", "data")),
-    ("2x3", ("model",)),
-    ("2x3", ("model", "data")),
-)
+    ("4x2", ("data",)), ("4x2", ("model", "data")), ("8", ("data",)),
+    ("2x2x2", ("x", "data")), ("2x3", ("model",)), ("2x3", ("model", "data")),
+)  # fmt: skip
 
 
 def windows(size: int) -> list[Window]:
     """The usual kinds of windows over a dim, then random ones."""
     usual = [
-        Window(size),
-        Window(size, reverse=True),
-        Window(size, low=1, span=3),
-        Window(size, low=-3),
-        Window(size, low=size // 2),
-        Window(2 * size, low=size),
-        Window(-(-size // 2), stride=2, low=1, span=3),
-        Window(max(2, size // 3), stride=3),
-        Window(2 * size + 1, low=2, dilation=2, span=3),
-        Window(size, low=size - 1, span=size),
+        Window(size), Window(size, reverse=True), Window(size, low=1, span=3),
+        Window(size, low=-3), Window(size, low=size // 2), Window(2 * size, low=size),
+        Window(-(-size // 2), stride=2, low=1, span=3), Window(max(2, size // 3), stride=3),
+        Window(2 * size + 1, low=2, dilation=2, span=3), Window(size, low=size - 1, span=size),
         Window(5, low=100),
-    ]
+    ]  # fmt: skip
     rng = np.random.RandomState(size)
     for _ in range(9):
         tiled, stride, dilation, span = (int(n) for n in rng.randint(1, (2 * size, 4, 4, 6)))
@@ -213,11 +203,8 @@ def test_updating_a_split_cache_moves_nothing() -> None:
     cache = jax.ShapeDtypeStruct((4096, 128), jnp.float32)
     row = jax.ShapeDtypeStruct((1, 128), jnp.float32)
     at = jax.ShapeDtypeStruct((), jnp.int32)
-    step = spmd.jit(
-        lambda cache, row, at: lax.dynamic_update_slice(cache, row, (at, 0)),
-        mesh=MESH,
-        in_specs=(("data", None), None, None),
-    )
+    update = lambda cache, row, at: lax.dynamic_update_slice(cache, row, (at, 0))  # noqa: E731
+    step = spmd.jit(update, mesh=MESH, in_specs=(("data", None), None, None))
     compiled = step.compile(cache, row, at)
     assert compiled.collectives == ()
     assert compiled.out_shardings.spec[0] == "data"

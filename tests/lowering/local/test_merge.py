@@ -1,6 +1,7 @@
 """Searches, sorts and reductions of any kind along split dims: right, and never gathered whole."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -204,14 +205,18 @@ def test_pairs_of_terms(name: str, axes: Any) -> None:
     np.testing.assert_allclose(got, jax.nn.logsumexp(x, axis=1), rtol=1e-5)
 
 
-def test_argmax_gathers_one_element_a_piece() -> None:
+@pytest.mark.parametrize(
+    ("fn", "count", "op"),
+    [(lambda x: jnp.argmax(x, 1), 1, "reduce"), (lambda x: lax.top_k(x, 5), 5, "top_k")],
+)
+def test_what_each_piece_found_is_gathered(fn: Any, count: int, op: str) -> None:
     x = jax.ShapeDtypeStruct((3, 1 << 16), jnp.float32)
-    step = spmd.jit(lambda x: jnp.argmax(x, 1), mesh=MESHES["8"], in_specs=((None, "a"),))
-    compiled = step.compile(x)
+    compiled = spmd.jit(fn, mesh=MESHES["8"], in_specs=((None, "a"),)).compile(x)
     assert largest_bytes(compiled) == 3 * (1 << 16) * 4 // 8
-    assert [(c.kind, c.bytes) for c in compiled.collectives] == [("all_gather", 3 * 7 * 4)] * 2
+    wanted = ("all_gather", 3 * count * 7 * 4)
+    assert [(c.kind, c.bytes) for c in compiled.collectives] == [wanted] * 2
     for c in compiled.collectives:
-        assert c.reason == "what each piece of dim 1 found, for stablehlo.reduce"
+        assert re.fullmatch(rf"what each piece of dim 1 found, for \w+\.{op}", c.reason)
 
 
 # The largest elements.
@@ -240,14 +245,6 @@ def test_top_k_of_other_types() -> None:
 def test_padding_never_wins_over_the_least_number() -> None:
     x = np.full((13,), 0xFFFFFFFF, np.uint32).view(np.float32)
     run_marked("2x2x2", (lambda x: lax.top_k(x, 13)[1], (x,), (("c", "a", "b"),)))
-
-
-def test_top_k_gathers_candidates() -> None:
-    x = jax.ShapeDtypeStruct((3, 1 << 16), jnp.float32)
-    step = spmd.jit(lambda x: lax.top_k(x, 5), mesh=MESHES["8"], in_specs=((None, "a"),))
-    compiled = step.compile(x)
-    assert largest_bytes(compiled) == 3 * (1 << 16) * 4 // 8
-    assert [(c.kind, c.bytes) for c in compiled.collectives] == [("all_gather", 3 * 5 * 7 * 4)] * 2
 
 
 def about_top(x: Any) -> Any:
@@ -286,17 +283,11 @@ WHOLE_DIMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
     "sort": (lambda x: jnp.sort(x, 1), (64, 512), (None, "a")),
     "sort_first": (lambda x: jnp.sort(x, 0), (512, 64), ("a", None)),
     "fft": (lambda x: jnp.fft.fft(x, axis=1), (64, 512), (None, "a")),
-    "cholesky": (
-        lambda x: lax.linalg.cholesky(x + 16 * jnp.eye(16), symmetrize_input=False),
-        (16, 16, 16),
-        (None, "a", None),
-    ),
-    "solve": (
-        lambda x: lax.linalg.triangular_solve(jnp.eye(16) * 3 + x, x, lower=True),
-        (16, 16, 16),
-        (None, None, "a"),
-    ),
-}
+    "cholesky": (lambda x: lax.linalg.cholesky(x + 16 * jnp.eye(16), symmetrize_input=False),
+        (16, 16, 16), (None, "a", None)),
+    "solve": (lambda x: lax.linalg.triangular_solve(jnp.eye(16) * 3 + x, x, lower=True),
+        (16, 16, 16), (None, None, "a")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WHOLE_DIMS)

@@ -23,7 +23,6 @@ Rewrite = Callable[[Program], Program]
 
 
 def names(program: Program) -> list[str]:
-    """The names of all ops, without their dialect."""
     return [op.name.partition(".")[2] for op in program.walk()]
 
 

@@ -37,6 +37,17 @@ def scattered(result: int, operand: int, dim: int, before: str, then: str) -> st
     return f"%{result} = stablehlo.reduce_scatter %{operand} {attrs} : (tensor<{before}>) -> tensor<{then}>"
 
 
+def product(at: int, size: int) -> list[str]:
+    """Eight rows and four columns of a product of ones, as value `at + 3`."""
+    wide, dims = f"tensor<{size}x{size}xf32>", "dot(lhs_contract = [1], rhs_contract = [0])"
+    return [
+        f"%{at} = stablehlo.constant {{value = dense<1.0 : tensor<f32>>}} : () -> tensor<f32>",
+        f"%{at + 1} = stablehlo.broadcast_in_dim %{at} {{broadcast_dimensions = []}} : (tensor<f32>) -> {wide}",
+        f"%{at + 2} = stablehlo.dot_general %{at + 1}, %{at + 1} {{dot_dimension_numbers = {dims}}} : ({wide}, {wide}) -> {wide}",
+        f"%{at + 3} = stablehlo.slice %{at + 2} {{start_indices = [0, 0], limit_indices = [8, 4], strides = [1, 1]}} : ({wide}) -> tensor<8x4xf32>",
+    ]
+
+
 NEGATED = (
     "%2 = stablehlo.negate %0 : (tensor<8x4xf32>) -> tensor<8x4xf32>",
     "%3 = stablehlo.negate %1 : (tensor<16x3x2xf32>) -> tensor<16x3x2xf32>",
@@ -137,21 +148,10 @@ def test_a_bucket_has_a_size() -> None:
 def test_nothing_waits_for_what_is_ready_far_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two lies arithmetic that hides the first many times over."""
     monkeypatch.setattr(schedule, "FEW_BYTES", 0)
-    dot = "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}"
 
     def program(size: int) -> list[str]:
-        wide = f"{size}x{size}xf32"
-        return names(after(
-            reduced(2, 0, "8x4xf32"),
-            "%3 = stablehlo.constant {value = dense<1.0 : tensor<f32>>} : () -> tensor<f32>",
-            f"%4 = stablehlo.broadcast_in_dim %3 {{broadcast_dimensions = []}} : (tensor<f32>) -> tensor<{wide}>",
-            f"%5 = stablehlo.dot_general %4, %4 {dot} : (tensor<{wide}>, tensor<{wide}>) -> tensor<{wide}>",
-            "%6 = stablehlo.slice %5 {start_indices = [0, 0], limit_indices = [8, 4], strides = [1, 1]} : "
-            f"(tensor<{wide}>) -> tensor<8x4xf32>",
-            reduced(7, 6, "8x4xf32"),
-            'return %2 "a", %7 "b"',
-            topology=Topology("cpu:8"),
-        ))  # fmt: skip
+        sums = reduced(2, 0, "8x4xf32"), *product(3, size), reduced(7, 6, "8x4xf32")
+        return names(after(*sums, 'return %2 "a", %7 "b"', topology=Topology("cpu:8")))
 
     assert program(16).count("all_reduce") == 1
     assert program(1024).count("all_reduce") == 2
@@ -159,19 +159,11 @@ def test_nothing_waits_for_what_is_ready_far_later(monkeypatch: pytest.MonkeyPat
 
 def test_a_few_bytes_wait_until_somebody_computes_with_them() -> None:
     """What only moves a reduction's few bytes waits with it, in the order it had."""
-    wide, dot = (
-        "1024x1024xf32",
-        "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}",
-    )
     made = names(after(
         reduced(2, 0, "8x4xf32"),
         "%3 = stablehlo.transpose %2 {permutation = [1, 0]} : (tensor<8x4xf32>) -> tensor<4x8xf32>",
         "%4 = stablehlo.reshape %3 : (tensor<4x8xf32>) -> tensor<8x4xf32>",
-        "%5 = stablehlo.constant {value = dense<1.0 : tensor<f32>>} : () -> tensor<f32>",
-        f"%6 = stablehlo.broadcast_in_dim %5 {{broadcast_dimensions = []}} : (tensor<f32>) -> tensor<{wide}>",
-        f"%7 = stablehlo.dot_general %6, %6 {dot} : (tensor<{wide}>, tensor<{wide}>) -> tensor<{wide}>",
-        "%8 = stablehlo.slice %7 {start_indices = [0, 0], limit_indices = [8, 4], strides = [1, 1]} : "
-        f"(tensor<{wide}>) -> tensor<8x4xf32>",
+        *product(5, 1024),
         reduced(9, 8, "8x4xf32"),
         "%10 = stablehlo.exponential %4 : (tensor<8x4xf32>) -> tensor<8x4xf32>",
         'return %10 "a", %9 "b"',

@@ -145,11 +145,8 @@ def test_a_training_step_keeps_its_numbers_and_hides_more() -> None:
     args = (training.params, state, training.batch)
     ways = {}
     for prefetch in (0, 2):
-        jitted = spmd.jit(
-            training.step,
-            mesh=training.mesh,
-            options=spmd.Options(prefetch=prefetch, check=True, topology=CPU),
-        )
+        options = spmd.Options(prefetch=prefetch, check=True, topology=CPU)
+        jitted = spmd.jit(training.step, mesh=training.mesh, options=options)
         compiled = jitted.compile(*training.structs())
         ways[prefetch] = compiled, jitted(*args)
     (late, want), (early, got) = ways[0], ways[2]

@@ -98,16 +98,16 @@ def gather(axes: str, rows: int, dim: int) -> str:
     }}"""
 
 
-@pytest.mark.parametrize(
+each_way = pytest.mark.parametrize(
     ("mesh", "axes", "dim"), [(BOTH, "data", 0), (APART, "host, data", 1), (APART, "data, host", 0)]
 )
+
+
+@each_way
 def test_a_gather_crosses_hosts_first(mesh: Mesh, axes: str, dim: int) -> None:
     program = after(gather(axes, 1024, dim), mesh)
-    in_order = axes == "data, host"
-    gathers = ["all_gather", "all_gather"]
-    assert names(program) == (
-        gathers if in_order else [*gathers, "reshape", "transpose", "reshape"]
-    )
+    turned = [] if axes == "data, host" else ["reshape", "transpose", "reshape"]
+    assert names(program) == ["all_gather", "all_gather", *turned]
     assert sent(program, mesh, CPU) == 1024 * 6 * 4
     notes = [op.loc.note for op in program.walk() if op.label == "all_gather"]
     assert notes == ["(between hosts, part 1 of 2)", "(within hosts, part 2 of 2)"]
@@ -123,9 +123,7 @@ def scatter(axes: str, rows: int, dim: int) -> str:
     }}"""
 
 
-@pytest.mark.parametrize(
-    ("mesh", "axes", "dim"), [(BOTH, "data", 0), (APART, "host, data", 1), (APART, "data, host", 0)]
-)
+@each_way
 def test_a_reduce_scatter_crosses_hosts_last(mesh: Mesh, axes: str, dim: int) -> None:
     program = after(scatter(axes, 1024, dim), mesh)
     assert [n for n in names(program) if "_" in n] == ["reduce_scatter", "reduce_scatter"]
