@@ -1,19 +1,19 @@
 """How the server stands: loading, full, draining, failed, hung; whom it lets in; who has left."""
 
+import asyncio
 import contextlib
 import json
 import re
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import httpx
-import pytest
 
 from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.http.live import MODEL, Live, begin, get, serving
+from tests.serving.http.live import MODEL, Live, get, serving
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -69,39 +69,61 @@ def test_draining() -> None:
         wait_until(lambda: live.server.should_exit)
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("draining", "the server is shutting down"),
-        ("process_lost", "process 1 was lost: its connection closed"),
-    ],
-)
-def test_what_is_not_finished_may_be_asked_for_elsewhere(code: str, why: str) -> None:
-    """Who streams, who waits and who comes later learn why: a drain's end, or a lost process."""
-    body = {"prompt": "hello", "max_tokens": 50}
-    with serving(options=ServerOptions(drain_seconds=0.1)) as live, ThreadPoolExecutor() as threads:
+def test_draining_has_an_end() -> None:
+    with serving(options=ServerOptions(drain_seconds=0.1)) as live:
         live.backend.gate.close(after=3)
+        body = {"prompt": "hello", "max_tokens": 50, "stream": True}
+        with stream(live, body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            live.server.handle_exit(signal.SIGTERM, None)
+            rest = list(lines)
+        live.backend.gate.open()
+        error = json.loads(rest[-4][6:])["error"]
+        assert error["message"] == "the server is shutting down"
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
+        assert rest[-2] == "data: [DONE]"
+
+
+def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
+    with serving(options=ServerOptions(drain_seconds=0.1)) as live:
+        live.backend.gate.close()
+        answers: list[httpx.Response] = []
+        body = {"prompt": "hello", "max_tokens": 50}
+        thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+        thread.start()
+        wait_until(lambda: live.service.language().engine.state().running == 1)
+        live.server.handle_exit(signal.SIGTERM, None)
+        thread.join()
+        live.backend.gate.open()
+    assert answers[0].status_code == 503
+    assert answers[0].headers["retry-after"] == "5"
+
+
+def test_when_a_process_of_several_is_lost() -> None:
+    """Who streams, who waits and who comes later learn that it is not the model, nor a drain."""
+    why = "process 1 was lost: its connection closed"
+    with serving() as live:
+        live.backend.gate.close(after=3)
+        body = {"prompt": "hello", "max_tokens": 50}
+        answers: list[httpx.Response] = []
         with stream(live, {**body, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            waiting = threads.submit(post, live, body)
+            thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+            thread.start()
             wait_until(lambda: sum(live.service.language().engine.state()[:2]) == 2)
-            answers = []
-            if code == "draining":
-                live.server.handle_exit(signal.SIGTERM, None)
-            else:
-                live.service.lose(why)
-                answers.append(post(live))
+            live.service.lose(why)
+            answers.append(post(live))
             rest = list(lines)
-        answers.append(waiting.result())
+        thread.join()
         live.backend.gate.open()
-    assert rest[-2] == "data: [DONE]"
     assert json.loads(rest[-4][6:])["error"] == {
-        "message": why, "type": "service_unavailable_error", "param": None, "code": code,
+        "message": why, "type": "service_unavailable_error", "param": None, "code": "process_lost",
     }  # fmt: skip
     for answer in answers:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert answer.json()["error"]["code"] == code
+        assert answer.json()["error"]["code"] == "process_lost"
         assert answer.json()["error"]["message"].endswith(why)
 
 
@@ -146,15 +168,25 @@ def test_keys() -> None:
             assert post(live, headers={"Authorization": b"Bearer " + key}).status_code == 200
 
 
+async def leave(url: str, body: Any, asked: Callable[[], bool]) -> None:
+    """Asks, and goes away once the request has come."""
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        answer = asyncio.create_task(client.post(url, json=body))
+        await asyncio.to_thread(wait_until, asked)
+        answer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answer
+
+
 def test_readers_that_go_away_free_their_slots() -> None:
     with serving() as live:
         engine = live.service.language().engine
         gate = live.backend.gate
+        url = f"{live.url}/v1/completions"
         body = {"prompt": "hello", "max_tokens": 59, "n": 4, "seed": 0}
         # Behind a closed gate nothing would ever end by itself.
         gate.close()
-        with begin(live, "/v1/completions", body):
-            wait_until(lambda: sum(engine.state()[:2]) == 4)
+        asyncio.run(leave(url, body, lambda: sum(engine.state()[:2]) == 4))
         wait_until(lambda: engine.idle)
         gate.close(after=10)
         with stream(live, {**body, "stream": True}) as response:
