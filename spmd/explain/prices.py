@@ -97,12 +97,9 @@ class Price(NamedTuple):
 
 def price_of(plan: Plan, other: Plan) -> Price:
     """Returns how much more `other` costs than `plan`, by the predicted times in `run_seconds`."""
-
-    def sent(of: Plan) -> int:
-        return sum(move.bytes for move in of.moves)
-
     seconds = other.run_seconds - plan.run_seconds
-    return Price(seconds, sent(other) - sent(plan), held_bytes(other) - held_bytes(plan))
+    more, less = (sum(move.bytes for move in of.moves) for of in (other, plan))
+    return Price(seconds, more - less, held_bytes(other) - held_bytes(plan))
 
 
 def held_bytes(plan: Plan) -> int:
@@ -163,9 +160,9 @@ class Prices:
         type_, have = plan.program.types[value], plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
         # One dim over one axis of the mesh, larger axes first; then whole.
-        for atoms in sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True):
-            for dim in range(type_.rank if atoms else 0):
-                wanted.append(Sharding(tuple(atoms * (d == dim) for d in range(type_.rank))))
+        dims, axes = range(type_.rank), filter(None, plan.mesh.axis_atoms.values())
+        for atoms in sorted(axes, key=plan.mesh.extent, reverse=True):
+            wanted += [Sharding(tuple(atoms * (d == dim) for d in dims)) for dim in dims]
         wanted.append(Sharding(((),) * type_.rank))
         legal = [
             sharding
@@ -228,15 +225,13 @@ class Prices:
 
         places = [place_of(conflict) for conflict in conflicts]
         together = tuple(sorted({place[0] for place in places if place is not None}))
-        found: list[tuple[tuple[Axes, Price], ...]] = []
-        for conflict, place in zip(conflicts, places, strict=True):
-            if place is None:
-                found.append(())
-                continue
-            number, given = place
-            claims = {(), *(axes for axes, _, _ in conflict.claims)}
-            wanted = [axes if axes in claims else None for axes in given]
-            found.append(self._priced(number, wanted, taken_axes(self.plan, conflict), together))
+        found: list[tuple[tuple[Axes, Price], ...]] = [()] * len(conflicts)
+        for i, (conflict, place) in enumerate(zip(conflicts, places, strict=True)):
+            if place is not None:
+                claims = {(), *(axes for axes, _, _ in conflict.claims)}
+                wanted = [axes if axes in claims else None for axes in place[1]]
+                taken = taken_axes(self.plan, conflict)
+                found[i] = self._priced(place[0], wanted, taken, together)
         return tuple(found)
 
     def of_ring(self, op: Op, factor: int) -> Price | None:
@@ -303,10 +298,10 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
 
     Most bytes come first. With `prices`, the first rows say what the axes not taken would cost.
     """
-    plan, every = stages.plan, stages.propagated.conflicts
+    plan = stages.plan
     program, mesh, types = plan.program, plan.mesh, plan.program.types
     found = []  # ((op, source line, who wants what but for their names, what was taken), conflict)
-    for conflict in every:
+    for conflict in stages.propagated.conflicts:
         wishes = tuple(
             f"{w.type_text(types[value])} dim {dim} wants {w.axes_text(axes, mesh)}"
             for axes, value, dim in conflict.claims
@@ -336,7 +331,7 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
         instead = [f"{axes} instead: {p.text if p else UNPRICED}" for axes, p in losers.items()]
         least = min((p.seconds for p in losers.values() if p), default=math.inf)
         rows.append((op, len(alike), wants, taken, ("\n".join(instead), least), trail))
-    said = f"{len(every)}"
+    said = f"{len(found)}"
     if asked:
         said += f", of {len(rows)} kinds; what the claims that lost would cost"
         said += "" if len(asked) == len(rows) else f" (the first {len(asked)})"
@@ -560,11 +555,12 @@ def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[
         for name in ends | roots:
             parts = len(ends | roots) if name in arguments and name not in ends else 1
             seconds[name] = seconds.get(name, 0.0) + move.seconds / parts
-    groups = [
-        MarkGroup(name, tuple(marked), Sharding(propagated.marks[marked[0]].dims), seconds[name])
-        for name, marked in ((name, members[name]) for name in seconds)
-    ]
-    return tuple(sorted(groups, key=lambda group: -group.seconds))
+    groups = []
+    for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        marked = members[name]
+        first = Sharding(propagated.marks[marked[0]].dims)
+        groups.append(MarkGroup(name, tuple(marked), first, spent))
+    return tuple(groups)
 
 
 def _roots(plan: Plan, move: Move) -> Iterator[Value]:

@@ -211,10 +211,7 @@ def _found(plan: Plan, name: str) -> tuple[Found, str]:
     fitting = [end for end in ends if end[1] == name]
     fitting = fitting or [end for end in ends if fnmatch.fnmatchcase(end[1], name)]
     if fitting:
-        titled: Found = [
-            (f"{what} {label} (%{value})", value, s) for what, label, value, s in fitting
-        ]
-        return titled, f"match {name!r}"
+        return [(f"{what} {x} (%{v})", v, s) for what, x, v, s in fitting], f"match {name!r}"
     program, digits = plan.program, name.removeprefix("%")
     if digits.isdecimal() and int(digits) < len(program.types):
         number, title = int(digits), f"value {name}"
@@ -281,8 +278,7 @@ def _others(plan: Plan, value: Value, prices: Prices) -> w.Lines:
         alike = f" and the {more} made with it" if more else ""
         yield f"without this mark{alike}: {relief.price.run_text}"
         return
-    others = prices.others(value)
-    if not others:
+    if not (others := prices.others(value)):
         yield "no other state of it was weighed: nothing around it asks for one"
         return
     is_argument = value in plan.program.body.args
@@ -349,10 +345,8 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
             where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
             for i, operand in enumerate(op.operands):
                 if operand == value:
-                    yield (
-                        f"operand {i} of {op.label}{where}",
-                        choice.operands[i] if choice else None,
-                    )
+                    label = f"operand {i} of {op.label}{where}"
+                    yield label, choice.operands[i] if choice else None
             for inner in op.regions:
                 yield from wants(inner, op)
         for i in (i for i, result in enumerate(region.results) if result == value):
@@ -399,10 +393,8 @@ def diff_text(a: Facts, b: Facts) -> str:
 
 
 def _changed_costs(a: Facts, b: Facts) -> w.Lines:
-    about = [
-        (key, facts.title, f"{facts.plan.mesh} on {facts.plan.topology}")
-        for key, facts in (("a", a), ("b", b))
-    ]
+    named = (("a", a), ("b", b))
+    about = [(key, f.title, f"{f.plan.mesh} on {f.plan.topology}") for key, f in named]
     rows = [("", "a", "b", "b - a")]
 
     def compare(what: str, old: float, new: float, text: Callable[[float], str]) -> None:

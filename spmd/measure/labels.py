@@ -119,9 +119,8 @@ class Labels:
         self.axes: dict[frozenset[frozenset[int]], str] = {}  # groups of devices -> their axes
         for op in program.walk():
             if axes := op.kind.attrs.get("axes") if op.collective else None:
-                self.axes[frozenset(map(frozenset, mesh.groups(axes)))] = axes_text(
-                    sorted(axes), mesh
-                )
+                groups = frozenset(map(frozenset, mesh.groups(axes)))
+                self.axes[groups] = axes_text(sorted(axes), mesh)
             label = label_of(op, mesh)
             places = tuple(f"{frame.file}:{frame.line}" for frame in op.loc.user_frames[:2])
             for known in range(len(places) + 1):

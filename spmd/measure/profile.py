@@ -223,8 +223,7 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
         end = event.end
         if (last := ended.get(stats.get("_p"))) and last[2] > end:
             thread, began, moment = last
-            after = thread.first_for(event.device, max(began, event.start), moment)
-            end = max(end, after)
+            end = max(end, thread.first_for(event.device, max(began, event.start), moment))
         yield event._replace(end=end)
 
 

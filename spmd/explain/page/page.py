@@ -143,13 +143,8 @@ def _first_screen(facts: Facts) -> Html:
             joined(tag("span", w.source_text(place), title=place), tag("code", text))
             for place, text in costs.code_lines(cost)
         ]
-        figures = tag(
-            "div",
-            tag("b", w.share_text(cost.seconds, whole)),
-            " ",
-            tag("span.soft", w.seconds_text(cost.seconds)),
-            tag("i", style=width),
-        )
+        share, took = w.share_text(cost.seconds, whole), w.seconds_text(cost.seconds)
+        figures = tag("div", tag("b", share), " ", tag("span.soft", took), tag("i", style=width))
         reason = tag("p.why", w.source_text(cost.reason)) if cost.reason else ""
         said = (tag("b", cost.title), " ", tag("span.soft", cost.remark), reason)
         rows.append(tag("li", figures, tag("div", *said, tag("div.code", *lines))))
@@ -170,20 +165,14 @@ def _timeline(facts: Facts) -> Html:
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
         "do not overlap.",
     )
+    whole = timeline.seconds
     rows = [
-        (
-            c.title,
-            c.ops,
-            c.runs,
-            c.seconds,
-            (c.seconds, timeline.seconds),
-            " <- ".join(map(str, c.frames)),
-        )
+        (c.title, c.ops, c.runs, c.seconds, (c.seconds, whole), " <- ".join(map(str, c.frames)))
         for c in facts.costs
     ]
     heads = ("cost", "ops", "runs", "time", "share", "source")
     every = w.Table(heads, rows, sort="time", search="all_gather a function, a file")
-    lost = timeline.seconds - drawn.seconds
+    lost = whole - drawn.seconds
     slower = tag(
         "p",
         f"The prediction adds {w.seconds_text(lost)} to what is drawn: on this chip arithmetic and "

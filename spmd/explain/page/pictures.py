@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain import words as w
@@ -123,11 +123,10 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
         if before is None or group is None:
             last[s.lanes] = len(made)
             made.append(s)
-        else:
-            label = before.label if before.label == s.label else ""
-            seconds, ops = s.end - before.start, before.ops + s.ops
-            joint = before._replace(label=label, group=group, seconds=seconds, ops=ops)
-            made[last[s.lanes]] = joint
+            continue
+        label = before.label if before.label == s.label else ""
+        seconds, ops = s.end - before.start, before.ops + s.ops
+        made[last[s.lanes]] = Segment(s.lanes, s.kind, label, group, before.start, seconds, ops)
     return made
 
 
@@ -139,9 +138,8 @@ def _common_group(before: Segment, after: Segment, least: float) -> str | None:
         return before.group
     if before.kind == COMPUTE:
         names = functions_of(after.group)
-        for name in functions_of(before.group):
-            if name in names:
-                return f"in ({name})"
+        if name := next((name for name in functions_of(before.group) if name in names), ""):
+            return f"in ({name})"
     return None if min(before.seconds, after.seconds) >= least else ""
 
 
@@ -284,12 +282,12 @@ def _head(row: PipelineRow | RingRow) -> Html:
 
 
 def _stages(of: Pipeline) -> Html:
-    stages = range(min(of.stages, MOST_WORKERS))
+    drawn = min(of.stages, MOST_WORKERS)
     # With fewer microbatches than stages there is no step in which all of them work.
     full, last = sorted((of.stages - 1, of.busy_steps))
     between = "all stages work" if of.busy_steps == last else "some work"
     phases = ((0, full, "fill"), (full, last, between), (last, of.steps, "drain"))
-    more = f" The first {len(stages)} of {of.stages} stages are shown." * (of.stages > len(stages))
+    more = f" The first {drawn} of {of.stages} stages are shown." * (of.stages > drawn)
     shades = " A darker square is of a later chunk of the stage's layers." * (of.chunks > 1)
     again = f", and computes each {of.window} of them again first" * of.is_lean
     intro = tag(
@@ -298,28 +296,7 @@ def _stages(of: Pipeline) -> Html:
         f"microbatch that a stage works on; crossed out it has nothing to do.{shades} A gradient "
         f"goes through the same steps from right to left{again}.{more}",
     )
-    names = [f"{of.axis} {s}"[:9] for s in stages]
-
-    def work(stage: int, step: int) -> Square:
-        found = of.work(stage, step)
-        if found is None:
-            return Square("", f"step {step}: stage {stage} has nothing to do")
-        microbatch, chunk = found
-        layers = f", chunk {chunk} of its layers" if of.chunks > 1 else ""
-        hue = (205 + 300 * microbatch / of.microbatches) % 360
-        light = 80 - (22 * chunk / (of.chunks - 1) if of.chunks > 1 else 8)
-        title = f"step {step}: stage {stage} works on microbatch {microbatch}{layers}"
-        return Square(str(microbatch), title, f"hsl({hue:.0f} 52% {light:.0f}%)")
-
-    return joined(intro, grid(names, of.steps, work, phases, f"steps of {of.stages} stages"))
-
-
-class Square(NamedTuple):
-    """Says what one worker does in one step; idle ones have no colour."""
-
-    text: str  # written on the cell: the number of a microbatch or a piece
-    title: str  # its tooltip
-    colour: str = ""
+    return joined(intro, _steps(of, drawn, phases))
 
 
 def shown_steps(count: int, most: int = MOST_COLUMNS) -> list[int | None]:
@@ -333,20 +310,12 @@ def shown_steps(count: int, most: int = MOST_COLUMNS) -> list[int | None]:
     return [*range(begin), None, *range(count - end, count)]
 
 
-def grid(
-    names: Sequence[str],
-    count: int,
-    work: Callable[[int, int], Square],
-    phases: Sequence[tuple[int, int, str]],
-    label: str,
-) -> Html:
-    """Draws a row of cells for each of `names`, with a column for each of `count` steps.
+def _steps(of: Pipeline, stages: int, phases: Sequence[tuple[int, int, str]]) -> Html:
+    """Draws what the first `stages` stages do in each step, of many not those in the middle.
 
-    Of many steps some in the middle are left out. `work(row, step)` returns a cell. A phase (first
-    step, last step + 1, name) gets a bracket above it. `label` is what screen readers say.
+    A phase (first step, last step + 1, name) gets a bracket above it.
     """
-    steps, top = shown_steps(count), _ABOVE
-    bottom = top + len(names) * _HIGH
+    steps, bottom = shown_steps(of.steps), _ABOVE + stages * _HIGH
     parts: list[Html] = []
     for first, end, text in phases:
         inside = [i for i, t in enumerate(steps) if t is not None and first <= t < end]
@@ -357,29 +326,34 @@ def grid(
                 tag("path.bracket", d=f"M{left} {_ABOVE - 2}v-5H{right}v5"),
                 words((left + right) / 2, _ABOVE - 12, shown, "soft", text_anchor="middle"),
             ]
-    for row, name in enumerate(names):
-        y = top + row * _HIGH
+    for stage in range(stages):
+        y, name = _ABOVE + stage * _HIGH, f"{of.axis} {stage}"[:9]
         parts.append(words(_NAMES - 10, y + _HIGH / 2 + 4, name, "soft", text_anchor="end"))
-        for i, step in enumerate(steps):
-            parts.append(_square(_NAMES + i * _WIDE, y, None if step is None else work(row, step)))
+        parts += [_square(_NAMES + i * _WIDE, y, of, stage, t) for i, t in enumerate(steps)]
     for i, step in enumerate(steps):
         x, text = _NAMES + (i + 0.5) * _WIDE, "" if step is None else str(step)
         parts.append(words(x, bottom + 15, text, "soft", text_anchor="middle"))
+    label = f"steps of {of.stages} stages"
     picture = drawing("grid", _NAMES + len(steps) * _WIDE + 2, bottom + 20, parts, label)
     return tag("div.scroll", picture, tabindex=0, role="group", aria_label=label)
 
 
-def _square(x: float, y: float, square: Square | None) -> Html:
-    middle = x + _WIDE / 2
-    if square is None:
-        return words(middle, y + _HIGH / 2 + 4, "…", "soft", text_anchor="middle")
+def _square(x: float, y: float, of: Pipeline, stage: int, step: int | None) -> Html:
+    middle = x + _WIDE / 2, y + _HIGH / 2 + 4
+    if step is None:
+        return words(*middle, "…", "soft", text_anchor="middle")
     box = (x + 1, y + 1, _WIDE - 2, _HIGH - 2)
-    if not square.colour:
+    if (found := of.work(stage, step)) is None:
         corner = line("idle", x + 2, y + _HIGH - 2, x + _WIDE - 2, y + 2)
-        return joined(rect("idle", box, square.title), corner)
+        return joined(rect("idle", box, f"step {step}: stage {stage} has nothing to do"), corner)
+    microbatch, chunk = found
+    layers = f", chunk {chunk} of its layers" if of.chunks > 1 else ""
+    hue = (205 + 300 * microbatch / of.microbatches) % 360
+    light = 80 - (22 * chunk / (of.chunks - 1) if of.chunks > 1 else 8)
+    title = f"step {step}: stage {stage} works on microbatch {microbatch}{layers}"
     return joined(
-        rect("", box, square.title, fill=square.colour),
-        words(middle, y + _HIGH / 2 + 4, square.text, "on", text_anchor="middle"),
+        rect("", box, title, fill=f"hsl({hue:.0f} 52% {light:.0f}%)"),
+        words(*middle, str(microbatch), "on", text_anchor="middle"),
     )
 
 
