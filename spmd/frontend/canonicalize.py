@@ -226,6 +226,7 @@ def _einsum(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.torch_index_select")
 def _torch_index_select(site: Site) -> Sequence[Value]:
+    """Rewrites an index select as a `gather` along `dim`, with `batch_dims` leading batch dims."""
     batch = site.attrs["batch_dims"]
     select = partial(jnp.take, axis=site.attrs["dim"] - batch, mode="clip")
     for _ in range(batch):
@@ -346,6 +347,7 @@ def _norm(site: Site) -> Sequence[Value]:
     epsilon = float(getattr(site.attrs["epsilon"], "text", "0").partition(":")[0])
 
     def spread(x: Any) -> Any:
+        """Broadcasts a vector of one number for each feature to the shape of the operand."""
         return lax.broadcast_in_dim(x, type_.shape, (feature,))
 
     def total(x: Any) -> Any:

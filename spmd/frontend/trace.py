@@ -193,6 +193,7 @@ def _without_refs(program: ClosedJaxpr, name: str) -> Callable[..., Any]:
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns a `ShapeDtypeStruct` of an abstract value, weakly typed and Explicit as that is."""
     typed = getattr(aval, "sharding", None)
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))

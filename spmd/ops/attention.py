@@ -338,6 +338,8 @@ def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:
 
 
 def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
+    """Returns a kernel that calls `kernel`, and `otherwise` if that returns NotImplemented."""
+
     def run(*operands: Any, **spec: Any) -> Any:
         found = kernel(*operands, **spec)
         return otherwise(*operands, **spec) if found is NotImplemented else found

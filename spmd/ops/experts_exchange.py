@@ -143,9 +143,16 @@ class _Route(NamedTuple):
         choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
         most = devices * (total // choices) * min(choices, here)  # no row chooses an expert twice
         order_X = jnp.argsort(place_X, stable=True)
-        place_TC, sizes_NN = inverse(order_X).reshape(-1, choices), jnp.sum(counts, axis=2)
-        size = local.turn_size(total, most)
-        return _Route(order_X, place_TC, counts[:, me], sizes_NN, me, choices, size, most)
+        return _Route(
+            order_X,
+            inverse(order_X).reshape(-1, choices),
+            counts[:, me],
+            jnp.sum(counts, axis=2),
+            me,
+            choices,
+            local.turn_size(total, most),
+            most,
+        )
 
     def sorted(self, x_BSH: Any) -> Any:
         return x_BSH.reshape(-1, x_BSH.shape[-1])[self.order_X // self.choices]

@@ -78,8 +78,9 @@ def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales
     scores_KGT = jnp.einsum("kgd,tkd->kgt", q_KGD, keys_TKD, preferred_element_type=jnp.float32)
     for scale_TK2 in scales_TK2:
         scores_KGT *= scale_TK2[:, :, KEYS].T[:, None]
-    scores_KGT *= q_KGD.shape[-1] ** -0.5
-    scores_KGT = jnp.where(visible_T, scores_KGT, np.finfo(np.float32).min)
+    scores_KGT = jnp.where(
+        visible_T, scores_KGT * q_KGD.shape[-1] ** -0.5, np.finfo(np.float32).min
+    )
     weights_KGT = jax.nn.softmax(scores_KGT, axis=-1)
     for scale_TK2 in scales_TK2:
         weights_KGT *= jnp.where(visible_T, scale_TK2[:, :, VALUES].T, 0)[:, None]

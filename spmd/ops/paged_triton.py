@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
-from spmd.ops.products_triton import compiled_with, power_above, tile_rows, triton
+from spmd.ops.products_triton import compiled_with, power_above, triton
 
 POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
@@ -111,12 +111,22 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int 
     rows, slots = slot_AR.shape[1], counts_AB.shape[1]
     most = min(most or rows, (rows + (size - 1) * min(slots, rows)) // size)
     needed_AB = (counts_AB + size - 1) // size
-    begin_AB = jnp.cumsum(needed_AB, axis=1) - needed_AB
-    cut = jax.vmap(lambda counts_B, first_B: tile_rows(counts_B, rows, size, first_B, most))
-    about_AI3 = cut(counts_AB, first_AB)
-    before_AR = jnp.take_along_axis(begin_AB * size - first_AB, slot_AR, axis=1)
-    about = jnp.concatenate([about_AI3, about_AI3[..., 2:]], axis=2)
-    return _Tiles(about, jnp.arange(rows) + before_AR, size)
+    ends_AB = jnp.cumsum(needed_AB, axis=1)
+    begin_AB = ends_AB - needed_AB
+    tile_I = jnp.arange(most, dtype=jnp.int32)
+    slot_AI = jnp.sum(ends_AB[:, None] <= tile_I[:, None], axis=2, dtype=jnp.int32)
+    is_needed_AI = slot_AI < slots
+    slot_AI = jnp.where(is_needed_AI, slot_AI, 0)
+
+    def of(x_AB: Any, slots: Any) -> Any:
+        return jnp.take_along_axis(x_AB, slots, axis=1)
+
+    done_AI = (tile_I - of(begin_AB, slot_AI)) * size
+    left_AI = jnp.where(is_needed_AI, jnp.clip(of(counts_AB, slot_AI) - done_AI, 0, size), 0)
+    start_AI = jnp.where(is_needed_AI, of(first_AB, slot_AI) + done_AI, 0)
+    about = jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2)
+    place_AR = jnp.arange(rows) - of(first_AB, slot_AR) + of(begin_AB, slot_AR) * size
+    return _Tiles(about, place_AR, size)
 
 
 def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool) -> Any:
@@ -283,5 +293,7 @@ def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
 
 def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:
     shape = (*mask.shape, ref.shape[-1])
-    *rows, wide = (jnp.broadcast_to(x[:, None], shape) for x in (*where, mask))
-    return (*rows, jax.lax.broadcasted_iota(jnp.int32, shape, 1)), wide
+    rows = tuple(jnp.broadcast_to(x[:, None], shape) for x in where)
+    return (*rows, jax.lax.broadcasted_iota(jnp.int32, shape, 1)), jnp.broadcast_to(
+        mask[:, None], shape
+    )

@@ -276,24 +276,20 @@ def _tiles(rows: int, columns: int) -> Tiles:
     return Tiles(rows, wide, LEAST, 8 if wide == 4 * LEAST else 4, 4 if rows == LEAST else 3)
 
 
-def tile_rows(sizes_E: Any, rows: int, size: int, first_E: Any = None, most: int = 0) -> Any:
-    """Returns (T, 3): each tile's group, first row, and number of rows (0 if it is not needed).
-
-    Groups lie one behind the other, if `first_E` does not say where; T is `most`, if that is not 0.
-    """
+def tile_rows(sizes_E: Any, rows: int, size: int) -> Any:
+    """Returns (T, 3): each tile's group, first row, and number of rows (0 if it is not needed)."""
     # E.g. groups of 5, 0 and 3 rows in tiles of 4 rows: counts [2, 0, 1], ends [2, 2, 3], and tiles
     # (0, 0, 4), (0, 4, 1), (2, 5, 3).
     groups = sizes_E.shape[0]
     counts_E = (sizes_E + size - 1) // size
     ends_E = jnp.cumsum(counts_E)
-    first_E = jnp.cumsum(sizes_E) - sizes_E if first_E is None else first_E
-    most = most or min(rows, -(-rows // size) + groups)
+    most = min(rows, -(-rows // size) + groups)
     tile_T = jnp.arange(most, dtype=jnp.int32)
     group_T = jnp.sum(ends_E <= tile_T[:, None], axis=1, dtype=jnp.int32)
     is_needed_T, group_T = group_T < groups, jnp.minimum(group_T, groups - 1)
     done_T = (tile_T - (ends_E - counts_E)[group_T]) * size
     left_T = jnp.where(is_needed_T, jnp.clip(sizes_E[group_T] - done_T, 0, size), 0)
-    start_T = jnp.where(is_needed_T, first_E[group_T] + done_T, 0)
+    start_T = jnp.where(is_needed_T, (jnp.cumsum(sizes_E) - sizes_E)[group_T] + done_T, 0)
     return jnp.stack([group_T, start_T, left_T], axis=1).astype(jnp.int32)
 
 

@@ -92,7 +92,8 @@ def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
         _cross(importer, op, target, env)
     else:
         attrs: dict[str, Attribute] | None = None
-        names = [attr.value for attr in op.attributes.get("called_computations", ())]
+        called = op.attributes.get("called_computations", ())
+        names = [attr.value for attr in called]
         function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
         if function is not None:  # a scalar function, which becomes the op's `body`
             attrs = {n: importer.attribute(n, attr) for n, attr in entries_of(op)}
@@ -126,6 +127,7 @@ def _call(importer: Importer, op: Any, env: Env) -> None:
 
 
 def _inline(importer: Importer, op: Any, callee: str, env: Env) -> None:
+    """Appends the ops of the function `callee`, in place of the call `op`."""
     # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
     # after:  %5 = tanh %4; %6 = tanh %5
     # The body is imported anew for each call: two calls may get different shardings, and their ops
@@ -263,7 +265,9 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
         rest = None if scope.is_whole else contents.written(stated._replace(dims=free))
         return _End(inner, outer, dims, rest)
 
-    ends = [*map(end, block.arguments, op.operands, ins)], [*map(end, op.results, op.results, outs)]
+    entries = list(map(end, block.arguments, op.operands, ins))
+    exits = list(map(end, op.results, op.results, outs))
+    ends = entries, exits
     _region(importer, env, loc, scope, ends, lambda inner: importer.block(block, inner))
 
 
@@ -325,6 +329,7 @@ def _exit(value: Any) -> _Crossing | None:
 
 
 def _custom_call(op: Any, target: str) -> Any:
+    """Returns the op if it is a custom call to `target` with a sharding, else None."""
     is_call = op is not None and op.name == "stablehlo.custom_call"
     is_known = is_call and op.attributes["call_target_name"].value == target
     return op if is_known and MARKS[1] in op.attributes else None
@@ -349,8 +354,8 @@ def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
 
 def _manual_call(importer: Importer, op: Any, env: Env) -> None:
     loc, contents = importer.loc(op.location), importer.contents
-    entries = [*filter(None, map(_entry, op.operands))]
-    exits = [*filter(None, map(_exit, op.results))]
+    entries = list(filter(None, map(_entry, op.operands)))
+    exits = list(filter(None, map(_exit, op.results)))
     around = importer.scopes[-1].held if importer.scopes else ()
     boundary = (entries + exits)[0].manual  # any of its ops says what is manual
     refs = manual_refs(shardings_of(boundary.attributes[MARKS[1]])[0])
@@ -374,7 +379,7 @@ def _manual_call(importer: Importer, op: Any, env: Env) -> None:
         _inline(importer, op, op.attributes["callee"].value, inner)
         return [inner[crossing.inner] for crossing in exits]
 
-    _region(importer, env, loc, scope, ([*map(end, entries)], [*map(end, exits)]), body)
+    _region(importer, env, loc, scope, (list(map(end, entries)), list(map(end, exits))), body)
     env.update((crossing.inner, env[crossing.outer]) for crossing in exits)
 
 
