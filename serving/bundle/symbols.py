@@ -107,25 +107,11 @@ def plan_sized(
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
         of, or no room for the least one.
     """
-    held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
-    known: dict[str, Sizes] = {}
-    for name, sizes in (given or {}).items():
-        if name not in manifest.symbols:
-            names = ", ".join(manifest.symbols) or "none"
-            raise BundleError(f"the bundle has no symbol {name!r}; it has {names}")
-        values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
-        if isinstance(sizes, Iterable) and (not values or name in held):
-            reason = "the state has it, and has one size" if values else "it needs one at least"
-            raise BundleError(f"{name} cannot have {len(values)} sizes: {reason}")
-        for value in values:
-            if value > LARGEST or not manifest.symbols[name].allows(value):
-                raise BundleError(f"{name}={value} cannot be: {name} is {manifest.symbols[name]}")
-        several = tuple(sorted({int(value) for value in values}))
-        known[name] = several if isinstance(sizes, Iterable) else several[0]
-    known = {name: known[name] for name in manifest.symbols if name in known}
+    known = _given(manifest, given or {})
     missing = [name for name in manifest.symbols if name not in known]
     if not missing:
         return plan(known, True)
+    held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
     if len(missing) > 1 or missing[0] not in held:
         name = next((name for name in missing if name not in held), missing[0])
         reason = "no array of the state has it" if name not in held else "there are two such"
@@ -138,6 +124,25 @@ def plan_sized(
         raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
     room = _room(mesh, options, memory_share)
     return _Search(manifest, known, missing[0], mesh, room, plan).run()
+
+
+def _given(manifest: Manifest, given: Mapping[str, Sizes]) -> dict[str, Sizes]:
+    held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
+    known: dict[str, Sizes] = {}
+    for name, sizes in given.items():
+        if name not in manifest.symbols:
+            names = ", ".join(manifest.symbols) or "none"
+            raise BundleError(f"the bundle has no symbol {name!r}; it has {names}")
+        values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+        if isinstance(sizes, Iterable) and (not values or name in held):
+            reason = "the state has it, and has one size" if values else "it needs one at least"
+            raise BundleError(f"{name} cannot have {len(values)} sizes: {reason}")
+        for value in values:
+            if value > LARGEST or not manifest.symbols[name].allows(value):
+                raise BundleError(f"{name}={value} cannot be: {name} is {manifest.symbols[name]}")
+        several = tuple(sorted({int(value) for value in values}))
+        known[name] = several if isinstance(sizes, Iterable) else several[0]
+    return {name: known[name] for name in manifest.symbols if name in known}
 
 
 class _Search:

@@ -62,7 +62,6 @@ class ShardWriter:
     Attributes:
         begins: where each document begins.
         written: number of tokens so far.
-        is_open: whether a document has begun and not ended.
 
     Example:
         >>> with ShardWriter(folder, "00000", token_dtype(256)) as writer:
@@ -74,7 +73,7 @@ class ShardWriter:
         self.folder, self.name, self.dtype = folder, name, dtype
         self.begins: list[int] = []
         self.written = 0
-        self.is_open = False
+        self._is_open = False
         path, _ = shard_paths(folder, name)
         unfinished = f"{path.name}.{os.getpid()}{UNFINISHED}"
         # A store takes whole files only: the shard grows on the disk, and is copied at its end.
@@ -95,20 +94,25 @@ class ShardWriter:
         Args:
             is_last: whether the document ends with them; if so, the next call begins another.
         """
-        if not self.is_open:
+        if not self._is_open:
             self.begins.append(self.written)
         self._file.write(tokens.astype(self.dtype).tobytes())
         self.written += len(tokens)
-        self.is_open = not is_last
+        self._is_open = not is_last
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a document has begun and not ended."""
+        return self._is_open
 
     def drop_open(self) -> None:
         """Removes the document that has begun and not ended, if there is one."""
-        if not self.is_open:
+        if not self._is_open:
             return
         self.written = self.begins.pop()
         self._file.seek(self.written * self.dtype.itemsize)
         self._file.truncate()
-        self.is_open = False
+        self._is_open = False
 
     def finish(self) -> Record:
         """Gives the files their names.
