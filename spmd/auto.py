@@ -204,7 +204,7 @@ def auto_specs(
 
 
 def _open(request: Request, options: Options) -> Trial:
-    """Plans a request whose arguments may have any sharding that keeps their marks."""
+    """Returns the fastest plan, as a Trial, if arguments may have any sharding that keeps marks."""
     problem = problem_for(request)
     doing("plan")
     problem = opened(problem, [True] * len(problem.arguments))

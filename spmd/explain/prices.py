@@ -145,7 +145,7 @@ class Prices:
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The marks that cost the most, if that is over `LEAST_SHARE` of a run; else None."""
+        """The marks without which a run saves most, if over `LEAST_SHARE` of it; else None."""
         return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:

@@ -302,7 +302,7 @@ def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | N
 
 
 def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
-    """Replaces each row of equal ops by a batched op; `Block.order` of the stacks must exist."""
+    """Batches each row of equal ops; `Block(program).order(stacks)` must not be None."""
     block, b = Block(program), Builder(program.types)
     order = block.order(stacks)
     assert order is not None

@@ -79,7 +79,7 @@ class DimGroup(NamedTuple):
 
 
 def unflatten(program: Program) -> Program:
-    """Rewrites sums over flattened dims as sums over the dims that were flattened by a reshape."""
+    """Lets reductions and inner products of flattened tensors run over the dims before that."""
     producers = producers_of(program)
     flattened: dict[Value, list[DimGroup]] = {}  # of reshapes in which several dims become one
     for value, op in producers.items():

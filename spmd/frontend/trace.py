@@ -372,7 +372,7 @@ class _OwnCallbacks:
         self._done: dict[int, Jaxpr] = {}
 
     def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
-        """Returns the program as a flat function, callbacks replaced; None if it has none."""
+        """Returns the program with our callbacks, as a function `name`; None if it has none."""
         own = self._rewritten(program)
         if own is program:
             return None

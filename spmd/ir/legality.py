@@ -115,7 +115,7 @@ def dialect_known(view: View, op: Op) -> str | None:
 
 
 def is_global(view: View, op: Op) -> str | None:
-    """Returns a problem if the op may not be in a global program, or not outside manual regions."""
+    """Returns a problem if the op is local, manual in no manual region, or lacks its axes."""
     if op.kind.about.is_local:
         return "an op of one device's program in the whole program"
     if op.kind.about.is_manual and "manual" not in view.around:

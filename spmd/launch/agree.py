@@ -137,7 +137,7 @@ def gathered(
     is_excused: bool = False,
     ask: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Does what `judged` says, in a `folder` of this call; `ask` is called while it waits."""
+    """Does what `judged` says in `folder`, calling `ask` as it waits; one excused only listens."""
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/.../1/<its number>; 0 waits for all three
     #   0 writes same/.../1/outcome: "process 2: 90; processes 0, 1: 100"

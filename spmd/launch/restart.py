@@ -51,7 +51,7 @@ def pipe_name(number: int) -> str:
 
 
 def hear_news(tell: Callable[[str], object]) -> None:
-    """Calls `tell`, on a thread, when the launcher says that a process of this job was lost."""
+    """Calls `tell` once, on a thread, with the launcher's line that a process here was lost."""
     name = os.environ.pop(ENV_NEWS, "")
     number = int(name.partition(":")[0] or -1)
     try:

@@ -63,7 +63,7 @@ def jax_mesh(
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """Returns the numbers of the processes whose devices a mesh has; 0 where it has no devices."""
+    """Returns numbers of a mesh's processes; [0] for one device, or if some are not visible."""
     if mesh.size == 1 or not mesh.is_here or jax.process_count() == 1:
         return [0]
     return sorted({device.process_index for device in jax_mesh(mesh).devices.flat})

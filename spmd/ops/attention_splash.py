@@ -18,7 +18,7 @@ INTERPRET = False  # whether to run kernels step by step on any platform, for te
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any) -> Any:
-    """Returns what `attention_reference.forward` does; NotImplemented if splash has no kernel."""
+    """Returns (output, logsumexp) like `attention_reference`; NotImplemented if no kernel fits."""
     spec = Spec(**attributes)
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=True)
     if kernel is None:

@@ -224,7 +224,7 @@ class _Greedy(Walk):
 
 
 def undivided_notes(problem: Problem) -> list[str]:
-    """Returns a note for each dim of an argument or result that the axes wanted don't divide."""
+    """Returns notes on dims of arguments and results that axes propagation wants do not divide."""
     program, mesh, propagated = problem.program, problem.mesh, problem.propagated
     results = zip(program.body.results, program.result_names, strict=True)
     arguments = zip(program.body.args, program.arg_names, strict=True)

@@ -534,7 +534,7 @@ def _filled(state: Any, new: Mapping[str, Any]) -> Any:
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns (loss(module, *batch), a function whose parameters name the entries of a batch)."""
+    """Returns (loss(module, *batch), one with a batch's signature); `loss` may be a criterion."""
     if not callable(loss):
         raise ArgumentError(
             f"the loss is a {type(loss).__name__}",

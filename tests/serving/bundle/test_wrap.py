@@ -235,3 +235,30 @@ def test_prefixes():
     assert matched(["w", "x"], ["p/w", "x"]) == {}
     with pytest.raises(BundleError, match="several prefixes are called like the weights"):
         matched(["w"], ["ema/w", "now/w"])
+
+
+def test_experts_by_running_counts(tmp_path, mesh_of):
+    """Tokens find their places by a cumsum along a symbolic dim; jax writes that as a call."""
+    (b,) = jax.export.symbolic_shape("b", constraints=["mod(b, 2) == 0"])
+    experts = RNG.normal(size=(4, 8, 8)).astype(np.float32)
+
+    def model(w, experts, x):
+        gates = jax.nn.softmax(x @ w)
+        chosen = jax.nn.one_hot(gates.argmax(-1), 4, dtype=jnp.int32)
+        places = jnp.cumsum(chosen, 0) * chosen - 1
+        sent = jax.nn.one_hot(places, x.shape[0] // 2, dtype=x.dtype) * chosen[..., None]
+        made = jnp.tanh(jnp.einsum("ecd,edf->ecf", jnp.einsum("nec,nd->ecd", sent, x), experts))
+        y = jnp.einsum("nec,ecf->nf", sent * gates[..., None], made)
+        noise = jax.random.normal(jax.random.key(0, impl="rbg"), x.shape)
+        return y, *jax.lax.approx_max_k(y, 3), jax.lax.cummax(x, 0), noise
+
+    struct = jax.ShapeDtypeStruct((b, 8), W.dtype)
+    wrap_stablehlo(
+        tmp_path / "b", jax.export.export(jax.jit(model))(W, experts, struct),
+        weights={"w": W, "experts": experts}, arg_names=["w", "experts", "x"],
+    )  # fmt: skip
+    bundle = load_bundle(tmp_path / "b", mesh_of(2), symbols={"b": (8,)})
+    x = RNG.normal(size=(8, 8)).astype(np.float32)
+    found = BundleInfer(bundle).infer({"x": x})
+    for ours, theirs in zip(found.values(), jax.jit(model)(W, experts, x), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
