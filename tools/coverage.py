@@ -52,6 +52,9 @@ Two lines of the table stand for many calls:
   of the mesh. Such kernels are written for one device, and stay as they are.
 
 Any other call needs a rule of its own: [custom kernels](custom_calls.md) says how to write one.
+Calls in which jax writes what depends on symbolic dims (`stablehlo.dynamic_reduce_window`,
+`dynamic_rng_bit_generator`, `dynamic_top_k`, `dynamic_approx_top_k`) are the ops that they stand
+for, once the dims have sizes.
 Calls for TPUs are lowered in tests. Those for NVIDIA GPUs run in `tests/accelerators`, which
 repeats every op's cases and training steps on the GPUs at hand.
 
