@@ -77,7 +77,9 @@ def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B
     logits_BV = jnp.where(history.seen, penalized_BV, logits_BV)
     logits_BV -= params.frequency_penalty[:, None] * history.drawn.astype(jnp.float32)
     logits_BV -= params.presence_penalty[:, None] * (history.drawn > 0)
-    logits_BV = jnp.where(_unpacked(history.allowed, logits_BV.shape[1]), logits_BV, HIDDEN)
+    bits_BWI = history.allowed[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
+    is_allowed_BV = bits_BWI.reshape(logits_BV.shape[0], -1)[:, : logits_BV.shape[1]] != 0
+    logits_BV = jnp.where(is_allowed_BV, logits_BV, HIDDEN)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw() -> Any:
@@ -86,12 +88,6 @@ def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B
 
     drawn_B: Any = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy_B)
     return drawn_B
-
-
-def _unpacked(words_BW: Any, vocab_size: int) -> Any:
-    """A mask as bools (B, V)."""
-    bits_BWI = words_BW[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
-    return bits_BWI.reshape(words_BW.shape[0], -1)[:, :vocab_size] != 0
 
 
 def _draw(logits_BV: Any, params: SamplingParams, positions_B: Any) -> Any:

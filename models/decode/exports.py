@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.models import sampling
 from spmd.models.decode.model import RowsModel
-from spmd.models.decode.packing import Shapes, row_shapes, width
+from spmd.models.decode.packing import row_shapes, width
 from spmd.models.decode.shape import ServingShape, symbolic_pages
 from spmd.models.decode.state import state_leaves
 from spmd.models.decode.steps import allow, begin, step
@@ -55,9 +55,21 @@ def functions(
         function whose plan decides what the specs leave open). How many pages there are is a
         symbol of the functions, `shape.PAGES`.
     """
+    struct: Any = jax.ShapeDtypeStruct
     leaves = state_leaves(model, shape, symbolic_pages(shape))
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
-    inputs = {begin: _request(model), allow: _masks(state)}
+    state = jax.tree.map(lambda leaf: struct(leaf.shape, leaf.dtype), leaves)
+    vocabulary = (model.vocab_size,)
+    request = {
+        "slot": struct((), np.int32),
+        "seen": struct(vocabulary, np.bool_),
+        "drawn": struct(vocabulary, np.int32),
+        "bias": struct(vocabulary, np.float32),
+        "sampling": {name: struct((), dtype) for name, (dtype, _) in sampling.FIELDS.items()},
+    }
+    masks = {
+        "changed": struct(state["tokens"].shape, np.bool_),
+        "masks": struct(state["allowed"].shape, np.uint32),
+    }
     found = [
         Function(
             fn.__name__,
@@ -67,7 +79,7 @@ def functions(
             ("state", "input"),
             {"kind": fn.__name__},
         )
-        for fn, given in inputs.items()
+        for fn, given in ((begin, request), (allow, masks))
     ]
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = [("step", False), *([("score", True)] if rows == shape.rows[-1] else [])]
@@ -76,10 +88,11 @@ def functions(
             fn = functools.partial(
                 step, shapes=shapes, alternatives=shape.top_logprobs, model=model
             )
+            packed = struct((shape.groups, width(shapes)), np.int32)
             found.append(Function(
                 step_name(kind, rows, length),
                 fn,
-                (weights, state, _inputs(shape, shapes)),
+                (weights, state, {"rows": packed, "alternatives": struct((), np.bool_)}),
                 ("weights", "state", "inputs"),
                 ("weights", "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
@@ -106,32 +119,3 @@ def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
             rank = len(leaf.shape)
             found[pattern] = (*spec, *(None,) * rank)[:rank]
     return found
-
-
-def _inputs(shape: ServingShape, shapes: Shapes) -> Any:
-    """The inputs of `steps.step`."""
-    return {
-        "rows": jax.ShapeDtypeStruct((shape.groups, width(shapes)), np.int32),
-        "alternatives": jax.ShapeDtypeStruct((), np.bool_),
-    }
-
-
-def _masks(state: Any) -> Any:
-    """The inputs of `steps.allow`."""
-    return {
-        "changed": jax.ShapeDtypeStruct(state["tokens"].shape, np.bool_),
-        "masks": jax.ShapeDtypeStruct(state["allowed"].shape, np.uint32),
-    }
-
-
-def _request(model: RowsModel) -> Any:
-    """The inputs of `steps.begin`."""
-    return {
-        "slot": jax.ShapeDtypeStruct((), np.int32),
-        "seen": jax.ShapeDtypeStruct((model.vocab_size,), np.bool_),
-        "drawn": jax.ShapeDtypeStruct((model.vocab_size,), np.int32),
-        "bias": jax.ShapeDtypeStruct((model.vocab_size,), np.float32),
-        "sampling": {
-            name: jax.ShapeDtypeStruct((), dtype) for name, (dtype, _) in sampling.FIELDS.items()
-        },
-    }

@@ -64,6 +64,11 @@ def unpack_rows(rows_AW: Any, shapes: Shapes) -> dict[str, Any]:
     return {name: rows_AW[:, begin:end].reshape(-1, *shape) for (name, shape), begin, end in parts}
 
 
+def taken(x_AIx: Any, index_AJ: Any) -> Any:
+    """(A, J, x): entries of each group; an index outside takes the nearest one."""
+    return jax.vmap(lambda x, index: jnp.take(x, index, axis=0, mode="clip"))(x_AIx, index_AJ)
+
+
 def pack_report(report: Report) -> Any:
     """On the devices: a report (A, D, ...) -> one array (A, D, 2 + 2P)."""
     logprobs_AD, top_ADP = (

@@ -16,6 +16,7 @@ import numpy as np
 
 from spmd.errors import ArgumentError
 from spmd.models.decode.model import Rows
+from spmd.models.decode.packing import taken
 
 
 def read_states(pool_ANx: Any, rows: Rows) -> Any:
@@ -83,15 +84,15 @@ def linear_recurrence(pool_ANx: Any, decay_ARx: Any, input_ARx: Any, rows: Rows)
     decay_ARx, input_ARx = jnp.broadcast_arrays(decay_ARx.astype(dtype), input_ARx.astype(dtype))
     count, slots = rows["slots"].shape[1], rows["first"].shape[1] - 1
     slot_AR = jnp.clip(rows["slots"], 0, slots - 1)
-    is_first_AR = _taken(rows["first"], slot_AR) == jnp.arange(count)
+    is_first_AR = taken(rows["first"], slot_AR) == jnp.arange(count)
     # A slot's first row takes its state in, and nothing of the slot before.
-    before_ARx = _taken(read_states(pool_ANx, rows), slot_AR)
+    before_ARx = taken(read_states(pool_ANx, rows), slot_AR)
     cut_ARx = _beside(is_first_AR, input_ARx)
     input_ARx = jnp.where(cut_ARx, decay_ARx * before_ARx + input_ARx, input_ARx)
     elements = (cut_ARx, decay_ARx, input_ARx)
     _, _, h_ARx = jax.lax.associative_scan(_then, elements, axis=1)
     last_AB = jnp.clip(rows["first"][:, 1:] - 1, 0, count - 1)
-    return h_ARx, write_states(pool_ANx, _taken(h_ARx, last_AB), rows)
+    return h_ARx, write_states(pool_ANx, taken(h_ARx, last_AB), rows)
 
 
 def _then(first: tuple[Any, Any, Any], second: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -104,8 +105,3 @@ def _then(first: tuple[Any, Any, Any], second: tuple[Any, Any, Any]) -> tuple[An
 def _beside(flags: Any, like: Any) -> Any:
     """Flags with as many dims of size 1 behind them as broadcasting takes."""
     return flags.reshape(*flags.shape, *(1,) * (like.ndim - flags.ndim))
-
-
-def _taken(x_AIx: Any, index_AJ: Any) -> Any:
-    """(A, J, x): entries of each group."""
-    return jax.vmap(lambda x, index: jnp.take(x, index, axis=0, mode="clip"))(x_AIx, index_AJ)

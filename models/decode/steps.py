@@ -126,7 +126,9 @@ def row_logits(weights: Any, state: State, rows: Rows, *, model: RowsModel) -> t
 def _run(weights: Any, state: State, rows: Rows, model: RowsModel) -> tuple[Any, State]:
     """Hidden states (A, R, H) behind the last layer, and the state with the rows in its cache."""
     tokens_AR = rows["tokens"]
-    tokens_AR = jnp.where(tokens_AR == NONE, _taken(state["tokens"], rows["slots"]), tokens_AR)
+    tokens_AR = jnp.where(
+        tokens_AR == NONE, packing.taken(state["tokens"], rows["slots"]), tokens_AR
+    )
     x_ARH, cache = model.run(weights, state["cache"], {**rows, "tokens": tokens_AR})
     return x_ARH, {**state, "cache": cache}
 
@@ -144,16 +146,16 @@ def _draw(
     `alternatives` is how many likeliest ones are reported, and whether they are wanted.
     """
     draws_AD = rows["draws"]
-    slots_AD = _taken(rows["slots"], draws_AD)
+    slots_AD = packing.taken(rows["slots"], draws_AD)
     # The head is the largest product of all: only rows that need it go through it.
-    logits_XV = model.logits(weights, _flat(_taken(x_ARH, draws_AD)))
-    of_slots = {name: _taken(x_AB, slots_AD) for name, x_AB in state["sampling"].items()}
+    logits_XV = model.logits(weights, _flat(packing.taken(x_ARH, draws_AD)))
+    of_slots = {name: packing.taken(x_AB, slots_AD) for name, x_AB in state["sampling"].items()}
     params = sampling.SamplingParams(**{name: _flat(x) for name, x in of_slots.items()})
     # The position of the new token goes into the random key, so a request draws the same tokens
     # whichever slot it is in, and whatever is run beside it.
-    positions_X = _flat(_taken(rows["positions"], draws_AD)) + 1
+    positions_X = _flat(packing.taken(rows["positions"], draws_AD)) + 1
     fields = sampling.History._fields
-    history = sampling.History(*(_flat(_taken(state[name], slots_AD)) for name in fields))
+    history = sampling.History(*(_flat(packing.taken(state[name], slots_AD)) for name in fields))
     ids_X = sampling.sample(logits_XV, params, history, positions_X)
     made = sampling.report(logits_XV, ids_X, *alternatives)
     made = _in_groups(made, draws_AD.shape)
@@ -173,11 +175,6 @@ def _advance(state: State, ids_AD: Any, slots_AD: Any) -> State:
         "seen": state["seen"] | is_new_ABV,
         "drawn": state["drawn"] + is_new_ABV,
     }
-
-
-def _taken(x_AI: Any, index_AJ: Any) -> Any:
-    """(A, J, ...): entries of each group; an index outside takes the nearest one."""
-    return jax.vmap(lambda x, index: jnp.take(x, index, axis=0, mode="clip"))(x_AI, index_AJ)
 
 
 def _flat(x: Any) -> Any:

@@ -145,9 +145,32 @@ class LlamaConfig:
     param_dtype: str = "float32"  # what parameters are stored in
 
     def __post_init__(self) -> None:
-        self._normalize()
-        self._check_positive()
-        self._check_heads()
+        # What JSON makes of a scaling and a tuple becomes these again.
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for name, value in vars(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or name.endswith("_token_id"):
+                continue
+            if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+                raise ConfigError(f"{name} must be positive, not {value}")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} does not divide into num_attention_heads "
+                f"{self.num_attention_heads} heads; change one or set head_dim"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.kv_heads}: every key head serves as many query heads"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"a head is {self.head_width} wide; rotary embeddings pair its two halves, "
+                "so it has to be even"
+            )
         for field, known in (
             ("model_type", MODEL_TYPES),
             ("attention_bias", tuple(BIASED)),
@@ -173,10 +196,6 @@ class LlamaConfig:
                 "it has to where layers are scanned (those with a window and those without apart); "
                 "choose a divisor, or unroll the layers (scan_layers=False)"
             )
-
-        self._check_stages()
-
-    def _check_stages(self) -> None:
         if self.stages == 1:
             return
         if not self.scan_layers or self.num_experts or self.matmul == "fp8":
@@ -192,40 +211,6 @@ class LlamaConfig:
                 f"{self.stages} stages of groups of remat_every {self.remat_every} layers do not "
                 f"divide {' and '.join(uneven)} layers (those with a window and those without "
                 "apart)"
-            )
-
-    def _normalize(self) -> None:
-        """What JSON makes of a scaling and a tuple becomes these again."""
-        if isinstance(self.rope_scaling, Mapping):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
-
-    def _check_positive(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name.endswith("_token_id"):
-                continue
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if value < 0 or (value == 0 and field.name not in MAY_BE_ZERO):
-                raise ConfigError(f"{field.name} must be positive, not {value}")
-
-    def _check_heads(self) -> None:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"hidden_size {self.hidden_size} does not divide into num_attention_heads "
-                f"{self.num_attention_heads} heads; change one or set head_dim"
-            )
-        if self.num_attention_heads % self.kv_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {self.kv_heads}: every key head serves as many query heads"
-            )
-        if self.head_width % 2:
-            raise ConfigError(
-                f"a head is {self.head_width} wide; rotary embeddings pair its two halves, "
-                "so it has to be even"
             )
 
     @property

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.parameters import Params, layer_with_states
+from spmd.models.training.checkpoints.tables import nested
 
 LAYERS = "layers/"
 """What the paths of a layer's parameters begin with, in `LlamaConfig.parameter_shapes`."""
@@ -60,10 +61,8 @@ def init_layer(key: jax.Array, config: LlamaConfig) -> Params:
 def _init_leaves(
     key: jax.Array, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig
 ) -> Params:
-    params: Params = {}
-    for path, leaf_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
-        _insert(params, path, _init_leaf(leaf_key, path, shapes[path], config))
-    return params
+    keys = zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)
+    return nested({path: _init_leaf(one, path, shape, config) for (path, shape), one in keys})
 
 
 def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaConfig) -> jax.Array:
@@ -76,10 +75,3 @@ def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaC
     return (scale * config.initializer_range * jax.random.normal(key, shape)).astype(
         config.param_dtype
     )
-
-
-def _insert(params: Params, path: str, leaf: jax.Array) -> None:
-    *parents, last = path.split("/")
-    for parent in parents:
-        params = params.setdefault(parent, {})
-    params[last] = leaf

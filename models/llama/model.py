@@ -33,22 +33,6 @@ from spmd.models.llama.remat import Policy, checkpoint_policy, named_mark
 from spmd.models.llama.rope import apply_rope, rope_angles
 
 
-def einsum_attention(
-    q_BSND: jax.Array,
-    k_BTKD: jax.Array,
-    v_BTKD: jax.Array,
-    mark: Mark,
-    segment_ids_BS: jax.Array | None = None,
-    window: int | None = None,
-) -> jax.Array:
-    """Causal attention by two einsums. The weights between them are in memory and can be marked."""
-    groups = q_BSND.shape[2] // k_BTKD.shape[2]
-    k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
-    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS, window)
-    weights_BNST = mark("attention_weights", weights_BNST)
-    return jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
-
-
 def attention_weights(
     q_BSND: jax.Array,
     k_BTND: jax.Array,
@@ -202,7 +186,12 @@ def attention(
     q_BSND, k_BTKD = apply_rope(q_BSND, rope), apply_rope(k_BTKD, rope)
     v_BTKD = split_heads(v, config.kv_heads)
     if config.attention == "einsum":
-        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark, segment_ids_BS, window)
+        # The weights between the two einsums are in memory and can be marked.
+        groups = config.num_attention_heads // config.kv_heads
+        k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
+        weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS, window)
+        weights_BNST = mark("attention_weights", weights_BNST)
+        heads_BSND = jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
     else:
         heads_BSND = spmd.ops.attention(
             q_BSND,
@@ -213,7 +202,8 @@ def attention(
             zigzag=config.zigzag,
             implementation=cast(Any, config.attention),
         )
-    (output_BSH,) = project(merge_heads(heads_BSND), weights, OUTPUT, config)
+    heads_BSI = heads_BSND.reshape(*heads_BSND.shape[:-2], -1)
+    (output_BSH,) = project(heads_BSI, weights, OUTPUT, config)
     return mark("attention_output", output_BSH)
 
 
@@ -278,11 +268,6 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
-def merge_heads(x_BSND: jax.Array) -> jax.Array:
-    """(B, S, N, D) -> (B, S, N * D)."""
-    return x_BSND.reshape(*x_BSND.shape[:-2], -1)
-
-
 Rows = tuple[jax.Array | None, jax.Array | None]
 """What differs between sequences: their angles (B, S, E) and segment ids (B, S), if they do."""
 
@@ -333,7 +318,16 @@ def run_span(
         return run_some([layers[str(index)] for index in span], x_BSH, rows)
     groups = _grouped(layers, span, group, config)
     if config.stages > 1:
-        return _run_stages(run_group, groups, x_BSH, rows, config), None
+        x_BSH = spmd.pipeline(
+            lambda stacked, x_BSH, rows: run_group(x_BSH, stacked, rows)[0],
+            groups,
+            x_BSH,
+            rows,
+            stages=config.stages,
+            microbatches=config.stage_microbatches,
+            schedule=None if config.stage_schedule == "auto" else config.stage_schedule,
+        )
+        return x_BSH, None
     x_BSH, loads = jax.lax.scan(run_group, x_BSH, groups)
     return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
 
@@ -354,22 +348,3 @@ def _apart(stacked: Params, group: int) -> list[Params]:
     if group == 1:
         return [stacked]
     return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(group)]
-
-
-def _run_stages(
-    run_group: Callable[[jax.Array, Params, Rows], Ran],
-    groups: Params,
-    x_BSH: jax.Array,
-    rows: Rows,
-    config: LlamaConfig,
-) -> jax.Array:
-    """Runs groups of layers as the stages of a pipeline."""
-    return spmd.pipeline(
-        lambda stacked, x_BSH, rows: run_group(x_BSH, stacked, rows)[0],
-        groups,
-        x_BSH,
-        rows,
-        stages=config.stages,
-        microbatches=config.stage_microbatches,
-        schedule=None if config.stage_schedule == "auto" else config.stage_schedule,
-    )

@@ -8,40 +8,29 @@ from spmd.models.llama.config import ConfigError, LlamaConfig
 
 Fields = Mapping[str, Any]
 
+
+def _sized(fields: Fields, hidden: int, inner: int, layers: int, heads: int) -> Fields:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner}
+    return {**fields, **sizes, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
 # Llama
 
 _LLAMA2_7B: Fields = {
+    **_sized({}, 4096, 11_008, 32, 32),
     "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _LLAMA3_8B: Fields = {
+    **_sized({}, 4096, 14_336, 32, 32),
     "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "rope_theta": 500_000.0,
     "max_position_embeddings": 8192,
     "bos_token_id": 128_000,
     "eos_token_id": 128_001,
 }
-
-
-def _sized(fields: Fields, hidden: int, inner: int, layers: int, heads: int) -> Fields:
-    """The same model in other sizes."""
-    return {
-        **fields,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
 
 
 def _long(fields: Fields, factor: float) -> Fields:
@@ -67,12 +56,9 @@ _LLAMA3_70B = _sized(_LLAMA3_8B, 8192, 28_672, 80, 64)
 # Its relatives
 
 _MISTRAL_7B: Fields = {
+    **_sized({}, 4096, 14_336, 32, 32),
     "model_type": "mistral",
     "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 32_768,
     "bos_token_id": 1,
@@ -85,13 +71,10 @@ def _qwen25(
 ) -> Fields:
     """A Qwen 2.5: biases on queries, keys and values."""
     return {
+        **_sized({}, hidden, inner, layers, heads),
         "model_type": "qwen2",
         "attention_bias": "qkv",
         "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
         "num_key_value_heads": keys,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
@@ -105,14 +88,11 @@ def _qwen25(
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False) -> Fields:
     """A Qwen 3: norms of queries and keys, heads of 128."""
     return {
+        **_sized({}, hidden, inner, layers, heads),
         "model_type": "qwen3",
         "qk_norm": True,
         "head_dim": 128,
         "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
@@ -123,13 +103,16 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = Fal
     }
 
 
-_MIXTRAL_8X7B: Fields = {
-    **_MISTRAL_7B,
+_EIGHT_EXPERTS: Fields = {
     "model_type": "mixtral",
-    "rope_theta": 1e6,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.02,
+}
+_MIXTRAL_8X7B: Fields = {
+    **_MISTRAL_7B,
+    **_EIGHT_EXPERTS,
+    "rope_theta": 1e6,
 }
 _QWEN3_30B: Fields = {
     **_qwen3(2048, 6144, 48, 32),
@@ -189,37 +172,21 @@ PUBLISHED: Mapping[str, Fields] = MappingProxyType(
 
 # All of them
 
+_BYTES: Fields = {"vocab_size": 256}
+
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
-        "tiny": LlamaConfig(
-            vocab_size=256,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        ),
-        "quickstart": LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            initializer_range=0.08,
-        ),
-        "quickstart-experts": LlamaConfig(
-            model_type="mixtral",
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_experts=8,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.02,
-            initializer_range=0.08,
-        ),
-        **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
+        name: LlamaConfig(**fields)
+        for name, fields in {
+            "tiny": {**_sized(_BYTES, 32, 64, 2, 4), "num_key_value_heads": 2},
+            "quickstart": {**_sized(_BYTES, 128, 512, 4, 4), "initializer_range": 0.08},
+            "quickstart-experts": {
+                **_sized(_BYTES, 128, 256, 4, 4),
+                **_EIGHT_EXPERTS,
+                "initializer_range": 0.08,
+            },
+            **PUBLISHED,
+        }.items()
     }
 )
 """The named configurations: three small ones, and those that were published."""

@@ -83,10 +83,7 @@ def cross_entropy(
     loss_BS = normalizer_BS - target_BS
     if z_loss:
         loss_BS += z_loss * jnp.square(normalizer_BS)
-    return jnp.mean(loss_BS) if weights_BS is None else weighted_mean(loss_BS, weights_BS)
-
-
-def weighted_mean(x_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """`sum(weights * x) / sum(weights)`; 0 if all weights are 0."""
+    if weights_BS is None:
+        return jnp.mean(loss_BS)
     total = jnp.sum(weights_BS)
-    return jnp.sum(weights_BS * x_BS) / jnp.where(total > 0, total, 1.0)
+    return jnp.sum(weights_BS * loss_BS) / jnp.where(total > 0, total, 1.0)

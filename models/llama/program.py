@@ -120,7 +120,14 @@ class LlamaProgram(TrainingProgram):
             microbatches=run.options.microbatches,
             on_nonfinite=run.options.on_nonfinite,
             eval_loss=batch_loss(evaluated, points),
-            cost=step_cost(run, mesh),
+            cost=StepCost(
+                tokens=run.global_batch * run.seq_len,
+                devices=mesh.size,
+                flops_per_token={
+                    c: flops_per_token(self.model, run.seq_len, c) for c in FLOP_CONVENTIONS
+                },
+                peak_flops=peak_flops(str(jax.devices()[0].device_kind), self.model.dtype),
+            ),
         )
 
     def make_params(self, key: jax.Array) -> Any:
@@ -190,15 +197,3 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
             makers[alike] = jax.jit(make_layer, out_shardings=wanted)
         params["layers"][str(index)] = makers[alike](keys_L[index])
     return params
-
-
-def step_cost(run: RunConfig, mesh: spmd.Mesh) -> StepCost:
-    """What a step processes, to turn seconds into rates."""
-    model: LlamaConfig = run.model
-    flops: dict[str, float] = {c: flops_per_token(model, run.seq_len, c) for c in FLOP_CONVENTIONS}
-    return StepCost(
-        tokens=run.global_batch * run.seq_len,
-        devices=mesh.size,
-        flops_per_token=flops,
-        peak_flops=peak_flops(str(jax.devices()[0].device_kind), model.dtype),
-    )

@@ -5,13 +5,14 @@ either supported or an error. Only keys that are known to change nothing are ign
 families apart is in `families.py`.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from spmd.models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
 from spmd.models.llama.weights import families
-from spmd.models.llama.weights.families import SIZES, Family, typed
+from spmd.models.llama.weights.families import SIZES, typed
 from spmd.models.training.paths import AnyPath, as_path
 
 CONFIG_FILE = "config.json"
@@ -74,14 +75,6 @@ def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> Llama
     """
     path = as_path(path)
     file = path / CONFIG_FILE if path.is_dir() else path
-    values = _read_object(file)
-    try:
-        return parse_config(values, ignore_keys)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-
-
-def _read_object(file: AnyPath) -> Mapping[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -90,14 +83,34 @@ def _read_object(file: AnyPath) -> Mapping[str, Any]:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds {type(values).__name__}, not a JSON object")
-    return values
+    try:
+        return parse_config(values, ignore_keys)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -> LlamaConfig:
     """Like `read_config`, for the content of a file."""
     family = families.family_of(values)
-    _check_supported(values, family)
-    _check_known(values, family, ignore_keys)
+    own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
+    checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
+    wrong = [
+        f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"
+        for key, supported in checked.items()
+        if key in values and values[key] not in supported
+    ]
+    if wrong:
+        raise ConfigError(
+            f"a {values['model_type']} of this kind is not supported: {'; '.join(wrong)}"
+        )
+    known = {*SIZES, *ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *family.keys}
+    unknown = sorted(set(values) - known - set(ignore_keys))
+    if unknown:
+        raise ConfigError(
+            f"unknown keys {', '.join(unknown)}, which might change the model; if they do not, "
+            f"remove them, or pass --ignore_config_keys {','.join(unknown)} "
+            "(ignore_keys of read_config)"
+        )
     given = {**SIZES, **_TOKENS, **family.defaults, **values}
     sizes = {key: typed(key, given[key], default) for key, default in SIZES.items()}
     theta, scaling = parse_rope(given, family.theta)
@@ -115,32 +128,6 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
         bos_token_id=_token_id("bos_token_id", given["bos_token_id"]),
         eos_token_id=eos,
     )
-
-
-def _check_supported(values: Mapping[str, Any], family: Family) -> None:
-    own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
-    checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
-    wrong = [
-        f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"
-        for key, supported in checked.items()
-        if key in values and values[key] not in supported
-    ]
-    if wrong:
-        raise ConfigError(
-            f"a {values['model_type']} of this kind is not supported: {'; '.join(wrong)}"
-        )
-
-
-def _check_known(values: Mapping[str, Any], family: Family, ignore_keys: Collection[str]) -> None:
-    own = {"architectures", *family.keys}
-    known = {*SIZES, *ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *ignore_keys}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(
-            f"unknown keys {', '.join(unknown)}, which might change the model; if they do not, "
-            f"remove them, or pass --ignore_config_keys {','.join(unknown)} "
-            "(ignore_keys of read_config)"
-        )
 
 
 def _token_id(key: str, value: Any) -> int | None:
@@ -167,7 +154,8 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
             f"num_attention_heads, {config.num_attention_heads}"
         )
     own = {key: getattr(config, key) for key in SIZES}
-    eos = config.eos_token_id
+    eos, scaling = config.eos_token_id, config.rope_scaling
+    scaled = {} if scaling is None else dataclasses.asdict(scaling)
     return {
         **families.write_parts(config),
         **own,
@@ -177,7 +165,7 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **({"mlp_bias": False, "pretraining_tp": 1} if config.model_type == "llama" else {}),
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling_to_hf(config.rope_scaling),
+        "rope_scaling": {key: x for key, x in scaled.items() if x is not None} or None,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "torch_dtype": dtype,
@@ -259,18 +247,3 @@ def _scaling(
         high_freq_factor=high or None,
         original_max_position_embeddings=typed(name, found, SIZES["max_position_embeddings"]),
     )
-
-
-def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """The content of `rope_scaling`."""
-    if scaling is None:
-        return None
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }

@@ -53,7 +53,6 @@ def write_hf(
     dtype: str | None = None,
     max_file_bytes: int = MAX_SHARD_BYTES,
     console: Console | None = None,
-    made: Made = lambda name: None,
 ) -> None:
     """Writes all tensors, unsplit, as a folder that transformers loads.
 
@@ -71,7 +70,7 @@ def write_hf(
     named = plan_files(entries, max_file_bytes)
     plan = {file: [source.tensors[e.name] for e in group] for file, group in named.items()}
     beside = {} if len(plan) == 1 else {INDEX_FILE: file_index(named)}
-    _write(source, Path(folder), plan, beside, console, made)
+    _write(source, Path(folder), plan, beside, console)
 
 
 def write_ranks(
@@ -111,13 +110,15 @@ def _write(
     plan: Plan,
     beside: Mapping[str, Mapping[str, Any]],
     console: Console | None,
-    made: Made,
+    made: Made = lambda name: None,
 ) -> None:
     folder = folder.absolute()
     check_can_save(folder)
     dtype = next(iter(source.tensors.values())).dtype
     beside = {CONFIG_FILE: to_hf(source.config, dtype), **beside}
-    with _unfinished(folder, _identity(source, plan)) as (unfinished, done):
+    identity = _identity(source, plan)
+    with _unfinished(folder, identity) as (unfinished, done):
+        noted = unfinished / f"{PROGRESS_FILE}.part"
         total = sum(t.nbytes for group in plan.values() for t in group)
         with bytes_bar("writing", total, console) as advance:
             for name, tensors in plan.items():
@@ -126,7 +127,8 @@ def _write(
                     continue
                 _write_file(unfinished, name, tensors, advance)
                 done.append(name)
-                _note(unfinished, _identity(source, plan), done)
+                write_json(noted, {"identity": identity, "done": done})
+                noted.rename(unfinished / PROGRESS_FILE)
                 made(name)
         for name, content in beside.items():
             write_json(unfinished / name, content)
@@ -166,11 +168,7 @@ def _identity(source: Source, plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _unfinished(folder: Path, identity: str) -> Iterator[tuple[Path, list[str]]]:
-    """The folder to write to, and the files in it that an earlier run completed.
-
-    Raises:
-      WeightsError: another process is writing there.
-    """
+    """The folder to write to, and the files in it that an earlier run completed."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
         unfinished.mkdir(exist_ok=True)
@@ -190,12 +188,6 @@ def _unfinished(folder: Path, identity: str) -> Iterator[tuple[Path, list[str]]]
         raise WeightsError(f"{folder} cannot be written: {error}") from error
     finally:
         os.close(lock)
-
-
-def _note(unfinished: Path, identity: str, done: Sequence[str]) -> None:
-    part = unfinished / f"{PROGRESS_FILE}.part"
-    write_json(part, {"identity": identity, "done": list(done)})
-    part.rename(unfinished / PROGRESS_FILE)
 
 
 def _done(unfinished: Path, identity: str) -> list[str]:

@@ -208,20 +208,8 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
     window, first = _read_window(values, family, layers)
     bias = family.attention_bias
     if bias is None:
-        bias = "qkvo" if _flag(values, "attention_bias") else "none"
-    return {
-        "model_type": values["model_type"],
-        "attention_bias": bias,
-        "qk_norm": family.qk_norm,
-        "sliding_window": window,
-        "max_window_layers": first,
-        **_read_experts(values, family),
-    }
-
-
-def _read_experts(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of experts; none if the family has none."""
-    found: dict[str, Any] = {}
+        bias = "qkvo" if typed("attention_bias", values.get("attention_bias"), False) else "none"
+    experts: dict[str, Any] = {}
     for field, keys in family.experts:
         given = {key: values[key] for key in keys if values.get(key) is not None}
         default = family.defaults.get(keys[0])
@@ -229,15 +217,15 @@ def _read_experts(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise ConfigError(f"{' and '.join(given)} disagree; remove one of them")
         for key, value in given.items():
             typed(key, value, default)
-        found[field] = next(iter(given.values()), default)
-    return found
-
-
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key)
-    if value not in (True, False, None) or isinstance(value, int) != isinstance(value, bool):
-        raise ConfigError(f"{key} must be true or false, not {json.dumps(value)}")
-    return bool(value)
+        experts[field] = next(iter(given.values()), default)
+    return {
+        "model_type": values["model_type"],
+        "attention_bias": bias,
+        "qk_norm": family.qk_norm,
+        "sliding_window": window,
+        "max_window_layers": first,
+        **experts,
+    }
 
 
 def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, int]:
@@ -246,7 +234,8 @@ def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tupl
     window = values.get("sliding_window", default) if family.window else None
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(f"sliding_window must be a positive integer, not {json.dumps(window)}")
-    if "use_sliding_window" in family.window and not _flag(values, "use_sliding_window"):
+    switch = "use_sliding_window"
+    if switch in family.window and not typed(switch, values.get(switch), False):
         window = None
     if "layer_types" not in family.window:
         return window, 0

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,18 +31,10 @@ Index = tuple[slice, ...]
 DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "uint16": "U16",
-        "int16": "I16",
-        "float16": "F16",
         "bfloat16": "BF16",
-        "uint32": "U32",
-        "int32": "I32",
-        "float32": "F32",
-        "uint64": "U64",
-        "int64": "I64",
-        "float64": "F64",
+        **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+        **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+        **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     }
 )
 """numpy's name of a dtype that can be written -> safetensors' name."""
@@ -245,7 +237,18 @@ def write_files(
     """
     for name, entries in plan.items():
         with (folder / name).open("wb") as file:
-            file.write(_header(entries))
+            content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            offset = 0
+            for entry in entries:
+                content[entry.name] = {
+                    "dtype": DTYPE_NAMES[entry.dtype],
+                    "shape": list(entry.shape),
+                    "data_offsets": [offset, offset + entry.nbytes],
+                }
+                offset += entry.nbytes
+            header = json.dumps(content, separators=(",", ":")).encode()
+            header += b" " * (-len(header) % 8)  # data starts aligned
+            file.write(len(header).to_bytes(8, "little") + header)
             for entry in entries:
                 array = next(arrays)
                 assert (array.shape, array.dtype.name) == (entry.shape, entry.dtype), entry
@@ -260,21 +263,6 @@ def write_files(
 def write_json(file: AnyPath, content: Mapping[str, Any]) -> None:
     """Writes an object as indented JSON."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _header(entries: Iterable[TensorEntry]) -> bytes:
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        content[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
-        offset += entry.nbytes
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    return len(text).to_bytes(8, "little") + text
 
 
 def file_index(plan: Mapping[str, Sequence[TensorEntry]]) -> dict[str, Any]:

@@ -73,10 +73,19 @@ def write_run(
     about = {"config": {"model": plain}, "weights": source.about}
     total = sum(tensor.nbytes for tensor in source.tensors.values())
     with bytes_bar("writing", total, console) as advance:
-        params = _pieces(source, config, structs, advance)
+        # Arrays are read while they are written.
+        wanted, treedef = parameters(config)
+        leaves = [
+            _piecewise(one, struct, [source.tensors[name] for name in one.names], advance)
+            for one, struct in zip(wanted, treedef.flatten_up_to(structs), strict=True)
+        ]
+        params = jax.tree.unflatten(treedef, leaves)
         with appearing(Path(folder)) as unfinished:
             try:
-                _save(RunFolder(unfinished).checkpoints, params, about)
+                made = RunFolder(unfinished).checkpoints
+                with Checkpoints(made, about=about, pieces=True) as checkpoints:
+                    checkpoints.save(TrainState(params, None, FIRST_STEP))
+                    checkpoints.finish()
             except CheckpointError as error:
                 raise CheckpointError(f"{folder} cannot be written: {error}") from error
     return RunFolder(Path(folder)).checkpoints / str(FIRST_STEP)
@@ -93,22 +102,6 @@ def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
     structs = jax.eval_shape(functools.partial(fresh.init, config=config), jax.random.key(0))
     devices = spmd.Mesh(None, tuple(mesh.values()), tuple(mesh))
     return sharding.mark_params(structs, devices, config, sharding.table_named(table))
-
-
-def _save(folder: AnyPath, params: Any, about: Mapping[str, Any]) -> None:
-    with Checkpoints(folder, about=about, pieces=True) as checkpoints:
-        checkpoints.save(TrainState(params, None, FIRST_STEP))
-        checkpoints.finish()
-
-
-def _pieces(source: Source, config: LlamaConfig, structs: Any, advance: Advance) -> Any:
-    """A tree like that of `fresh.init` whose arrays are read while they are written."""
-    wanted, treedef = parameters(config)
-    leaves = [
-        _piecewise(parameter, struct, [source.tensors[name] for name in parameter.names], advance)
-        for parameter, struct in zip(wanted, treedef.flatten_up_to(structs), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, leaves)
 
 
 def _piecewise(

@@ -17,13 +17,12 @@ import jax
 import numpy as np
 
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.fresh import init
+from spmd.models.llama.fresh import LAYERS, init
 from spmd.models.llama.parameters import without_states
 from spmd.models.llama.weights.files import Index
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-LAYERS = "layers/"
 EXPERTS = "experts"
 
 _MIXTRAL: Mapping[str, str] = {

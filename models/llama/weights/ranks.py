@@ -68,17 +68,7 @@ def cuts(config: LlamaConfig, ranks: int) -> dict[str, RankCut]:
     A vocabulary that the number of ranks does not divide is not split.
 
     Raises:
-      WeightsError: the ranks do not divide the heads or the MLP's width.
-    """
-    check_ranks(config, ranks)
-    return {name: _cut(name, shape, config, ranks) for name, shape in tensor_shapes(config).items()}
-
-
-def check_ranks(config: LlamaConfig, ranks: int) -> None:
-    """Checks that a model can be split over so many ranks.
-
-    Raises:
-      WeightsError: it cannot; the message names numbers that are possible.
+      WeightsError: the ranks do not divide the heads or the MLP's width; names what does.
     """
     heads, keys, width = config.num_attention_heads, config.kv_heads, config.expert_width
     possible = [
@@ -87,9 +77,9 @@ def check_ranks(config: LlamaConfig, ranks: int) -> None:
     if ranks not in possible:
         raise WeightsError(
             f"{heads} query heads, {keys} key heads and an MLP of {width} do not divide into "
-            f"{ranks} ranks; "
-            f"{', '.join(map(str, possible))} ranks are possible"
+            f"{ranks} ranks; {', '.join(map(str, possible))} ranks are possible"
         )
+    return {name: _cut(name, shape, config, ranks) for name, shape in tensor_shapes(config).items()}
 
 
 def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> RankCut:

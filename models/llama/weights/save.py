@@ -50,25 +50,21 @@ def check_can_save(folder: str | AnyPath) -> None:
     """
     folder = as_path(folder).absolute()
     if isinstance(folder, StorePath):
-        _check_store(folder)
+        names = file_sizes(folder)
+        if names and UNFINISHED not in names:
+            raise WeightsError(f"{folder} exists already; name a new or an empty folder")
+        try:
+            (folder / UNFINISHED).write_text("")
+            if not names:
+                (folder / UNFINISHED).unlink()
+        except OSError as error:
+            raise WeightsError(f"{folder} cannot be made: {error}") from error
         return
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name a new or an empty folder")
     above = next(parent for parent in folder.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise WeightsError(f"{folder} cannot be made: {above} is no writable folder")
-
-
-def _check_store(folder: StorePath) -> None:
-    names = file_sizes(folder)
-    if names and UNFINISHED not in names:
-        raise WeightsError(f"{folder} exists already; name a new or an empty folder")
-    try:
-        (folder / UNFINISHED).write_text("")
-        if not names:
-            (folder / UNFINISHED).unlink()
-    except OSError as error:
-        raise WeightsError(f"{folder} cannot be made: {error}") from error
 
 
 def save(

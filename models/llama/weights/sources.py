@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -45,23 +45,18 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
             for name, shape in tensor_shapes(config).items()
         }  # fmt: skip
         if HEAD in stored.tensors and HEAD not in tensors:
-            _check_tied(stored.read, tensors)
+            table = next(iter(tensors.values()))
+            for start in range(0, table.shape[0], 4096):
+                index = (slice(start, min(start + 4096, table.shape[0])), slice(0, table.shape[1]))
+                if not np.array_equal(stored.read(HEAD, index), table.read(index)):
+                    raise WeightsError(
+                        f"{HEAD} and {table.name} differ, and the config ties them; set "
+                        "tie_word_embeddings to false"
+                    )
         yield Source(config, tensors, str(folder), tokenizer, stamps(folder))
 
 
 NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tensor]) -> None:
-    """Raises `WeightsError` if the output head differs from the tied embedding."""
-    table = next(iter(tensors.values()))
-    for start in range(0, table.shape[0], 4096):
-        index = (slice(start, min(start + 4096, table.shape[0])), slice(0, table.shape[1]))
-        if not np.array_equal(read(HEAD, index), table.read(index)):
-            raise WeightsError(
-                f"{HEAD} and {table.name} differ, and the config ties them; set "
-                "tie_word_embeddings to false"
-            )
 
 
 # Checkpoints of training
