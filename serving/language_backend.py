@@ -72,14 +72,9 @@ def first_functions(manifest: Manifest) -> list[str]:
     tags = {name: entry.tags for name, entry in functions.items()}
     rows = sorted({int(mine["rows"]) for mine in tags.values() if mine.get("kind") == "step"})
     decoding = next((n for n in rows if n * shape["groups"] >= shape["slots"]), rows[-1])
-    wanted = {decoding, rows[-1]}
-
-    def is_needed(mine: Mapping[str, Any]) -> bool:
-        if "length" not in mine:
-            return True
-        return mine["length"] == shape["max_length"] and mine["rows"] in wanted
-
-    return [name for name, mine in tags.items() if is_needed(mine)]
+    wanted = {(shape["max_length"], count) for count in (decoding, rows[-1])}
+    sizes = {name: (mine.get("length"), mine.get("rows")) for name, mine in tags.items()}
+    return [name for name, size in sizes.items() if size[0] is None or size in wanted]
 
 
 def _limits(bundle: Bundle) -> Limits:

@@ -84,9 +84,8 @@ def eos_token_ids(source: Source) -> list[int]:
 def serving_weights(source: Source, dtype: str, kind: str) -> Any:
     """The tree of weights that `LlamaRows` takes; leaves are read when it is their turn."""
     tree = jax.tree.map(lambda tensor: tensor.astype(dtype), source.tree())
-    exact = {name: tensor for name, tensor in source.tensors.items()}
     # Numbers are rounded once: from what is stored.
-    return quantize.quantize(tree, kind, lambda t, kind: _parts(exact[t.name], kind))
+    return quantize.quantize(tree, kind, lambda t, kind: _parts(source.tensors[t.name], kind))
 
 
 def _parts(tensor: Tensor, kind: str) -> dict[str, Tensor]:

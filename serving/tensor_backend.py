@@ -1,13 +1,12 @@
 """A function of a bundle with named arrays in and out, as inference protocols have it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from spmd.frontend.sizes import symbols_in
-from spmd.mesh.spec import jax_mesh
 from spmd.serving.bundle.batch import why_not_joined
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.function import BundleError
@@ -54,17 +53,12 @@ class BundleInfer:
         }
         last, origin = variants[-1], _origin(variants[-1])
         several = last.sizes if isinstance(last, Variant) else {}
-        self.inputs = tuple(map(_spec(several), last.inputs, origin.inputs))
-        self.outputs = tuple(map(_spec(several), last.outputs, origin.outputs))
+        self.inputs = _specs(last.inputs, origin.inputs, set(several))
+        self.outputs = _specs(last.outputs, origin.outputs, set(several))
         self.batch_sizes: tuple[int, ...] = ()
         self.not_batched = self._join(variants)
         if self.not_batched:
             _LOG.info("requests are not joined: %s", self.not_batched)
-
-    @property
-    def platform(self) -> str:
-        """What it runs on, such as `cpu` or `gpu`."""
-        return str(jax_mesh(self.bundle.mesh).devices.flat[0].platform)
 
     def infer(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """Run the function.
@@ -104,8 +98,6 @@ class BundleInfer:
             raise BundleError(f"there is no function for {told}; there are {names}")
         return self._functions[shapes]
 
-    # -----------------------------------------------------------------------------------------
-
     def _join(self, variants: Sequence[Entrypoint]) -> str:
         """Finds `batch_sizes`; or returns why there are none, where there are several sizes."""
         families = [entry for entry in variants if isinstance(entry, Variant)]
@@ -142,15 +134,15 @@ def _origin(entry: Entrypoint) -> Entrypoint:
     return entry.origin if isinstance(entry, Variant) else entry
 
 
-def _spec(several: Mapping[str, int]) -> Callable[[LeafEntry, LeafEntry], TensorSpec]:
-    """What makes a spec of a leaf, and of the same as it was written."""
-
-    def made(leaf: LeafEntry, origin: LeafEntry) -> TensorSpec:
-        is_open = [bool(several.keys() & set(symbols_in((dim,)))) for dim in origin.shape]
-        shape = tuple(-1 if o else size for o, size in zip(is_open, leaf.shape, strict=True))
-        return TensorSpec(leaf.path, leaf.dtype, shape)
-
-    return made
+def _specs(
+    leaves: Sequence[LeafEntry], written: Sequence[LeafEntry], several: set[str]
+) -> tuple[TensorSpec, ...]:
+    specs = []
+    for leaf, origin in zip(leaves, written, strict=True):
+        dims = zip(leaf.shape, origin.shape, strict=True)
+        shape = tuple(-1 if several & set(symbols_in((dim,))) else size for size, dim in dims)
+        specs.append(TensorSpec(leaf.path, leaf.dtype, shape))
+    return tuple(specs)
 
 
 def _drawn(rng: np.random.Generator, spec: TensorSpec, rows: int) -> Array:

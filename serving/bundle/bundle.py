@@ -281,7 +281,6 @@ class _Call:
         self._truths: dict[tuple[bool, Sharding], jax.Array] = {}
 
     def checked(self, leaves: Sequence[Any]) -> list[Any]:
-        """The inputs with the shapes and dtypes of the program."""
         if len(leaves) != len(self.inputs):
             names = ", ".join(leaf.path for leaf in self.inputs)
             raise BundleError(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from spmd.installed import source_digest
 from spmd.ir.types import Dense, Order, TensorType
@@ -26,13 +25,9 @@ from spmd.lowering.emit import Constant, Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
+from spmd.models.compiled import keeping_compiled
 from spmd.options import Options
 from spmd.store import Store, user_folder
-
-_SETTINGS = {
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
 
 # How jax's warnings begin.
 _CANNOT_READ = "Error reading persistent compilation cache entry"
@@ -107,23 +102,16 @@ class Cache:
         folder, began = self.folder / "executables", time.time()
 
         def heed(warning: str) -> None:
-            if warning.startswith(_CANNOT_READ):
-                _remove_older(folder, began)
-            else:
+            if not warning.startswith(_CANNOT_READ):
                 self.problem = warning.rpartition(": ")[2]
+                return
+            for path in folder.glob("*-cache"):  # jax does not say which one is damaged
+                with contextlib.suppress(OSError):  # another process may be faster
+                    if path.stat().st_mtime < began:
+                        path.unlink()
 
-        settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
-        before = {name: getattr(jax.config, name) for name in settings}
-        compilation_cache.reset_cache()
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        try:
-            with _hearing(heed, _CANNOT_READ, _CANNOT_WRITE):
-                yield
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
+        with keeping_compiled(folder), _hearing(heed, _CANNOT_READ, _CANNOT_WRITE):
+            yield
 
 
 @contextlib.contextmanager
@@ -142,14 +130,6 @@ def _hearing(heed: Callable[[str], None], *beginnings: str) -> Iterator[None]:
             warnings.filterwarnings("always", message=beginning)
         warnings.showwarning = choose
         yield
-
-
-def _remove_older(folder: Path, moment: float) -> None:
-    """Remove executables that were there before: jax does not say which one is damaged."""
-    for path in folder.glob("*-cache"):
-        with contextlib.suppress(OSError):  # another process may be faster
-            if path.stat().st_mtime < moment:
-                path.unlink()
 
 
 def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:

@@ -17,7 +17,10 @@ MAX_INT = 1 << 48
 
 
 class Checked:
-    """A value and where it is, for messages; asking for what it is not raises a `BundleError`."""
+    """A value and where it is, for messages; asking for what it is not raises a `BundleError`.
+
+    `value` is any value at all, as it is.
+    """
 
     def __init__(self, value: Any, where: str) -> None:
         self.value = value
@@ -76,10 +79,6 @@ class Checked:
         if not math.isfinite(value) or abs(value) > 1e300:
             raise BundleError(f"{self.where} is {self._shown()}, which is out of range")
         return value if isinstance(value, int) else float(value)
-
-    def plain(self) -> Any:
-        """Any value at all, as it is."""
-        return self.value
 
     def _of(self, kind: Any, name: str) -> Any:
         if not isinstance(self.value, kind) or isinstance(self.value, bool):

@@ -153,11 +153,8 @@ def _leaf(path: str, x: Any) -> LeafEntry:
     dtype = jnp.dtype(x.dtype).name
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
-    return LeafEntry(path, tuple(map(_dim, x.shape)), dtype)
-
-
-def _dim(size: Any) -> Any:
-    return str(size) if is_symbolic_dim(size) else int(size)
+    shape = tuple(str(size) if is_symbolic_dim(size) else int(size) for size in x.shape)
+    return LeafEntry(path, shape, dtype)
 
 
 # Symbols
@@ -221,19 +218,17 @@ def state_leaves(state: Any) -> tuple[Filled, ...]:
 
 def plain_specs(specs: Mapping[str, Any]) -> dict[str, tuple[Entry, ...]]:
     """Specs as `spmd.mark_sharding` takes them, for JSON."""
-    return {pattern: _plain_spec(pattern, spec) for pattern, spec in specs.items()}
-
-
-def _plain_spec(pattern: str, spec: Any) -> tuple[Entry, ...]:
-    entries = (spec,) if isinstance(spec, str) else tuple(() if spec is None else spec)
-    plain: list[Entry] = []
-    for entry in entries:
-        if entry is ... or entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
-            plain.append(OPEN)
-        elif entry is None or isinstance(entry, str):
-            plain.append(entry)
-        elif isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry):
-            plain.append(tuple(entry))
-        else:
-            raise BundleError(f"the spec of {pattern!r} has the entry {entry!r}; name the axis")
-    return tuple(plain)
+    found: dict[str, tuple[Entry, ...]] = {}
+    for pattern, spec in specs.items():
+        plain: list[Entry] = []
+        for entry in (spec,) if isinstance(spec, str) else () if spec is None else spec:
+            if entry is ... or entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
+                plain.append(OPEN)
+            elif entry is None or isinstance(entry, str):
+                plain.append(entry)
+            elif isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry):
+                plain.append(tuple(entry))
+            else:
+                raise BundleError(f"the spec of {pattern!r} has the entry {entry!r}; name the axis")
+        found[pattern] = tuple(plain)
+    return found

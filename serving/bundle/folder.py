@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -112,8 +112,16 @@ def check_hashes(
     names = sorted(manifest.files if names is None else names)
     names = names[jax.process_index() :: jax.process_count()]
     total = sum(manifest.files[name].size for name in names)
+    damage: str | None = None
     with bytes_bar("checking", total, console) as advance:
-        damage = _first_damage(Path(folder), {n: manifest.files[n] for n in names}, advance)
+        for name, digest in _hashes(Path(folder), names, advance):
+            expected = manifest.files[name].sha256
+            if digest != expected:
+                damage = (
+                    f"{Path(folder) / name} does not hold what was written (SHA-256 "
+                    f"{digest[:12]}... instead of {expected[:12]}...); copy the bundle again"
+                )
+                break
     if jax.process_count() > 1:
         damaged = np.flatnonzero(multihost_utils.process_allgather(np.int32(damage is not None)))
         if damaged.size and damage is None:
@@ -122,30 +130,18 @@ def check_hashes(
         raise BundleError(damage)
 
 
-def _first_damage(folder: Path, files: Mapping[str, StoredFile], advance: Advance) -> str | None:
-    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
-        digests = pool.map(lambda name: _sha256(folder / name, advance), files)
-        for (name, stored), digest in zip(files.items(), digests, strict=True):
-            if digest != stored.sha256:
-                return (
-                    f"{folder / name} does not hold what was written (SHA-256 {digest[:12]}... "
-                    f"instead of {stored.sha256[:12]}...); copy the bundle again"
-                )
-    return None
-
-
 def hash_files(folder: Path, console: Console | None = None) -> dict[str, StoredFile]:
     """Size and SHA-256 of every file of a folder, as read back from the disk."""
     found = dict(_walk(folder))
-    with (
-        bytes_bar("hashing", sum(found.values()), console) as advance,
-        concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool,
-    ):
-        digests = list(pool.map(lambda name: _sha256(folder / name, advance), found))
-    return {
-        name: StoredFile(size, digest)
-        for (name, size), digest in sorted(zip(found.items(), digests, strict=True))
-    }
+    with bytes_bar("hashing", sum(found.values()), console) as advance:
+        hashes = _hashes(folder, sorted(found), advance)
+        return {name: StoredFile(found[name], digest) for name, digest in hashes}
+
+
+def _hashes(folder: Path, names: Sequence[str], advance: Advance) -> Iterator[tuple[str, str]]:
+    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
+        digests = pool.map(lambda name: _sha256(folder / name, advance), names)
+        yield from zip(names, digests, strict=True)
 
 
 def _sha256(path: Path, advance: Advance) -> str:

@@ -49,12 +49,23 @@ def check(manifest: Manifest, where: str) -> None:
     """Raise a `BundleError` where the members of a manifest contradict each other."""
     if manifest.primary not in manifest.functions:
         raise BundleError(f"{where}: there is no function {manifest.primary[:60]!r} (primary)")
-    _check_symbols(manifest, where)
+    leaves: list[LeafEntry] = [*manifest.state]
+    for entry in manifest.functions.values():
+        leaves += [*entry.leaves(), *entry.outputs]
+    try:
+        used = set(symbols_in({dim for leaf in leaves for dim in leaf.shape}))
+    except FrontendError as error:
+        raise BundleError(f"{where}: {one_line(error)}") from error
+    if any(isinstance(dim, str) for leaf in manifest.weights for dim in leaf.shape):
+        raise BundleError(f"{where}: weights have symbolic dims; only state and inputs may")
+    if used != manifest.symbols.keys():
+        differing = sorted(used ^ manifest.symbols.keys())[0]
+        raise BundleError(f"{where}: the symbol {differing[:60]!r} is only in shapes, or in none")
     known = {leaf.path: leaf for leaf in (*manifest.weights, *manifest.state)}
     if len(known) != len(manifest.weights) + len(manifest.state):
         raise BundleError(f"{where} lists a leaf twice")
     for function in manifest.functions.values():
-        _check_function(function, manifest, known, where)
+        _check_function(function, known, f"{where}: functions: {function.name}")
     for name in (
         *manifest.tokenizer,
         *(f for e in manifest.functions.values() for f in e.modules.values()),
@@ -63,26 +74,7 @@ def check(manifest: Manifest, where: str) -> None:
             raise BundleError(f"{where}: {name[:100]!r} is not among the files")
 
 
-def _check_symbols(manifest: Manifest, where: str) -> None:
-    weights = [dim for leaf in manifest.weights for dim in leaf.shape]
-    leaves: list[LeafEntry] = [*manifest.state]
-    for entry in manifest.functions.values():
-        leaves += [*entry.leaves(), *entry.outputs]
-    try:
-        used = set(symbols_in({dim for leaf in leaves for dim in leaf.shape}))
-    except FrontendError as error:
-        raise BundleError(f"{where}: {one_line(error)}") from error
-    if any(isinstance(dim, str) for dim in weights):
-        raise BundleError(f"{where}: weights have symbolic dims; only state and inputs may")
-    if used != manifest.symbols.keys():
-        differing = sorted(used ^ manifest.symbols.keys())[0]
-        raise BundleError(f"{where}: the symbol {differing[:60]!r} is only in shapes, or in none")
-
-
-def _check_function(
-    function: Entrypoint, manifest: Manifest, known: Mapping[str, LeafEntry], where: str
-) -> None:
-    where = f"{where}: functions: {function.name}"
+def _check_function(function: Entrypoint, known: Mapping[str, LeafEntry], where: str) -> None:
     if sum(argument.role == "state" for argument in function.arguments) > 1:
         raise BundleError(f"{where} has more than one argument that is the state")
     for leaf in function.leaves("weights", "state"):
@@ -96,14 +88,6 @@ def _check_function(
     if len(set(paths)) != len(paths):
         raise BundleError(f"{where} has two leaves of one path")
     check_template(function.tree, len(function.outputs), where)
-
-
-def check_symbol(name: str, symbol: Symbol, where: str) -> None:
-    """Raise a `BundleError` unless a symbol has a name, and a value."""
-    if not name.isidentifier():
-        raise BundleError(f"{where}: {name[:60]!r} is no name of a symbol")
-    if symbol.multiple_of < 1 or symbol.at_least < 1:
-        raise BundleError(f"{where}: {name} has no bounds of a size: {symbol}")
 
 
 def check_fill(leaf: Filled) -> None:
@@ -137,9 +121,9 @@ def from_json(content: Checked) -> Manifest:
       BundleError: another format or schema, a member that is missing, unknown or of another type,
         or members that contradict each other.
     """
-    if content["format"].plain() != FORMAT:
+    if content["format"].value != FORMAT:
         raise BundleError(f"{content.where} is no manifest of a bundle: its format is not {FORMAT}")
-    schema = content["schema"].plain()
+    schema = content["schema"].value
     if schema != SCHEMA:
         raise BundleError(
             f"{content.where} has schema {schema!r:.40} and this program knows {SCHEMA}; load it "
@@ -181,14 +165,14 @@ def _entrypoint(name: str, content: Checked) -> Entrypoint:
         modules=modules,
         arguments=tuple(map(_argument, content["arguments"])),
         outputs=tuple(map(_leaf, content["outputs"])),
-        tree=content["tree"].plain(),
+        tree=content["tree"].value,
         custom_calls={k: v.count() for k, v in content["custom_calls"].items()},
         composites={k: v.count() for k, v in content["composites"].items()},
     )
 
 
 def _plain(content: Checked) -> dict[str, Any]:
-    return {key: member.plain() for key, member in content.items()}
+    return {key: member.value for key, member in content.items()}
 
 
 def _count_or_text(content: Checked) -> int | str:
@@ -226,7 +210,10 @@ def _symbol(name: str, content: Checked) -> Symbol:
         None if most.value is None else most.count(),
         content["multiple_of"].count(),
     )
-    check_symbol(name, symbol, content.where)
+    if not name.isidentifier():
+        raise BundleError(f"{content.where}: {name[:60]!r} is no name of a symbol")
+    if symbol.multiple_of < 1 or symbol.at_least < 1:
+        raise BundleError(f"{content.where}: {name} has no bounds of a size: {symbol}")
     return symbol
 
 

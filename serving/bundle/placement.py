@@ -25,15 +25,10 @@ def spec_for(leaf: LeafEntry, specs: Specs, mesh: Mesh) -> Fitted | None:
         return None
     _check_rank(pattern, leaf, specs)
     spec, notes = fitted(leaf.path, specs[pattern], leaf.shape, mesh.shape)
-    return Fitted(tuple(_refined(entry, mesh) for entry in spec), notes)
-
-
-def _refined(entry: Entry, mesh: Mesh) -> Entry:
-    """An entry with the parts of its axes in their place."""
     pieces = mesh.pieces()
-    return (
-        ... if entry is ... else tuple(p for name in axes_of(entry) for p in pieces[name]) or None
-    )
+    parts = (tuple(p for name in axes_of(entry) for p in pieces[name]) for entry in spec)
+    refined = (... if e is ... else found or None for e, found in zip(spec, parts, strict=True))
+    return Fitted(tuple(refined), notes)
 
 
 def check_specs(specs: Specs, leaves: Sequence[LeafEntry]) -> None:

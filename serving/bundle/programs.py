@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.api import lower_stablehlo
 from spmd.auto import auto_specs
 from spmd.errors import SpmdError
-from spmd.frontend.refine import NO_SYMBOLS, is_dynamic, refine
+from spmd.frontend.refine import is_dynamic, refine
 from spmd.lowering.emit import Emitted
 from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
@@ -91,8 +91,8 @@ def plan_functions(
     names: Sequence[str],
     mesh: Mesh,
     lower: Lower,
-    say: Say = lambda text: None,
-    symbols: Mapping[str, Sizes] = NO_SYMBOLS,
+    say: Say,
+    symbols: Mapping[str, Sizes],
 ) -> tuple[dict[str, Emitted], list[str]]:
     """Functions, planned and partitioned in this order: see `with_primary`.
 

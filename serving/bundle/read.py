@@ -236,7 +236,11 @@ def load_bundle(
         manifest = dataclasses.replace(manifest, contract={**manifest.contract, AUTO: True})
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)
-    wanted = _wanted(manifest, functions)
+    wanted = list(manifest.functions if functions is None else functions)
+    for name in wanted:
+        if name not in manifest.functions:
+            known = ", ".join(manifest.functions)
+            raise BundleError(f"there is no function {name!r}; there are {known}")
     unchecked = _check_files(folder, manifest, console) if verify else []
     cache = Cache(cache_dir) if cache_dir is not None else None
     with _fitting(folder), contextlib.ExitStack() as caching:
@@ -268,16 +272,6 @@ def load_bundle(
         bundle = Bundle(manifest, mesh, parts, notes, planned.symbols)
         bundle.compile_behind(parts.later, caching.pop_all().close)
         return bundle
-
-
-def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:
-    names = list(manifest.functions) if functions is None else list(functions)
-    unknown = [name for name in names if name not in manifest.functions]
-    if unknown:
-        raise BundleError(
-            f"there is no function {unknown[0]!r}; there are {', '.join(manifest.functions)}"
-        )
-    return names
 
 
 def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> list[str]:

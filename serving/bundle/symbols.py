@@ -107,29 +107,9 @@ def plan_sized(
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
         of, or no room for the least one.
     """
-    known = _given(manifest, given or {})
-    missing = [name for name in manifest.symbols if name not in known]
-    if not missing:
-        return plan(known, True)
-    held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
-    if len(missing) > 1 or missing[0] not in held:
-        name = next((name for name in missing if name not in held), missing[0])
-        reason = "no array of the state has it" if name not in held else "there are two such"
-        raise BundleError(
-            f"the symbol {name} has no value, and memory cannot decide it ({reason}): give it, as "
-            f"symbols={{{name!r}: 128}} or --symbols {name}=128; a batch may have several, by "
-            "--batch_sizes 1,8,32"
-        )
-    if memory_share is not None and not 0 < memory_share <= 1:
-        raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
-    room = _room(mesh, options, memory_share)
-    return _Search(manifest, known, missing[0], mesh, room, plan).run()
-
-
-def _given(manifest: Manifest, given: Mapping[str, Sizes]) -> dict[str, Sizes]:
     held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
     known: dict[str, Sizes] = {}
-    for name, sizes in given.items():
+    for name, sizes in (given or {}).items():
         if name not in manifest.symbols:
             names = ", ".join(manifest.symbols) or "none"
             raise BundleError(f"the bundle has no symbol {name!r}; it has {names}")
@@ -142,7 +122,22 @@ def _given(manifest: Manifest, given: Mapping[str, Sizes]) -> dict[str, Sizes]:
                 raise BundleError(f"{name}={value} cannot be: {name} is {manifest.symbols[name]}")
         several = tuple(sorted({int(value) for value in values}))
         known[name] = several if isinstance(sizes, Iterable) else several[0]
-    return {name: known[name] for name in manifest.symbols if name in known}
+    known = {name: known[name] for name in manifest.symbols if name in known}
+    missing = [name for name in manifest.symbols if name not in known]
+    if not missing:
+        return plan(known, True)
+    if len(missing) > 1 or missing[0] not in held:
+        name = next((name for name in missing if name not in held), missing[0])
+        reason = "no array of the state has it" if name not in held else "there are two such"
+        raise BundleError(
+            f"the symbol {name} has no value, and memory cannot decide it ({reason}): give it, as "
+            f"symbols={{{name!r}: 128}} or --symbols {name}=128; a batch may have several, by "
+            "--batch_sizes 1,8,32"
+        )
+    if memory_share is not None and not 0 < memory_share <= 1:
+        raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
+    room = _room(mesh, options, memory_share)
+    return _Search(manifest, known, missing[0], mesh, room, plan).run()
 
 
 class _Search:

@@ -78,7 +78,10 @@ def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:
     module = parse_module(source if exported is None else exported.mlir_module_serialized)
     if symbols or not is_dynamic(module):
         static = static_module(module if exported is None else source, symbols)
-        args, results = (tuple(map(_plain, types)) for types in signature(static))
+        args, results = (
+            tuple(SizedType(type_.dtype, tuple(type_.shape)) for type_ in types)
+            for types in signature(static)
+        )
         return Read(static, static, (args, results))
     dims = stated_dims(module) if exported is None else exported_dims(exported)
     stated = [dim for argument in dims for dim in argument if dim is not None]
@@ -105,10 +108,6 @@ def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:
         for type_, argument in zip(types, dims, strict=True)
     )
     return Read(module, static, (args, results), names)
-
-
-def _plain(type_: Any) -> SizedType:
-    return SizedType(type_.dtype, tuple(type_.shape))
 
 
 def _results(given: Any, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
@@ -278,7 +277,13 @@ def wrap_stablehlo(
     arg_names = _named("argument", args, names[0], arg_names)
     result_names = _named("result", results, names[1], result_names)
     arrays = lazy_tensors(weights) if isinstance(weights, str | Path) else dict(weights or {})
-    tensors = _tensors_of(list(arrays), arg_names)
+    tensors = matched(list(arrays), arg_names) if arrays else {}
+    unused = sorted(arrays.keys() - tensors.keys())
+    if unused:
+        raise BundleError(
+            f"no argument of the module is called {unused[0]!r}; they are "
+            f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
+        )
     held = {argument: arrays[tensor] for tensor, argument in tensors.items()}
     arguments = tuple(_argument(n, t, n in held) for n, t in zip(arg_names, args, strict=True))
     entry = Entrypoint(
@@ -305,7 +310,13 @@ def wrap_stablehlo(
         symbols=dict.fromkeys(read.symbols, Symbol()),
     )
     ordered = [held[leaf.path.removeprefix(f"{WEIGHTS}/")] for leaf in manifest.weights]
-    _check_weights(manifest.weights, ordered)
+    for leaf, array in zip(manifest.weights, ordered, strict=True):
+        (given,) = leaves_of(array, leaf.path)
+        if given != leaf:
+            raise BundleError(
+                f"{leaf.path} is {given.dtype}{list(given.shape)}, and the module takes "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
     check_manifest(manifest)
     with new_folder(folder) as unfinished:
         (unfinished / "functions").mkdir()
@@ -327,22 +338,6 @@ def _named(
     return given
 
 
-def _tensors_of(names: Sequence[str], arg_names: Sequence[str]) -> dict[str, str]:
-    """Name of a weight -> the argument that it is.
-
-    Raises:
-      BundleError: a weight that is no argument.
-    """
-    tensors = matched(names, arg_names) if names else {}
-    unused = sorted(set(names) - tensors.keys())
-    if unused:
-        raise BundleError(
-            f"no argument of the module is called {unused[0]!r}; they are "
-            f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
-        )
-    return tensors
-
-
 def _argument(name: str, type_: SizedType, is_weight: bool) -> ArgumentEntry:
     if is_weight:
         return ArgumentEntry(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
@@ -354,16 +349,6 @@ def _leaf(path: str, type_: SizedType) -> LeafEntry:
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
     return LeafEntry(path, type_.shape, dtype)
-
-
-def _check_weights(leaves: Sequence[LeafEntry], arrays: Sequence[Any]) -> None:
-    for leaf, array in zip(leaves, arrays, strict=True):
-        (found,) = leaves_of(array, leaf.path)
-        if found != leaf:
-            raise BundleError(
-                f"{leaf.path} is {found.dtype}{list(found.shape)}, and the module takes "
-                f"{leaf.dtype}{list(leaf.shape)}"
-            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -417,11 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _read_specs(text: str | None) -> dict[str, Any]:
-    """Specs as a flag has them.
-
-    Raises:
-      BundleError: they are no JSON object of lists.
-    """
+    """Specs as a flag has them."""
     if text is None:
         return {}
     is_file = not text.lstrip().startswith("{")

@@ -174,7 +174,8 @@ def producer() -> dict[str, str]:
     """What makes a bundle: versions, and the time."""
     packages = ("spmd", "jax", "jaxlib", "numpy")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {**{p: _version(p) for p in packages}, "stablehlo": artifact_version(), "made": now}
+    versions = {package: _version(package) for package in packages}
+    return {**versions, "stablehlo": artifact_version(), "made": now}
 
 
 def _version(package: str) -> str:

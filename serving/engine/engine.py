@@ -194,7 +194,6 @@ class Engine:
             *self._guides.threads,
         ]
 
-    # -----------------------------------------------------------------------------------------
     # For readers, on their threads.
 
     def start(self) -> None:
@@ -311,7 +310,6 @@ class Engine:
         self._changed = True
         self._wake.notify()
 
-    # -----------------------------------------------------------------------------------------
     # The thread that calls the backend.
 
     def _run(self) -> None:
@@ -353,7 +351,6 @@ class Engine:
                 self._guides.ask(one.key, guide, ids[one.row])
         self._done.put((done, progress))
 
-    # -----------------------------------------------------------------------------------------
     # The threads that make masks.
 
     def _take_mask(self, key: int, mask: Words | Exception) -> None:
@@ -371,7 +368,6 @@ class Engine:
             failure = Misguided(str(mask)) if asked else Failed(f"no mask could be made: {mask}")
             deliver([(entry.stream, failure)])
 
-    # -----------------------------------------------------------------------------------------
     # The thread that makes text.
 
     def _make_texts(self) -> None:
@@ -425,7 +421,6 @@ class Engine:
         return told
 
     def _make(self, progress: Progress, drawn: Tokens) -> Delta | Failed | None:
-        """Makes text of a request's token; None if it is over."""
         entry = self._entries.get(progress.key)
         if entry is None:
             return None
@@ -439,7 +434,6 @@ class Engine:
             _LOG.exception("a request's tokens could not be shown")
             return Failed(str(error))
 
-    # -----------------------------------------------------------------------------------------
     # Both.
 
     def _fail(self, what: str, error: Exception) -> None:

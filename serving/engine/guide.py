@@ -100,15 +100,14 @@ class Guides:
     Args:
       made: is called on one of the threads with a request's key and its next mask, or with the
         reason why there is none.
-      threads: how many masks are made at a time.
     """
 
-    def __init__(self, made: Callable[[int, Words | Exception], None], threads: int = 2) -> None:
+    def __init__(self, made: Callable[[int, Words | Exception], None]) -> None:
         self._made = made
         self._asked: queue.SimpleQueue[tuple[int, Guide, int] | None] = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=self._think, name=f"masks-{i}", daemon=True)
-            for i in range(threads)
+            for i in range(2)  # so many masks are made at a time
         ]
 
     def ask(self, key: int, guide: Guide, token: int) -> None:

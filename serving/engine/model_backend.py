@@ -209,11 +209,7 @@ class _Placed(NamedTuple):
 
 
 def _place(parts: Sequence[SlotPart], limits: Limits) -> _Placed:
-    """Puts the rows of each group's slots one behind the other, in the order of slots.
-
-    Raises:
-      ValueError: parts that no step can have.
-    """
+    """Puts the rows of each group's slots one behind the other, in the order of slots."""
     slots = limits.slots // limits.groups
     count = np.array([1 if p.tokens is None else len(p.tokens) for p in parts], np.int32)
     ends = np.array([p.start for p in parts], np.int32) + count
@@ -258,11 +254,7 @@ def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
 
 
 def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
-    """Rows behind which tokens are drawn.
-
-    Returns:
-      (group and number of each part that draws; the rows (A, D)).
-    """
+    """(group and number of each part that draws, the rows (A, D) behind which they do)."""
     most = min(rows, placed.per_slot.shape[1])
     is_drawing = np.array([part.draws for part in placed.parts], np.bool_)
     group, last = placed.group[is_drawing], (placed.begin + placed.count - 1)[is_drawing]
@@ -298,7 +290,6 @@ class _Tables:
 
 
 def _taken(tokens: Tokens, index: Any) -> Tokens:
-    """Some of an array of tokens."""
     arrays: Any = (x[index] for x in tokens)
     return Tokens(*arrays)
 

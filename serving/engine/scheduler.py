@@ -64,7 +64,6 @@ class _Draft:
         self.decoding = self.rows = self.seen = 0
 
     def finished(self) -> EngineStep:
-        """The step."""
         return EngineStep(
             tuple(self.begins), self.masks, tuple(self.parts), tuple(self.keys),
             tuple(self.placed), self.alternatives, self.rows, self.decoding, self.seen,
@@ -223,7 +222,6 @@ class Scheduler:
                 self._end(request)
         return done
 
-    # -----------------------------------------------------------------------------------------
     # Choosing.
 
     def _find_pages(self) -> bool:
@@ -247,7 +245,6 @@ class Scheduler:
         return True
 
     def _draw(self, draft: _Draft) -> None:
-        """Adds a row for each request that draws."""
         last = []
         for key, request in self._decoding.items():
             slot = request.slot
@@ -354,7 +351,6 @@ class Scheduler:
         if not self._count_draw(draft, request, begins=True):
             self._decoding[request.key] = request
 
-    # -----------------------------------------------------------------------------------------
     # Advancing.
 
     def _take(self, request: Ongoing, token: int) -> Finish | None:

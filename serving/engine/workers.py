@@ -187,8 +187,6 @@ class Workers:
             _answer(call, None, why())
         join_all(self._threads, timeout)
 
-    # -----------------------------------------------------------------------------------------
-
     def _drop(self, call: _Call) -> None:
         with self._wake:
             if call.began is not None:  # its thread finds that nobody waits for the answer

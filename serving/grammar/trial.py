@@ -21,16 +21,14 @@ import llguidance
 MEMORY = 64 * 2**20
 """Bytes that a grammar may take."""
 
+SECONDS = 3
+"""Of processor time for one grammar."""
+
 
 class GrammarTrial:
-    """The process, as those see it who want a grammar tried; it starts when it is first needed.
+    """The process, as those see it who want a grammar tried; it starts when it is first needed."""
 
-    Args:
-      seconds: of processor time for one grammar.
-    """
-
-    def __init__(self, seconds: int = 3) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._end: Any = None
@@ -49,7 +47,7 @@ class GrammarTrial:
             process = self._started()
             assert process.stdin is not None and process.stdout is not None
             try:
-                process.stdin.write(json.dumps([source, most_items, self.seconds]) + "\n")
+                process.stdin.write(json.dumps([source, most_items]) + "\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             except OSError:
@@ -88,11 +86,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("ready", flush=True)
     for line in sys.stdin:
-        source, most_items, seconds = json.loads(line)
+        source, most_items = json.loads(line)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         used = int(usage.ru_utime + usage.ru_stime) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, hard))
+        resource.setrlimit(resource.RLIMIT_CPU, (used + SECONDS, hard))
         matcher = matcher_of(tokenizer, source, most_items)
         if not matcher.is_error():
             matcher.compute_bitmask()

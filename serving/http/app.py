@@ -137,7 +137,12 @@ class Access:
         """Answers."""
         started = time.monotonic()
         headers = Headers(scope=scope)
-        exchange = _exchange(scope, headers)
+        given = headers.get(HEADER, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # As it was sent it has no spaces and no line breaks, which could forge lines of the log.
+        path = scope["raw_path"].decode("ascii")[:LONGEST_PATH]
+        client = (scope.get("client") or [""])[0]
+        exchange = HttpExchange(request_id, scope["method"], path, client)
         scope.setdefault("state", {})["exchange"] = exchange
         # It stays set: uvicorn runs each request in a task of its own, and what it logs of an
         # exception after this should have the id.
@@ -161,15 +166,6 @@ class Access:
                 fields["trace_id"] = span.trace_id
                 span.end(exchange)
             _log(fields, logging.DEBUG if is_probe else logging.INFO)
-
-
-def _exchange(scope: Scope, headers: Headers) -> HttpExchange:
-    given = headers.get(HEADER, "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    # The path as it was sent has no spaces and no line breaks, which could forge lines of the log.
-    path = scope["raw_path"].decode("ascii")[:LONGEST_PATH]
-    client = scope.get("client")
-    return HttpExchange(request_id, scope["method"], path, client[0] if client else "")
 
 
 def _log(fields: dict[str, Any], level: int) -> None:

@@ -250,18 +250,13 @@ class ChatTemplate:
 
 
 PROBE_ARGUMENTS = {"probe": 1}
+PROBE_FUNCTION = {"name": "f", "arguments": PROBE_ARGUMENTS}
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "a"},
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [
-            {
-                "id": "abcdefghi",
-                "type": "function",
-                "function": {"name": "f", "arguments": PROBE_ARGUMENTS},
-            }
-        ],
+        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": PROBE_FUNCTION}],
     },
 )
 
@@ -271,11 +266,8 @@ def _copied(message: Message, as_text: bool) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    functions = [dict(call["function"]) for call in calls]
-    for function in functions:
-        if as_text:
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    changed = [
-        {**call, "function": function} for call, function in zip(calls, functions, strict=True)
-    ]
+    changed = [{**call, "function": dict(call["function"])} for call in calls]
+    for call in changed if as_text else ():
+        arguments = call["function"]["arguments"]
+        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return {**message, "tool_calls": changed}

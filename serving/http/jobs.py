@@ -57,7 +57,14 @@ def restricted(
         )
     job = dataclasses.replace(job, min_tokens=ask.min_tokens)
     if grammar is not None:
-        job = _guided(job, ask, grammar, language.stop_ids)
+        # A text has to end where nothing can follow: with `ignore_eos` it does as late as it can.
+        least = job.max_tokens if ask.ignore_eos else ask.min_tokens
+        try:
+            guide = grammar.guide(ask.stop_ids, least)
+        except GrammarError as error:
+            raise refusal(ask.structure.place if ask.structure else "tools", str(error)) from error
+        stop_ids, first = job.stop_ids | language.stop_ids, ((0, guide.allowed()),)
+        job = dataclasses.replace(job, stop_ids=stop_ids, masks=first, guide=guide)
     else:
         vocabulary = language.bounds.vocab_size
         masks = counted_masks(vocabulary, ask.allowed_ids, job.stop_ids, ask.min_tokens)
@@ -77,17 +84,6 @@ def _without(job: Job, bad: BadWords) -> Job:
         return dataclasses.replace(job, masks=((0, guide.allowed()),), guide=guide)
     except GuideError as error:
         raise invalid(str(error), "bad_words") from error
-
-
-def _guided(job: Job, ask: Ask, grammar: Grammar, stop_ids: frozenset[int]) -> Job:
-    # A text has to end where nothing can follow: with `ignore_eos` it does as late as it can.
-    least = job.max_tokens if ask.ignore_eos else ask.min_tokens
-    try:
-        guide = grammar.guide(ask.stop_ids, least)
-    except GrammarError as error:
-        raise refusal(ask.structure.place if ask.structure else "tools", str(error)) from error
-    masks = ((0, guide.allowed()),)
-    return dataclasses.replace(job, stop_ids=job.stop_ids | stop_ids, masks=masks, guide=guide)
 
 
 class Prompt(NamedTuple):
@@ -152,7 +148,12 @@ def _work(
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
     for prompt in prompts:
-        max_tokens = _max_tokens(ask, len(prompt.ids), language.bounds.max_length)
+        # A prompt is never cut: what was asked for does not fit or is served in full.
+        length, most, max_tokens = len(prompt.ids), language.bounds.max_length, ask.max_tokens
+        if max_tokens is None:
+            max_tokens = max(most - length, 1)
+        if length + max_tokens > most:
+            raise _too_long(length, max_tokens, most, isinstance(ask, ChatAsk))
         for i, seed in enumerate(seeds(ask, secrets.randbits(32))):
             # What is said of a prompt is the same for all of its completions.
             scores = score or (ask.prompt_logprobs is not None and not i)
@@ -178,11 +179,7 @@ def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> 
 
 
 def _check_size(text: str | tuple[int, ...], ask: Ask, language: Language) -> None:
-    """Refuses a text that is too long whatever its tokens are: finding those takes long.
-
-    Raises:
-      ApiError: so it is.
-    """
+    """Refuses a text that is too long whatever its tokens are: finding those takes long."""
     longest, most = language.tokenizer.longest, language.bounds.max_length
     if longest is None or not isinstance(text, str):
         return
@@ -192,19 +189,6 @@ def _check_size(text: str | tuple[int, ...], ask: Ask, language: Language) -> No
         note = f" A text of {size} bytes cannot have fewer tokens."
         wanted = 1 if ask.max_tokens is None else ask.max_tokens
         raise _too_long(least, wanted, most, isinstance(ask, ChatAsk), note)
-
-
-def _max_tokens(ask: Ask, length: int, most: int) -> int:
-    """How many tokens a completion may have.
-
-    A prompt is never cut: what was asked for does not fit or is served in full.
-    """
-    wanted = ask.max_tokens
-    if wanted is None:
-        wanted = max(most - length, 1)
-    if length + wanted > most:
-        raise _too_long(length, wanted, most, isinstance(ask, ChatAsk))
-    return wanted
 
 
 def _too_long(length: int, wanted: int, most: int, is_chat: bool, note: str = "") -> ApiError:

@@ -40,18 +40,15 @@ def _message(value: Any, place: str) -> Message:
     # Who calls a tool may say nothing beside it.
     message["content"] = "" if calls and content is None else _content(content, f"{place}.content")
     if calls:
-        message["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+        where = f"{place}.tool_calls"
+        if not isinstance(calls, list):
+            raise invalid(f"{where}: a list is needed, not {show(calls)}", "messages")
+        message["tool_calls"] = [_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
     if role == "tool":
         message["tool_call_id"] = _text(value.get("tool_call_id"), f"{place}.tool_call_id")
     if value.get("name") is not None:
         message["name"] = check_text(value["name"], f"{place}.name")
     return message
-
-
-def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise invalid(f"{place}: a list is needed, not {show(value)}", "messages")
-    return [_call(one, f"{place}[{i}]") for i, one in enumerate(value)]
 
 
 def _call(value: Any, place: str) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class Metrics:
         )
         requests.registry.register(Now(self._now))
 
-    # -----------------------------------------------------------------------------------------
     # The engine's observer.
 
     def ran(self, step: EngineStep, seconds: float) -> None:
@@ -103,8 +102,6 @@ class Metrics:
         if record.generated > 1:
             self._per_token.observe(record.decode / (record.generated - 1))
 
-    # -----------------------------------------------------------------------------------------
-
     def _now(self) -> Iterator[Metric]:
         """The metrics that are read from the engine whenever Prometheus asks."""
         state = self._state()
@@ -134,7 +131,17 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-        yield self._cache_config()
+        limits = self._backend.limits
+        labels = {
+            "model_name": self._model,
+            "block_size": str(limits.page),
+            "num_gpu_blocks": str(limits.groups * limits.pages),
+            "enable_prefix_caching": "True",
+        }
+        about = "vllm:cache_config_info", "What the cache is like"
+        cache = GaugeMetricFamily(*about, labels=list(labels))
+        cache.add_metric(list(labels.values()), 1)
+        yield cache
         fraction = self.roofline_fraction()
         if fraction is not None:
             yield self.requests.gauge(
@@ -157,17 +164,3 @@ class Metrics:
         if not bandwidth or not seconds or not read:
             return None
         return float(read / bandwidth / seconds)
-
-    def _cache_config(self) -> Metric:
-        limits = self._backend.limits
-        labels = {
-            "model_name": self._model,
-            "block_size": str(limits.page),
-            "num_gpu_blocks": str(limits.groups * limits.pages),
-            "enable_prefix_caching": "True",
-        }
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "What the cache is like", labels=list(labels)
-        )
-        family.add_metric(list(labels.values()), 1)
-        return family

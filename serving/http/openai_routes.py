@@ -191,8 +191,6 @@ class Answer:
         answer = {**self._head, "choices": choices, "usage": self._usage()}
         return answer if self._ask.prompt_logprobs is None else self._with_prompts(answer, deltas)
 
-    # -----------------------------------------------------------------------------------------
-
     def _kind(self) -> Json:
         return {"object": "chat.completion.chunk"} if self._is_chat else {}
 

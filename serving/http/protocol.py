@@ -17,12 +17,8 @@ from spmd.serving.http.structure import Structure, parse_structure
 from spmd.serving.http.tools.ask import Tools, parse_tools
 
 
-def parse_prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
-    """The prompts of `prompt`: a text, a list of texts, a list of ids, or a list of such lists.
-
-    Raises:
-      ApiError: it is none of these.
-    """
+def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
+    """The prompts of `prompt`: a text, a list of texts, a list of ids, or a list of such lists."""
     if isinstance(value, str):
         return (check_text(value, "prompt"),)
     if not isinstance(value, list) or not value:
@@ -32,7 +28,7 @@ def parse_prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ..
             "prompt",
         )
     if is_integer(value[0]):
-        return (parse_ids(value, "prompt", bounds),)
+        return (_ids(value, "prompt", bounds),)
     if len(value) > bounds.choices:
         raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most", "prompt")
     return tuple(_prompt(one, i, bounds) for i, one in enumerate(value))
@@ -44,15 +40,11 @@ def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
         return check_text(value, name)
     if not isinstance(value, list) or not value:
         raise invalid(f"{name}: a string or token ids are needed, not {show(value)}", "prompt")
-    return parse_ids(value, name, bounds)
+    return _ids(value, name, bounds)
 
 
-def parse_ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
-    """A list of token ids of the model.
-
-    Raises:
-      ApiError: it is none; the error has the name.
-    """
+def _ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
+    """A list of token ids of the model."""
     if not isinstance(value, list):
         raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
     # Looking at each of millions of ids takes long, too.
@@ -83,27 +75,6 @@ BAD_WORDS = 256
 """So many of them one request may have."""
 
 
-def parse_sampling(fields: Fields, bounds: Bounds) -> Sampling:
-    """How tokens are drawn.
-
-    Raises:
-      ApiError: a field does not fit.
-    """
-    seed = fields.integer("seed", -(2**63), 2**63 - 1)
-    top_k = fields.integer("top_k", -1, 2**31 - 1) or 0
-    return Sampling(
-        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-        top_k=max(top_k, 0),
-        top_p=fields.number("top_p", 1.0, OPEN_ZERO, 1.0),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, OPEN_ZERO, 100.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        seed=(seed or 0) % 2**32,
-        logit_bias=_logit_bias(fields.get("logit_bias"), bounds),
-    )
-
-
 def _logit_bias(value: Any, bounds: Bounds) -> tuple[tuple[int, float], ...]:
     """What is added to the logits of some ids, which are strings since JSON's names are."""
     name = "logit_bias"
@@ -129,12 +100,8 @@ def _logit_bias(value: Any, bounds: Bounds) -> tuple[tuple[int, float], ...]:
     return tuple(bias.items())
 
 
-def parse_stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
-    """The stop strings of `stop`: a string or several.
-
-    Raises:
-      ApiError: it is something else, or there are too many.
-    """
+def _stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
+    """The stop strings of `stop`: a string or several."""
     stops = [] if value is None else value if isinstance(value, list) else [value]
     if len(stops) > bounds.stops:
         raise invalid(f"stop: {len(stops)} strings, {bounds.stops} are the most", "stop")
@@ -146,12 +113,8 @@ def parse_stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def parse_bad_words(value: Any, bounds: Bounds) -> tuple[str, ...]:
-    """The texts of `bad_words`, without the blanks that they begin with.
-
-    Raises:
-      ApiError: it is no list of words, or too long.
-    """
+def _bad_words(value: Any, bounds: Bounds) -> tuple[str, ...]:
+    """The texts of `bad_words`, without the blanks that they begin with."""
     name = "bad_words"
     words = [] if value is None else value
     if not isinstance(words, list) or len(words) > BAD_WORDS:
@@ -254,7 +217,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
     """
     fields = Fields(body)
     _refuse(fields, {**_REFUSED, **_REFUSED_IN_COMPLETIONS})
-    prompts = parse_prompts(fields.get("prompt"), bounds)
+    prompts = _prompts(fields.get("prompt"), bounds)
     max_tokens = fields.integer("max_tokens", 0, bounds.max_length)
     ask = CompletionAsk(
         **_common(fields, bounds, len(prompts)),
@@ -323,7 +286,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
     stream = fields.flag("stream")
     include_usage, usage_always = _usage(fields, stream)
     structure = parse_structure(fields)
-    allowed = parse_ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
+    allowed = _ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
     if allowed and structure is not None:
         raise invalid(
             f"allowed_token_ids: not together with {structure.place}", "allowed_token_ids"
@@ -333,17 +296,25 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         raise invalid("prompt_logprobs: not together with stream", "prompt_logprobs")
     return {
         "model": fields.text("model") or None,
-        "sampling": parse_sampling(fields, bounds),
+        "sampling": Sampling(
+            temperature=fields.number("temperature", 1.0, 0.0, 100.0),
+            top_k=max(fields.integer("top_k", -1, 2**31 - 1) or 0, 0),
+            top_p=fields.number("top_p", 1.0, OPEN_ZERO, 1.0),
+            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+            repetition_penalty=fields.number("repetition_penalty", 1.0, OPEN_ZERO, 100.0),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+            seed=(seed or 0) % 2**32,
+            logit_bias=_logit_bias(fields.get("logit_bias"), bounds),
+        ),
         "seed": None if seed is None else seed % 2**32,
         "n": n,
-        "stops": parse_stops(fields.get("stop"), bounds),
-        "stop_ids": frozenset(
-            parse_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)
-        ),
+        "stops": _stops(fields.get("stop"), bounds),
+        "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
         "ignore_eos": fields.flag("ignore_eos"),
         "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
         "allowed_ids": allowed,
-        "bad_words": parse_bad_words(fields.get("bad_words"), bounds),
+        "bad_words": _bad_words(fields.get("bad_words"), bounds),
         "structure": structure,
         "prompt_logprobs": prompt_logprobs,
         "stream": stream,

@@ -197,16 +197,13 @@ class EventStream(Response):
                 async with until_gone(receive):
                     await send({"type": "http.response.start", **start})
                     async for texts in self._events:
-                        await _send_events(send, texts)
+                        body = "".join(f"data: {text}\n\n" for text in texts).encode()
+                        if body:
+                            piece = {"type": "http.response.body", "body": body, "more_body": True}
+                            await send(piece)
                     await send({"type": "http.response.body", "body": b""})
         finally:
             self._close()
-
-
-async def _send_events(send: Send, texts: list[str]) -> None:
-    body = "".join(f"data: {text}\n\n" for text in texts).encode()
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def dump(value: Any) -> str:

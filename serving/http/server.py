@@ -18,7 +18,7 @@ import time
 import typing
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -92,9 +92,12 @@ class Server(uvicorn.Server):
     ) -> None:
         http = http or HttpOptions()
         self._tracing = _tracing(http.otlp_endpoint)
+        most = service.options.address_connections
+        addresses = Addresses(most, http.forwarded_allow_ips, service.traffic)
+        shared = {"options": service.options, "addresses": addresses}  # by all connections
         config = uvicorn.Config(
             make_app(service, http, self._tracing),
-            http=type("Protocol", (Protocol,), _settings(service, http)),
+            http=type("Protocol", (Protocol,), shared),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -174,13 +177,6 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, Protocol):
                 connection.transport.abort()
-
-
-def _settings(service: Service, http: HttpOptions) -> dict[str, Any]:
-    """What the connections of one server have in common."""
-    most = service.options.address_connections
-    addresses = Addresses(most, http.forwarded_allow_ips, service.traffic)
-    return {"options": service.options, "addresses": addresses}
 
 
 def _tracing(endpoint: str | None) -> Tracing | None:
@@ -302,7 +298,6 @@ def _heeding_signals(server: Server) -> Iterator[None]:
 
 
 def _describe(loaded: Loaded) -> str:
-    """A line about what is being served."""
     if loaded.backend is None:
         return f"ready: {loaded.name}, a model of tensors"
     limits, info = loaded.backend.limits, loaded.backend.info

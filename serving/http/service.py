@@ -40,7 +40,6 @@ class Service:
       admission: the book of all requests.
       traffic: the metrics.
       statistics: what the model has done since the start.
-      batches: makes calls of the model of tensors; None if there is none.
       grammars: what compiles the grammars of requests.
     """
 
@@ -62,7 +61,7 @@ class Service:
         self.grammars = Workers("grammars")  # those of strangers take seconds, too
         self.statistics = Statistics()
         self._tensors: Workers | None = None
-        self.batches: Batches | None = None
+        self._batches: Batches | None = None
         self._language: Language | None = None
         for workers in (self._short, self._long, self.grammars):
             workers.start()
@@ -87,7 +86,7 @@ class Service:
             # `Infer` is called by one thread at a time.
             self._tensors = Workers("tensors", finished=requests.finished, heed=self._heed)
             self._tensors.start()
-            self.batches = Batches(loaded.infer, self.statistics)
+            self._batches = Batches(loaded.infer, self.statistics)
             slots += 1
         self.admission.places.limit = slots + self.options.max_waiting
         self.loaded = loaded
@@ -155,15 +154,15 @@ class Service:
             raise ApiError(404, "this is no language model: use /v2/models/.../infer")
         return self._language
 
-    def tensors(self) -> Workers:
-        """What runs the model of tensors.
+    def tensors(self) -> tuple[Workers, Batches]:
+        """What runs the model of tensors, and makes calls of it.
 
         Raises:
           ApiError: there is none.
         """
-        if self._tensors is None:
+        if self._tensors is None or self._batches is None:
             raise ApiError(404, "this is no model of tensors: use /v1/completions")
-        return self._tensors
+        return self._tensors, self._batches
 
     def texts(self, size: int) -> Workers:
         """What reads a body of so many bytes: long ones have threads of their own."""

@@ -124,20 +124,16 @@ def _named(kind: Kind, value: Any, place: str) -> Structure | None:
         return None
     param = place.partition(".")[0]
     if kind == "json":
-        return Structure(kind, _schema(value, place), place)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise invalid(f"{place}: this text is not JSON", param) from None
+        if not isinstance(value, dict | bool):
+            raise invalid(f"{place}: a schema is needed, not {show(value)}", param)
+        return Structure(kind, value, place)
     if kind != "choice":
         return Structure(kind, check_text(value, place), place)
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise invalid(f"{place}: a list of texts is needed, none of them empty", param)
     return Structure(kind, tuple(check_text(one, place) for one in value), place)
-
-
-def _schema(value: Any, place: str) -> Any:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise invalid(f"{place}: this text is not JSON", place.partition(".")[0]) from None
-    if not isinstance(value, dict | bool):
-        raise invalid(f"{place}: a schema is needed, not {show(value)}", place.partition(".")[0])
-    return value

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from spmd.serving.engine.records import Finished
@@ -121,22 +120,13 @@ class RequestSpan:
         self._span.end()
 
 
-class _Phase(NamedTuple):
-    name: str
-    start: float
-    end: float
-    attributes: Mapping[str, int]
-
-
-def _phases(record: Finished) -> Iterator[_Phase]:
-    """What a completion went through, as far as it came; times are those of the engine's clock."""
+def _phases(record: Finished) -> Iterator[tuple[str, float, float, Mapping[str, int]]]:
+    """What a completion went through: (name, start, end, attributes), by the engine's clock."""
     arrived = record.ended - record.total
     placed = arrived + record.queued
     first = placed + record.prefill
-    yield _Phase("queue", arrived, placed, {})
+    yield "queue", arrived, placed, {}
     if placed < record.ended:
-        yield _Phase("prefill", placed, first, {"gen_ai.usage.input_tokens": record.prompt_tokens})
+        yield "prefill", placed, first, {"gen_ai.usage.input_tokens": record.prompt_tokens}
     if record.generated:
-        yield _Phase(
-            "decode", first, record.ended, {"gen_ai.usage.output_tokens": record.generated}
-        )
+        yield "decode", first, record.ended, {"gen_ai.usage.output_tokens": record.generated}

@@ -126,14 +126,11 @@ def _shape(value: Any, spec: TensorSpec, place: str) -> tuple[int, ...]:
     )
     if not fits:
         raise invalid(
-            f"{place}: shape {list(spec.shape)} is needed (-1 is any), not {_show_shape(value)}",
+            f"{place}: shape {list(spec.shape)} is needed (-1 is any), not "
+            f"{str(value)[:60] if isinstance(value, list) else show(value)}",
             "inputs",
         )
     return tuple(value)
-
-
-def _show_shape(value: Any) -> str:
-    return str(value)[:60] if isinstance(value, list) else show(value)
 
 
 def _array(data: Any, dtype: np.dtype[Any], place: str) -> Array:
@@ -185,14 +182,6 @@ _GZIP, _EITHER = 16 + zlib.MAX_WBITS, 32 + zlib.MAX_WBITS
 _FORMATS = {"gzip": _GZIP, "deflate": zlib.MAX_WBITS}
 
 
-def check_encoding(encoding: str) -> None:
-    """Raises an `ApiError` for a Content-Encoding that is not read here."""
-    if encoding and encoding not in _FORMATS:
-        raise ApiError(
-            415, f"Content-Encoding: gzip or deflate is needed, or none, not {encoding[:40]}"
-        )
-
-
 def unpack(body: bytes, most: int) -> bytes:
     """A body as it was before it was compressed.
 
@@ -214,16 +203,6 @@ def unpack(body: bytes, most: int) -> bytes:
     return plain
 
 
-def wanted_encoding(accepted: str) -> str:
-    """How to compress an answer, by the request's Accept-Encoding; empty: not at all.
-
-    Many programs send a list of all that they know, whatever they ask for. Numbers compress badly
-    and slowly, so an answer is compressed for those who name one encoding and mean it.
-    """
-    name = accepted.strip().lower()
-    return name if name in _FORMATS else ""
-
-
 def pack(body: bytes, encoding: str) -> bytes:
     """A body, compressed."""
     stream = zlib.compressobj(1, wbits=_FORMATS[encoding])
@@ -242,7 +221,10 @@ async def infer(request: Request) -> Response:
     """`POST /v2/models/{model}/infer`: runs the model on tensors."""
     service = service_of(request)
     packed = request.headers.get("content-encoding", "").strip().lower().replace("identity", "")
-    check_encoding(packed)
+    if packed and packed not in _FORMATS:
+        raise ApiError(
+            415, f"Content-Encoding: gzip or deflate is needed, or none, not {packed[:40]}"
+        )
     async with visiting(request, TYPES) as visit:
         loaded = asked_model(request)
         function = loaded.infer
@@ -258,7 +240,10 @@ async def infer(request: Request) -> Response:
             whole, length = visit.body, request.headers.get(LENGTH)
             asked = await texts.run(lambda: read_request(whole, length, function), client)
             results = await _run(service, asked.tensors, client)
-            encoding = wanted_encoding(request.headers.get("accept-encoding", ""))
+            # Many programs send a list of all that they know, whatever they ask for. Numbers
+            # compress badly and slowly, so that is for those who name one encoding and mean it.
+            accepted = request.headers.get("accept-encoding", "").strip().lower()
+            encoding = accepted if accepted in _FORMATS else ""
             return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
         except Stopped as error:
             raise failure(error) from error
@@ -266,10 +251,9 @@ async def infer(request: Request) -> Response:
 
 async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:
     """The function's results, from a call that other requests may share."""
-    if service.batches is None:
-        raise ApiError(404, "this is no model of tensors: use /v1/completions")
+    workers, batches = service.tensors()
     try:
-        return await service.tensors().run(service.batches.call(tensors), client)
+        return await workers.run(batches.call(tensors), client)
     except ValueError as error:
         raise invalid(f"inputs: {error}", "inputs") from error
 

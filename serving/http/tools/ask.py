@@ -50,24 +50,19 @@ def parse_tools(fields: Fields) -> Tools | None:
         raise invalid(f"tool_choice: {show(choice)} needs tools", "tool_choice")
     if choice in (None, "auto", "required"):
         return Tools(made, made, choice == "required", parallel)
-    name = _chosen(choice)
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
+    function = choice.get("function") if is_named else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise invalid(
+            'tool_choice: "none", "auto", "required" or {"type": "function", "function": '
+            f'{{"name": ...}}}} is needed, not {show(choice)}',
+            "tool_choice",
+        )
+    name = function["name"]
     chosen = tuple(tool for tool in made if tool.name == name)
     if not chosen:
         raise invalid(f"tool_choice: no tool has the name {show(name)}", "tool_choice")
     return Tools(made, chosen, True, False)
-
-
-def _chosen(choice: Any) -> Any:
-    """The name of the function that has to be called."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        if isinstance(function, dict) and "name" in function:
-            return function["name"]
-    raise invalid(
-        'tool_choice: "none", "auto", "required" or {"type": "function", "function": '
-        f'{{"name": ...}}}} is needed, not {show(choice)}',
-        "tool_choice",
-    )
 
 
 def _tool(tool: Any, place: str) -> Tool:

@@ -37,22 +37,7 @@ def _rules(grammars: Grammars, format: Format, tools: Tools, content: Any) -> It
             yield f"opened{'' if is_special else '[lazy]'}: TEXT {begin}"
             begin = "opened"
     yield _calls(format, tools, begin)
-    yield from _each_call(grammars, format, tools)
-
-
-def _calls(format: Format, tools: Tools, begin: str) -> str:
-    """The rule of all calls, from what begins the first one."""
-    several = tools.parallel and not format.single
-    space = json.dumps(format.space) if format.space else ""
-    if format.listed:
-        more = '(", " call)*' if several else ""
-        return f'calls: {begin} {space} "[" call {more} "]"'
-    more = f"({space} begin call)*" if several else ""
-    return f"calls: {begin} {space} call {more}"
-
-
-def _each_call(grammars: Grammars, format: Format, tools: Tools) -> Iterator[str]:
-    """The rules of calls without what begins them."""
+    # Calls without what begins them.
     for i, tool in enumerate(tools.callable):
         head, tail = format.around_listed(tool.name) if format.listed else format.around(tool.name)
         head = head.removeprefix(format.begin).removeprefix(format.space)
@@ -65,6 +50,17 @@ def _each_call(grammars: Grammars, format: Format, tools: Tools) -> Iterator[str
     if not format.listed:
         space = f" {json.dumps(format.space)}" if format.space else ""
         yield f"begin: {grammars.mark(format.begin)}{space}"
+
+
+def _calls(format: Format, tools: Tools, begin: str) -> str:
+    """The rule of all calls, from what begins the first one."""
+    several = tools.parallel and not format.single
+    space = json.dumps(format.space) if format.space else ""
+    if format.listed:
+        more = '(", " call)*' if several else ""
+        return f'calls: {begin} {space} "[" call {more} "]"'
+    more = f"({space} begin call)*" if several else ""
+    return f"calls: {begin} {space} call {more}"
 
 
 def _literals(grammars: Grammars, format: Format, text: str) -> str:

@@ -82,10 +82,15 @@ class JsonCall:
             return ""
         if not scanner.open:
             self._end_member()
-            self._end()
+            self.done = True
+            self.broken = self.broken or not isinstance(_loads(self._raw), dict)
+            if not self._complete and not self.broken:
+                self._held = "{}"
         elif was_inside or scanner.in_string or len(scanner.open) > 1:
             self._member += letter
-            self._take_argument(letter)
+            # Only an object's letters: whatever else the value is, it is looked at when whole.
+            if self._present == self._key and self._member.lstrip().startswith("{"):
+                self._held += letter
         elif letter == ":":
             self._present, self._member = _loads(self._member), ""
         elif letter == ",":
@@ -96,11 +101,6 @@ class JsonCall:
             return ""
         piece, self._held = self._held, ""
         return piece
-
-    def _take_argument(self, letter: str) -> None:
-        # Only an object's letters: whatever else the value is, it is looked at when it is whole.
-        if self._present == self._key and self._member.lstrip().startswith("{"):
-            self._held += letter
 
     def _end_member(self) -> None:
         """Looks at a member that is complete."""
@@ -117,12 +117,6 @@ class JsonCall:
                 value = _loads(value) if isinstance(value, str) else value
                 self._held = json.dumps({} if value is None else value, ensure_ascii=False)
                 self.broken = not isinstance({} if value is None else value, dict)
-
-    def _end(self) -> None:
-        self.done = True
-        self.broken = self.broken or not isinstance(_loads(self._raw), dict)
-        if not self._complete and not self.broken:
-            self._held = "{}"
 
 
 class NamedCall:
@@ -144,7 +138,11 @@ class NamedCall:
     def push(self, letter: str) -> str:
         """Takes the next letter; returns what is certain of the arguments now."""
         if self.name is None:
-            self._push_head(letter)
+            self._head += letter
+            if self._head.endswith(self._mark):
+                # Some versions have the id of the call, and its mark, in between.
+                self.name = self._head.removesuffix(self._mark).partition("[")[0].strip()
+            self.broken = "{" in self._head or len(self._head) > 200
             return ""
         if not self._body and letter.isspace():
             return ""
@@ -154,13 +152,6 @@ class NamedCall:
         self.done = not self._scanner.open
         self.broken = self.broken or (self.done and _loads(self._body) is None)
         return "" if self.broken else letter
-
-    def _push_head(self, letter: str) -> None:
-        self._head += letter
-        if self._head.endswith(self._mark):
-            # Some versions have the id of the call, and its mark, in between.
-            self.name = self._head.removesuffix(self._mark).partition("[")[0].strip()
-        self.broken = "{" in self._head or len(self._head) > 200
 
 
 def _loads(text: str) -> Any:
@@ -203,9 +194,12 @@ class CallsReader:
 
     Args:
       most: so many calls are read; more are dropped.
+
+    Attributes:
+      calls: how many have begun.
     """
 
-    def __init__(self, format: Format, names: Collection[str], most: int | None = None) -> None:
+    def __init__(self, format: Format, names: Collection[str], most: int | None) -> None:
         self._format = format
         self._names = names
         self._most = most
@@ -215,13 +209,8 @@ class CallsReader:
         self._raw = ""  # of what may be a call
         self._call: JsonCall | NamedCall | None = None
         self._shown = False  # whether the call has begun for the reader
-        self._calls = 0
+        self.calls = 0
         self._texts = 0
-
-    @property
-    def calls(self) -> int:
-        """How many calls have begun."""
-        return self._calls
 
     def push(self, text: str) -> list[Event]:
         """Takes the next piece of the text."""
@@ -242,15 +231,13 @@ class CallsReader:
         elif self._mode == self._before:
             events += self._content(self._raw)
         events += self._content(self._matcher.flush())
-        if self._blank and not self._calls:
+        if self._blank and not self.calls:
             events.append(ContentText(self._blank))
         return _joined(events)
 
-    # -----------------------------------------------------------------------------------------
     # Where the next letter is; each takes it.
 
     def _outside(self, letter: str) -> Iterator[Event]:
-        """In the content."""
         text, found = self._matcher.push(letter)
         if text == "{" and self._format.bare and not self._texts:
             self._raw = ""
@@ -280,7 +267,6 @@ class CallsReader:
             yield from self._outside(letter)
 
     def _inside(self, letter: str) -> Iterator[Event]:
-        """In a call."""
         call = self._call
         assert call is not None
         self._raw += letter
@@ -291,7 +277,7 @@ class CallsReader:
         if piece and not self._dropped:
             if not self._shown:
                 self._shown = True
-                self._calls += 1
+                self.calls += 1
                 yield CallBegins(call.name or "")
             yield CallContinues(piece)
         if call.done:
@@ -316,12 +302,10 @@ class CallsReader:
             for one in raw:
                 yield from self._mode(one)
 
-    # -----------------------------------------------------------------------------------------
-
     @property
     def _dropped(self) -> bool:
         """Whether the call is one too many."""
-        return self._most is not None and not self._shown and self._calls >= self._most
+        return self._most is not None and not self._shown and self.calls >= self._most
 
     def _open(self) -> None:
         format = self._format
@@ -341,7 +325,7 @@ class CallsReader:
         raw, self._raw = self._raw, ""
         self._mode = self._outside
         if self._shown:
-            self._calls -= 1
+            self.calls -= 1
             blank, self._blank = self._blank, ""
             yield Broken(blank + raw)
         else:
