@@ -131,8 +131,7 @@ class OpKind:
         """Returns the op's `Description` when `about` is read and is not a field yet."""
         if name != "about":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        key = key_of(self.name, self.attrs)
-        found = DESCRIPTIONS.get(key)
+        found = DESCRIPTIONS.get(key_of(self.name, self.attrs))
         if found is None:
             # Not remembered: `register_rule` may describe it later.
             return UNKNOWN_CALL if self.name == CUSTOM_CALL else UNKNOWN
@@ -140,14 +139,9 @@ class OpKind:
         return found
 
     @property
-    def adds_dims(self) -> bool:
-        """Whether the op is a broadcast that repeats no element, as each dim it adds has size 1."""
-        return self.name == BROADCAST and self.operands[0].size == self.results[0].size
-
-    @property
     def is_renaming(self) -> bool:
         """Whether the op only adds or moves dims of size 1, so that no element moves in memory."""
-        if self.name == BROADCAST and self.adds_dims:
+        if self.name == BROADCAST and self.operands[0].size == self.results[0].size:
             dims = list(self.attrs["broadcast_dimensions"])
             return dims == sorted(dims)
         if self.name != TRANSPOSE:

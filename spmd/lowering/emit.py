@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from jax.experimental.layout import Format, Layout
@@ -157,13 +157,12 @@ def emit(program: Program, mesh: Mesh) -> str:
 
 class _Emitter:
     def __init__(self, program: Program, mesh: Mesh) -> None:
-        self.program = program
-        self.mesh = mesh
+        self.program, self.mesh = program, mesh
         self.lines: list[str] = []
         self.names: dict[Value, str] = {}
         self.locs: dict[Loc, str] = {}
         self.channels = 0
-        self.groups: dict[tuple[int, ...], str] = {}
+        self.groups = cache(lambda axes: _matrix(mesh.groups(axes)))
         self.functions: dict[str, tuple[str, ...]] = {}
 
     def run(self) -> str:
@@ -205,9 +204,9 @@ class _Emitter:
         name = f"%{values[0]}"
         if len(values) == 1:
             self.names[values[0]] = name
-        else:
-            self.names.update((v, f"{name}#{i}") for i, v in enumerate(values))
-        return name if len(values) == 1 else f"{name}:{len(values)}"
+            return name
+        self.names.update((v, f"{name}#{i}") for i, v in enumerate(values))
+        return f"{name}:{len(values)}"
 
     def op(self, op: Op) -> None:
         if op.name == MANUAL:
@@ -311,20 +310,14 @@ class _Emitter:
         # A channel makes it an exchange among the devices of one program; without one it would be
         # among replicas of the program. Ids in its groups are then positions in the mesh.
         self.channels += 1
-        handle = f"#stablehlo.channel_handle<handle = {self.channels}, type = 1>"
-        attrs = [f"channel_handle = {handle}"]
-        axes = op.kind.attrs["axes"]
+        attrs = [f"channel_handle = #stablehlo.channel_handle<handle = {self.channels}, type = 1>"]
+        own = op.kind.attrs
         if op.collective == "collective_permute":
-            return [*attrs, f"source_target_pairs = {_matrix(op.kind.attrs['pairs'])}"]
-        if "groups" in op.kind.attrs:
-            groups = _matrix(op.kind.attrs["groups"])
-        else:
-            if axes not in self.groups:
-                self.groups[axes] = _matrix(self.mesh.groups(axes))
-            groups = self.groups[axes]
+            return [*attrs, f"source_target_pairs = {_matrix(own['pairs'])}"]
+        groups = _matrix(own["groups"]) if "groups" in own else self.groups(own["axes"])
         attrs.append(f"replica_groups = {groups}")
         if op.name == "stablehlo.all_to_all":
-            attrs.append(f"split_count = {group_size(op.kind.attrs, self.mesh)} : i64")
+            attrs.append(f"split_count = {group_size(own, self.mesh)} : i64")
         if op.name in _GLOBAL_IDS:
             attrs.append("use_global_device_ids")
         return attrs
@@ -332,8 +325,7 @@ class _Emitter:
     def loc(self, loc: Loc) -> str:
         if not loc.scope and not loc.frames:
             return "unknown"
-        short = Loc(loc.scope, loc.user_frames[:2])
-        return self.locs.setdefault(short, f"#loc{len(self.locs)}")
+        return self.locs.setdefault(Loc(loc.scope, loc.user_frames[:2]), f"#loc{len(self.locs)}")
 
 
 def _matrix(rows: Sequence[Sequence[int]]) -> str:

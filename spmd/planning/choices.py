@@ -50,7 +50,8 @@ class Choices:
         self.resharder = problem.resharder
         self._ways: dict[tuple[TensorType, Axes], Ways] = {}
         self._made: dict[object, tuple[Choice, ...]] = {}
-        self._plain, self._seconds = cache(self._plain_choice), cache(self._own_seconds)
+        self._plain = cache(lambda kind, split: plain_choice(rule_of(kind), split, self.mesh))
+        self._seconds = cache(self._own_seconds)
 
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
@@ -150,9 +151,6 @@ class Choices:
         """Returns the table of a value's reshard times, shared by its type and held atoms."""
         key = self.problem.program.types[value], self.resharder.held(value)
         return self._ways.setdefault(key, Ways(self.problem))
-
-    def _plain_choice(self, kind: OpKind, assignment: Assignment) -> Choice:
-        return plain_choice(rule_of(kind), assignment, self.mesh)
 
     def _carried(
         self, kind: OpKind, rule: Rule, assignment: Assignment, flowing: Partial

@@ -132,8 +132,7 @@ class Fused:
         self.readers = [0] * count  # how many kernels read it; 2 stands for more
         self.needed = [False] * count  # whether one of them needs it in memory
         self.summed = [False] * count  # whether a library's reduction reads it under any name
-        for value in program.body.results:
-            self._read(value, 1, True)
+        self._read(program.body.results, 1, True)
         if not backend.is_cpu:
             for value in wide_values(program):
                 self.needed[value] = True
@@ -145,10 +144,10 @@ class Fused:
             value = self.root[value]
         return value
 
-    def _read(self, value: Value, readers: int, needed: bool) -> None:
-        self.readers[value] += readers
-        if needed:
-            self.needed[value] = True
+    def _read(self, values: Iterable[Value], readers: int, needed: bool) -> None:
+        for value in values:
+            self.readers[value] += readers
+            self.needed[value] |= needed
 
     def _region(self, region: Region) -> None:
         for op in reversed(region.ops):
@@ -160,18 +159,14 @@ class Fused:
                         self.readers[op.operands[i]] += 1
                     else:
                         self.stored[value] = op.is_loop or self.readers[value] > 0
-                for value in op.operands:
-                    self._read(value, 1, True)
+                self._read(op.operands, 1, True)
                 for inner in op.regions:
-                    for value in free_values(inner):
-                        self._read(value, 2, True)
+                    self._read(free_values(inner), 2, True)
                 for inner in reversed(op.regions):
-                    for value in inner.results:
-                        self._read(value, 1, True)
+                    self._read(inner.results, 1, True)
                     self._region(inner)
             elif not op.results:
-                for value in op.operands:
-                    self._read(value, 1, True)
+                self._read(op.operands, 1, True)
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
             elif what == Role.ALIAS or op.kind.is_renaming:
@@ -179,7 +174,7 @@ class Fused:
                 for value, alias in zip(op.operands, op.results, strict=True):
                     if self.readers[alias]:
                         self.root[alias] = value
-                        self._read(value, self.readers[alias], self.needed[alias] or stops)
+                        self._read((value,), self.readers[alias], self.needed[alias] or stops)
                         self.summed[value] |= self.summed[alias]
             elif what <= Role.ONCE and self._is_inside(op, what):
                 result = op.results[0]
@@ -192,7 +187,7 @@ class Fused:
                 copied = copied_operands(op.kind, self.backend)
                 is_library = self.backend.is_cpu and is_library_reduce(op.kind)
                 for i, value in enumerate(op.operands):
-                    self._read(value, 1, i not in copied and wants_stored(op, i))
+                    self._read((value,), 1, i not in copied and wants_stored(op, i))
                     self.summed[value] |= is_library
 
     def _is_inside(self, op: Op, what: Role) -> bool:
@@ -200,8 +195,7 @@ class Fused:
         if self.needed[result]:
             return False
         if self.summed[result] and op.name != CONSTANT:
-            about = op.kind.about
-            return (about.in_library or op.name == BROADCAST) and self.readers[result] == 1
+            return (op.kind.about.in_library or op.name == BROADCAST) and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
 

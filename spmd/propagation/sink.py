@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.description import BROADCAST, CONSTANT
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Carry, recarried
-from spmd.ir.types import TensorType
 
 LONGEST_CHAIN = 12  # elementwise ops on top of each other that are cheap to recompute
 
@@ -45,12 +45,12 @@ def sink_invariants(program: Program) -> Program:
     if not any(op.is_loop for op in program.walk()):
         return program
     sink = _Sink(program)
-    return program._replace(body=sink.region(program.body), types=tuple(sink.types))
+    return program._replace(body=sink.region(program.body), types=tuple(sink.b.types))
 
 
 class _Sink:
     def __init__(self, program: Program) -> None:
-        self.types = list(program.types)
+        self.b = Builder(program.types)
         self.cheap = set(cheap_values(program))
         self.producers = producers_of(program)
         self.instead: dict[Value, Value] = {}
@@ -83,20 +83,16 @@ class _Sink:
 
         regions, carried = [], []
         for region in op.regions:
-            inside = {v: self.value(self.types[v]) for v in scalars}
+            inside = {v: self.b.value(self.b.types[v]) for v in scalars}
             copies, made = self.copied(makers, inside)
             self.instead.update((region.args[i], made[op.operands[i]]) for i in sunk)
             regions.append(region._replace(ops=(*copies, *region.ops)))
             carried.append(inside)
         more = [
-            Carry(v, carried[0][v], carried[1][v], carried[1][v], self.value(self.types[v]))
+            Carry(v, carried[0][v], carried[1][v], carried[1][v], self.b.value(self.b.types[v]))
             for v in scalars
         ]
-        return recarried(op._replace(regions=tuple(regions)), self.types, sunk, more)
-
-    def value(self, type_: TensorType) -> Value:
-        self.types.append(type_)
-        return len(self.types) - 1
+        return recarried(op._replace(regions=tuple(regions)), self.b.types, sunk, more)
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
         """Adds to `makers` the ops that compute a value, in order, to `scalars` what these read."""
@@ -122,7 +118,7 @@ class _Sink:
         """Returns copies of ops, reading scalars from `inside` a loop, and each value's copy."""
         made, copies = dict(inside), []
         for old, op in makers.items():
-            new = made[old] = self.value(self.types[old])
+            new = made[old] = self.b.value(self.b.types[old])
             operands = tuple(made[v] for v in op.operands)
             self.producers[new] = op._replace(operands=operands, results=(new,))
             copies.append(self.producers[new])

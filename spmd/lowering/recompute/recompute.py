@@ -219,8 +219,7 @@ class _Rewrite:
                 core = env[self.cores[stack.written]]
                 instead[op.results[0]] = b.reshape(core, op.kind.results[0].shape)
         made = b.end((), ()).ops
-        read = {op.results[0] for stack in self.gone for op in stack.slices}
-        kept = (op for op in body.ops if not op.results or op.results[0] not in read)
+        kept = (op for op in body.ops if not op.results or op.results[0] not in instead)
         ops = _late(made, [with_operands(op, instead) for op in kept])
         results = tuple(instead.get(v, v) for v in body.results)
         loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
@@ -247,11 +246,9 @@ def _late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
 
 def _core(piece: Value, index: Index) -> Value:
     op = index.producers.get(piece)
-    if op is None or op.name not in (RESHAPE, BROADCAST):
-        return piece
-    dims = op.kind.attrs.get("broadcast_dimensions", ())
-    same = op.kind.operands[0].size == op.kind.results[0].size and list(dims) == sorted(dims)
-    return op.operands[0] if same else piece
+    if op is not None and op.name in (RESHAPE, BROADCAST):
+        return op.operands[0] if op.name == RESHAPE or op.kind.is_renaming else piece
+    return piece
 
 
 def _around(loop: Op, index: Index) -> dict[Value, Value]:
@@ -388,8 +385,7 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
         op for op, place in uses if op is not None and op.name == DYNAMIC_SLICE and place == 0
     )
     for op in ops:
-        shape = op.kind.operands[0].shape
-        if op.kind.results[0].shape != (1, *shape[1:]):
+        if op.kind.results[0].shape != (1, *op.kind.operands[0].shape[1:]):
             return ()
     own = {op.results[0] for op in body.ops if op.results}
     inside = all(op.results[0] in own for op in ops)

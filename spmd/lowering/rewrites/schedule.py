@@ -37,6 +37,7 @@ schedules for memory alone and comes to the same schedule from any order.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -65,11 +66,7 @@ class Clock:
 
     def starts(self, region: Region) -> list[float]:
         """Returns, for each op of a region, the seconds of all arithmetic in front of it."""
-        found, now = [], 0.0
-        for op in region.ops:
-            found.append(now)
-            now += self.arithmetic(op)
-        return found
+        return list(accumulate(map(self.arithmetic, region.ops), initial=0.0))[:-1]
 
     def arithmetic(self, op: Op) -> float:
         """Returns the seconds of an op's arithmetic, a loop's of all trips; 0 for a collective."""
@@ -293,8 +290,7 @@ class _Block:
 
 def _key(op: Op) -> _Key:
     attrs = op.kind.attrs
-    dtype = op.kind.operands[0].dtype
-    return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), dtype
+    return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), op.kind.operands[0].dtype
 
 
 def _bytes(op: Op) -> int:
