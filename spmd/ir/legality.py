@@ -216,8 +216,7 @@ def _check_region(
             # for each of them, the walk would not be linear in the number of ops.
             if isinstance(body, Body) and id(body) not in bodies:
                 bodies.add(id(body))
-                inside = View(body.types, set(), set(), [])
-                _check_region(body.region, op, stage, inside, bodies)
+                _check_region(body.region, op, stage, View(body.types, set(), set(), []), bodies)
         view.around.append(op.kind.about.region)
         for inner in op.regions:
             _check_region(inner, op, stage, view, bodies)

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 _SCOPE = re.compile(
-    r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01]),"
-    r"open=(\d+)\]"
+    r"pipeline\[(\w+),stages=(\d+),microbatches=(\d+),chunks=(\d+),lean=([01]),open=(\d+)\]"
 )
 SHIFT = "to_next_stage"  # the name scope, inside a pipeline's, of what sends on what stages made
 

@@ -75,8 +75,7 @@ def repeat_op(
         # Only loops have arguments, which are of their operands' types.
         carried = op.kind.operands if op.is_loop else ()
         regions = tuple(region(r, carried, op.is_loop) for r in op.regions)
-        made = bind(op.results, op.kind.results)
-        b.append(Op(op.kind, operands, made, regions, loc or op.loc))
+        b.append(Op(op.kind, operands, bind(op.results, op.kind.results), regions, loc or op.loc))
     else:
         env.update(zip(op.results, results, strict=True))
 

@@ -212,15 +212,7 @@ class ConvDims(NamedTuple):
 
 
 DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
-    DotDims: (
-        "dot",
-        (
-            "lhs_batching_dimensions",
-            "rhs_batching_dimensions",
-            "lhs_contracting_dimensions",
-            "rhs_contracting_dimensions",
-        ),
-    ),
+    DotDims: ("dot", tuple(f"{name}ing_dimensions" for name in DotDims._fields)),
     GatherDims: ("gather", GatherDims._fields),
     ScatterDims: ("scatter", ScatterDims._fields),
 }

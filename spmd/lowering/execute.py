@@ -128,10 +128,9 @@ def _take_packed(compiled: Any, types: Sequence[TensorType]) -> None:
     """Lets jax's compiled program take arrays of elements below a byte, as `jax.jit` does."""
     # jax compares arguments' layouts with XLA's, of which in 0.10 only XLA's states such bits.
     program = compiled._executable  # of which jax has no public name
-    layouts = zip(program._xla_in_layouts, types, strict=True)
     program._xla_in_layouts = [
         _Order(layout.major_to_minor, layout.tiling) if layout and type_.is_packed else layout
-        for layout, type_ in layouts
+        for layout, type_ in zip(program._xla_in_layouts, types, strict=True)
     ]
 
 
@@ -377,8 +376,7 @@ _Arrays = Sequence[np.ndarray[Any, Any]]
 def _effect(ordered: bool) -> Any:
     # It has no public name. Of jax's ordered effects this one may be in a program for several
     # devices; that of `jax.debug.callback` may not.
-    traced = jax.make_jaxpr(lambda: io_callback(lambda: (), (), ordered=ordered))()
-    (effect,) = traced.effects
+    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: (), (), ordered=ordered))().effects
     return effect
 
 

@@ -68,8 +68,7 @@ def expand(program: Program, mesh: Mesh) -> Program:
             return _where(b, is_first, op, operands, lambda: [b.splat(0, t) for t in types])
         if op.name == CHECK_CALLBACK:
             flag, *values = operands
-            is_set = b.compare("NE", flag, b.splat(0, FLAG))
-            return _where(b, is_set, op, operands, lambda: values)
+            return _where(b, b.compare("NE", flag, b.splat(0, FLAG)), op, operands, lambda: values)
         if op.name == LOCAL_SLICE:
             dim = op.kind.attrs["dim"]
             size = op.kind.results[0].shape[dim]

@@ -61,10 +61,8 @@ def partition(plan: Plan) -> Partitioned:
 
 class _Partitioner:
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.mesh = plan.mesh
-        self.types = plan.program.types
-        self.cheap = plan.propagated.cheap
+        self.plan, self.mesh = plan, plan.mesh
+        self.types, self.cheap = plan.program.types, plan.propagated.cheap
         self.producers = plan.problem.index.producers
         self.resharder = plan.problem.resharder
         self.b = Builder()

@@ -87,8 +87,7 @@ def plan_exactly(
             search.add(try_out(plan))
     for solution in solutions:
         _try_nearby(*solution, search, try_out, proposed)
-    fastest = min(search.tried, key=lambda trial: trial.seconds)
-    if not search.fits(fastest):
+    if not search.fits(min(search.tried, key=lambda trial: trial.seconds)):
         pay_for_memory(search, lambda p: decoded(costs, solve(costs.priced(p))), try_out, recompute)
         best = noted(search, memory_limit, recompute)
     else:

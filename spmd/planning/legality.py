@@ -182,8 +182,7 @@ def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
         return f"operands {partial} are partial, it is linear in {rule.linear}"
     if partial and not rule.lets_through(kind):
         return f"a partial {kind} can't flow through it"
-    reduced = reduced_axes(rule, choice.assignment)
-    if reduced and carried and kind != rule.reduction:
+    if reduced_axes(rule, choice.assignment) and carried and kind != rule.reduction:
         return f"a partial {kind} meets a reduction by {rule.reduction}"
     if set(carried) & {a for axes in choice.assignment for a in axes}:
         return "it is split over atoms over which its operands are partial"

@@ -205,8 +205,7 @@ def peak_of(plan: Plan) -> Peak:
     own = [held for i, held in enumerate(returned) if i not in plan.problem.links]
     inside = _peak_inside(plan, body, dict(returned))
     late = sum(size(*held) for held in own) - sum(inside.alive.get(held, 0) for held in own)
-    fixed = sum(arguments.values())
-    return Peak(fixed + max(0, late) + inside.bytes, arguments | inside.alive)
+    return Peak(sum(arguments.values()) + max(0, late) + inside.bytes, arguments | inside.alive)
 
 
 def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding]) -> Peak:
@@ -253,8 +252,7 @@ def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding])
         if begin is not None and begin[0] not in args and begin in life and life[begin][1] == start:
             start += 1  # the loop goes on in the memory of what it begins with
         spans.append((start, max(start, end), plan.problem.size(*held), held))
-    peaks = {i: peak.bytes for i, peak in inner.items()}
-    most, at = fullest([span[:3] for span in spans], peaks)
+    most, at = fullest([span[:3] for span in spans], {i: peak.bytes for i, peak in inner.items()})
     spans.sort(key=lambda span: span[0])
     alive = {held: size for start, end, size, held in spans if start <= at <= end}
     return Peak(most, alive | inner[at].alive if at in inner else alive)

@@ -166,8 +166,7 @@ class CostNetwork:
         """The network for the solver: seconds of each variable's states, and of pairs of states."""
         network = Network()
         for variable, own in zip(self.variables, self._owned, strict=True):
-            reshards = self._reshards.unary[variable.number]
-            network.variable(own[variable.choices] + reshards)
+            network.variable(own[variable.choices] + self._reshards.unary[variable.number])
         for pair, costs in self._reshards.pairs.items():
             network.pairs[pair] = np.minimum(costs, FORBIDDEN)
         return network

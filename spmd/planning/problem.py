@@ -161,8 +161,7 @@ def problem_of(
     body = propagated.program.body
     wanted = tuple(results) or (None,) * len(body.results)
     problem = Problem(propagated, topology, (), wanted, dict(links))
-    arguments = tuple((problem.suggested(v),) for v in body.args)
-    return replace(problem, arguments=arguments)
+    return replace(problem, arguments=tuple((problem.suggested(v),) for v in body.args))
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
@@ -174,8 +173,7 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     arguments = list(problem.arguments)
     for i, value in enumerate(values):
         if free[i]:
-            mark = problem.propagated.marks.get(value)
-            every = every_state(types[value], problem.mesh, mark)
+            every = every_state(types[value], problem.mesh, problem.propagated.marks.get(value))
             if i in problem.links.values():
                 pieces = problem.mesh.extent(arguments[i][0].used)
                 every = tuple(s for s in every if problem.mesh.extent(s.used) >= pieces)

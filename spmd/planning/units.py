@@ -280,8 +280,7 @@ def domains_of(
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
     suggested: list[int] = []
-    arriving = _sums_arriving(problem, units)
-    for unit, sums in zip(units.units, arriving, strict=True):
+    for unit, sums in zip(units.units, _sums_arriving(problem, units), strict=True):
         options: tuple[Choice, ...] = ()
         states: tuple[States, ...] = ()
         count = 1

@@ -225,8 +225,7 @@ class _Simulation:
                     taken[home] |= held
                     buffers[i] = buffers[i]._replace(in_result=True)
                     break
-        spans = [(b.start, b.end, b.bytes) for b in buffers if not b.in_result]
-        most, most_at = fullest(spans)
+        most, most_at = fullest([(b.start, b.end, b.bytes) for b in buffers if not b.in_result])
         return MemoryUse(
             sum(types[v].bytes for v in body.args[: len(body.args) - len(self.program.constants)]),
             sum(sizes),

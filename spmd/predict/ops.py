@@ -194,8 +194,7 @@ def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: T
 
 def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:
     """Returns the bytes that one device puts into an exchange, those for itself included."""
-    split = mesh.extent({a for f in trips.along for a in assignment[f]})
-    return math.ceil(trips.bytes / split)
+    return math.ceil(trips.bytes / mesh.extent({a for f in trips.along for a in assignment[f]}))
 
 
 RAGGED = "ragged_all_to_all"  # the kind of what composites exchange

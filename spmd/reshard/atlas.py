@@ -95,8 +95,7 @@ def atlas(mesh: Mesh, topology: Topology, rank: int) -> Atlas | None:
     is_small = len(looks) <= EXACT_ATOMS
     units: list[Axes] = []
     for axis in mesh.axis_atoms.values():
-        runs = groupby(axis, None if is_small else looks.__getitem__)
-        units += [tuple(run) for _, run in runs]
+        units += [tuple(run) for _, run in groupby(axis, None if is_small else looks.__getitem__)]
     nodes = sum(
         math.comb(len(units), k) * math.perm(max(k + rank - 1, 0), k) * 2 ** (len(units) - k)
         for k in range(len(units) + 1)
@@ -210,8 +209,7 @@ class Distances:
                     total = (time + ticks, sent + more, steps + 1)
                     if there not in best or total < best[there]:
                         best[there], came[there] = total, (here, number)
-                        estimate = (total[0] + left[there], *total[1:])
-                        heapq.heappush(heap, (estimate, total, there))
+                        heapq.heappush(heap, ((total[0] + left[there], *total[1:]), total, there))
         return None
 
     def _ticks_to(self, goal: int, least: int) -> list[float]:

@@ -133,5 +133,4 @@ def _more(type_: TensorType, count: int) -> TensorType:
 def _like(
     kind: OpKind, operands: Sequence[TensorType], count: int, attrs: Mapping[str, Attribute]
 ) -> OpKind:
-    results = tuple(_more(t, count) for t in kind.results)
-    return OpKind(kind.name, tuple(operands), results, attrs)
+    return OpKind(kind.name, tuple(operands), tuple(_more(t, count) for t in kind.results), attrs)

@@ -75,8 +75,7 @@ def separated(body: Body, count: int) -> tuple[Body, ...]:
             for op in ops
         )
         types = tuple(body.types[v] for v in values)
-        outs = (number[region.results[k]],)
-        parts.append(Body(types, Region((0, 1), renumbered, outs)))
+        parts.append(Body(types, Region((0, 1), renumbered, (number[region.results[k]],))))
     return tuple(parts)
 
 

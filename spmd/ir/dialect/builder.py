@@ -140,8 +140,7 @@ class Builder:
         """Appends `stablehlo.compare` with a direction such as `LT`; the result is of `i1`."""
         type_ = self.types[x]
         attrs = {"comparison_direction": Opaque(f"#stablehlo<comparison_direction {direction}>")}
-        result = TensorType(type_.shape, "i1")
-        return self.op("stablehlo.compare", (x, y), (result,), attrs)[0]
+        return self.op("stablehlo.compare", (x, y), (TensorType(type_.shape, "i1"),), attrs)[0]
 
     def select(self, pred: Value, x: Value, y: Value) -> Value:
         """Appends `stablehlo.select`, `x` where `pred`, else `y`; `pred` may be a scalar."""
@@ -192,8 +191,7 @@ class Builder:
 
     def barrier(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """Appends an `optimization_barrier`: no result exists before all of `values` do."""
-        types = [self.types[v] for v in values]
-        return self.op("stablehlo.optimization_barrier", values, types)
+        return self.op("stablehlo.optimization_barrier", values, [self.types[v] for v in values])
 
     def slice(self, x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
         """Appends `stablehlo.slice` with strides of 1: `x[starts[0]:limits[0], ...]`."""

@@ -49,10 +49,9 @@ def _collective(kind: OpKind) -> Rule:
     about = kind.about
     changed = [kind.attrs[name] for name in RESIZED[about.collective] if name]
     build = RuleBuilder()
-    sizes = zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
     pairs = [
         build.apart(*pair) if d in changed else build.passes(pair[0])
-        for d, pair in enumerate(sizes)
+        for d, pair in enumerate(zip(kind.operands[0].shape, kind.results[0].shape, strict=True))
     ]
     # Of reductions only sums are linear. Devices to which a permute sends nothing have zeros, which
     # only sums ignore: it is linear, but hands no other partial value on.

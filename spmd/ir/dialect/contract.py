@@ -226,10 +226,8 @@ def _gather(kind: OpKind) -> Rule:
         picked = sizes[d] == 1 and d in dims.start_index_map
         operand.append(build.factor(size, PASS if whole else REDUCE if picked else REPLICATE))
         if d not in dims.collapsed_slice_dims:
-            kept = next(offsets)
-            result[kept] = operand[-1] if whole else build.factor(sizes[d], REPLICATE)
-    reduction = joining(table.dtype)
-    return build.build([operand, indices], [result], reduction=reduction, linear=((0,),))
+            result[next(offsets)] = operand[-1] if whole else build.factor(sizes[d], REPLICATE)
+    return build.build([operand, indices], [result], reduction=joining(table.dtype), linear=((0,),))
 
 
 @op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE)

@@ -99,9 +99,7 @@ def _library_call(kind: OpKind) -> Rule:
         config = getattr(kind.attrs.get("mhlo.backend_config"), "text", "")
         right = re.search(r"side = 82\b|left_side = false", config)
         return _batched(kind, batch, 1, -2 if right else -1)
-    if "gtsv" in target:
-        return _batched(kind, batch, 3)
-    return _batched(kind, batch)
+    return _batched(kind, batch, 3 if "gtsv" in target else None)
 
 
 def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1) -> Rule:

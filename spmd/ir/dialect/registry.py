@@ -62,9 +62,7 @@ ALONE = "spmd.alone"  # attribute of a custom call: all axes of the mesh are man
 BATCHED_CALL = "custom_call:num_batch_dims"
 LONE_CALL = "custom_call:in_manual_region"
 
-_LIBRARY_CALL = re.compile(
-    r"(lapack|(cu|hip)solver|(cu|hip)sparse|(cu|hip)_cholesky_update)_?.*_ffi$"
-)
+_LIBRARY_CALL = re.compile(r"(lapack|(cu|hip)(solver|sparse|_cholesky_update))_?.*_ffi$")
 _VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
 
 

@@ -208,8 +208,7 @@ def _concatenate(kind: OpKind) -> Rule:
                 build.read(i, along, result[along], Window(shape[along], 1, start))
         operands.append(dims)
         start += size
-    every = tuple(range(len(operands)))
-    return build.build(operands, [result], linear=(every,), moves=True)
+    return build.build(operands, [result], linear=(tuple(range(len(operands))),), moves=True)
 
 
 @op("stablehlo.dynamic_slice", batched=at_a_place(1), reads_pieces=True, role=Role.INSIDE)

@@ -34,8 +34,7 @@ def _callback(op: LocalOp) -> tuple[Value, ...]:
     with b.noted(f"one device calls {op.op.label}, and all need what comes of it"):
         flag, *shared = [_shared(b, value, free) for value in results]
     types = [b.types[value] for value in shared]
-    checked = b.op(CHECK_CALLBACK, (flag, *shared), types, {"number": attrs["number"]})
-    return (flag, *checked)
+    return (flag, *b.op(CHECK_CALLBACK, (flag, *shared), types, {"number": attrs["number"]}))
 
 
 def _shared(b: Builder, x: Value, axes: Axes) -> Value:

@@ -62,11 +62,10 @@ def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
     """Appends a composite whose kernel itself exchanges data among devices that split `factor`."""
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
-    sent = exchanged_bytes(exchange, op.choice.assignment, op.mesh)
     attrs = {
         **op.attrs,
         composites.AXES: axes,
-        composites.SENT: sent,
+        composites.SENT: exchanged_bytes(exchange, op.choice.assignment, op.mesh),
         composites.MESH: op.mesh.atom_sizes,
     }
     return append_composite(op.b, op.operands, op.result_types(), attrs)
@@ -130,8 +129,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite |
     device = None if device and jax.default_backend() == device.platform else device
     lowers_for: AbstractContextManager[Any] = nullcontext()
     if device is not None:
-        stand_in = AbstractMesh((), (), abstract_device=device)
-        lowers_for = jax.sharding.use_abstract_mesh(stand_in)
+        lowers_for = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
     if axes:
         attributes["axes"] = tuple(map(_atom_name, axes))
 

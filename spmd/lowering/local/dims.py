@@ -138,8 +138,7 @@ def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
     have = b.types[x].shape[dim]
     if size <= have:
         return b.slice_dim(x, dim, 0, size)
-    zero = b.splat(0, b.types[x].with_shape(()))
-    return b.pad_dim(x, dim, 0, size - have, zero)
+    return b.pad_dim(x, dim, 0, size - have, b.splat(0, b.types[x].with_shape(())))
 
 
 def start_of(b: Builder, split: Split) -> Value:

@@ -178,9 +178,7 @@ def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
         low, high = min(part.lows[i] for i in part.used), max(part.highs[i] for i in part.used)
         found.append((low, high, part))
     found.sort(key=lambda segment: segment[:2])
-    if any(a[1] > b[0] for a, b in pairwise(found)):
-        return None
-    return found
+    return None if any(a[1] > b[0] for a, b in pairwise(found)) else found
 
 
 def read_around(op: LocalOp, x: Value) -> Value:

@@ -273,8 +273,7 @@ def _comes_first(
         for pairs in (zip(xs, ys, strict=True), zip(ys, xs, strict=True))
     )
     earlier = b.compare("LT", i, j)
-    tie = b.binary("and", b.unary("not", after), earlier)
-    ordered = b.binary("or", before, tie)
+    ordered = b.binary("or", before, b.binary("and", b.unary("not", after), earlier))
     size = op.op.kind.operands[0].shape[op.attrs["dimension"]]
     last = b.splat(size, TensorType(shape, "i32"))
     is_padding = b.compare("GE", b.binary("maximum", i, j), last)
@@ -303,8 +302,7 @@ def _met(
     first = _comes_first(b, op, xs, theirs, shape)
     lows, highs = {low for low, _ in pairs}, {high for _, high in pairs}
     every = range(mesh.extent(axes))
-    keeps_last = _flag(b, axes, [i in highs for i in every], shape)
-    kept = b.binary("xor", first, keeps_last)
+    kept = b.binary("xor", first, _flag(b, axes, [i in highs for i in every], shape))
     if len(lows) + len(highs) < len(every):
         idle = _flag(b, axes, [i not in lows and i not in highs for i in every], shape)
         kept = b.binary("or", kept, idle)

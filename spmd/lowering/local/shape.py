@@ -310,8 +310,7 @@ def _scatter_one(
     if not reducer:
         results = op.emit([*tables, indices, *updates])
         return tuple(b.select(belongs, r, t) for r, t in zip(results, tables, strict=True))
-    masked = [or_identity(b, belongs, u, reducer) for u in updates]
-    return op.emit([*tables, indices, *masked])
+    return op.emit([*tables, indices, *[or_identity(b, belongs, u, reducer) for u in updates]])
 
 
 def _indexed(op: LocalOp, dims: Sequence[int], picked: Container[int]) -> list[Split]:

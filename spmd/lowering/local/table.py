@@ -89,8 +89,7 @@ class LocalOp:
             split = self.dim(number, d)
             if not split.is_even:
                 position = b.iota(type_._replace(dtype="i32"), d)
-                count = b.broadcast(own_count(b, split), type_.shape)
-                exists = b.compare("LT", position, count)
+                exists = b.compare("LT", position, b.broadcast(own_count(b, split), type_.shape))
                 x = b.select(exists, x, fill() if callable(fill) else b.splat(fill, type_))
         return x
 

@@ -103,8 +103,7 @@ def _windows_of(
         "window_dimensions": resized((1,) * rank, dim, size),
         "padding": tuple(padding if d == dim else (0, 0) for d in range(rank)),
     }
-    types = [b.types[x].with_dim(dim, length) for x in xs]
-    return b.op(op.op.name, (*xs, *inits), types, attrs)
+    return b.op(op.op.name, (*xs, *inits), [b.types[x].with_dim(dim, length) for x in xs], attrs)
 
 
 @local("stablehlo.select_and_scatter")

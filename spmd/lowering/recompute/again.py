@@ -297,8 +297,7 @@ class _Block:
             self.b.append(self.with_values_for(op))
             self.now += arithmetic(op)
             self.past += [(self.now, value) for value in op.results if value in stored]
-        results = [self.made.get(v, v) for v in self.region.results]
-        return self.b.end(self.region.args, results)
+        return self.b.end(self.region.args, [self.made.get(v, v) for v in self.region.results])
 
     def with_values_for(self, op: Op) -> Op:
         """Appends the ops that recompute operands of `op`; returns `op` with the new operands."""

@@ -169,8 +169,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
             x if part is None else piece(b, x, was, *part)
             for x, was, part in zip(op.operands, whole, parts, strict=True)
         ]
-        type_ = op.kind.results[0].scaled(dim, 1, mesh.extent(axes))
-        return (again(b, op, operands, type_),)
+        return (again(b, op, operands, op.kind.results[0].scaled(dim, 1, mesh.extent(axes))),)
 
     def piece(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
         """Slices the old `whole`, now `x`, for this device; `x` may be a coarser slice already."""

@@ -37,8 +37,7 @@ from spmd.reshard.comm import collective_seconds
 
 def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
     """Splits each collective over fast and slow links into two or three where that is faster."""
-    links = topology.atom_links(mesh)
-    is_slow = [link == topology.chip.dcn for link in links]
+    is_slow = [link == topology.chip.dcn for link in topology.atom_links(mesh)]
     if len(set(is_slow)) < 2:
         return program
     chains = _chains(program)
