@@ -223,7 +223,6 @@ class Trainer:
     # The parts of a run, in order.
 
     def _found(self, checkpoints: Checkpoints | None) -> Found | None:
-        """The checkpoint to go on from."""
         if checkpoints is None:
             return None
         found = find_checkpoint(checkpoints, self.options.resume, self.console)
@@ -281,7 +280,14 @@ class Trainer:
 
     def write_report(self, program: TrainingProgram, path: Path, *, prices: bool) -> None:
         """The page on the partitioning; with what other decisions would have cost takes a while."""
-        output.write_report(program.step, path, self.folder, self.console, prices=prices)
+        if not launch.is_main_process():
+            return
+        try:
+            program.step.report(path, prices=prices)
+            shown = path.absolute() if self.folder is None else self.folder.shown(path)
+            self.console.print(f"report: {shown}")
+        except OSError as error:  # training is worth more
+            self.console.print(f"the report could not be written: {error}")
 
 
 def exit_code(outcome: Outcome) -> int:

@@ -114,20 +114,18 @@ def first_whole(
     """
     for step in steps:
         damage = damage_of(folder / str(step))
-        if damage is None:
-            return Found(step, _read_meta(folder / str(step)), tuple(notes))
-        notes.append(f"the checkpoint of step {step} is damaged: {damage}")
+        if damage is not None:
+            notes.append(f"the checkpoint of step {step} is damaged: {damage}")
+            continue
+        file = folder / str(step) / META
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        if meta.get("schema") != SCHEMA:
+            raise CheckpointError(
+                f"{file} has schema {meta.get('schema')!r} and this program knows {SCHEMA}; use "
+                "the version of the program that wrote it"
+            )
+        return Found(step, meta, tuple(notes))
     return None
-
-
-def _read_meta(folder: AnyPath) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
-    if meta.get("schema") != SCHEMA:
-        raise CheckpointError(
-            f"{folder / META} has schema {meta.get('schema')!r} and this program knows {SCHEMA}; "
-            "use the version of the program that wrote it"
-        )
-    return meta
 
 
 def first_line(error: BaseException) -> str:

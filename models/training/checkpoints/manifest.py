@@ -13,8 +13,8 @@ from spmd.models.training.paths import AnyPath, file_sizes, name_within
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-WRITTEN_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA")
-"""Files that orbax writes or changes when it renames a folder; nothing is read from them."""
+NOT_LISTED = (MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA")
+"""Itself, and what orbax writes or changes when it renames a folder; none of that is read."""
 
 HASHING_THREADS = 8
 
@@ -28,7 +28,8 @@ Listed = dict[str, dict[str, Any]]
 
 def hashed(folder: AnyPath, files: Iterable[AnyPath]) -> Listed:
     """Size and SHA-256 of files below a folder, as they are read back from the disk."""
-    chosen = sorted((path for path in files if path.is_file() and _is_listed(path.name)), key=str)
+    chosen = [path for path in files if path.is_file() and path.name not in NOT_LISTED]
+    chosen.sort(key=str)
     with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
         hashes = list(pool.map(_sha256, chosen))
     return {
@@ -62,10 +63,6 @@ def write_manifest(folder: AnyPath) -> None:
     listed |= hashed(folder, rest)
     text = json.dumps({"schema": SCHEMA, "files": dict(sorted(listed.items()))}, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
-def _is_listed(name: str) -> bool:
-    return name != MANIFEST and name not in WRITTEN_LATER
 
 
 def find_damage(folder: AnyPath, part: int = 0, parts: int = 1) -> str | None:

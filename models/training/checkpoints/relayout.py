@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from rich.console import Console
 
 from spmd.models.progress import bytes_bar
@@ -94,7 +95,8 @@ def _copy(
     arrays = meta["arrays"]
     pieces = {path: piece_shape(entry, mesh) for path, entry in arrays.items()}
     (target / STATE).mkdir()
-    with bytes_bar("copying", _bytes(arrays), console) as advance:
+    total = sum(math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in arrays.values())
+    with bytes_bar("copying", total, console) as advance:
         for path, piece in pieces.items():
             for nbytes in _copy_array(source / STATE, target / STATE, driver, path, piece):
                 advance(nbytes)
@@ -153,12 +155,6 @@ def _copy_array(
         block = stored[index].read().result()
         made[index].write(block).result()
         yield block.nbytes
-
-
-def _bytes(arrays: Mapping[str, Any]) -> int:
-    import jax.numpy as jnp
-
-    return sum(math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in arrays.values())
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

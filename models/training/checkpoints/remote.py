@@ -73,7 +73,10 @@ class StoreManager:
             path: [(s.index, np.array(s.data)) for s in leaf.addressable_shards if not s.replica_id]
             for path, leaf in leaves.items()
         }
-        shapes = {path: (leaf.shape, _chunk(leaf)) for path, leaf in leaves.items()}
+        shapes = {
+            path: (leaf.shape, tuple(max(1, n) for n in leaf.sharding.shard_shape(leaf.shape)))
+            for path, leaf in leaves.items()
+        }
         self._error = None
 
         def write() -> None:
@@ -151,10 +154,6 @@ class StoreManager:
 
 
 # Writing
-
-
-def _chunk(leaf: jax.Array) -> tuple[int, ...]:
-    return tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
 
 
 def _write_parts(

@@ -60,7 +60,6 @@ class _Hashed:
         write_part(folder, own.rglob("*"), process)
 
     def cancel(self) -> None:
-        """Cancels the writes."""
         for write in self._written:
             write.cancel()
 
@@ -77,7 +76,6 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
         return False
 
     def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
-        """Begins to save leaves by path."""
         state = ocp.args.PyTreeSave(tables.nested(leaves))
         self.save(step, args=ocp.args.Composite(state=state), force=True)
 
@@ -141,16 +139,13 @@ def open_manager(
             barrier_sync_fn=together.wait,
         ),
     )
-    manager: Manager = _Manager(folder, options=options, item_handlers={"state": _state_handler()})
-    return manager
-
-
-def _state_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = HashingHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
     handlers = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (Pieces, PiecesHandler())
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
+    state = ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
+    manager: Manager = _Manager(folder, options=options, item_handlers={"state": state})
+    return manager
 
 
 class Saving:

@@ -44,10 +44,6 @@ def check_shared(folder: AnyPath) -> None:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-    _raise_if_missed(answers)
-
-
-def _raise_if_missed(answers: list[str]) -> None:
     blind = [number for number, answer in enumerate(answers) if answer.startswith("no")]
     if not blind:
         return

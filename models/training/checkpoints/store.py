@@ -128,9 +128,11 @@ class Checkpoints:
             self._reset(self._failed_step)
         self._together.begin()
         leaves = tables.by_path({"params": state.params, "opt_state": state.opt_state})
-        saving = self._saving = Saving(
-            state.step, self._meta(state.step, leaves), started, self._together
-        )
+        shardings = [leaf.sharding for leaf in leaves.values()]
+        mesh = next((dict(s.mesh.shape) for s in shardings if hasattr(s, "mesh")), {})
+        meta = {"schema": SCHEMA, "step": state.step, "mesh": mesh, "jax": jax.__version__}
+        meta |= {**self.about, "arrays": tables.describe(leaves)}
+        saving = self._saving = Saving(state.step, meta, started, self._together)
         try:
             self._manager.save_state(state.step, tables.without_keys(leaves))
         except Exception as error:
@@ -199,14 +201,6 @@ class Checkpoints:
             self._manager.close()
         _remove_unfinished(self.folder, step)
         self._manager = self._open_manager()
-
-    def _meta(self, step: int, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        mesh = next(
-            (dict(x.sharding.mesh.shape) for x in leaves.values() if hasattr(x.sharding, "mesh")),
-            {},
-        )
-        about = {"schema": SCHEMA, "step": step, "mesh": mesh, "jax": jax.__version__}
-        return {**about, **self.about, "arrays": tables.describe(leaves)}
 
     def _describe(self) -> None:
         """Adds `meta.json` and the manifest, just before the folder gets its final name."""

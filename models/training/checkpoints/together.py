@@ -3,7 +3,7 @@
 import itertools
 import time
 
-from spmd.launch.store import JobStore, job_store, this_process
+from spmd.launch.store import job_store, this_process
 from spmd.models.training.checkpoints.found import CheckpointError
 
 LOOK_S = 1.0
@@ -28,9 +28,9 @@ class Together:
     #   0 waits for saves/3/<barrier>/1, looks for a failure every second, and raises that reason
     # Nobody gives the checkpoint its name, and both forget it.
 
-    def __init__(self, store: JobStore | None = None, place: tuple[int, int] | None = None) -> None:
-        self.store = store or job_store()
-        self.process, self.processes = place or this_process()
+    def __init__(self) -> None:
+        self.store = job_store()
+        self.process, self.processes = this_process()
         self.attempt = 0
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,6 @@ class Corpus:
     vocab_size: int  # number of token ids
     name: str  # what error messages call it
     fingerprint: str  # a hash; corpora with the same tokens have the same
-    # opens it in another process, which maps the files anew. None sends the tokens.
-    reopen: Callable[[], Corpus] | None = None
     # whether each read waits for the network, so that many at once are quicker
     is_remote: bool = False
     notes: tuple[str, ...] = ()  # what people should know of it, a sentence each
@@ -107,11 +105,6 @@ class Corpus:
         for shard, base, here in zip(self.shards, bases, np.split(places, cuts[:-1]), strict=True):
             found.append(base + shard.index[np.searchsorted(shard.index, here - base)])
         return np.concatenate(found)
-
-    def __reduce__(self) -> Any:
-        if self.reopen is not None:
-            return self.reopen, ()
-        return Corpus, (self.shards, self.vocab_size, self.name, self.fingerprint)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

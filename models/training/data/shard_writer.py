@@ -62,6 +62,7 @@ class ShardWriter:
     Attributes:
         begins: where each document begins.
         written: number of tokens so far.
+        is_open: whether a document has begun and not ended.
 
     Example:
         >>> with ShardWriter(folder, "00000", token_dtype(256)) as writer:
@@ -73,7 +74,7 @@ class ShardWriter:
         self.folder, self.name, self.dtype = folder, name, dtype
         self.begins: list[int] = []
         self.written = 0
-        self._is_open = False
+        self.is_open = False
         path, _ = shard_paths(folder, name)
         unfinished = f"{path.name}.{os.getpid()}{UNFINISHED}"
         # A store takes whole files only: the shard grows on the disk, and is copied at its end.
@@ -94,25 +95,20 @@ class ShardWriter:
         Args:
             is_last: whether the document ends with them; if so, the next call begins another.
         """
-        if not self._is_open:
+        if not self.is_open:
             self.begins.append(self.written)
         self._file.write(tokens.astype(self.dtype).tobytes())
         self.written += len(tokens)
-        self._is_open = not is_last
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a document has begun and not ended."""
-        return self._is_open
+        self.is_open = not is_last
 
     def drop_open(self) -> None:
         """Removes the document that has begun and not ended, if there is one."""
-        if not self._is_open:
+        if not self.is_open:
             return
         self.written = self.begins.pop()
         self._file.seek(self.written * self.dtype.itemsize)
         self._file.truncate()
-        self._is_open = False
+        self.is_open = False
 
     def finish(self) -> Record:
         """Gives the files their names.

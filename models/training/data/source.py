@@ -19,7 +19,6 @@ from spmd.models.training.data import documents as readers
 from spmd.models.training.data.corpus import (
     HELD_OUT_EVERY,
     Corpus,
-    CorpusPart,
     from_documents,
     split_held_out,
     whole,
@@ -97,7 +96,12 @@ def load_datasets(
             )
     splits = [split_held_out(corpus) for corpus in corpora]
     for _, held_out in splits:
-        _check_held_out(held_out, seq_len)
+        if len(held_out) <= seq_len:
+            raise DataError(
+                f"{held_out.corpus.name}: {len(held_out.corpus)} tokens are too few: a "
+                f"{HELD_OUT_EVERY}th is held out, here {len(held_out)}, and has to be longer than "
+                f"a sample of {seq_len}"
+            )
     packed = functools.partial(
         PackedTokens,
         seq_len=seq_len,
@@ -107,15 +111,6 @@ def load_datasets(
         boundaries=config.packing == "boundaries",
     )
     return packed([train for train, _ in splits]), packed([held_out for _, held_out in splits])
-
-
-def _check_held_out(held_out: CorpusPart, seq_len: int) -> None:
-    if len(held_out) <= seq_len:
-        raise DataError(
-            f"{held_out.corpus.name}: {len(held_out.corpus)} tokens are too few: a "
-            f"{HELD_OUT_EVERY}th is held out, here {len(held_out)}, and has to be longer than a "
-            f"sample of {seq_len}"
-        )
 
 
 # Sources
@@ -138,15 +133,21 @@ def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
     named = [_parse_source(source) for source in config.sources]
     folders = [path for path, _ in named if is_token_folder(path)]
     if not folders:
-        return [_open_text(config)], [1.0]
+        text, name = find_files(config.sources), ", ".join(config.sources)
+        tokenizer = load_tokenizer(config.tokenizer)
+        return [load_corpus(text, MEMORY_BYTES, tokenizer, name, whole=True)], [1.0]
     if len(folders) < len(named):
-        text = next(path for path, _ in named if path not in folders)
+        other = next(path for path, _ in named if path not in folders)
         raise DataError(
-            f"{text} is text and {folders[0]} a folder of tokens: tokenise the text too, with "
+            f"{other} is text and {folders[0]} a folder of tokens: tokenise the text too, with "
             + as_called("scripts/tokenize_data")
         )
-    _check_same_tokenizer(folders)
-    _check_tokenizer(folders[0], config.tokenizer)
+    wanted = folder_tokenizer(folders[0]).sha256
+    for folder in folders[1:]:
+        if folder_tokenizer(folder).sha256 != wanted:
+            raise DataError(f"{folder} and {folders[0]} were made by different tokenizers")
+    if config.tokenizer != BYTES:  # which is what is asked for where nothing is
+        _check_tokenizer(folders[0], config.tokenizer)
     return [open_folder(folder) for folder in folders], [share for _, share in named]
 
 
@@ -161,23 +162,8 @@ def _parse_source(source: str) -> tuple[AnyPath, float]:
         return as_path(source), 1.0
 
 
-def _open_text(config: DataConfig) -> Corpus:
-    files = find_files(config.sources)
-    name = ", ".join(config.sources)
-    return load_corpus(files, MEMORY_BYTES, load_tokenizer(config.tokenizer), name, whole=True)
-
-
-def _check_same_tokenizer(folders: Sequence[AnyPath]) -> None:
-    hashes = [folder_tokenizer(folder).sha256 for folder in folders]
-    for folder, sha256 in zip(folders, hashes, strict=True):
-        if sha256 != hashes[0]:
-            raise DataError(f"{folder} and {folders[0]} were made by different tokenizers")
-
-
 def _check_tokenizer(folder: AnyPath, name: str) -> None:
     """Raises `DataError` if tokens were not made by the tokenizer that is asked for."""
-    if name == BYTES:  # what is asked for where nothing is
-        return
     made, wanted = folder_tokenizer(folder), load_tokenizer(name)
     if not same_ids(made, wanted):
         theirs = "the bytes of the text" if made.name == BYTES else "those of another tokenizer"
@@ -262,22 +248,17 @@ def load_corpus(
     if not documents:
         raise DataError(f"none of {len(files)} files contains text")
     dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint32
-    ids = (one.astype(dtype) for one in _encode(documents, tokenizer))
-    notes = [f"{len(skipped)} files have no text, {skipped[0]} among them"] if skipped else []
-    corpus = from_documents(ids, tokenizer.vocab_size, name)
-    return dataclasses.replace(corpus, notes=tuple(notes))
-
-
-def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArray[Any]]:
-    """The ids of each document, with the tokens that begin and end it."""
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
     eos = np.array([tokenizer.eos_id], np.uint32)
     if tokenizer.name == BYTES:  # as they are, valid UTF-8 or not
-        ids: list[npt.NDArray[Any]] = [np.frombuffer(d, np.uint8) for d in documents]
+        encoded: list[npt.NDArray[Any]] = [np.frombuffer(d, np.uint8) for d in documents]
     else:
         texts = [document.decode("utf-8", errors="replace") for document in documents]
-        ids = list(tokenizer.encode_batch(texts))
-    return [np.concatenate([bos, one, eos]) for one in ids]
+        encoded = list(tokenizer.encode_batch(texts))
+    ids = (np.concatenate([bos, one, eos]).astype(dtype) for one in encoded)
+    notes = [f"{len(skipped)} files have no text, {skipped[0]} among them"] if skipped else []
+    corpus = from_documents(ids, tokenizer.vocab_size, name)
+    return dataclasses.replace(corpus, notes=tuple(notes))
 
 
 def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:

@@ -105,7 +105,6 @@ def open_folder(folder: str | AnyPath) -> Corpus:
         manifest.vocab_size,
         str(folder),
         manifest.fingerprint,
-        functools.partial(open_folder, folder),
         is_remote=isinstance(folder, StorePath),
     )
 

@@ -29,8 +29,13 @@ def longest_token(spec: Any) -> int | None:
     for step in _parts(spec.get("normalizer"), "normalizers"):
         if step["type"] == "NFC":
             factor = NFC
-        elif step["type"] != "Prepend" and not _is_no_shorter(step):
-            return None
+        elif step["type"] != "Prepend":
+            # What is put into the place of something has to be at least as long.
+            pattern = step.get("pattern", {}).get("String")
+            if step["type"] != "Replace" or pattern is None:
+                return None
+            if len(step["content"].encode()) < len(pattern.encode()):
+                return None
     is_bounded = (
         model.get("type") == "BPE"
         and _knows_all_bytes(model, splits)
@@ -52,16 +57,6 @@ def _knows_all_bytes(model: Any, splits: list[Any]) -> bool:
         return all(letter in vocabulary for letter in ByteLevel.alphabet())
     fallback = (f"<0x{byte:02X}>" for byte in range(256))
     return bool(model.get("byte_fallback")) and all(token in vocabulary for token in fallback)
-
-
-def _is_no_shorter(step: Any) -> bool:
-    """Whether what a normalizer puts into the place of something is at least as long."""
-    pattern = step.get("pattern", {}).get("String")
-    return (
-        step["type"] == "Replace"
-        and pattern is not None
-        and len(step["content"].encode()) >= len(pattern.encode())
-    )
 
 
 def _parts(stage: Any, name: str) -> list[Any]:

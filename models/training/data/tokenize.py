@@ -86,16 +86,15 @@ def _plan(files: Sequence[AnyPath], options: TokenizeOptions) -> Record:
     """Everything that decides the result; a folder with another plan cannot be continued."""
     about = dataclasses.asdict(options)
     about["tokenizer"] = options.load_tokenizer().sha256
-    plan = {"options": about, "files": [_about_file(path) for path in files]}
+    found = []
+    for path in files:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        found.append({"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns})
+    plan = {"options": about, "files": found}
     return {**plan, "sha256": hashlib.sha256(as_json(plan)).hexdigest()}
-
-
-def _about_file(path: AnyPath) -> Record:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def _prepare(folder: AnyPath, plan: Record, overwrite: bool) -> None:

@@ -80,7 +80,7 @@ class Background:
         with self._change:
             lost = self._lost + len(self._waiting)
         if lost:
-            self._say(f"{lost} records were lost ({self._problem or 'the disk is too slow'})")
+            say(self.name, f"{lost} records were lost ({self._problem or 'the disk is too slow'})")
 
     # The thread.
 
@@ -119,7 +119,7 @@ class Background:
         except OSError as error:
             reason = error.strerror or str(error)
             if self._problem is None:
-                self._say(f"{reason}; training goes on, and records wait")
+                say(self.name, f"{reason}; training goes on, and records wait")
             with self._change:
                 self._problem = reason
                 self._failed += 1
@@ -127,10 +127,15 @@ class Background:
             return False
         if self._problem is not None:
             self._problem = None
-            self._say("written again" + (f", {self._lost} records were lost" * bool(self._lost)))
+            say(
+                self.name,
+                "written again" + (f", {self._lost} records were lost" * bool(self._lost)),
+            )
             self._lost = 0
         return True
 
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+def say(who: object, text: str) -> None:
+    """Says what happens to a run's files, on standard error, if that can be written."""
+    with contextlib.suppress(OSError):
+        print(f"{who}: {text}", file=sys.stderr, flush=True)

@@ -112,17 +112,11 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    learned = [
-        "optimizer.",
-        "seq_len",
-        "tokenizer",
-        "global_batch",
-        "seed",
-        "data",
-        "packing",
-        "z_loss",
-    ]
-    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(tuple(learned))]
+    learned = (
+        *("optimizer.", "seq_len", "tokenizer", "global_batch"),
+        *("seed", "data", "packing", "z_loss"),
+    )
+    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(learned)]
 
 
 def _plain(value: Any) -> Any:

@@ -152,13 +152,9 @@ class Schedule:
         """Whether this is the last step of the run, or beyond it."""
         return step >= self.steps
 
-    def evaluates_after(self, step: int) -> bool:
-        """Whether to evaluate after this step."""
-        return self.is_last(step) or bool(self.eval_every and step % self.eval_every == 0)
-
-    def saves_after(self, step: int) -> bool:
-        """Whether to save after this step."""
-        return self.is_last(step) or bool(self.save_every and step % self.save_every == 0)
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether it is time for what is done every so many steps; with 0 at the end only."""
+        return self.is_last(step) or (every > 0 and step % every == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +257,6 @@ class _Loop:
     is_stopped: bool = False
 
     def run(self) -> None:
-        """Takes all steps, and waits for what is on its way."""
         if not self._is_over():
             self._hear_stop()
         with self.profiler:
@@ -269,7 +264,6 @@ class _Loop:
                 self._evaluate()
             while not self._is_over():
                 self._take_step()
-                self._look_up()
             self.reader.flush()
             self._finish_saving()
 
@@ -282,25 +276,22 @@ class _Loop:
         self.is_stopped = self.should_stop(number) and not self.schedule.is_last(number)
 
     def _take_step(self) -> None:
+        """A step, then signals, traces, records of saves, an evaluation, a save."""
         number = self.state.step + 1
         self.profiler.before(number)
         batch = next(self.batches)
         params, opt_state, metrics = self.step(self.state.params, self.state.opt_state, batch)
         self.state = TrainState(params, opt_state, number)
         self.reader.push(number, metrics)
-
-    def _look_up(self) -> None:
-        """What comes after a step: signals, traces, records of saves, an evaluation, a save."""
-        number = self.state.step
         self._hear_stop()
         if self.profiler.ends_with(number):
             self.reader.flush()
             self.profiler.after(number)
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
-        if self.schedule.evaluates_after(number) and not self.is_stopped:
+        if self.schedule.is_due(number, self.schedule.eval_every) and not self.is_stopped:
             self._evaluate()
-        if self.schedule.saves_after(number) or self.is_stopped:
+        if self.schedule.is_due(number, self.schedule.save_every) or self.is_stopped:
             self._save()
 
     def _evaluate(self) -> None:

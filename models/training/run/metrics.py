@@ -52,8 +52,7 @@ class StepCost:
 
         Returns:
             `tokens_per_s` of all devices (or another unit) and, if the peak is known,
-            `mfu_CONVENTION` for each
-            convention.
+            `mfu_CONVENTION` for each convention.
         """
         tokens_per_s = self.tokens / seconds
         rates = {f"{self.unit}_per_s": tokens_per_s}

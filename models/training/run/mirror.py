@@ -7,13 +7,12 @@ store directly.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 import time
 from pathlib import Path
 
 from spmd.models.training.paths import StorePath
+from spmd.models.training.run.background import say
 
 INTERVAL_S = 10.0
 """The least seconds between two copies."""
@@ -48,8 +47,12 @@ class Mirror:
 
     def __enter__(self) -> Mirror:
         for name in FETCHED:
-            for path in _files(self.kept / name):
-                self._fetch(path)
+            found = self.kept / name
+            for path in [found] if found.is_file() else found.rglob("*"):
+                local = self.folder / str(path).removeprefix(f"{self.kept}/")
+                local.parent.mkdir(parents=True, exist_ok=True)
+                local.write_bytes(path.read_bytes())
+                self._copied[local] = _state(local)
         self._thread.start()
         return self
 
@@ -57,12 +60,6 @@ class Mirror:
         self._end.set()
         self._thread.join()
         self.copy()
-
-    def _fetch(self, path: StorePath) -> None:
-        local = self.folder / str(path).removeprefix(f"{self.kept}/")
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.write_bytes(path.read_bytes())
-        self._copied[local] = _state(local)
 
     def _run(self) -> None:
         pause = self._interval_s
@@ -78,12 +75,12 @@ class Mirror:
                 self._copy_file(path)
         except OSError as error:
             if self._problem is None:
-                self._say(f"{error}; training goes on, and it is tried again")
+                say(self.kept, f"{error}; training goes on, and it is tried again")
             self._problem = str(error)
             return
         if self._problem is not None:
             self._problem = None
-            self._say("written again")
+            say(self.kept, "written again")
 
     def _copy_file(self, path: Path) -> None:
         try:
@@ -94,14 +91,6 @@ class Mirror:
             return
         (self.kept / path.relative_to(self.folder).as_posix()).write_bytes(content)
         self._copied[path] = before
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"{self.kept}: {text}", file=sys.stderr, flush=True)
-
-
-def _files(path: StorePath) -> list[StorePath]:
-    return [path] if path.is_file() else list(path.rglob("*"))
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -113,15 +113,11 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
         then = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
     elif config.schedule == "linear":
         then = optax.linear_schedule(peak, end, rest)
+    elif config.schedule == "wsd":
+        falling = min(rest, max(1, round(steps * config.decay_fraction)))
+        then = optax.linear_schedule(peak, end, falling, rest - falling)
     else:
-        falling = 0
-        if config.schedule == "wsd":
-            falling = min(rest, max(1, round(steps * config.decay_fraction)))
-        then = (
-            optax.linear_schedule(peak, end, falling, rest - falling)
-            if falling
-            else (optax.constant_schedule(peak))
-        )
+        then = optax.constant_schedule(peak)
     return optax.join_schedules([rise, then], [warmup])
 
 

@@ -1,13 +1,11 @@
-"""What a run says, and the files that it writes for people: numbers, the report, its end."""
+"""What a run says, and the files that it writes for people: its numbers, and its end."""
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, cast
 
 from rich.console import Console
 
-import spmd
 from spmd import launch
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.background import Background
@@ -48,25 +46,6 @@ def make_sinks(
         events = functools.partial(TensorBoard, folder.tensorboard, after=step)
         sinks.append(Background(str(folder.tensorboard), events))
     return sinks
-
-
-def write_report(
-    step: spmd.Compiled, path: Path, folder: RunFolder | None, console: Console, *, prices: bool
-) -> None:
-    """Writes the page on the partitioning, on process 0.
-
-    Args:
-        folder: the run's, if it has one: says where people find the page.
-        prices: whether the page says what other decisions would have cost, which takes a while.
-    """
-    if not launch.is_main_process():
-        return
-    try:
-        step.report(path, prices=prices)
-        shown = path.absolute() if folder is None else folder.shown(path)
-        console.print(f"report: {shown}")
-    except OSError as error:  # training is worth more
-        console.print(f"the report could not be written: {error}")
 
 
 def ending(

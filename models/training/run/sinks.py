@@ -82,28 +82,35 @@ class Terminal:
     def __init__(self, console: Console, steps: int, log_every: int = 10) -> None:
         self.console, self.steps, self.log_every = console, steps, log_every
         self.is_first = True
-        self.bar = _bar(console) if console.is_terminal else None
-        if self.bar is not None:
+        self.bar: Progress | None = None
+        if console.is_terminal:
+            self.bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]:.3f}"),
+                TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
             self.task = self.bar.add_task("", total=steps, loss=math.nan, rate="")
             self.bar.start()
 
     def write(self, record: Record) -> None:
         """Moves the bar, and prints a line if one is due."""
+        number = int(record["step"])
         with contextlib.suppress(OSError):  # its output may be a file on a full disk
-            self._show(record)
+            if self.bar is not None and "loss" in record:
+                rate = _rate(record)
+                self.bar.update(self.task, completed=number, loss=record["loss"], rate=rate)
+            is_due = number % self.log_every == 0 or number == self.steps or self.is_first
+            if is_due or "loss" not in record or record.get("skipped"):
+                self.console.print(describe(record, self.steps), highlight=False)
+            self.is_first = False
 
     def flush(self) -> None:
         """Lines are printed at once."""
-
-    def _show(self, record: Record) -> None:
-        number = int(record["step"])
-        if self.bar is not None and "loss" in record:
-            rate = _rate(record)
-            self.bar.update(self.task, completed=number, loss=record["loss"], rate=rate)
-        is_due = number % self.log_every == 0 or number == self.steps or self.is_first
-        if is_due or "loss" not in record or record.get("skipped"):
-            self.console.print(describe(record, self.steps), highlight=False)
-        self.is_first = False
 
     def close(self) -> None:
         """Removes the bar."""
@@ -124,11 +131,7 @@ def describe(record: Record, steps: int) -> str:
             f"checkpoint saved in {record['save_seconds']:.1f} s, "
             f"training waited {record['save_stall_seconds']:.2f} s"
         )
-    return text + _describe_step(record)
-
-
-def _describe_step(record: Record) -> str:
-    text = f"loss {record['loss']:.3f}  grad norm {record['grad_norm']:.2f}"
+    text += f"loss {record['loss']:.3f}  grad norm {record['grad_norm']:.2f}"
     if "learning_rate" in record:
         text += f"  lr {record['learning_rate']:.2e}"
     text += f"  {_rate(record)}  {1000 * record['seconds']:.0f} ms"
@@ -144,19 +147,6 @@ def _rate(record: Record) -> str:
     """`1,024 tokens/s`, or of what the run counts."""
     rates = {name: value for name, value in record.items() if name.endswith(PER_S)}
     return "".join(f"{value:,.0f} {name.removesuffix(PER_S)}/s" for name, value in rates.items())
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 # Files of records: JSON lines, and TensorBoard's event files. A record is there whole or not.
@@ -180,11 +170,14 @@ class _Appended:
                 self._file.truncate(end)
             raise
 
+    def flush(self) -> None:
+        """Each piece is written at once."""
+
     def close(self) -> None:
         self._file.close()
 
 
-class JsonLines:
+class JsonLines(_Appended):
     """Writes one JSON object a line, at once; numbers that are not finite become null.
 
     Args:
@@ -196,23 +189,15 @@ class JsonLines:
     def __init__(self, path: Path, after: int | None = None) -> None:
         if after is not None and path.exists():
             _drop_later_steps(path, after)
-        self._file = _Appended(path)
+        super().__init__(path)
 
     def write(self, record: Record) -> None:
         """Appends a line."""
-        line = json.dumps({name: _finite(x) for name, x in record.items()})
-        self._file.append(f"{line}\n".encode())
-
-    def flush(self) -> None:
-        """Lines are written at once."""
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-def _finite(x: Any) -> Any:
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+        plain = dict(record)
+        for name, x in record.items():
+            if isinstance(x, float) and not math.isfinite(x):
+                plain[name] = None
+        self.append(f"{json.dumps(plain)}\n".encode())
 
 
 def _drop_later_steps(path: Path, step: int) -> None:
@@ -234,7 +219,7 @@ def _drop_later_steps(path: Path, step: int) -> None:
         shorter.unlink(missing_ok=True)
 
 
-class TensorBoard:
+class TensorBoard(_Appended):
     """Writes scalars into TensorBoard's event files.
 
     Args:
@@ -247,17 +232,17 @@ class TensorBoard:
             from tensorboardX.record_writer import masked_crc32c
         self._event, self._summary, self._crc = event_pb2.Event, summary_pb2.Summary, masked_crc32c
         stamp = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _Appended(folder / f"events.out.tfevents.{stamp}")
-        self._append(file_version="brain.Event:2")
+        super().__init__(folder / f"events.out.tfevents.{stamp}")
+        self._add(file_version="brain.Event:2")
         if after is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._append(step=after + 1, session_log=start)
+            self._add(step=after + 1, session_log=start)
 
-    def _append(self, **fields: Any) -> None:
+    def _add(self, **fields: Any) -> None:
         content: bytes = self._event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(content))
         crcs = [struct.pack("<I", self._crc(part)) for part in (length, content)]
-        self._file.append(length + crcs[0] + content + crcs[1])
+        self.append(length + crcs[0] + content + crcs[1])
 
     def write(self, record: Record) -> None:
         """Writes every number of the record."""
@@ -266,14 +251,7 @@ class TensorBoard:
             for name, value in record.items()
             if name != "step" and isinstance(value, int | float)
         ]
-        self._append(step=int(record["step"]), summary=self._summary(value=values))
-
-    def flush(self) -> None:
-        """Events are written at once."""
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        self._add(step=int(record["step"]), summary=self._summary(value=values))
 
 
 @contextlib.contextmanager

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from spmd import launch
 from spmd.launch.restart import is_first_start, max_restarts
+from spmd.models.compiled import keeping_compiled
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.data.batches import Dataset, fingerprint
@@ -23,31 +23,6 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunFolder
 from spmd.models.training.run.loop import TrainState
-
-
-@contextlib.contextmanager
-def keeping_compiled(folder: Path) -> Iterator[None]:
-    """Programs that are compiled inside are kept: a restart compiles none of them again."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # the user's place
-        yield
-        return
-    settings = {
-        "jax_compilation_cache_dir": str(folder.absolute()),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        _configure(settings)
-        yield
-    finally:
-        _configure(before)
-
-
-def _configure(settings: Mapping[str, Any]) -> None:
-    compilation_cache.reset_cache()  # it looks at the settings once
-    for name, value in settings.items():
-        jax.config.update(name, value)
 
 
 def agree(options: TrainerOptions, data: Dataset) -> None:
@@ -105,10 +80,12 @@ def opened(
         yield None
         return
     folder.make()
+    # A restart compiles nothing again; where the user keeps programs, they stay.
+    has_place = getattr(jax.config, "jax_compilation_cache_dir", None) is not None
     with (
         folder.held(),
         folder.kept_up(),
-        keeping_compiled(folder.compiled),
+        contextlib.nullcontext() if has_place else keeping_compiled(folder.compiled.absolute()),
         Checkpoints(
             folder.checkpoints,
             keep_last=options.keep_last,

@@ -13,9 +13,6 @@ from jax.sharding import PartitionSpec as P
 from spmd.models.training.data import corpus
 from spmd.models.training.data.loader import Loader, _HostRows, rows_of_host
 from spmd.models.training.data.samples import PackedTokens
-from spmd.models.training.data.shard_jobs import TokenizeOptions
-from spmd.models.training.data.token_folder import open_folder
-from spmd.models.training.data.tokenize import tokenize
 from tests.waiting import wait_until
 
 SPEC = P("data", None)
@@ -48,12 +45,6 @@ def test_gives_the_datasets_batches(devices8, spec):
             assert placed["inputs"].sharding == shardings(devices8, spec)["inputs"]
 
 
-def test_a_batch_size_of_its_own(devices8):
-    with Loader(dataset(), batch_size=16, shardings=shardings(devices8)) as loader:
-        assert loader.struct()["inputs"].shape == (16, 8)
-        assert_same(next(loader), dataset(batch_size=16)(0))
-
-
 def test_closing_ends_the_threads(devices8):
     before = threading.active_count()
     loader = Loader(dataset(), shardings=shardings(devices8))
@@ -66,17 +57,6 @@ def test_closing_ends_the_threads(devices8):
 def test_shardings_of_other_leaves(devices8):
     with pytest.raises(ValueError, match="batches of"):
         Loader(dataset(boundaries=False), shardings=shardings(devices8))
-
-
-def test_reads_in_processes(devices8, tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("to be or not to be " * 50)
-    tokenize([path], tmp_path / "tokens", TokenizeOptions())
-    part = corpus.whole(open_folder(tmp_path / "tokens"))
-    data = PackedTokens([part], seq_len=8, batch_size=8, boundaries=True)
-    with Loader(data, shardings=shardings(devices8), start_step=2, workers=1) as loader:
-        for step in (2, 3, 4):
-            assert_same(next(loader), data(step))
 
 
 # Hosts
