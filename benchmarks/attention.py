@@ -8,8 +8,6 @@ Example:
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +15,24 @@ import jax
 import jax.numpy as jnp
 
 import spmd
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.measure.profile import run_steps
 from spmd.ops import attention
 
 IMPLEMENTATIONS = ("kernel", "xla", "cudnn")
+TIMES = ("forward, ms", "TFLOP/s", "with gradient, ms", "TFLOP/s")
 
 
-def functions(name: str, segments: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def compiled(*fns: Callable[..., Any], ours: bool) -> list[Callable[..., Any]]:
+    """Functions for one device, compiled on demand: by us, or by `jax.jit`."""
+    if not ours:
+        return [jax.jit(fn) for fn in fns]
+    mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
+    return [spmd.jit(fn, mesh=mesh) for fn in fns]
+
+
+def functions(name: str, segments: Any) -> list[Callable[..., Any]]:
     """Attention, and its loss with gradients, compiled on demand."""
     implementation: Any = "auto" if name == "kernel" else name
 
@@ -34,21 +43,13 @@ def functions(name: str, segments: Any) -> tuple[Callable[..., Any], Callable[..
         return jnp.sum(forward(q, k, v).astype(jnp.float32))
 
     both = jax.value_and_grad(loss, (0, 1, 2))
-    if name != "kernel":
-        return jax.jit(forward), jax.jit(both)
-    mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
-    return spmd.jit(forward, mesh=mesh), spmd.jit(both, mesh=mesh)
+    return compiled(forward, both, ours=name == "kernel")
 
 
 def milliseconds(given: argparse.Namespace, run: Callable[..., Any], args: Sequence[Any]) -> float:
     """Median time of a run."""
-    times = []
-    for number in range(given.steps + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        if number >= 2:
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+    timed = run_steps(lambda _: jax.block_until_ready(run(*args)), lambda: None, given.steps, 0)
+    return 1e3 * timed.seconds
 
 
 def timed_cells(
@@ -62,7 +63,7 @@ def timed_cells(
     return [f"{took:.2f}", f"{flops / took / 1e9:.0f}"]
 
 
-def row(given: argparse.Namespace, name: str, length: int) -> str:
+def row(given: argparse.Namespace, name: str, length: int) -> list[str]:
     """One line of the table."""
     batch = max(1, given.tokens // length)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -78,7 +79,7 @@ def row(given: argparse.Namespace, name: str, length: int) -> str:
     cells: list[str] = []
     for run, products in zip(functions(name, segments), (2, 7), strict=True):
         cells += timed_cells(given, run, args, products * product)
-    return f"| {name} | {batch} x {length} | {' | '.join(cells)} |"
+    return [name, f"{batch} x {length}", *cells]
 
 
 def make_parser() -> Parser:
@@ -109,12 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"jax {jax.__version__}, {device.device_kind}; {given.heads} heads of {given.width}, "
           f"{given.key_heads} key heads, {given.dtype}, causal"
           f"{', packed' if given.packed else ''}")  # fmt: skip
-    print("| attention | batch | forward, ms | TFLOP/s | with gradient, ms | TFLOP/s |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print_head(("attention", "batch", *TIMES))
     for length in map(int, given.lengths):
         for name in IMPLEMENTATIONS:
             if name != "cudnn" or device.platform == "gpu":
-                print(row(given, name, length), flush=True)
+                print_line(row(given, name, length))
 
 
 if __name__ == "__main__":

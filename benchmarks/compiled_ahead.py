@@ -5,20 +5,27 @@ compiler is here (`tpu` extra). `jax.jit` gets the same function, marks and dona
 optimizer's moments lie as their parameters.
 """
 
+import dataclasses
+import functools
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from benchmarks.hlo.modelled import modelled
-from benchmarks.tpu import placed
 from spmd.errors import SpmdError
 from spmd.explain.memory import Memory
+from spmd.lowering.ahead import devices_ahead
+from spmd.mesh.spec import jax_mesh
 from spmd.models.llama import sharding
 from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
 from spmd.models.llama.step import Step, argument_types, train_step
 
 
@@ -35,6 +42,7 @@ class Built(NamedTuple):
     exposed: float | None = None
     alive: int | None = None  # the most bytes that are alive at once in that schedule
     allocated: int | None = None  # bytes on one device, as that compiler lays them
+    temporary: int | None = None  # of these, bytes of values in between
     compiling: float | None = None  # seconds
     text: str = ""  # the compiler's HLO
 
@@ -60,29 +68,81 @@ class Case(NamedTuple):
         types = argument_types(self.config, optimizer, self.mesh, self.shape, self.table)
         return train_step(self.config, optimizer, marks), types, optimizer
 
+    def lower(self) -> spmd.Lowered:
+        """Plans the step."""
+        step, types, _ = self.program()
+        jitted = spmd.jit(step, mesh=self.mesh, donate_argnums=(0, 1))
+        return jitted.lower(*types, topology=self.topology)
+
 
 def mesh_of(axes: Mapping[str, int]) -> spmd.Mesh:
     """A mesh without devices."""
     return spmd.Mesh(None, tuple(axes.values()), tuple(axes))
 
 
+def parse_axes(text: str) -> dict[str, int]:
+    """`data=4:model=2` as sizes of axes."""
+    return {name: int(size) for name, size in (part.split("=") for part in text.split(":"))}
+
+
+def model_of(name: str, layers: int = 0, **fields: Any) -> LlamaConfig:
+    """A named model with other fields, and so many layers, or all of its own."""
+    config = dataclasses.replace(named_config(name), **fields)
+    return dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
+
+
+@functools.cache
+def mesh_ahead(mesh: spmd.Mesh, topology: spmd.Topology) -> jax.sharding.Mesh:
+    """The mesh on the slice's devices; those of two calls of jax's would not be the same ones."""
+    return jax_mesh(mesh, devices_ahead(mesh, topology))
+
+
+def placed(types: Any, optimizer: Any, mesh: spmd.Mesh, topology: spmd.Topology) -> Any:
+    """The arguments on the slice's devices; the optimizer's moments lie as their parameters."""
+    where = mesh_ahead(mesh, topology)
+
+    def place(x: Any, like: Any) -> Any:
+        spec = [None if entry is spmd.OPEN else entry for entry in like.sharding.spec]
+        sharding_ = NamedSharding(where, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_)
+
+    def whole(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(where, PartitionSpec())
+        )
+
+    params, state, batch = types
+    return (
+        jax.tree.map(place, params, params),
+        optax.tree_map_params(optimizer, place, state, params, transform_non_params=whole),
+        jax.tree.map(place, batch, batch),
+    )
+
+
+def planned(lowered: spmd.Lowered) -> Built:
+    """What a plan says."""
+    sent, timeline = sum(c.bytes * c.count for c in lowered.collectives), lowered.timeline
+    peak = lowered.predicted_memory.peak
+    return Built(timeline.seconds, timeline.exposed_seconds, peak, sent)
+
+
 def by_spmd(case: Case, compiles: bool = True) -> tuple[Built, spmd.Lowered]:
     """Plans a step, and compiles it where a compiler is."""
     start = time.perf_counter()
-    step, types, _ = case.program()
-    jitted = spmd.jit(step, mesh=case.mesh, donate_argnums=(0, 1))
-    lowered = jitted.lower(*types, topology=case.topology)
-    sent = sum(c.bytes * c.count for c in lowered.collectives)
-    timeline = lowered.timeline
-    built = Built(timeline.seconds, timeline.exposed_seconds, lowered.predicted_memory.peak, sent)
+    lowered = case.lower()
+    built = planned(lowered)
     if compiles and case.has_compiler:
         executable = lowered.compile().executable
         built = with_compiler(built, case.mesh, case.topology, executable, start)
     return built, lowered
 
 
-def by_jax(case: Case, compiles: bool = True) -> Built:
-    """Compiles a step by `jax.jit`, which says nothing where no compiler is."""
+def by_jax(case: Case, compiles: bool = True, options: Mapping[str, str] | None = None) -> Built:
+    """Compiles a step by `jax.jit`, which says nothing where no compiler is.
+
+    Args:
+      options: for the compiler.
+    """
     if not (compiles and case.has_compiler):
         return Built()
     start = time.perf_counter()
@@ -90,7 +150,7 @@ def by_jax(case: Case, compiles: bool = True) -> Built:
     there = placed(types, optimizer, case.mesh, case.topology)
     where = jax.tree.map(lambda x: x.sharding, there)
     plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
-    executable = plain.lower(*there).compile()
+    executable = plain.lower(*there).compile(compiler_options={**options} if options else None)
     return with_compiler(Built(), case.mesh, case.topology, executable, start)
 
 
@@ -107,9 +167,21 @@ def with_compiler(
         exposed=step.exposed_seconds,
         alive=analysis.peak_memory_in_bytes,
         allocated=Memory.of(analysis).peak_bytes,
+        temporary=Memory.of(analysis).temporary,
         compiling=seconds,
         text=text,
     )
+
+
+def kept(path: Path | None, make: Callable[[], Built]) -> Built:
+    """What a file says was made last time; without the file it is made, and written down."""
+    if path is not None and path.exists():
+        return Built(**json.loads(path.read_text(encoding="utf-8")))
+    built = make()
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(built._asdict()), encoding="utf-8")
+    return built
 
 
 class Column(NamedTuple):
@@ -150,16 +222,3 @@ def attempt(build: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
         return build(), ""
     except (SpmdError, jax.errors.JaxRuntimeError) as error:
         return otherwise, str(error).strip().splitlines()[0][:200]
-
-
-def print_head(heads: Sequence[str]) -> None:
-    """The first two lines of a table."""
-    print("| " + " | ".join(heads) + " |")
-    print("|" + " --- |" * len(heads))
-
-
-def print_line(line: Sequence[str], problem: str = "") -> None:
-    """One more line, and below it why it is empty."""
-    print("| " + " | ".join(line) + " |", flush=True)
-    if problem:
-        print(f"    {problem}", flush=True)

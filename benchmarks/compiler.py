@@ -42,10 +42,10 @@ import jax
 import spmd
 from benchmarks import shardy
 from benchmarks.byte_rows import lower_with_jax
-from benchmarks.compiled_ahead import print_head, print_line
 from benchmarks.programs import fluid, nanochat
 from benchmarks.programs.program import Built
 from benchmarks.programs.step import UNLIMITED, Step, lower
+from benchmarks.tables import print_head, print_line
 from spmd import compiler
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.planning.exact import plan_exactly

@@ -12,13 +12,11 @@ Example:
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,26 +26,15 @@ if "jax" not in sys.modules:
 import jax
 
 import spmd
+from benchmarks import compiled_ahead as ahead
 from benchmarks import experts_peers as peers
-from benchmarks.compiled_ahead import (
-    Built,
-    Case,
-    attempt,
-    by_jax,
-    by_spmd,
-    cell,
-    mesh_of,
-    print_head,
-    print_line,
-)
 from benchmarks.hlo.modelled import Modelled, Seconds, modelled
 from benchmarks.hlo.read import arrays
-from benchmarks.tpu import mesh_ahead
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 from spmd.measure.hlo import Instruction
 from spmd.models.llama import sharding
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.named import named_config
 from spmd.planning import choices
 
 
@@ -90,34 +77,29 @@ CAPACITY = 1.25
 
 def config_of(given: Any, row: Setup) -> LlamaConfig:
     """The model: layers scanned and recomputed."""
-    if row.model in MODELS:
-        config = dataclasses.replace(named_config("qwen3-235b-a22b"), **MODELS[row.model])
-    else:
-        config = named_config(row.model)
-    layers = given.layers or config.num_hidden_layers
-    return dataclasses.replace(
-        config, num_hidden_layers=layers, dtype="bfloat16", attention="einsum", remat="full"
-    )
+    model = "qwen3-235b-a22b" if row.model in MODELS else row.model
+    fields: dict[str, Any] = {"dtype": "bfloat16", "attention": "einsum", "remat": "full"}
+    return ahead.model_of(model, given.layers, **MODELS.get(row.model, {}), **fields)
 
 
-def case_of(given: Any, row: Setup) -> Case:
+def case_of(given: Any, row: Setup) -> ahead.Case:
     """The training step, on its machine."""
     shape = (given.batch or row.batch, given.seq_len)
     topology, table = spmd.Topology(row.topology), sharding.table_named(given.sharding)
-    return Case(config_of(given, row), mesh_of(row.axes), topology, shape, table)
+    return ahead.Case(config_of(given, row), ahead.mesh_of(row.axes), topology, shape, table)
 
 
 @contextlib.contextmanager
-def layer_of(name: str, case: Case) -> Iterator[None]:
+def layer_of(name: str, case: ahead.Case) -> Iterator[None]:
     """Puts a program's expert layer in the place of ours, or forbids ours to send rows."""
     if name in ("ours", "jax.jit"):
         yield
         return
     if name in OURS:
-        with mock.patch.object(choices, "exchanging", return_value=()):
+        with mock.patch.object(choices, "may_exchange", return_value=False):
             yield
         return
-    mesh = mesh_ahead(case.mesh, case.topology)
+    mesh = ahead.mesh_ahead(case.mesh, case.topology)
     made = {
         "one-hot": lambda: peers.one_hot(mesh, CAPACITY),
         "gathered": lambda: peers.gathered(mesh),
@@ -127,13 +109,19 @@ def layer_of(name: str, case: Case) -> Iterator[None]:
         yield
 
 
-def build(given: Any, name: str, case: Case) -> Built:
+def build(given: Any, name: str, case: ahead.Case) -> ahead.Built:
     """Plans or compiles one program."""
     with layer_of(name, case):
-        return by_spmd(case, given.compile)[0] if name in OURS else by_jax(case, given.compile)
+        return (
+            ahead.by_spmd(case, given.compile)[0]
+            if name in OURS
+            else ahead.by_jax(case, given.compile)
+        )
 
 
-def judged(given: Any, row: Setup, name: str, case: Case, built: Built) -> Modelled | None:
+def judged(
+    given: Any, row: Setup, name: str, case: ahead.Case, built: ahead.Built
+) -> Modelled | None:
     """Time by the compiler's schedule."""
     if not built.text:
         return None
@@ -145,7 +133,7 @@ def judged(given: Any, row: Setup, name: str, case: Case, built: Built) -> Model
     return modelled(built.text, case.mesh, case.topology, ragged(case, most), turns=1)
 
 
-def ragged(case: Case, most: float) -> Seconds:
+def ragged(case: ahead.Case, most: float) -> Seconds:
     """The time of products of rows by their experts, at the chip's peak.
 
     Args:
@@ -166,7 +154,7 @@ def ragged(case: Case, most: float) -> Seconds:
     return seconds
 
 
-def line(built: Built, step: Modelled | None) -> Iterator[str]:
+def line(built: ahead.Built, step: Modelled | None) -> Iterator[str]:
     """Cells of the table."""
     gib = 2**30
     figures: tuple[tuple[float | None, float, int], ...] = (
@@ -181,23 +169,13 @@ def line(built: Built, step: Modelled | None) -> Iterator[str]:
         (built.allocated, gib, 1),
         (built.compiling, 1, 0),
     )
-    yield from (cell(*figure) for figure in figures)
+    yield from (ahead.cell(*figure) for figure in figures)
 
 
 HEADER = (
-    "row",
-    "program",
-    "GB sent",
-    "predicted s",
-    "of that waiting",
-    "modelled s",
-    "of that waiting",
-    "compiler's GB sent",
-    "predicted GiB",
-    "alive GiB",
-    "compiler GiB",
-    "compile s",
-)
+    "row", "program", "GB sent", "predicted s", "of that waiting", "modelled s", "of that waiting",
+    "compiler's GB sent", "predicted GiB", "alive GiB", "compiler GiB", "compile s",
+)  # fmt: skip
 
 
 def make_parser() -> Parser:
@@ -211,7 +189,6 @@ def make_parser() -> Parser:
     add("--seq_len", type=int, default=4096, help="tokens in a sequence")
     add("--sharding", default="2d", help="table of specs")
     add("--compile", action=Switch, default=True, help="run the TPU compiler")
-    add("--keep", type=Path, help="folder that keeps the TPU compiler's HLO")
     return parser
 
 
@@ -224,10 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = ROWS[name]
         for program in given.programs:
             case = case_of(given, row)
-            built, problem = attempt(partial(build, given, program, case), Built())
-            if given.keep and built.text:
-                given.keep.mkdir(parents=True, exist_ok=True)
-                (given.keep / f"{name}_{program}.hlo").write_text(built.text, encoding="utf-8")
+            built, problem = ahead.attempt(partial(build, given, program, case), ahead.Built())
             step = judged(given, row, program, case, built)
             print_line([name, program, *line(built, step)], problem)
 

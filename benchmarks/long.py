@@ -10,7 +10,6 @@ Example:
     benchmarks/run long --rows v5p-8 --layers 2
 """
 
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,23 +22,12 @@ if "jax" not in sys.modules:
 import jax
 
 import spmd
-from benchmarks.compiled_ahead import COLUMNS as ALL_COLUMNS
-from benchmarks.compiled_ahead import (
-    Built,
-    Case,
-    attempt,
-    by_jax,
-    by_spmd,
-    cells,
-    mesh_of,
-    print_head,
-    print_line,
-)
+from benchmarks import compiled_ahead as ahead
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 from spmd.ir.dialect import rule
 from spmd.models.llama import sharding
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.named import named_config
 
 
 class Setup(NamedTuple):
@@ -61,43 +49,37 @@ PROGRAMS = ("ring", "gathered", "usual", "jax.jit")
 
 def config_of(given: Any, row: Setup, name: str) -> LlamaConfig:
     """The model: layers scanned and recomputed."""
-    config = named_config(given.model)
-    return dataclasses.replace(
-        config,
-        num_hidden_layers=given.layers or config.num_hidden_layers,
-        dtype="bfloat16",
-        remat="full",
-        zigzag=row.axes["seq"] if name in ("ring", "gathered") else 1,
-    )
+    zigzag = row.axes["seq"] if name in ("ring", "gathered") else 1
+    return ahead.model_of(given.model, given.layers, dtype="bfloat16", remat="full", zigzag=zigzag)
 
 
-def build(given: Any, row: Setup, name: str) -> Built:
+def build(given: Any, row: Setup, name: str) -> ahead.Built:
     """Plans a program, and compiles it where a compiler is."""
-    case = Case(
+    case = ahead.Case(
         config_of(given, row, name),
-        mesh_of(row.axes),
+        ahead.mesh_of(row.axes),
         spmd.Topology(row.topology),
         (1, given.seq_len),
         sharding.table_named(given.sharding),
     )
     if name == "jax.jit":
-        return by_jax(case, given.compile)
-    return by_spmd(case, given.compile)[0]
+        return ahead.by_jax(case, given.compile)
+    return ahead.by_spmd(case, given.compile)[0]
 
 
-def attempted(given: Any, row: Setup, name: str) -> tuple[Built, str]:
+def attempted(given: Any, row: Setup, name: str) -> tuple[ahead.Built, str]:
     """What became of a program, or why nothing did."""
     most = rule.MOST_PIECES
     rule.MOST_PIECES = 1 if name == "gathered" else most
     try:
-        return attempt(partial(build, given, row, name), Built())
+        return ahead.attempt(partial(build, given, row, name), ahead.Built())
     finally:
         rule.MOST_PIECES = most
 
 
 SAID = ("seconds", "waiting", "sent", "peak", "alive", "allocated", "compiling")
 # The compiler says no cycles of kernels that are ours, so it says no time.
-COLUMNS = {head: column for head, column in ALL_COLUMNS.items() if column.field in SAID}
+COLUMNS = {head: column for head, column in ahead.COLUMNS.items() if column.field in SAID}
 
 
 def make_parser() -> Parser:
@@ -117,14 +99,13 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    config = named_config(given.model)
-    layers = given.layers or config.num_hidden_layers
+    layers = ahead.model_of(given.model, given.layers).num_hidden_layers
     print(f"jax {jax.__version__}, {given.model}, {layers} layers, 1 x {given.seq_len}, AdamW")
     print_head(("row", "program", *COLUMNS))
     for name in given.rows:
         for program in given.programs:
             built, problem = attempted(given, ROWS[name], program)
-            print_line([name, program, *cells(built, COLUMNS)], problem)
+            print_line([name, program, *ahead.cells(built, COLUMNS)], problem)
 
 
 if __name__ == "__main__":

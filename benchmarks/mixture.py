@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-import spmd
-from benchmarks.attention import timed_cells
+from benchmarks.attention import TIMES, compiled, timed_cells
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive, words
 from spmd.ops import experts
 
@@ -40,7 +40,7 @@ MODELS = {
 }
 
 
-def functions(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def functions(name: str) -> list[Callable[..., Any]]:
     """The mixture, and a loss of it with gradients, compiled on demand."""
 
     def forward(x: Any, gates: Any, chosen: Any, gate: Any, up: Any, down: Any) -> Any:
@@ -54,10 +54,7 @@ def functions(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return jnp.sum(forward(*args).astype(jnp.float32) ** 2)
 
     both = jax.value_and_grad(loss, (0, 1, 3, 4, 5))
-    if name != "kernel":
-        return jax.jit(forward), jax.jit(both)
-    mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
-    return spmd.jit(forward, mesh=mesh), spmd.jit(both, mesh=mesh)
+    return compiled(forward, both, ours=name == "kernel")
 
 
 def operands(sizes: Sizes, tokens: int, dtype: Any) -> list[Any]:
@@ -71,7 +68,7 @@ def operands(sizes: Sizes, tokens: int, dtype: Any) -> list[Any]:
     return [x, gates, chosen, *weights]
 
 
-def row(given: argparse.Namespace, model: str, name: str) -> str:
+def row(given: argparse.Namespace, model: str, name: str) -> list[str]:
     """One line of the table."""
     sizes = MODELS[model]
     args = operands(sizes, given.tokens, given.dtype)
@@ -81,7 +78,7 @@ def row(given: argparse.Namespace, model: str, name: str) -> str:
     # three of the forward pass, is its own affair.
     for run, products in zip(functions(name), (3, 9), strict=True):
         cells += timed_cells(given, run, args, products * product)
-    return f"| {model} | {given.tokens} | {name} | {' | '.join(cells)} |"
+    return [model, str(given.tokens), name, *cells]
 
 
 def make_parser() -> Parser:
@@ -102,11 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         raise SystemExit(f"error: --models: {sorted(unknown)[0]!r} is not of {', '.join(MODELS)}")
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {given.dtype}")
-    print("| layer | tokens | experts | forward, ms | TFLOP/s | with gradient, ms | TFLOP/s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print_head(("layer", "tokens", "experts", *TIMES))
     for model in given.models:
         for name in IMPLEMENTATIONS:
-            print(row(given, model, name), flush=True)
+            print_line(row(given, model, name))
 
 
 if __name__ == "__main__":

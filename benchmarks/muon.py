@@ -22,18 +22,10 @@ import jax
 from jax.sharding import NamedSharding
 
 import spmd
-from benchmarks.compiled_ahead import (
-    Built,
-    Column,
-    attempt,
-    cells,
-    print_head,
-    print_line,
-    with_compiler,
-)
+from benchmarks import compiled_ahead as ahead
 from benchmarks.programs import muon
 from benchmarks.programs.program import Built as Program
-from benchmarks.tpu import mesh_ahead
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 
 HINTS: dict[str, Any] = {
@@ -45,38 +37,36 @@ HINTS: dict[str, Any] = {
 PLAIN = "jax.jit"
 
 IN_MS = {
-    "predicted ms": Column("seconds", 1e-3),
-    "of that waiting": Column("waiting", 1e-3),
-    "GB sent": Column("sent", 1e9, 3),
-    "predicted GiB": Column("peak", 2**30),
-    "kernels ms": Column("kernels", 1e-3),
-    "waiting in its schedule": Column("exposed", 1e-3),
-    "compiler GiB": Column("allocated", 2**30),
-    "compile s": Column("compiling", digits=0),
+    "predicted ms": ahead.Column("seconds", 1e-3),
+    "of that waiting": ahead.Column("waiting", 1e-3),
+    "GB sent": ahead.Column("sent", 1e9, 3),
+    "predicted GiB": ahead.Column("peak", 2**30),
+    "kernels ms": ahead.Column("kernels", 1e-3),
+    "waiting in its schedule": ahead.Column("exposed", 1e-3),
+    "compiler GiB": ahead.Column("allocated", 2**30),
+    "compile s": ahead.Column("compiling", digits=0),
 }
 
 
-def build(given: Any, axes: tuple[int, ...], name: str) -> Built:
+def build(given: Any, axes: tuple[int, ...], name: str) -> ahead.Built:
     """Plans a program, and compiles it if that is asked for."""
     mesh, topology = spmd.Mesh(None, axes, ("data", "model")), spmd.Topology(given.topology)
     made = muon.build(mesh, given.layers, HINTS.get(name))
     start = time.perf_counter()
     if name == PLAIN:
-        return by_jax(made, mesh, topology) if given.compile else Built()
+        return by_jax(made, mesh, topology) if given.compile else ahead.Built()
     results = muon.SPECS, muon.SPECS, ()
     jitted = spmd.jit(made.fn, mesh=mesh, donate_argnums=made.donate, out_specs=results)
     lowered = jitted.lower(*made.args, topology=topology)
-    sent, timeline = sum(c.bytes * c.count for c in lowered.collectives), lowered.timeline
-    peak = lowered.predicted_memory.peak
-    built = Built(timeline.seconds, timeline.exposed_seconds, peak, sent)
+    built = ahead.planned(lowered)
     if not given.compile:
         return built
-    return with_compiler(built, mesh, topology, lowered.compile().executable, start)
+    return ahead.with_compiler(built, mesh, topology, lowered.compile().executable, start)
 
 
-def by_jax(made: Program, mesh: spmd.Mesh, topology: spmd.Topology) -> Built:
+def by_jax(made: Program, mesh: spmd.Mesh, topology: spmd.Topology) -> ahead.Built:
     """Compiles it by `jax.jit`."""
-    start, where = time.perf_counter(), mesh_ahead(mesh, topology)
+    start, where = time.perf_counter(), ahead.mesh_ahead(mesh, topology)
 
     def place(x: Any) -> Any:
         sharding = NamedSharding(where, x.sharding.spec)
@@ -85,7 +75,7 @@ def by_jax(made: Program, mesh: spmd.Mesh, topology: spmd.Topology) -> Built:
     args = jax.tree.map(place, made.args)
     results = jax.tree.map(lambda x: x.sharding, args[:2])
     plain = jax.jit(made.fn, donate_argnums=made.donate, out_shardings=(*results, None))
-    return with_compiler(Built(), mesh, topology, plain.lower(*args).compile(), start)
+    return ahead.with_compiler(ahead.Built(), mesh, topology, plain.lower(*args).compile(), start)
 
 
 def make_parser() -> Parser:
@@ -108,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for axes in given.meshes:
         for name in given.programs:
             sizes = tuple(map(int, axes.split("x")))
-            built, problem = attempt(partial(build, given, sizes, name), Built())
-            print_line([axes, name, *cells(built, IN_MS)], problem)
+            built, problem = ahead.attempt(partial(build, given, sizes, name), ahead.Built())
+            print_line([axes, name, *ahead.cells(built, IN_MS)], problem)
 
 
 if __name__ == "__main__":

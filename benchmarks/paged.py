@@ -10,8 +10,6 @@ Example:
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
+from benchmarks.attention import milliseconds
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
 from spmd.ops import paged_attention
 
@@ -64,12 +64,7 @@ def microseconds(given: argparse.Namespace, call: Callable[..., Any], case: Any)
 
     mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
     run = spmd.jit(calls, mesh=mesh).compile(q, *operands)
-    times = []
-    for _ in range(given.steps + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(run(q, *operands))
-        times.append(time.perf_counter() - start)
-    return 1e6 * float(statistics.median(times[2:])) / int(given.calls)
+    return 1e3 * milliseconds(given, run, [q, *operands]) / int(given.calls)
 
 
 def paged(q: Any, pool: Any, *rest: Any) -> Any:
@@ -77,11 +72,11 @@ def paged(q: Any, pool: Any, *rest: Any) -> Any:
     return paged_attention(q, pool, *rest[:4], scales=rest[4] if rest[4:] else None)
 
 
-def row(given: argparse.Namespace, name: str, took: float, positions: int) -> str:
+def row(given: argparse.Namespace, name: str, took: float, positions: int) -> list[str]:
     """One line of the table."""
     item = 1 + 4 / given.width if given.dtype == "int8" else jnp.dtype(given.dtype).itemsize
     read = positions * given.key_heads * 2 * given.width * item
-    return f"| {name} | {took:.1f} | {read / 1e6:.1f} | {read / took / 1e3:.0f} |"
+    return [name, f"{took:.1f}", f"{read / 1e6:.1f}", f"{read / took / 1e3:.0f}"]
 
 
 def make_parser() -> Parser:
@@ -108,14 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {given.slots} slots of "
           f"{given.context}, {given.key_heads} x {given.groups} heads of {given.width}, "
           f"pages of {given.page}, {given.dtype}")  # fmt: skip
-    print("| cache | us a call | MB | GB/s |")
-    print("| --- | --- | --- | --- |")
+    print_head(("cache", "us a call", "MB", "GB/s"))
     positions = given.slots * given.context
     took = microseconds(given, paged, paged_case(given, 0))
-    print(row(given, "pages", took, positions), flush=True)
+    print_line(row(given, "pages", took, positions))
     if given.chunk:
         took = microseconds(given, paged, paged_case(given, given.chunk))
-        print(row(given, "pages, chunk", took, positions + max(given.context, given.chunk)))
+        print_line(row(given, "pages, chunk", took, positions + max(given.context, given.chunk)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from jax import lax
 
 import spmd
 from benchmarks.attention import milliseconds
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, positive, words
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -175,7 +176,7 @@ def _mesh() -> spmd.Mesh:
     return spmd.make_mesh(**{AXIS: len(jax.devices())})
 
 
-def row(given: argparse.Namespace, name: str) -> str:
+def row(given: argparse.Namespace, name: str) -> list[str]:
     """One line of the table."""
     mesh, rng = _mesh(), np.random.default_rng(0)
     built = [PROGRAMS[name](given.scale, mark) for mark in (leave, put)]
@@ -197,7 +198,7 @@ def row(given: argparse.Namespace, name: str) -> str:
     sent = [sum(c.bytes * (c.count or 1) for c in each.collectives) / 2**20 for each in ours]
     cells = [name, *(f"{t:.2f}" for t in times), f"{times[0] / times[1]:.2f}"]
     cells += [f"{times[2] / times[1]:.2f}", *(f"{each.cost * 1e3:.2f}" for each in ours)]
-    return f"| {' | '.join([*cells, *(f'{mib:.0f}' for mib in sent), f'{apart:.1e}'])} |"
+    return [*cells, *(f"{mib:.0f}" for mib in sent), f"{apart:.1e}"]
 
 
 def _apart(one: Any, other: Any) -> float:
@@ -227,9 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     titles = ["program", "jax.jit, ms", "free, ms", "by hand, ms", "jax.jit / free"]
     titles += ["by hand / free", "free, predicted ms", "by hand, predicted ms"]
     titles += ["free, MiB sent", "by hand, MiB sent", "apart"]
-    print(f"| {' | '.join(titles)} |\n{'| --- ' * len(titles)}|")
-    for name in given.programs:
-        print(row(given, name), flush=True)
+    print_table(titles, (row(given, name) for name in given.programs))
 
 
 if __name__ == "__main__":

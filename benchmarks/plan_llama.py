@@ -12,7 +12,6 @@ Example:
 """
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -29,14 +28,13 @@ import numpy as np
 import optax
 
 import spmd
-from benchmarks.hlo.modelled import modelled
+from benchmarks import compiled_ahead as ahead
 from benchmarks.hlo.schedule import read_schedule
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
-from spmd.explain.memory import Memory
 from spmd.models.llama import fresh, objective, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.flops import flops_per_token
-from spmd.models.llama.named import named_config
 from spmd.predict.backends import room_for
 
 
@@ -55,9 +53,7 @@ class Setup(NamedTuple):
     @property
     def config(self) -> LlamaConfig:
         """The model's configuration."""
-        config = named_config(self.model)
-        layers = self.layers or config.num_hidden_layers
-        return dataclasses.replace(config, num_hidden_layers=layers)
+        return ahead.model_of(self.model, self.layers)
 
 
 ROWS = {
@@ -76,14 +72,6 @@ MORE_ROWS = {
        for data, model in ((128, 1), (32, 4), (16, 8))},
 }  # fmt: skip
 """A sequence for each chip: four layers on larger and larger slices; all on three meshes."""
-
-
-class Built(NamedTuple):
-    """What the TPU compiler made of a program."""
-
-    memory: Memory  # its figures
-    text: str  # the optimized module, scheduled
-    seconds: float  # how long it took
 
 
 def make_parser() -> Parser:
@@ -152,25 +140,15 @@ def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any, accumulate: 
     return step
 
 
-def build(lowered: spmd.Lowered, cached: Path | None) -> Built:
-    """Runs the TPU compiler, or reads what it made last time.
+def build(lowered: spmd.Lowered, topology: spmd.Topology, cached: Path | None) -> ahead.Built:
+    """Runs the TPU compiler, or reads what it made last time."""
 
-    Args:
-      cached: where that is kept, less the files' suffixes.
-    """
-    if cached is not None and cached.with_suffix(".json").exists():
-        data = json.loads(cached.with_suffix(".json").read_text(encoding="utf-8"))
-        text = cached.with_suffix(".hlo").read_text(encoding="utf-8")
-        return Built(Memory(**data["memory"]), text, data["seconds"])
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds, text = time.perf_counter() - start, compiled.as_text("hlo")
-    if cached is not None:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        data = {"memory": compiled.memory._asdict(), "seconds": seconds}
-        cached.with_suffix(".hlo").write_text(text, encoding="utf-8")
-        cached.with_suffix(".json").write_text(json.dumps(data), encoding="utf-8")
-    return Built(compiled.memory, text, seconds)
+    def make() -> ahead.Built:
+        start = time.perf_counter()
+        executable = lowered.compile().executable
+        return ahead.with_compiler(ahead.Built(), lowered.mesh, topology, executable, start)
+
+    return ahead.kept(cached, make)
 
 
 def fewest_microbatches(row: Setup, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
@@ -195,74 +173,61 @@ def mfu(row: Setup, seq_len: int, seconds: float) -> str:
 
 def plan_cells(row: Setup, seq_len: int, accumulate: int, lowered: spmd.Lowered) -> list[str]:
     """What is known without the TPU compiler."""
-    timeline, memory = lowered.timeline, lowered.predicted_memory
-    sent = sum(c.bytes * c.count for c in lowered.collectives)
+    plan, timeline = ahead.planned(lowered), lowered.timeline
     mesh = "x".join(map(str, row.mesh))
     layers = f" ({row.layers} layers)" if row.layers else ""
     return [
         f"{row.model}{layers}, {row.topology}, {mesh}, {row.batch} x {seq_len}",
         str(accumulate),
-        f"{sent / 1e9:.1f}",
+        ahead.cell(plan.sent, 1e9, 1),
         f"{timeline.seconds:.3f}",
         f"{timeline.exposed_seconds:.3f}",
         mfu(row, seq_len, timeline.seconds),
         str(sum(c.count for c in lowered.collectives)),
         str(sum(c.count for c in lowered.collectives if c.kind == "collective_permute")),
-        f"{memory.peak / 2**30:.1f}",
+        ahead.cell(plan.peak, 2**30, 1),
     ]
 
 
-def built_cells(built: Built | None, mesh: spmd.Mesh, topology: spmd.Topology) -> list[str]:
+def built_cells(built: ahead.Built) -> list[str]:
     """What the TPU compiler says; its cycles are those of all but collectives."""
-    if built is None:
+    if built.kernels is None or built.exposed is None:
         return ["-"] * 6
-    schedule, model = read_schedule(built.text), modelled(built.text, mesh, topology)
-    hidden = schedule.hidden_cycles / max(1, schedule.cycles)
+    schedule, seconds = read_schedule(built.text), built.kernels + built.exposed
     return [
-        f"{built.memory.peak_bytes / 2**30:.1f}",
-        f"{model.kernel_seconds:.2f}",
-        f"{model.exposed_seconds:.2f} ({model.exposed_seconds / model.seconds:.1%})",
+        ahead.cell(built.allocated, 2**30, 1),
+        f"{built.kernels:.2f}",
+        f"{built.exposed:.2f} ({built.exposed / seconds:.1%})",
         f"{schedule.hidden_runs} of {schedule.runs}",
-        f"{hidden:.0%}",
-        f"{built.seconds:.0f}",
+        f"{schedule.hidden_cycles / max(1, schedule.cycles):.0%}",
+        ahead.cell(built.compiling, 1, 0),
     ]
 
 
 HEADER = (
-    "model, slice, data x model, batch",
-    "microbatches",
-    "GB sent",
-    "predicted s",
-    "of that waiting",
-    "MFU causal / palm",
-    "collectives",
-    "of them permutes",
-    "predicted GiB",
-    "compiler GiB",
-    "compiler's kernels, s",
-    "waiting in its schedule, s",
-    "asynchronous",
-    "kernels beside them",
-    "compile s",
-)
+    "model, slice, data x model, batch", "microbatches", "GB sent", "predicted s",
+    "of that waiting", "MFU causal / palm", "collectives", "of them permutes", "predicted GiB",
+    "compiler GiB", "compiler's kernels, s", "waiting in its schedule, s", "asynchronous",
+    "kernels beside them", "compile s",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
     print(f"jax {jax.__version__}, bf16 compute, layers scanned")
-    print("| " + " | ".join(HEADER) + " |")
-    print("|" + " --- |" * len(HEADER))
+    print_head(HEADER)
     for row in ({**ROWS, **MORE_ROWS}[name] for name in given.rows):
         row = row._replace(layers=given.layers or row.layers)
         for seq_len in map(int, given.seq_lens or row.seq_lens):
             accumulate, lowered = fewest_microbatches(row, seq_len, given.accumulate)
             cells = plan_cells(row, seq_len, accumulate, lowered)
             mesh = "x".join(map(str, row.mesh))
-            label = f"{row.model}_{mesh}_{row.layers}_{seq_len}_{accumulate}"
-            built = build(lowered, given.cache and given.cache / label) if given.compile else None
-            cells += built_cells(built, lowered.mesh, spmd.Topology(row.topology))
-            print("| " + " | ".join(cells) + " |", flush=True)
+            label = f"{row.model}_{mesh}_{row.layers}_{seq_len}_{accumulate}.json"
+            cached, built = given.cache and given.cache / label, ahead.Built()
+            if given.compile:
+                built = build(lowered, spmd.Topology(row.topology), cached)
+            print_line([*cells, *built_cells(built)])
 
 
 if __name__ == "__main__":

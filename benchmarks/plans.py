@@ -10,12 +10,9 @@ Example:
 """
 
 import argparse
-import dataclasses
 import itertools
 import math
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,12 +22,14 @@ import numpy as np
 import optax
 
 import spmd
+from benchmarks import compiled_ahead as ahead
+from benchmarks.tables import print_head, print_line
+from benchmarks.train import time_steps
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.mesh.topology import Topology
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import ATTENTIONS, LlamaConfig
 from spmd.models.llama.marks import Mark, no_marks
-from spmd.models.llama.named import named_config
 from spmd.models.llama.step import train_step
 
 
@@ -117,17 +116,11 @@ def run(given: argparse.Namespace, way: Way, config: LlamaConfig, topology: Topo
     shape = (given.global_batch, given.seq_len)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
-    times, loss = [], math.nan
-    for number in range(given.steps + 2):
-        start = time.perf_counter()
-        params, state, value = compiled(params, state, batch)
-        loss = float(value)
-        if number >= 2:
-            times.append(time.perf_counter() - start)
+    seconds, loss = time_steps(given, compiled, params, state, batch)
     return Row(
         way,
         compiled.cost,
-        statistics.median(times),
+        seconds,
         sum(c.bytes * c.count for c in compiled.collectives) / 1e6,
         compiled.predicted_memory.peak / 2**30,
         compiled.memory.peak_bytes / 2**30,
@@ -166,15 +159,13 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    config = dataclasses.replace(
-        named_config(given.model),
+    config = ahead.model_of(
+        given.model,
+        given.layers,
         dtype=jnp.dtype(given.dtype).name,
         scan_layers=given.scan,
         attention=given.attention,
     )
-
-    if given.layers:
-        config = dataclasses.replace(config, num_hidden_layers=given.layers)
     topology = Topology.load(given.topology) if given.topology else None
     devices = jax.devices()
     print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
@@ -187,13 +178,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(run(given, way, config, topology))
             print(f"  {way.name}: {rows[-1].measured * 1e3:.1f} ms", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row.measured)
-    print("\n| plan | mesh | measured ms | predicted ms | predicted / measured | MB sent | GiB "
-          "| predicted GiB | loss |")  # fmt: skip
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print()
+    print_head(
+        ("plan", "mesh", "measured ms", "predicted ms", "predicted / measured", "MB sent", "GiB",
+         "predicted GiB", "loss")
+    )  # fmt: skip
     for r in rows:
-        print(f"| {r.way.name} | {r.way.data} x {r.way.model} | {r.measured * 1e3:.1f} "
-              f"| {r.predicted * 1e3:.1f} | {r.predicted / r.measured:.2f} | {r.megabytes:.0f} "
-              f"| {r.gib:.1f} | {r.predicted_gib:.1f} | {r.loss:.4f} |")  # fmt: skip
+        cells = [r.way.name, f"{r.way.data} x {r.way.model}", f"{r.measured * 1e3:.1f}"]
+        cells += [f"{r.predicted * 1e3:.1f}", f"{r.predicted / r.measured:.2f}"]
+        cells += [f"{r.megabytes:.0f}", f"{r.gib:.1f}", f"{r.predicted_gib:.1f}", f"{r.loss:.4f}"]
+        print_line(cells)
     same, total = agreement(rows, given.margin)
     print(f"\n{same} of {total} pairs that are more than {given.margin:.0%} apart are predicted "
           f"in the measured order")  # fmt: skip

@@ -14,37 +14,26 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 import spmd
+from benchmarks import compiled_ahead as ahead
+from benchmarks.tables import print_head, print_line
 from benchmarks.train import parse_axes, parse_mesh, time_steps
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.named import named_config
 from spmd.models.llama.step import argument_types, train_step
 
 POLICIES = "none,full,dots,dots_no_batch,save_attention"
 
-HEAD = """\
-| activations | limit, GiB | predicted | XLA's | predicted ms | ms | tokens/s/device | plan s |
-| --- | --- | --- | --- | --- | --- | --- | --- |"""
-
-
-def lower(
-    given: argparse.Namespace, mesh: spmd.Mesh, config: LlamaConfig, options: spmd.Options
-) -> spmd.Lowered:
-    """Plans one training step."""
-    optimizer = optax.adamw(1e-4)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    types = argument_types(config, optimizer, mesh, (given.global_batch, given.seq_len))
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
-    topology = spmd.Topology(given.topology) if given.topology else None
-    return jitted.lower(*types, topology=topology)
+HEADER = (
+    "activations", "limit, GiB", "predicted", "XLA's", "predicted ms", "ms", "tokens/s/device",
+    "plan s",
+)  # fmt: skip
 
 
 def measured(
@@ -67,16 +56,21 @@ def row(
     config: LlamaConfig,
     name: str,
     options: spmd.Options,
-) -> tuple[str, int]:
+) -> tuple[list[str], int]:
     """A line of the table, and the memory that is predicted."""
     start, limit = time.perf_counter(), options.memory_limit
     shown = f"{limit / 2**30:.1f}" if limit else ""
     try:
-        lowered = lower(given, mesh, config, options)
+        topology = spmd.Topology(given.topology) if given.topology else None
+        optimizer, shape = optax.adamw(1e-4), (given.global_batch, given.seq_len)
+        step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+        types = argument_types(config, optimizer, mesh, shape)
+        jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
+        lowered = jitted.lower(*types, topology=topology)
     except spmd.PlanError as error:
-        return f"| {name} | {shown} | {str(error).splitlines()[1].strip()} | | | | | |", 0
+        return [name, shown, str(error).splitlines()[1].strip(), *[""] * 5], 0
     planned, memory = time.perf_counter() - start, lowered.predicted_memory.peak
-    cells: list[Any] = [name, shown, f"{memory / 2**30:.1f}", "", f"{lowered.cost * 1e3:.1f}"]
+    cells = [name, shown, f"{memory / 2**30:.1f}", "", f"{lowered.cost * 1e3:.1f}"]
     try:
         if given.topology:
             cells += ["", ""]
@@ -89,7 +83,7 @@ def row(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         cells += ["does not fit", ""]
-    return "| " + " | ".join([*cells, f"{planned:.1f}"]) + " |", memory
+    return [*cells, f"{planned:.1f}"], memory
 
 
 def make_parser() -> Parser:
@@ -111,28 +105,22 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    axes = parse_axes(given.mesh)
-    elsewhere = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
-    mesh = elsewhere if given.topology else parse_mesh(given.mesh)
+    mesh = ahead.mesh_of(parse_axes(given.mesh)) if given.topology else parse_mesh(given.mesh)
     machine = given.topology or f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-    config = dataclasses.replace(
-        named_config(given.model), dtype="bfloat16", scan_layers=given.scan
-    )
-    if given.layers:
-        config = dataclasses.replace(config, num_hidden_layers=given.layers)
+    config = ahead.model_of(given.model, given.layers, dtype="bfloat16", scan_layers=given.scan)
     print(f"jax {jax.__version__}, {machine}; {given.model}, {config.num_hidden_layers} layers, "
           f"{'scanned' if given.scan else 'unrolled'}, batch {given.global_batch} x "
           f"{given.seq_len}, mesh {given.mesh}")  # fmt: skip
-    print(HEAD, flush=True)
+    print_head(HEADER)
     limits: dict[str, int | None] = {}
     for policy in given.policies:
         chosen, plain = dataclasses.replace(config, remat=policy), spmd.Options(recompute=False)
         line, limits[policy] = row(given, mesh, chosen, policy, plain)
-        print(line, flush=True)
+        print_line(line)
     for policy, memory in {"without a limit": None, **limits}.items():
         within = policy if memory is None else f"as {policy}"
         options = spmd.Options(memory_limit=memory)
-        print(row(given, mesh, config, f"by the compiler, {within}", options)[0], flush=True)
+        print_line(row(given, mesh, config, f"by the compiler, {within}", options)[0])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Example:
     benchmarks/run stages --rows 7b-2 --programs gpipe,jax.jit
 """
 
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,23 +22,12 @@ if "jax" not in sys.modules:
 import jax
 
 import spmd
-from benchmarks.compiled_ahead import (
-    COLUMNS,
-    Built,
-    Case,
-    attempt,
-    by_jax,
-    by_spmd,
-    cells,
-    mesh_of,
-    print_head,
-    print_line,
-)
+from benchmarks import compiled_ahead as ahead
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.steps import pipeline_rows
 from spmd.explain.words import share_text
 from spmd.ir.pipelines import Pipeline
-from spmd.models.llama.named import named_config
 
 
 class Setup(NamedTuple):
@@ -68,18 +56,17 @@ PROGRAMS = ("gpipe", "1f1b", "interleaved", "auto", "jax.jit")
 class Found(NamedTuple):
     """What became of a program, the schedule that it has, and the bubble of that."""
 
-    built: Built
+    built: ahead.Built
     schedule: str = ""
     bubble: str = "-"
 
 
-def case_of(given: Any, row: Setup, schedule: str) -> Case:
+def case_of(given: Any, row: Setup, schedule: str) -> ahead.Case:
     """The training step: layers scanned and recomputed."""
-    config = named_config(row.model)
     stages = row.axes.get("stage", 1)
-    config = dataclasses.replace(
-        config,
-        num_hidden_layers=given.layers or config.num_hidden_layers,
+    config = ahead.model_of(
+        row.model,
+        given.layers,
         dtype="bfloat16",
         attention=given.attention,
         remat="full",
@@ -88,26 +75,26 @@ def case_of(given: Any, row: Setup, schedule: str) -> Case:
         stage_schedule=schedule if stages > 1 else "auto",
     )
     shape = (given.batch or row.batch, given.seq_len)
-    return Case(config, mesh_of(row.axes), spmd.Topology(row.topology), shape)
+    return ahead.Case(config, ahead.mesh_of(row.axes), spmd.Topology(row.topology), shape)
 
 
 def find(given: Any, row: Setup, program: str) -> Found:
     """Plans a program, and compiles it."""
     if program == "jax.jit":
-        built = by_jax(case_of(given, row, "gpipe"), given.compile)
+        built = ahead.by_jax(case_of(given, row, "gpipe"), given.compile)
         if "stage" not in row.axes:
             return Found(built)
         of = Pipeline("stage", row.axes["stage"], row.microbatches)
         return Found(built, "", share_text(of.steps - of.busy_steps, of.steps))
     # What `auto` takes is compiled in a line of its own.
     compiles = given.compile and program != "auto"
-    built, lowered = by_spmd(case_of(given, row, program), compiles)
+    built, lowered = ahead.by_spmd(case_of(given, row, program), compiles)
     for pipeline in pipeline_rows(lowered.stages):
         return Found(built, pipeline.of.schedule, share_text(pipeline.idle, 1))
     return Found(built)
 
 
-HEADER = ("row", "mesh", "program", "bubble", *COLUMNS)
+HEADER = ("row", "mesh", "program", "bubble", *ahead.COLUMNS)
 
 
 def make_parser() -> Parser:
@@ -143,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = ROWS[name]
         axes = " ".join(f"{axis}={size}" for axis, size in row.axes.items())
         for program in programs_of(given, row):
-            found, problem = attempt(partial(find, given, row, program), Found(Built()))
+            found, problem = ahead.attempt(partial(find, given, row, program), Found(ahead.Built()))
             title = f"{program}: {found.schedule}" if program == "auto" else program
-            print_line([name, axes, title, found.bubble, *cells(found.built)], problem)
+            print_line([name, axes, title, found.bubble, *ahead.cells(found.built)], problem)
 
 
 if __name__ == "__main__":

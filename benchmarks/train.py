@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,11 @@ import numpy as np
 import optax
 
 import spmd
+from benchmarks import compiled_ahead as ahead
 from benchmarks import kernels, torch_fsdp
 from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
 from spmd.measure.profile import PROFILED, Run, run_steps
@@ -42,7 +44,6 @@ from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
 from spmd.models.llama.flops import flops_per_token
 from spmd.models.llama.fresh import init
-from spmd.models.llama.named import named_config
 from spmd.models.llama.step import Step, argument_types, train_step
 from spmd.models.training.run.metrics import peak_flops
 from spmd.models.training.run.optimizer import initial_state
@@ -50,8 +51,7 @@ from spmd.models.training.run.optimizer import initial_state
 
 def parse_axes(text: str) -> dict[str, int]:
     """`data=4:model=2` as sizes of axes, 1 for an axis that is not there."""
-    axes = {name: int(size) for name, size in (p.split("=") for p in text.split(":"))}
-    return {"data": 1, "model": 1, **axes}
+    return {"data": 1, "model": 1, **ahead.parse_axes(text)}
 
 
 def parse_mesh(text: str) -> spmd.Mesh:
@@ -137,8 +137,9 @@ HEADER = (
 
 def config_of(given: argparse.Namespace) -> LlamaConfig:
     """The model that the flags name."""
-    config = dataclasses.replace(
-        named_config(given.model),
+    return ahead.model_of(
+        given.model,
+        given.layers,
         dtype=jnp.dtype(given.dtype).name,
         scan_layers=given.scan,
         attention=given.attention,
@@ -146,8 +147,6 @@ def config_of(given: argparse.Namespace) -> LlamaConfig:
         remat=given.remat,
         matmul=given.matmul,
     )
-    layers = given.layers or config.num_hidden_layers
-    return dataclasses.replace(config, num_hidden_layers=layers)
 
 
 def peer_step(
@@ -229,13 +228,6 @@ def torch_row(given: argparse.Namespace, text: str) -> Row:
     return row
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table, each row when it is there."""
-    print("| " + " | ".join(header) + " |\n| " + " | ".join(["---"] * len(header)) + " |")
-    for row in rows:
-        print("| " + " | ".join(row) + " |", flush=True)
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run train", __doc__)
@@ -295,18 +287,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     devices = {text: math.prod(parse_axes(text).values()) for text in given.meshes}
     done = itertools.chain(tuple(rows), measured())
-    table(HEADER, (row.cells(given, config, devices[row.mesh]) for row in done))
+    print_table(HEADER, (row.cells(given, config, devices[row.mesh]) for row in done))
     if given.kinds:
         print()
         by_kind = [(row, row.kinds) for row in rows if row.kinds]
-        table(
+        print_table(
             ("milliseconds", "mesh", *kernels.HEADER),
             ([row.name, row.mesh, *kinds.cells()] for row, kinds in by_kind),
         )
         for row in rows:
             if row.parts:
                 print()
-                table(
+                print_table(
                     (f"spmd.jit, {row.mesh}", "predicted ms", "measured ms"),
                     ([p.name, *(f"{s * 1e3:.1f}" for s in p[1:])] for p in row.parts),
                 )

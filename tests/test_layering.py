@@ -67,7 +67,7 @@ READ_TESTS = (
     "tools/compare_shardy.py", "tools/coverage.py", "tools/entered.py", "tools/fuzz.py",
     "tools/packages.py",
 )  # fmt: skip
-"""Tools that write down what the tests run, or run more of it, or use their fakes."""
+"""Tools that write down what the tests run, or run more of it."""
 
 
 def package_of(name: str) -> str | None:

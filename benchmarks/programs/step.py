@@ -1,13 +1,12 @@
 """Llama training steps of any size, lowered by our compiler alone: they need no devices."""
 
-import dataclasses
 from typing import NamedTuple
 
 import optax
 
 import spmd
+from benchmarks.compiled_ahead import mesh_of, model_of, parse_axes
 from spmd.models.llama import sharding
-from spmd.models.llama.named import named_config
 from spmd.models.llama.step import argument_types, train_step
 
 UNLIMITED = 1 << 50
@@ -28,14 +27,9 @@ class Step(NamedTuple):
 
 def lower(step: Step) -> spmd.Lowered:
     """The whole compiler once on one training step."""
-    axes = {name: int(size) for name, size in (p.split("=") for p in step.mesh.split(":"))}
-    mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
-    config = dataclasses.replace(
-        named_config(step.model),
-        num_hidden_layers=step.layers,
-        scan_layers=step.scan,
-        attention="einsum",  # ops that Shardy, the peer, knows, too
-    )
+    mesh = mesh_of(parse_axes(step.mesh))
+    # Einsums are ops that Shardy, the peer, knows, too.
+    config = model_of(step.model, step.layers, scan_layers=step.scan, attention="einsum")
     optimizer = optax.adamw(1e-4) if step.optimizer == "adamw" else optax.adafactor(1e-4)
     fn = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
