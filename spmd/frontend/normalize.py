@@ -265,9 +265,8 @@ def start_neutral(program: Program) -> Program:
     """Lets reductions start from an identity; other initial values join their results, once."""
 
     def starts(op: Op) -> bool:
-        return (
-            op.name in (REDUCE, "stablehlo.reduce_window") and op.kind.attrs.get(NEUTRAL) is False
-        )
+        reduces = op.name in (REDUCE, "stablehlo.reduce_window")
+        return reduces and op.kind.attrs.get(NEUTRAL) is False
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if not starts(op):
@@ -305,7 +304,8 @@ microseconds on eight devices; to hold a smaller constant whole on each device c
 def lift_constants(imported: Imported) -> Imported:
     """Makes large constants arguments behind the others; equal constants become one argument."""
     program = imported.program
-    large = {op.results[0] for op in program.walk() if op.name == CONSTANT and _is_large(op)}
+    made = {op.results[0]: op.kind.attrs["value"] for op in program.walk() if op.name == CONSTANT}
+    large = {v for v, dense in made.items() if not dense.splat and len(dense.data) > LARGE}
     large -= held_atoms(program).keys() if large else set()
     if not large:
         return imported
@@ -316,15 +316,7 @@ def lift_constants(imported: Imported) -> Imported:
 
     program = edit_ops(program, edit, large)
     body = program.body._replace(args=(*program.body.args, *lifted.values()))
-    names = [f"constants/{number}" for number in range(len(lifted))]
-    program = program._replace(
-        body=body, arg_names=(*program.arg_names, *names), constants=tuple(lifted)
-    )
-    return imported._replace(
-        program=program, arg_marks=(*imported.arg_marks, *[None] * len(lifted))
-    )
-
-
-def _is_large(constant: Op) -> bool:
-    dense: Dense = constant.kind.attrs["value"]
-    return not dense.splat and len(dense.data) > LARGE
+    names = (*program.arg_names, *(f"constants/{number}" for number in range(len(lifted))))
+    marks = (*imported.arg_marks, *[None] * len(lifted))
+    program = program._replace(body=body, arg_names=names, constants=tuple(lifted))
+    return imported._replace(program=program, arg_marks=marks)

@@ -7,10 +7,12 @@ StableHLO's own passes compute the shapes; jax runs the same to compile an expor
 dims. `jax.extend.mlir.refine_polymorphic_shapes` runs them in one call, but refuses composites.
 """
 
+from __future__ import annotations
+
 import ast
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -276,14 +278,14 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
         if found:
             _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
             gone[name] = set(found)
-    for op, callee in list(_calls_in(module.operation)):
+    for op in ops_in(module.operation):
         if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
             stated = items_of(op.attributes["composite_attributes"])
             attrs = {name: sized(attr) for name, attr in stated.items()}
             op.attributes["composite_attributes"] = ir.DictAttr.get(attrs)
-        if callee in gone:
-            operands = [value for i, value in enumerate(op.operands) if i not in gone[callee]]
-            _replace(op, Taken(op.name, dict(entries_of(op)), op.location), operands)
+        if dropped := gone.get(_callee(op)):
+            operands = [value for i, value in enumerate(op.operands) if i not in dropped]
+            _replace(op, Taken.of(op), operands)
 
 
 def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
@@ -327,11 +329,14 @@ class Taken(NamedTuple):
     attributes: Mapping[str, Any]
     location: Any
 
+    @staticmethod
+    def of(op: Any, **more: Any) -> Taken:
+        """Returns what `op` is, with attributes `more`."""
+        return Taken(op.name, {**dict(entries_of(op)), **more}, op.location)
 
-def _calls_in(root: Any) -> Iterator[tuple[Any, str]]:
-    for op in ops_in(root):
-        if op.name in _CALLEES:
-            yield op, op.attributes[_CALLEES[op.name]].value
+
+def _callee(op: Any) -> str:
+    return str(op.attributes[_CALLEES[op.name]].value) if op.name in _CALLEES else ""
 
 
 def _is_static(type_: Any) -> bool:
@@ -367,10 +372,9 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
         op, around = waiting.pop()
         count += 1
         if op.name in SAME and op.results and not _is_static(op.results[0].type):
-            taken[len(taken)] = Taken(op.name, dict(entries_of(op)), op.location)
+            taken[len(taken)] = Taken.of(op)
             _replace_results(op, _barrier(op, END, len(taken) - 1, op.operands))
-        elif op.name in _CALLEES and not is_manual_call(op):
-            callee = op.attributes[_CALLEES[op.name]].value
+        elif (callee := _callee(op)) and not is_manual_call(op):
             problem = None
             if callee in around:
                 problem = "calls itself"
@@ -387,8 +391,7 @@ def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
     for function in reached:  # which grows: bodies of custom calls, and manual calls, stay
         for op in ops_in(function):
             named = [attr.value for attr in op.attributes.get("called_computations", ())]
-            named += [op.attributes[_CALLEES[op.name]].value] if op.name in _CALLEES else []
-            reached += [left.pop(name) for name in named if name in left]
+            reached += [left.pop(name) for name in (*named, _callee(op)) if name in left]
     for function in left.values():
         function.erase()
     return taken
@@ -411,7 +414,7 @@ def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
     operands, number = list(op.operands), None
     if op.name == "stablehlo.composite" and operands and op.results:
         number = len(taken)
-        taken[number] = Taken(op.name, dict(entries_of(op)), op.location)
+        taken[number] = Taken.of(op)
         operands = _barrier(op, BEGIN, number, operands)
     block = function.regions[0].blocks[0]
     values = dict(zip(block.arguments, marked(operands, "arg_attrs"), strict=True))
@@ -526,9 +529,7 @@ def _announce(root: Any) -> None:
             with ir.InsertionPoint(op), op.location:
                 operands = [*op.operands, *_call_shapes(op)]
             numbers = _ELEMENTS.get(np.arange(len(op.operands), len(operands)))
-            _replace(
-                op, Taken(op.name, {**dict(entries_of(op)), stated: numbers}, op.location), operands
-            )
+            _replace(op, Taken.of(op, **{stated: numbers}), operands)
 
 
 def _settle(root: Any, functions: Mapping[str, Any]) -> None:
@@ -582,20 +583,16 @@ def _call_shapes(op: Any) -> Sequence[Any]:
 
 
 def _settled(op: Any, amounts: list[Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the name and the attributes of the op that a call stands for."""
     if _target(op) == _RANDOM:
         return "stablehlo.rng_bit_generator", {"rng_algorithm": op.attributes["rng_algorithm"]}
     if _target(op) == _WINDOW:
         names = ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
         arrays = [ir.DenseI64ArrayAttr.get(amount.tolist()) for amount in amounts[:-1]]
-        padding = _ELEMENTS.get(amounts[-1].astype(np.int64))
-        return "stablehlo.reduce_window", {
-            **dict(zip(names, arrays, strict=True)),
-            "padding": padding,
-        }
-    k = {"top_k": ir.IntegerAttr.get(ir.IntegerType.get_signless(64), int(amounts[0]))}
+        own = {"padding": _ELEMENTS.get(amounts[-1].astype(np.int64))}
+        return "stablehlo.reduce_window", {**dict(zip(names, arrays, strict=True)), **own}
+    k = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), int(amounts[0]))
     if _target(op) == _TOP_K:
-        return "chlo.top_k", {"k": k["top_k"]}
-    config = ir.DictAttr.get({**items_of(op.attributes["mhlo.backend_config"]), **k})
+        return "chlo.top_k", {"k": k}
+    config = ir.DictAttr.get({**items_of(op.attributes["mhlo.backend_config"]), "top_k": k})
     own = {"mhlo.backend_config": config, "call_target_name": ir.StringAttr.get("ApproxTopK")}
     return op.name, {**dict(entries_of(op)), **own}

@@ -97,13 +97,12 @@ class Exported(NamedTuple):
         Raises:
           ArgumentError: an input is missing or unknown.
         """
-        missing = [n for n in self.arg_names if n not in self.weights and n not in inputs]
-        unknown = [n for n in inputs if n not in self.arg_names]
-        if missing or unknown:
+        wanted = [n for n in self.arg_names if n not in self.weights]
+        if any(n not in inputs for n in wanted) or any(n not in self.arg_names for n in inputs):
             raise ArgumentError(
                 "the inputs have other names than the module's",
                 actual=", ".join(inputs) or "none",
-                required=", ".join(n for n in self.arg_names if n not in self.weights),
+                required=", ".join(wanted),
             )
         return [self.weights[n] if n in self.weights else inputs[n] for n in self.arg_names]
 

@@ -432,8 +432,22 @@ class TrainStep(Held):
 
     def _first_state(self, compiled: Compiled, known: Mapping[str, Any]) -> Any:
         """Returns the optimizer's state before its first step, but for what is known by path."""
+
+        def filled(path: Any, leaf: Any) -> Any:
+            array = known.get(path_name(path))
+            if array is None:
+                return leaf
+            if array.shape != leaf.shape:
+                raise ArgumentError(
+                    f"optimizer state {path_name(path)!r} cannot be loaded",
+                    actual=described(array),
+                    required=described(leaf),
+                )
+            return jax.device_put(array.astype(leaf.dtype), leaf.sharding)
+
         trained, _ = split(self._placed, self._optimizer.trained)
-        return _filled(compiled.init(1, self._optimizer.init, trained), known)
+        state = compiled.init(1, self._optimizer.init, trained)
+        return jax.tree_util.tree_map_with_path(filled, state)
 
     def _more_key(self) -> Any:
         return self._optimizer.key
@@ -513,24 +527,6 @@ class TrainStep(Held):
         if opt_state is not old:  # there is none yet, or not of all that the groups ask for now
             self._optimizer_state = self._first_state(compiled, known)
         return ModuleProgram(compiled, changed, draws[0], written=frozenset(optimizer.written))
-
-
-def _filled(state: Any, new: Mapping[str, Any]) -> Any:
-    """Returns `state`, a pytree on the mesh, with the leaves at the paths of `new` replaced."""
-
-    def filled(path: Any, leaf: Any) -> Any:
-        array = new.get(path_name(path))
-        if array is None:
-            return leaf
-        if array.shape != leaf.shape:
-            raise ArgumentError(
-                f"optimizer state {path_name(path)!r} cannot be loaded",
-                actual=described(array),
-                required=described(leaf),
-            )
-        return jax.device_put(array.astype(leaf.dtype), leaf.sharding)
-
-    return jax.tree_util.tree_map_with_path(filled, state)
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

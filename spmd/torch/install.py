@@ -27,14 +27,13 @@ def check_installed(version_of: Callable[[str], str] = metadata.version) -> None
             raise InstallError(
                 f"spmd.torch needs {package}, which is not installed", fix=COMMAND
             ) from error
-        if f"{have.partition('+')[0]}.".startswith(f"{wanted}."):
-            continue
-        raise InstallError(
-            f"spmd.torch does not know {package} {have}",
-            actual=f"{package} {have}",
-            required=f"{package} {wanted}",
-            fix=COMMAND,
-        )
+        if not f"{have.partition('+')[0]}.".startswith(f"{wanted}."):
+            raise InstallError(
+                f"spmd.torch does not know {package} {have}",
+                actual=f"{package} {have}",
+                required=f"{package} {wanted}",
+                fix=COMMAND,
+            )
 
 
 def load_torchax() -> None:

@@ -86,14 +86,6 @@ class _Rule(NamedTuple):
     flags: tuple[str, ...]  # entries of a group that the program depends on
 
 
-def _sgd_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
-    return {
-        "lr": float(group["lr"]),
-        "weight_decay": group["weight_decay"],
-        "momentum": group["momentum"],
-    }
-
-
 def _sgd(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
     grad = grad + now["weight_decay"] * param
     if not slots:
@@ -138,7 +130,7 @@ def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any,
 
 _SGD = _Rule(
     lambda group: ("momentum_buffer",) if group["momentum"] else (),
-    _sgd_scalars,
+    lambda group, _: {n: float(group[n]) for n in ("lr", "weight_decay", "momentum")},
     _sgd,
     ("momentum", "nesterov", "maximize", "dampening"),
 )

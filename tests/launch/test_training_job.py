@@ -1,8 +1,6 @@
 """`scripts/train_llama.py` as several processes: one's losses; killed, and restarted to the bit."""
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -74,21 +72,15 @@ class Job:
         finally:
             self.process.kill()
 
-    def losses_after(self, step: int) -> dict[int, float]:
-        """What the metrics say once they have come to a step; the run goes on."""
+    def wait_for(self, step: int) -> None:
+        """Until the metrics have come to a step; the run goes on."""
         metrics = self.folder / "metrics.jsonl"
 
-        def found() -> dict[int, float]:
-            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-            whole = [json.loads(line) for line in lines if line.endswith("\n") and '"loss"' in line]
-            return {record["step"]: record["loss"] for record in whole}
-
         def is_there() -> bool:
-            return max(found(), default=0) >= step or self.process.poll() is not None
+            return metrics.exists() and f'"step": {step},' in metrics.read_text()
 
-        wait_until(is_there, lambda: self.said)
-        assert max(found(), default=0) >= step, self.said
-        return found()
+        wait_until(lambda: is_there() or self.process.poll() is not None, lambda: self.said)
+        assert is_there(), self.said
 
     def kill(self, process: int) -> None:
         """SIGKILL to one process of the first attempt."""
@@ -112,39 +104,6 @@ def start(environment: dict[str, str], tmp_path: Path):
         job.end()
 
 
-def start_alone(start, folder: Path, data: int) -> Job:
-    """The same mesh in one process."""
-    flags = with_device_count(os.environ["XLA_FLAGS"], data)
-    return start(
-        train(folder, data), folder, "alone", XLA_FLAGS=flags, JAX_PROCESS_ID="", SPMD_RESTART=""
-    )
-
-
-def check_same_curve(ours: dict[int, float], alone: dict[int, float]) -> None:
-    assert list(ours) == list(alone) == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(list(ours.values()), list(alone.values()), rtol=2e-5)
-
-
-@pytest.mark.heavy
-def test_a_killed_job_restarts_and_takes_the_same_steps(start, tmp_path: Path):
-    """Steps taken a second time are the same to the bit."""
-    command = train(tmp_path / "two", 2)
-    job = start(launched(2, command, "--max_restarts=1"), tmp_path / "two", "job")
-    before = job.losses_after(KILL_AFTER)
-    job.kill(1)
-    assert job.end() == 0, job.said
-    says = "launch: process 1 failed: killed by SIGKILL (exit code 137); the others get SIGTERM"
-    assert says in job.said
-    assert "launch: restart 1 of 1" in job.said
-    assert "Traceback" not in job.said
-    (resumed,) = map(int, re.findall(r"resuming after step (\d+)", job.said))
-    after = losses(tmp_path / "two")
-    again = [step for step in before if step > resumed]
-    assert again and all(after[step] == before[step] for step in again)
-    assert list(after) == list(range(1, STEPS + 1))
-    assert job.said.count("partitioned and compiled in") == 2  # one process speaks, each time
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("processes", "victim", "restarted_by"),
@@ -154,23 +113,35 @@ def test_resumed_it_ends_as_if_left_alone(
     processes: int, victim: int, restarted_by: str, start, tmp_path: Path
 ):
     """Parameters, optimizer state and losses to the bit, whoever is killed and who starts again."""
-    undisturbed = start(
-        launched(processes, train(tmp_path / "undisturbed", processes)),
-        tmp_path / "undisturbed",
-        "job",
-    )
+    whole = tmp_path / "undisturbed"
+    undisturbed = start(launched(processes, train(whole, processes)), whole, "job")
     assert undisturbed.end() == 0, undisturbed.said
     command = train(tmp_path / "killed", processes)
     flags = ["--max_restarts=1"] if restarted_by == "launcher" else []
     job = start(launched(processes, command, *flags), tmp_path / "killed", "job")
-    job.losses_after(KILL_AFTER)
+    job.wait_for(KILL_AFTER)
     job.kill(victim)
     if restarted_by == "hand":
         assert job.end() == 128 + signal.SIGKILL, job.said
         job = start(launched(processes, command), tmp_path / "killed", "again")
     assert job.end() == 0, job.said
     assert "resuming after step" in job.said
-    compare(tmp_path / "undisturbed", tmp_path / "killed", STEPS)
-    alone = start_alone(start, tmp_path / "alone", processes)
+    if restarted_by == "launcher":
+        killed = f"launch: process {victim} failed: killed by SIGKILL (exit code 137); the others"
+        assert f"{killed} get SIGTERM" in job.said
+        assert "launch: restart 1 of 1" in job.said and "Traceback" not in job.said
+        assert job.said.count("partitioned and compiled in") == 2  # one process speaks, each time
+    compare(whole, tmp_path / "killed", STEPS)
+    # The same mesh in one process.
+    alone = start(
+        train(tmp_path / "alone", processes),
+        tmp_path / "alone",
+        "alone",
+        XLA_FLAGS=with_device_count(os.environ["XLA_FLAGS"], processes),
+        JAX_PROCESS_ID="",
+        SPMD_RESTART="",
+    )
     assert alone.end() == 0, alone.said
-    check_same_curve(losses(tmp_path / "killed"), losses(tmp_path / "alone"))
+    ours, expected = losses(tmp_path / "killed"), losses(tmp_path / "alone")
+    assert list(ours) == list(expected) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(ours.values()), list(expected.values()), rtol=2e-5)

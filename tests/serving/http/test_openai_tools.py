@@ -38,6 +38,14 @@ def tool(name: str, strict: bool | None = None) -> Any:
     return {"type": "function", "function": function}
 
 
+def only(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+def form(schema: Any, **more: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
 TOOLS = [tool("add"), tool("mul")]
 
 
@@ -102,9 +110,7 @@ def test_a_round_trip(format: str) -> None:
 @pytest.mark.parametrize("must", ["required", "mul"])
 def test_calls_that_have_to_be(format: str, must: str) -> None:
     """However the model draws: every call fits its tool."""
-    choice: Any = must
-    if must == "mul":
-        choice = {"type": "function", "function": {"name": "mul"}}
+    choice = only(must) if must == "mul" else must
     with chatting(random_model(), chat_template=TEMPLATES[format]) as (_, client):
         answer = chat(client, tool_choice=choice, n=4, seed=3)
         alone = chat(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=3)
@@ -179,15 +185,15 @@ def test_strict_tools_bind_calls_as_soon_as_they_begin() -> None:
 
 
 def test_a_call_or_an_answer_of_some_form() -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "é"}}}
     backend = Scripted()
     with chatting(backend, chat_template=TEMPLATES["hermes"]) as (_, client):
         backend.script = '"é"'.encode()
-        message = chat(client, response_format=form).choices[0].message
+        message = chat(client, response_format=form({"const": "é"})).choices[0].message
         assert message.content == '"é"' and message.tool_calls is None
         call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
         backend.script = call.encode()
-        message = chat(client, response_format=form, parallel_tool_calls=False).choices[0].message
+        more = {"response_format": form({"const": "é"}), "parallel_tool_calls": False}
+        message = chat(client, **more).choices[0].message
         assert message.content is None and len(message.tool_calls) == 1
 
 
@@ -244,19 +250,10 @@ def test_what_is_refused_says_where() -> None:
                 chat(client, **more)
             return str(found.value.body["message"])
 
-        def form(schema: Any, **more: Any) -> Any:
-            given = {"name": "x", "schema": schema, **more}
-            return {"type": "json_schema", "json_schema": given}
-
-        bad = {
-            "type": "object",
-            "properties": {"a/b": {"items": {"type": "array", "uniqueItems": True}}},
-        }
+        bad = {"properties": {"a/b": {"items": {"type": "array", "uniqueItems": True}}}}
         place = "response_format.json_schema.schema/properties/a~1b/items: "
-        assert (
-            refused(tools=[], response_format=form(bad))
-            == place + 'Unimplemented keys: ["uniqueItems"]'
-        )
+        said = refused(tools=[], response_format=form(bad))
+        assert said == place + 'Unimplemented keys: ["uniqueItems"]'
         raw = client.chat.completions.with_raw_response.create(
             model=MODEL, messages=ASK, max_tokens=900, response_format=form(bad, strict=False)
         )
@@ -265,9 +262,7 @@ def test_what_is_refused_says_where() -> None:
         assert "3000 are the most" in refused(tools=[], response_format=form({"const": "x" * 4000}))
         assert refused(tools=[tool("a b")]).startswith("tools[0].function.name: 1 to 64 letters")
         assert refused(tools=[tool("a"), tool("a")]) == "tools: two have the same name"
-        assert refused(tool_choice={"type": "function", "function": {"name": "no"}}).startswith(
-            "tool_choice: no tool"
-        )
+        assert refused(tool_choice=only("no")).startswith("tool_choice: no tool")
         assert refused(tools=[], tool_choice="required").startswith("tool_choice:")
         assert refused(extra_body={"guided_regex": "a"}) == "guided_regex: not together with tools"
         worse = tool("f", True)
@@ -338,11 +333,8 @@ def test_texts_fit_their_schemas() -> None:
 
         @given(SCHEMAS, st.integers(0, 99))
         def fit(schema: Schema, seed: int) -> None:
-            form = {"name": "x", "schema": schema, "strict": True}
-            asked: Any = {
-                "model": MODEL, "seed": seed, "n": 2, "max_tokens": 4000,
-                "extra_body": {"response_format": {"type": "json_schema", "json_schema": form}},
-            }  # fmt: skip
+            asked: Any = {"model": MODEL, "seed": seed, "n": 2, "max_tokens": 4000}
+            asked["extra_body"] = {"response_format": form(schema, strict=True)}
             chats = client.chat.completions.create(**asked, messages=ASK).choices
             texts = [(choice.finish_reason, choice.message.content) for choice in chats]
             for choice in client.completions.create(**asked, prompt="x").choices:
