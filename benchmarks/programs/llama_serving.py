@@ -119,7 +119,8 @@ def attention(
     visible_ST = reached_S[:, None] >= jnp.arange(CACHE)[None, :]
     scores_BNST = jnp.where(visible_ST, scores_BNST, np.finfo(np.float32).min)
     heads_BSND = jnp.einsum("bnst,btnd->bsnd", jax.nn.softmax(scores_BNST, -1), v_BTKD)
-    out_BSH = model.linear(model.merge_heads(heads_BSND), layer["o_proj"]["weight"])
+    heads_BSA = heads_BSND.reshape(*x_BSH.shape[:-1], -1)
+    out_BSH = model.linear(heads_BSA, layer["o_proj"]["weight"])
     return out_BSH, {"k": k_BTKD, "v": v_BTKD}
 
 

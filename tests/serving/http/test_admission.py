@@ -223,7 +223,7 @@ def test_tensors_that_hang() -> None:
 
 def test_tensors_are_fair_to_addresses() -> None:
     with serving_tensors() as (live, gated):
-        workers = live.service.tensors()
+        workers, _ = live.service.tensors()
         many = [begin(live, INFER, TENSOR, "127.0.0.2") for _ in range(10)]
         wait_until(lambda: len(gated.called) == 1 and workers.waiting == 9)
         one = begin(live, INFER, {"inputs": [{**TENSOR["inputs"][0], "data": [8]}]})
@@ -244,7 +244,7 @@ def test_draining_tensors(drain_seconds: float, answer: int) -> None:
         if answer == 200:
             assert post(f"{live.url}{INFER}", json=TENSOR).status_code == 503
         else:
-            wait_until(lambda: live.service.tensors()._stopping)
+            wait_until(lambda: live.service.tensors()[0]._stopping)
         gated.open.set()
         assert list(map(status, asked)) == [answer] * 10
 

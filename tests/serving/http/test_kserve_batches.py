@@ -82,8 +82,7 @@ def test_what_it_says_of_its_batch(client: Any) -> None:
 
 def test_a_crowd_is_joined(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits while a call runs is one call of the largest size that it fills."""
-    batches, workers = live.service.batches, live.service.tensors()
-    assert batches is not None
+    workers, batches = live.service.tensors()
     run, go_on, begun = batches._infer.infer, threading.Event(), threading.Event()
 
     def held(tensors: Any) -> Any:
