@@ -15,7 +15,7 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 
 from collections.abc import Callable, Sequence
 
-from spmd.ir.control_flow import producers_of
+from spmd.ir.control_flow import producers_of, ties
 from spmd.ir.description import (
     BROADCAST,
     CONCATENATE,
@@ -43,16 +43,7 @@ MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is m
 def expand(program: Program, mesh: Mesh) -> Program:
     """Writes `spmd.*` helper ops as StableHLO, puts callbacks in branches, links ordered ones."""
     program = in_order(program)
-    producers, sliced = producers_of(program), set[Value]()
-    # Dynamic slices that another slice is taken from, or that XLA moves there.
-    for op in program.walk():
-        if op.name != LOCAL_SLICE and op.name != DYNAMIC_SLICE:
-            continue
-        source = producers.get(op.operands[0])
-        while source is not None and source.name in MOVES:
-            source = producers.get(source.operands[0])
-        if source is not None and source.name == DYNAMIC_SLICE:
-            sliced.add(source.results[0])
+    sliced = _sliced(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if any(dtype_bits(t.dtype) == 2 for t in op.kind.operands) and (
@@ -83,6 +74,36 @@ def expand(program: Program, mesh: Mesh) -> Program:
         return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
     return rewrite_ops(program, rewrite)
+
+
+def _sliced(program: Program) -> set[Value]:
+    """Returns the results of dynamic slices that another slice is taken from, by XLA at the latest.
+
+    That one may read it behind a loop or a branch: XLA inlines loops of one trip.
+    """
+    producers = producers_of(program)
+    comes: dict[Value, list[Value]] = {}  # a value of a loop or a branch -> what it may be
+    found, asked, seen = set[Value](), list[Value](), set[Value]()
+    for op in program.walk():
+        for source, inside, result in ties(op) if op.regions else ():
+            ends = inside if source is None else inside[-1:]  # a loop's carry: its next value
+            starts = [] if source is None else [source]
+            for value in {result, *inside}.difference(ends):
+                comes[value] = [*starts, *ends]
+        if op.name in (LOCAL_SLICE, DYNAMIC_SLICE):
+            asked.append(op.operands[0])
+    while asked:
+        value = asked.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        op = producers.get(value)
+        asked += comes.get(value, ())
+        if op is not None and op.name in MOVES:
+            asked.append(op.operands[0])
+        elif op is not None and op.name == DYNAMIC_SLICE:
+            found.add(value)
+    return found
 
 
 def _in_bytes(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:

@@ -57,6 +57,21 @@ def test_a_local_slice_of_a_slice(out: Any) -> None:
         np.testing.assert_array_equal(step(x, np.int32(start)), x[at : at + 8])
 
 
+def test_a_local_slice_of_what_a_loop_sliced() -> None:
+    """XLA inlines a loop of one trip."""
+    mesh = spmd.Mesh(None, (2,), ("a",))
+
+    def fn(x: Any, start: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            spmd.mark_sharding(carry, mesh, ("a",))
+            return lax.dynamic_slice(x, (carry[0],), (4,))
+
+        return lax.fori_loop(0, 1, body, start)
+
+    x, step = np.arange(9), spmd.jit(fn, options=CHECKED, mesh=mesh, out_specs=(...,))
+    np.testing.assert_array_equal(step(x, np.full(4, 8)), x[5:])
+
+
 def test_a_local_slice_of_a_gather() -> None:
     dims = lax.GatherDimensionNumbers((0,), (), (0,))
 

@@ -368,6 +368,8 @@ def reduce(m: Maker, v: Var) -> None:
         m.add(f"{v.name}.{m.pick(('any', 'all'))}({dims})", [v])
         return
     kind = m.pick(("sum", "max", "min", "prod", "mean", "init", "argmax", "other"))
+    if kind == "init" and count == 1:  # XLA drops the initial value
+        kind = "sum"
     if kind in ("argmax", "other"):
         _reduce_other(m, v, dims, kind)
     elif kind == "init":
@@ -394,7 +396,7 @@ def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
         m.add(f"jnp.{m.pick(('argmax', 'argmin'))}({v.name}, {dims[0]})", [v])
     elif is_float(v):
         m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
-    elif m.flag():
+    elif m.flag() or math.prod(v.shape[d] for d in dims) == 1:  # as above
         _reduce_pairs(m, v, dims[0])
     else:
         op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
