@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 
-MESH = spmd.Mesh(None, (3, 2), ("a", "b"))
+SIZES = (3, 2) if jax.device_count() >= 6 else (2, 2)  # of GPUs there are four
+MESH = spmd.Mesh(None, SIZES, ("a", "b"))
 SHAPES = ((6, 4), (6, 1), (0, 4), (6, 0), ())
 CHECKED = spmd.Options(check=True)
 
@@ -48,7 +49,7 @@ def _keys() -> dict[str, Any]:
 
 
 def _spec(x: Any) -> Any:
-    fits = [n % size == 0 for n, size in zip(x.shape, (3, 2), strict=False)]
+    fits = [n % size == 0 for n, size in zip(x.shape, SIZES, strict=False)]
     return tuple(axis if fit else None for axis, fit in zip("ab", fits, strict=False))
 
 
@@ -133,6 +134,14 @@ def test_exported(step: Any, given: Any, wanted: Any) -> None:
     same(exported.call(placed), wanted)
 
 
+def test_exported_as_bytes() -> None:
+    given = _values([d for d in DTYPES if d not in ("int2", "uint2")], ((6, 4),))  # jax has none
+    step = spmd.jit(MARKED, mesh=MESH, in_specs=(jax.tree.map(_spec, given),))
+    written = step.lower(given).export().serialize()
+    placed = jax.device_put(given, step.compile(given).in_shardings[0])
+    same(export.deserialize(written).call(placed), jax.jit(PLAIN)(given))
+
+
 def test_exported_with_a_symbolic_dim() -> None:
     given = _values(DTYPES, ((6, 4),))
     rows = export.symbolic_shape("n", constraints=["mod(n, 3) == 0"])[0]
@@ -155,6 +164,22 @@ def test_looked_at_while_it_runs() -> None:
     same(seen, given)
 
 
+def test_printed_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    given = _values(DTYPES, ((6, 4), (0, 4), ()))
+
+    def printing(tree: Any) -> Any:
+        for name, x in tree.items():
+            jax.debug.print(name + " {x}", x=x)
+        return PLAIN(tree)
+
+    printed = []
+    for step in (spmd.jit(printing, mesh=MESH), jax.jit(printing)):
+        step(given)
+        jax.effects_barrier()
+        printed.append(sorted(capfd.readouterr().out.splitlines()))
+    assert printed[0] == printed[1] != []
+
+
 def test_keys() -> None:
     keys = _keys()
     step = spmd.jit(MARKED, mesh=MESH, in_specs=(jax.tree.map(_spec, keys),), options=CHECKED)
@@ -168,7 +193,7 @@ def test_keys() -> None:
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
 def test_packed_elements_in_another_order_in_memory(donated: tuple[int, ...]) -> None:
     x = _value("int4", (6, 4))
-    where = NamedSharding(jax.make_mesh((3, 2), ("a", "b")), PartitionSpec("a", "b"))
+    where = NamedSharding(jax.make_mesh(SIZES, ("a", "b")), PartitionSpec("a", "b"))
     step = spmd.jit(PLAIN, mesh=MESH, in_specs=(("a", "b"),), donate_argnums=donated)
     compiled = step.compile(x)
     for run in (compiled, step):
