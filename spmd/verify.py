@@ -262,7 +262,7 @@ class _Search(NamedTuple):
 
     def run(self) -> Culprit | None:
         """Returns the first op whose value differs; None if all results of the block agree."""
-        # Cut n is behind n ops; the one behind all ops and one more has the results in the shardings
+        # Cut n is behind n ops; one more cut has the results in the shardings
         # that are returned. Of 4 ops the third is wrong: cut 2 agrees, cut 3 differs.
         # Values that no later op reads are not compared, so a difference may be gone again later.
         # The search still ends at an op behind which something differs, and before it nothing.
