@@ -295,12 +295,10 @@ def _signature(operands: Sequence[TensorType], results: Sequence[TensorType]) ->
 
 
 def _attribute(attr: Attribute) -> str:
-    if isinstance(attr, bool):
-        return "true" if attr else "false"
+    if isinstance(attr, bool | str):
+        return json.dumps(attr)
     if isinstance(attr, int):
         return f"{attr} : i64"
-    if isinstance(attr, str):
-        return json.dumps(attr)
     if isinstance(attr, Opaque):
         return attr.text
     if isinstance(attr, Dense):
@@ -319,11 +317,10 @@ def _attribute(attr: Attribute) -> str:
         stated = [f"{n} = {list(v) if isinstance(v, tuple) else v}" for n, v in fields if v != ()]
         return f"#stablehlo.{word}<{', '.join(stated)}>"
     if isinstance(attr, tuple):
-        if attr and isinstance(attr[0], bool):
-            return "array<i1: " + ", ".join("true" if a else "false" for a in attr) + ">"
         if attr and isinstance(attr[0], tuple):
             return _matrix(attr)
-        return "array<i64" + (": " + ", ".join(map(str, attr)) if attr else "") + ">"
+        dtype = "i1" if attr and isinstance(attr[0], bool) else "i64"
+        return f"array<{dtype}: {json.dumps(attr)[1:-1]}>" if attr else "array<i64>"
     raise TypeError(f"attribute {attr!r} cannot be emitted")
 
 
