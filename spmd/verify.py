@@ -28,7 +28,6 @@ from spmd.lowering.emit import Emitted, emit
 from spmd.lowering.execute import executable, executable_on, on_own_mesh, without_shardings
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, spec_text
-from spmd.mesh.spec import jax_mesh
 from spmd.planning.plan import Plan
 from spmd.planning.problem import whole_axes
 
@@ -233,14 +232,14 @@ def whole_run(program: Program, mesh: Mesh) -> Run:
     return _text_run(emit(rewrite_ops(program, bare), mesh), program, _first(mesh))
 
 
-def _text_run(text: str, program: Program, where: Any) -> Run:
+def _text_run(text: str, program: Program, mesh: Mesh) -> Run:
     types = tuple(program.types[v] for v in program.body.results)
-    run = executable_on(text, types, where, program.callbacks)
+    run = executable_on(text, types, mesh, program.callbacks)
     return lambda arguments: host_arrays(run(*arguments))
 
 
-def _first(mesh: Mesh) -> Any:
-    return jax_mesh(mesh).devices.flat[0]
+def _first(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.device_ids[:1], (1,), ("one",))
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:
