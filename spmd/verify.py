@@ -176,9 +176,6 @@ def compare(
     name: str, type_: TensorType, got: Any, wanted: Any, tolerance: Tolerance
 ) -> Comparison:
     """Compares two arrays of type `type_`; NaN equals NaN, an infinity only an equal one."""
-    if np.shape(got) != np.shape(wanted):
-        text = f"shape {np.shape(got)}", f"shape {np.shape(wanted)}"
-        return Comparison(name, type_, np.inf, np.inf, (), *text, False)
     x, y = _wide(got), _wide(wanted)
     with np.errstate(invalid="ignore", over="ignore"):
         same = (x == y) | ((x != x) & (y != y))

@@ -26,15 +26,9 @@ def check_program(
     `stage` is `program` for a global program, `local` or `optimized` for a local one. `ends` are
     the types that its arguments must have, and those of its results; it may be left out.
     """
-    body, walk = program.body, _Walk(program.types, stage, set())
-    for what, values, names in (
-        ("arguments", body.args, program.arg_names),
-        ("results", body.results, program.result_names),
-    ):
-        if len(values) != len(names):
-            walk.fail(f"{len(values)} {what} have {len(names)} names")
-    walk.region(body)
-    have = (walk.of(body.args), walk.of(body.results))
+    walk = _Walk(program.types, stage, set())
+    walk.region(program.body)
+    have = (walk.of(program.body.args), walk.of(program.body.results))
     for what, types, wanted in zip(("arguments", "results"), have, ends, strict=False):
         if types != tuple(wanted):
             walk.fail(f"its {what} are {_text(types)} instead of {_text(wanted)}")
