@@ -114,7 +114,7 @@ def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
     """Calls a function as composite `name`; under `jax.vmap` it runs in a loop over elements."""
     count = operands[3].shape[0]
 
-    @sequential_vmap
+    @sequential_vmap  # type: ignore[untyped-decorator]
     def run(*operands: Any) -> Any:
         return jax.lax.composite(function, name)(*operands, count=count)
 

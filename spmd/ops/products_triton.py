@@ -247,11 +247,7 @@ def by_rows(x_RI: Any, weights: Any, sizes_E: Any, *, is_transposed: bool, inter
     grid = about_T3.shape[0], columns // tiles.columns
     kernel = functools.partial(_rows_kernel, tiles=tiles, grid=grid, is_transposed=is_transposed)
     result = jax.ShapeDtypeStruct((rows, columns), x_RI.dtype)
-    how = compiled_with(tiles.warps, tiles.stages, interpret)
-    call = pl.pallas_call(
-        kernel, name="rows_gemm", grid=(math.prod(grid),), out_shape=result, **how
-    )
-    return call(about_T3, x_RI, weights)
+    return _call("rows_gemm", kernel, tiles, grid, result, interpret)(about_T3, x_RI, weights)
 
 
 def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
@@ -264,11 +260,12 @@ def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
     about_E2 = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
     kernel = functools.partial(_groups_kernel, tiles=tiles, grid=grid)
     result = jax.ShapeDtypeStruct((groups, outputs, inputs), x_RI.dtype)
+    return _call("groups_gemm", kernel, tiles, grid, result, interpret)(about_E2, y_RO, x_RI)
+
+
+def _call(name: str, kernel: Any, tiles: Tiles, grid: Any, result: Any, interpret: bool) -> Any:
     how = compiled_with(tiles.warps, tiles.stages, interpret)
-    call = pl.pallas_call(
-        kernel, name="groups_gemm", grid=(math.prod(grid),), out_shape=result, **how
-    )
-    return call(about_E2, y_RO, x_RI)
+    return pl.pallas_call(kernel, name=name, grid=(math.prod(grid),), out_shape=result, **how)
 
 
 def _tiles(rows: int, columns: int) -> Tiles:
