@@ -39,12 +39,11 @@ from spmd.ir.dialect.registry import TAUGHT
 from spmd.ir.legality import check_program
 from spmd.ir.program import Callback, Program
 from spmd.ir.rewrite import dedupe
-from spmd.ir.types import Order
+from spmd.ir.types import Order, local_type
 from spmd.launch.agree import Texts, check_same_program, digest, made_by_first
 from spmd.lowering.emit import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
-from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import has_pairs, recompute
 from spmd.lowering.rewrites.ring import ring
@@ -57,7 +56,6 @@ from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.exact import RUNS, plan_exactly
 from spmd.planning.greedy import plan_greedily
-from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan, recorded, replayed
 from spmd.planning.problem import Problem, posed
 from spmd.planning.search import Candidate, Search
@@ -276,12 +274,19 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
         emitted = _emit(laid_out, request.donated, clock)
         plan, parts, timeline = trial.plan, trial.partitioned, trial.timeline
         if options.check:
-            check_program(plan.program)
-            check_plan(plan)
-            check_local(parts, "local")
-            check_local(laid_out, "optimized")
+            _check(plan.program, parts, laid_out)
     made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
     return Stages(*made, clock.seconds, is_kept)
+
+
+def _check(whole: Program, partitioned: Partitioned, optimized: Partitioned) -> None:
+    """Raises LegalityError for a malformed program, or a local one not of the pieces of `whole`."""
+    check_program(whole)
+    for stage, local in (("local", partitioned), ("optimized", optimized)):
+        ends = (whole.body.args, local.arguments), (whole.body.results, local.results)
+        pairs = [zip(values, shardings, strict=True) for values, shardings in ends]
+        pieces = [[local_type(whole.types[v], s, local.mesh) for v, s in end] for end in pairs]
+        check_program(local.program, stage, pieces)
 
 
 def _check_same_request(

@@ -1,15 +1,16 @@
 """`verify`: compares the partitioned program with the whole one, and finds the first wrong op.
 
 The search is a bisection. At a *cut* behind the first n ops, both programs run these ops, and the
-values that later ops read are compared. Nothing differs at cut 0, something at the last cut; the
-interval is halved until one op is left. If that is a loop, both programs run its body by itself for
-one iteration after the other, and the first one that differs is searched in the same way.
+values that later ops read are compared. If the first wrong op is a loop, both programs run its body
+by itself for one iteration after the other, and the first one that differs is searched likewise.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,8 +28,6 @@ from spmd.lowering.emit import Emitted, emit
 from spmd.lowering.execute import executable, executable_on, on_own_mesh, without_shardings
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, spec_text
-from spmd.mesh.spec import jax_mesh
-from spmd.planning.choices import making_choice
 from spmd.planning.plan import Plan
 from spmd.planning.problem import whole_axes
 
@@ -36,8 +35,11 @@ Arrays = list[Any]
 Run = Callable[[Arrays], Arrays]  # a program, from flat host arrays to flat host arrays
 Lower = Callable[[Plan], Emitted]  # the stages from the plan to the emitted program
 
-_READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
-_NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
+_MANUAL = "in a program with a jax.shard_map no single op is looked for"
+_NOT_REPRODUCED = (
+    "the program as it was imported agrees with itself, partitioned without XLA's options and "
+    "donation: the module was read wrongly, or these matter"
+)
 
 
 class Culprit(NamedTuple):
@@ -92,8 +94,9 @@ def verify(
 
     `run` calls the partitioned program, compiled; `lower` emits the program of a plan. `module` is
     the whole program. It runs on one device, or with manual regions on all of the mesh, partitioned
-    by XLA; each device that is used needs memory for all of it. Arguments are copied, not donated.
-    `rtol` and `atol` are as in `Tolerance`; if left out, `rtol` is chosen by dtype.
+    by XLA, and then no op is looked for; each device that is used needs memory for all of it.
+    Arguments are copied, not donated. `rtol` and `atol` are as in `Tolerance`; if left out, `rtol`
+    is chosen by dtype.
     ArgumentError: some of an argument is on devices of other processes.
     """
     program = plan.program
@@ -106,17 +109,16 @@ def verify(
             )
     given = host_arrays(arguments)
     tolerance = Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
-    want = text_run(without_shardings(module), program, plan.mesh)(given)
+    text = without_shardings(module)
+    is_manual = any(op.name == MANUAL for op in program.walk())
+    want = _text_run(text, program, plan.mesh if is_manual else _first(plan.mesh))(given)
     got = host_arrays(run([a.copy() for a in given]))
     comparisons = compare_results(program, got, want, tolerance)
-    # The imported program, run whole, lies between the two: if it differs from the module already,
-    # the importer is to blame, and no op of the partitioned program.
     if all(c.ok for c in comparisons):
         return Verification(True, comparisons)
+    if is_manual:
+        return Verification(False, comparisons, problem=_MANUAL)
     given += [constant.array() for constant in program.constants]
-    imported = whole_run(program, plan.mesh)(given)
-    if not all(c.ok for c in compare_results(program, imported, want, tolerance)):
-        return Verification(False, comparisons, problem=_READ_WRONGLY)
     culprit = _Search(plan, given, lower, tolerance).run()
     return Verification(False, comparisons, culprit, "" if culprit else _NOT_REPRODUCED)
 
@@ -174,9 +176,6 @@ def compare(
     name: str, type_: TensorType, got: Any, wanted: Any, tolerance: Tolerance
 ) -> Comparison:
     """Compares two arrays of type `type_`; NaN equals NaN, an infinity only an equal one."""
-    if np.shape(got) != np.shape(wanted):
-        text = f"shape {np.shape(got)}", f"shape {np.shape(wanted)}"
-        return Comparison(name, type_, np.inf, np.inf, (), *text, False)
     x, y = _wide(got), _wide(wanted)
     with np.errstate(invalid="ignore", over="ignore"):
         same = (x == y) | ((x != x) & (y != y))
@@ -222,24 +221,22 @@ def _wide(array: Any) -> Any:
 
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
-    """Compiles the global program without its marks; returns a function as `text_run` does."""
+    """Compiles the global program without its marks; returns a function from inputs to results."""
 
     def bare(b: Builder, op: Op, operands: Sequence[Value]) -> Sequence[Value] | None:
         return operands if op.is_mark or op.name == INSPECT else None
 
-    return text_run(emit(rewrite_ops(program, bare), mesh), program, mesh)
+    return _text_run(emit(rewrite_ops(program, bare), mesh), program, _first(mesh))
 
 
-def text_run(text: str, program: Program, mesh: Mesh) -> Run:
-    """Compiles StableHLO `text` of a whole program; returns a function from arguments to results.
-
-    It runs on the mesh's first device, or with manual regions on all, partitioned by XLA.
-    """
+def _text_run(text: str, program: Program, mesh: Mesh) -> Run:
     types = tuple(program.types[v] for v in program.body.results)
-    is_manual = any(op.name == MANUAL for op in program.walk())
-    where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
-    run = executable_on(text, types, where, program.callbacks)
+    run = executable_on(text, types, mesh, program.callbacks)
     return lambda arguments: host_arrays(run(*arguments))
+
+
+def _first(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.device_ids[:1], (1,), ("one",))
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:
@@ -258,31 +255,25 @@ class _Search(NamedTuple):
 
     def run(self) -> Culprit | None:
         """Returns the first op whose value differs; None if all results of the block agree."""
-        # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
-        # one behind all ops and one more has the results in the shardings that are returned. Of 4
-        # ops the third is wrong:
-        #   [0, 5] cut 2 agrees -> [2, 5] cut 3 differs -> [2, 3]: it is ops[2]
+        # Cut n is behind n ops; one more cut has the results in the shardings
+        # that are returned. Of 4 ops the third is wrong: cut 2 agrees, cut 3 differs.
         # Values that no later op reads are not compared, so a difference may be gone again later.
         # The search still ends at an op behind which something differs, and before it nothing.
         ops = self.plan.program.body.ops
-        equal, differs = 0, len(ops) + 1
-        wrong = self.wrong_at(differs)
-        if not wrong:
+        wrong_at = cache(self.wrong_at)
+        if not wrong_at(len(ops) + 1):
             return None
-        while differs - equal > 1:
-            middle = (equal + differs) // 2
-            if found := self.wrong_at(middle):
-                differs, wrong = middle, found
-            else:
-                equal = middle
+        equal = bisect_left(range(1, len(ops) + 1), True, key=lambda cut: bool(wrong_at(cut)))
+        wrong = wrong_at(equal + 1)
         if equal == len(ops):
             return Culprit(None, "only the reshard of a result differs", self.inside, wrong)
         op = ops[equal]
-        return self.descend(equal, op, wrong) or self.culprit(op, wrong)
+        inner = self.descend_loop(equal, op) if op.is_loop else None
+        return inner or self.culprit(op, wrong)
 
-    def culprit(self, op: Op, wrong: tuple[Comparison, ...], *inside: str) -> Culprit:
+    def culprit(self, op: Op, wrong: tuple[Comparison, ...]) -> Culprit:
         plan = self.plan
-        lines = [format_op(op, plan.mesh), f"  at: {op.loc.source or 'an unknown place'}"]
+        lines = [format_op(op, plan.mesh), f"  at: {_line(op)}"]
         choice = plan.choices.get(op.results[0])
         for i, value in enumerate(op.operands):
             state = plan.states[value]
@@ -292,7 +283,7 @@ class _Search(NamedTuple):
         for i, value in enumerate(op.results):
             state = plan.states[value] or probe_sharding(plan, value)
             lines.append(f"  result {i}: %{value} is {spec_text(state, plan.mesh)}")
-        return Culprit(op, "\n".join(lines), self.inside + inside, wrong)
+        return Culprit(op, "\n".join(lines), self.inside, wrong)
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
         """Compares the values that ops after the first `cut` read; returns those that differ."""
@@ -327,25 +318,6 @@ class _Search(NamedTuple):
         program = _with_body(self.plan.program, Region(body.args, body.ops[:index], tuple(values)))
         return whole_run(program, self.plan.mesh)(self.arguments)
 
-    def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        """Returns the first wrong op in the regions of `op`; None if none is on equal inputs."""
-        if op.name == MANUAL:  # what is inside has no value on the whole program's side
-            return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
-        if op.is_loop:
-            return self.descend_loop(index, op)
-        if op.regions:
-            (selector,) = self.values_before(index, op.operands[:1])
-            number, last = int(selector), len(op.regions) - 1
-            if op.kind.about.selector == "i1":
-                number = 0 if number else 1
-            elif not 0 <= number <= last:
-                number = last
-            branch = _region_program(self.plan, op.regions[number])
-            captured = self.values_before(index, branch.body.args)
-            plan = _piece_plan(self.plan, branch)
-            return plan and self.search(plan, captured, f"branch {number} of {_place(op)}")
-        return None
-
     def descend_loop(self, index: int, op: Op) -> Culprit | None:
         """Returns the first wrong op of the first iteration that differs; None if none does."""
         # The whole program makes the carries of every iteration, so that an error in one does not
@@ -366,13 +338,10 @@ class _Search(NamedTuple):
             iteration += 1
             given = [*carries, *read]
             if differing(given):
-                return self.search(plan, given, f"iteration {iteration} of {_place(op)}")
+                place = f"iteration {iteration} of {op.name} at {_line(op)}"
+                return self._replace(plan=plan, arguments=given, inside=(*self.inside, place)).run()
             carries = step(given)
         return None
-
-    def search(self, plan: Plan, arguments: Arrays, place: str) -> Culprit | None:
-        inside = (*self.inside, place)
-        return self._replace(plan=plan, arguments=arguments, inside=inside).run()
 
 
 def _with_body(program: Program, body: Region) -> Program:
@@ -419,26 +388,13 @@ def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
 
 
 def probe_sharding(plan: Plan, value: Value) -> Sharding:
-    """Returns a value's planned sharding, of whole axes that divide its dims, and not partial."""
-    state = plan.states[value] or _use_of_cheap(plan, value)
-    shape = plan.program.types[value].shape
-    return Sharding(whole_axes(state.dims, shape, plan.mesh))
+    """Returns a value's planned sharding, of whole axes that divide its dims, and not partial.
+
+    One that is made for each use has none, and is compared whole.
+    """
+    shape, state = plan.program.types[value].shape, plan.states[value]
+    return Sharding(whole_axes(state.dims if state else ((),) * len(shape), shape, plan.mesh))
 
 
-def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
-    """Returns the sharding in which its first reader takes a value that is made for each reader."""
-    cheap = plan.propagated.cheap
-    for op in plan.program.walk():
-        if value not in op.operands or op.regions:
-            continue
-        index = op.operands.index(value)
-        if op.results[0] in cheap:
-            outer = _use_of_cheap(plan, op.results[0])
-            return making_choice(op, outer, plan.mesh).operands[index]
-        if op.results[0] in plan.choices:
-            return plan.choice(op).operands[index].full()
-    return Sharding(((),) * plan.program.types[value].rank)
-
-
-def _place(op: Op) -> str:
-    return f"{op.name} at {op.loc.source or 'an unknown place'}"
+def _line(op: Op) -> str:
+    return op.loc.source or "an unknown place"

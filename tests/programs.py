@@ -10,10 +10,12 @@ import numpy as np
 import optax
 
 import spmd
+from spmd.mesh.sharding import Mark, Sharding
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import named_config
 from spmd.models.llama.step import train_step
+from spmd.planning.plan import Plan
 
 JAX = ".".join(jax.__version__.split(".")[:2])
 """jax releases trace the same function to slightly different modules: golden texts of each."""
@@ -107,3 +109,21 @@ def llama_batch(cfg: LlamaConfig) -> dict[str, np.ndarray[Any, Any]]:
     """Eight sequences of random tokens."""
     tokens = np.random.RandomState(0).randint(0, cfg.vocab_size, (8, 17)).astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def assert_marks_hold(plan: Plan) -> None:
+    """Marked values are split as marked: along a closed dim just so, along an open one at first."""
+    program = plan.program
+    owners = {*program.body.args, *(v for op in program.walk() if op.is_mark for v in op.results)}
+    returned = list(zip(program.body.results, plan.results, strict=True))
+    for value, mark in plan.propagated.marks.items():
+        # A result's mark holds for what is returned, not for the value, which may be there twice.
+        found = [s for v, s in returned if v == value]
+        states = [plan.states[value]] if value in owners else found
+        assert any(state is not None and _keeps(mark, state) for state in states), mark.reason
+
+
+def _keeps(mark: Mark, state: Sharding) -> bool:
+    dims = zip(mark.dims, mark.open, state.dims, strict=True)
+    kept = (have[: len(wanted) if is_open else None] == wanted for wanted, is_open, have in dims)
+    return not state.partial and all(kept)

@@ -156,13 +156,9 @@ class Compiled(Planned):
         self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
         self._moved = 0
         doing("XLA")
-        outside, limit = self.boundary.outside, options.memory_limit
-        program, topology = self.stages.optimized.program, self.stages.plan.topology
+        program = self.stages.optimized.program
         to_xla = xla_options(self.request.platform, program, options.compiler_options)
-        if limit is None:
-            self.executable = execute.compile_emitted(emitted, to_xla, outside)
-        else:
-            self.executable = execute.compile_within(limit, emitted, topology, to_xla, outside)
+        self.executable = execute.compile_emitted(emitted, to_xla, self.boundary.outside)
         self._tell_inspections()
 
     def _tell_inspections(self) -> None:

@@ -7,7 +7,7 @@ run on any Linux machine. Without a GPU, XLA does not time kernels to choose the
 import importlib.util
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,48 +18,40 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import platform_of
 from spmd.mesh.topology import Topology
 
-
-class _Gpu(NamedTuple):
-    """The hardware figures of one GPU model that XLA needs in order to compile for it."""
-
-    name: str  # CUDA's name for it
-    capability: tuple[int, int]  # compute capability
-    # cores, fpus: multiprocessors, and the float32 units of each
-    cores: int
-    fpus: int
-    shared: int  # KiB of shared memory of a multiprocessor
-    # l2, memory: bytes of the L2 cache and of device memory
-    l2: int
-    memory: int
-    bandwidth: int  # of device memory, in 10^9 bytes/s
-    clock: float  # GHz
-
+_FIGURES = (
+    "core_count", "fpus_per_core", "shared_memory_per_core", "l2_cache_size", "device_memory_size",
+    "memory_bandwidth", "clock_rate_ghz",
+)  # fmt: skip
+"""Figures of a GPU as XLA names them: numbers of multiprocessors and of their float32 units, bytes,
+bytes a second."""
 
 # From the CUDA programming guide's table of compute capabilities, and NVIDIA's architecture papers.
 _GPUS = {
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40 << 20, 80 << 30, 2_039, 1.41),
-    "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50 << 20, 80 << 30, 3_352, 1.98),
-    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 60 << 20, 141 * 10**9, 4_800, 1.98),
-}
+    "a100": (
+        "NVIDIA A100-SXM4-80GB", 8, (108, 64, 164 << 10, 40 << 20, 80 << 30, 2_039 * 10**9, 1.41),
+    ),
+    "h100": (
+        "NVIDIA H100 80GB HBM3", 9, (132, 128, 228 << 10, 50 << 20, 80 << 30, 3_352 * 10**9, 1.98),
+    ),
+    "h200": (
+        "NVIDIA H200", 9, (132, 128, 228 << 10, 60 << 20, 141 * 10**9, 4_800 * 10**9, 1.98),
+    ),
+}  # fmt: skip
+"""Chip -> CUDA's name for it, its compute capability (before the point), its `_FIGURES`."""
 
 RESERVED = 1 << 10  # bytes of shared memory that CUDA keeps of every block
 
 
-def _target(gpu: _Gpu) -> str:
+def _target(chip: str) -> str:
     """Returns XLA's description of a GPU as a compilation target: a protobuf in text format."""
-    major, minor = gpu.capability
-    shared = gpu.shared << 10
+    name, major, numbers = _GPUS[chip]
+    said = dict(zip(_FIGURES, numbers, strict=True))
+    said["shared_memory_per_block_optin"] = said["shared_memory_per_core"] - RESERVED
+    figures = "\n  ".join(f"{field}: {number}" for field, number in said.items())
     return f"""
 gpu_device_info {{
-  core_count: {gpu.cores}
-  fpus_per_core: {gpu.fpus}
-  clock_rate_ghz: {gpu.clock}
-  memory_bandwidth: {gpu.bandwidth}000000000
-  device_memory_size: {gpu.memory}
-  l2_cache_size: {gpu.l2}
-  shared_memory_per_core: {shared}
+  {figures}
   shared_memory_per_block: {48 << 10}
-  shared_memory_per_block_optin: {shared - RESERVED}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_core_limit: 2048
@@ -68,10 +60,10 @@ gpu_device_info {{
   block_dim_limit_x: {2**31 - 1}
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: 0 }}
 }}
 platform_name: "CUDA"
-device_description_str: "{gpu.name}"
+device_description_str: "{name}"
 dnn_version_info {{ major: 9 minor: 10 }}
 """
 
@@ -154,7 +146,7 @@ def _gpus(topology: Topology, chip: str) -> list[Any]:
         described = topologies.get_topology_desc(
             topology.name,
             "cuda",
-            target_config=_target(_GPUS[chip]),
+            target_config=_target(chip),
             topology=f"1x{hosts}x{topology.count // hosts}",
         )
     except NotImplementedError as error:  # the plugin looked for CUDA's libraries

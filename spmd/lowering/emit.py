@@ -16,9 +16,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.ir.description import COMPOSITE, CUSTOM_CALL, FROM_MANUAL
+from spmd.ir.description import COMPOSITE, CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
-from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Callback, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import (
     DIM_NUMBERS,
@@ -35,7 +34,7 @@ from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import traced_composite
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs
+from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import has_parts, named_sharding, partition_spec
 from spmd.reshard.comm import group_size
 
@@ -140,7 +139,6 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
 # ---------------------------------------------------------------------------------------------
 # The text.
 
-_MESH = "spmd_mesh"
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}
 _OF_CALLBACKS = ("number", "called", "ordered", FREE, LINKED)
 _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter"}
@@ -149,8 +147,8 @@ _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 def emit(program: Program, mesh: Mesh) -> str:
     """Returns a program as StableHLO text with one public function, `main`.
 
-    Arguments of zero elements are constants inside `main` instead. In a global program, each
-    `jax.shard_map` becomes a `sdy.manual_computation`, around which XLA partitions.
+    Arguments of zero elements are constants inside `main` instead. Of a global program there is
+    none with a `jax.shard_map`.
     """
     return _Emitter(program, mesh).run()
 
@@ -172,10 +170,6 @@ class _Emitter:
         results = ", ".join(str(types[v]) for v in body.results)
         name = "".join(c if c.isalnum() else "_" for c in self.program.name) or "program"
         self.lines.append(f"module @{name} {{")
-        if any(op.name == MANUAL for op in self.program.walk()):
-            axes = zip(self.mesh.axis_names, self.mesh.sizes, strict=True)
-            text = ", ".join(f"{json.dumps(name)}={size}" for name, size in axes)
-            self.lines.append(f"sdy.mesh @{_MESH} = <[{text}]>")
         self.lines.append(f"func.func public @main({args}) -> ({results}) {{")
         for v in empty:
             # XLA for CPUs crashes at calls with arguments of no elements, in jax 0.11.
@@ -209,9 +203,6 @@ class _Emitter:
         return f"{name}:{len(values)}"
 
     def op(self, op: Op) -> None:
-        if op.name == MANUAL:
-            self.manual(op)
-            return
         kind = op.kind
         if op.name in (CALLBACK, CHECK_CALLBACK):  # for `execute`, which has the functions
             own = {**kind.attrs, FREE: bool(kind.attrs.get(FREE))}
@@ -255,40 +246,7 @@ class _Emitter:
         if blocks:
             self.lines.append("})" + tail)
 
-    def manual(self, op: Op) -> None:
-        region = op.regions[0]
-        ways_in = [inner for inner in region.ops if inner.name == TO_MANUAL]
-        made = {v: inner for inner in region.ops for v in inner.results}
-        ways_out = [made[v] for v in region.results]
-        attrs = [
-            f"in_shardings = {self.crossings(ways_in)}",
-            f"out_shardings = {self.crossings(ways_out)}",
-            f"manual_axes = #sdy<manual_axes{self.axis_names(op.kind.attrs['axes'])}>",
-        ]
-        inside = Region(
-            tuple(inner.results[0] for inner in ways_in),
-            tuple(o for o in region.ops if o.name not in (TO_MANUAL, FROM_MANUAL)),
-            tuple(inner.operands[0] for inner in ways_out),
-        )
-        types = tuple(inner.kind.operands[0] for inner in ways_in)
-        kind = OpKind("sdy.manual_computation", types, op.kind.results, {})
-        operands = tuple(inner.operands[0] for inner in ways_in)
-        block = partial(self.block, inside, self.program.types, "sdy.return")
-        self.write(op._replace(kind=kind, operands=operands), attrs, [block])
-
-    def crossings(self, ops: Sequence[Op]) -> str:
-        # Says how the values that enter or leave a manual region are split.
-        dims = [[self.axis_names(axes, open_=True) for axes in op.kind.attrs["dims"]] for op in ops]
-        shardings = ", ".join(f"<@{_MESH}, [{', '.join(value)}]>" for value in dims)
-        return f"#sdy.sharding_per_value<[{shardings}]>"
-
-    def axis_names(self, axes: Axes, open_: bool = False) -> str:
-        names = [json.dumps(ref.name) for ref in axis_refs(axes, self.mesh)] + ["?"] * open_
-        return "{" + ", ".join(names) + "}"
-
-    def block(
-        self, region: Region, types: Sequence[TensorType], end: str = "stablehlo.return"
-    ) -> None:
+    def block(self, region: Region, types: Sequence[TensorType]) -> None:
         if region.args:
             args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in region.args)
             self.lines.append(f"^bb0({args}):")
@@ -296,7 +254,7 @@ class _Emitter:
             self.op(op)
         values = ", ".join(self.names[v] for v in region.results)
         signature = _signature([types[v] for v in region.results], ())
-        self.lines.append(f'"{end}"({values}) : {signature}')
+        self.lines.append(f'"stablehlo.return"({values}) : {signature}')
 
     def body(self, body: Body) -> None:
         """Writes an op's scalar body, such as a reducer, with values named `%b0`, `%b1`, ..."""
@@ -337,12 +295,10 @@ def _signature(operands: Sequence[TensorType], results: Sequence[TensorType]) ->
 
 
 def _attribute(attr: Attribute) -> str:
-    if isinstance(attr, bool):
-        return "true" if attr else "false"
+    if isinstance(attr, bool | str):
+        return json.dumps(attr)
     if isinstance(attr, int):
         return f"{attr} : i64"
-    if isinstance(attr, str):
-        return json.dumps(attr)
     if isinstance(attr, Opaque):
         return attr.text
     if isinstance(attr, Dense):
@@ -361,11 +317,10 @@ def _attribute(attr: Attribute) -> str:
         stated = [f"{n} = {list(v) if isinstance(v, tuple) else v}" for n, v in fields if v != ()]
         return f"#stablehlo.{word}<{', '.join(stated)}>"
     if isinstance(attr, tuple):
-        if attr and isinstance(attr[0], bool):
-            return "array<i1: " + ", ".join("true" if a else "false" for a in attr) + ">"
         if attr and isinstance(attr[0], tuple):
             return _matrix(attr)
-        return "array<i64" + (": " + ", ".join(map(str, attr)) if attr else "") + ">"
+        dtype = "i1" if attr and isinstance(attr[0], bool) else "i64"
+        return f"array<{dtype}: {json.dumps(attr)[1:-1]}>" if attr else "array<i64>"
     raise TypeError(f"attribute {attr!r} cannot be emitted")
 
 

@@ -35,11 +35,9 @@ from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.expand import LINKED
 from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import inline_region
-from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import local_shape
 from spmd.mesh.spec import jax_mesh, processes_of
-from spmd.mesh.topology import Topology
 from spmd.progress import kind_here
 
 _program = Primitive("spmd_program")
@@ -175,36 +173,6 @@ def on_own_mesh(
     return jax.set_mesh(jax_mesh(mesh, devices))
 
 
-def compile_within(
-    limit: int,
-    emitted: Emitted,
-    topology: Topology,
-    compiler_options: Mapping[str, Any],
-    outside: Outside | None = None,
-) -> Any:
-    """Compiles as `compile_emitted` does; the program should take at most `limit` bytes a device.
-
-    If it takes more, compiles again with `options_within`, and returns the smaller of the two
-    programs. It may still exceed the limit. Programs that fit are faster without these options.
-    """
-    free = compile_emitted(emitted, compiler_options, outside)
-    used, around = _memory(free)
-    within = options_within(limit, around, topology, compiler_options)
-    if used <= limit or within == compiler_options:
-        return free
-    tight = compile_emitted(emitted, within, outside)
-    return tight if _memory(tight)[0] < used else free
-
-
-def _memory(compiled: Any) -> tuple[int, int]:
-    """Returns (all bytes of a compiled program on a device, those of its arguments and results)."""
-    use = compiled.memory_analysis()
-    if use is None:
-        return 0, 0
-    around = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
-    return around + use.temp_size_in_bytes, around
-
-
 def cost_analysis(emitted: Emitted) -> Any:
     """Returns XLA's count of operations and bytes of the program of one device, none of it here."""
     types = (*emitted.argument_types, *(constant.value.type for constant in emitted.constants))
@@ -288,23 +256,20 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
 
 
 def executable_on(
-    module: str, out_types: Sequence[TensorType], where: Any, callbacks: Callbacks = ()
+    module: str, out_types: Sequence[TensorType], mesh: Mesh, callbacks: Callbacks = ()
 ) -> Any:
     """Returns a function from host arrays to jax arrays that runs an unpartitioned module.
 
-    `where` is a jax device, or a `Mesh` if the module has a `jax.shard_map`: then every device has
-    all arguments and results, and XLA partitions the rest. Callbacks of `jax.debug` do nothing.
+    Every device of the mesh has all arguments and results; if the module has a `jax.shard_map`, XLA
+    partitions the rest. Callbacks of `jax.debug` do nothing.
     """
-    run, place = _runner(module, tuple(out_types), silent(callbacks)), where
-    more: dict[str, Any] = {}
-    if isinstance(where, Mesh):
-        place = NamedSharding(jax_mesh(where), PartitionSpec())
-        more = {"out_shardings": place}
-    jitted = plain_jit(run, keep_unused=True, **more)
+    run = _runner(module, tuple(out_types), silent(callbacks))
+    whole = NamedSharding(jax_mesh(mesh), PartitionSpec())
+    jitted = plain_jit(run, keep_unused=True, out_shardings=whole)
 
     def run_there(*args: Any) -> Any:
-        with on_own_mesh(where if isinstance(where, Mesh) else Mesh([where.id], (1,), ("one",))):
-            return jitted(*jax.device_put(args, place))
+        with on_own_mesh(mesh):
+            return jitted(*jax.device_put(args, whole))
 
     return run_there
 

@@ -127,12 +127,9 @@ class _Wishes:
         return None if order == sorted(order) else tuple(order)
 
     def of(self, dim: _Dim) -> _Dim:
-        root = dim
-        while (above := self.same.get(root, root)) != root:
-            root = above
-        while dim != root:
-            self.same[dim], dim = root, self.same[dim]
-        return root
+        while (above := self.same.get(dim, dim)) != dim:  # the next time the way is half as long
+            self.same[dim] = dim = self.same.get(above, above)
+        return dim
 
     def wish(self, region: Region, runs: int) -> None:
         """Adds to `first`, for pairs of dims, the bytes of a region's collectives, times `runs`."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.ir.program import Program
-from spmd.mesh.topology import Topology
 
 DEFAULTS: dict[str, dict[str, str | bool | int]] = {
     # With one collective at a time a gather is awaited before the next reduce-scatter may begin,
@@ -30,16 +29,6 @@ EIGHT_BIT: dict[str, dict[str, str | bool | int]] = {
 }
 """Platform -> more default options, for programs that multiply matrices of 8-bit floats."""
 
-XLA_SHARE = 0.8
-"""The share of a GPU's memory that XLA's scheduler counts on (`GetSchedulerMemoryLimit`)."""
-
-SCHEDULED = 0.5
-"""The share of the memory left for temporary values that XLA's scheduler is told to use.
-
-The scheduler uses all that it may, and buffers then take more than it counts. Told all, four layers
-of 7B's width took 13% more than the limit, and 5% told half.
-"""
-
 
 def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns XLA's options for a local program: defaults, and `given` by the user, which win."""
@@ -49,18 +38,3 @@ def xla_options(platform: str, program: Program, given: Mapping[str, Any]) -> Ma
     if any(kind.operands[0].dtype.startswith("f8") for kind in products):
         chosen = {**chosen, **EIGHT_BIT.get(platform, {})}
     return {**chosen, **given}
-
-
-def options_within(
-    limit: int, around: int, topology: Topology, compiler_options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Returns `compiler_options`, for GPUs plus a memory limit for XLA's scheduler unless set.
-
-    `limit` is in bytes of a device, `around` of which are arguments and results.
-    """
-    flag = "xla_gpu_memory_limit_slop_factor"  # percent of what arguments and results leave
-    if topology.platform != "cuda" or flag in compiler_options:
-        return compiler_options
-    left = max(1.0, XLA_SHARE * topology.hbm_bytes - around)
-    percent = max(1, min(95, int(100 * SCHEDULED * (limit - around) / left)))
-    return {**compiler_options, flag: percent}

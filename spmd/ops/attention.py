@@ -169,11 +169,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _run(
     spec: Spec, is_whole: bool, name: str, reference: Kernel, tensors: Arrays, given: Arrays
 ) -> Any:
-    attributes = spec._asdict()
-    if spec.zigzag == 1:  # so that modules exported before there was an order read the same
-        del attributes["zigzag"]
-    if spec.window is None:  # an attribute of a composite has a value
-        del attributes["window"]
+    # Without fields at their default: None is no attribute, and older modules lack the order.
+    attributes = {k: x for k, x in spec._asdict().items() if x != Spec._field_defaults.get(k, ...)}
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not is_whole:
         return reference(*tensors, *masks, **attributes)

@@ -41,7 +41,8 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **mor
     """Returns results of jax's cuDNN `primitive`, or NotImplemented; `kept` is (lse, out, dout)."""
     q_BSND, k_BTKD, _ = tensors
     (_, queries, _, width), keys = q_BSND.shape, k_BTKD.shape[1]
-    has_bias = spec.segments or (spec.causal and not queries == spec.length == keys)
+    is_whole = queries == spec.length == keys
+    has_bias = spec.segments or (spec.causal and not is_whole)
     if (
         fused is None
         or q_BSND.dtype.name not in _HIDDEN
@@ -52,12 +53,20 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **mor
         or 0 in (*q_BSND.shape, *k_BTKD.shape)
     ):
         return NotImplemented
-    bias, mask_type = _bias(q_BSND, k_BTKD, masks, spec)
+    unused = bias = jnp.zeros(0, q_BSND.dtype)
+    mask, mask_type = spec.mask(masks, keys), fused.MaskType.NO_MASK
+    if spec.causal and is_whole:  # the kernel's own causal mask
+        mask_type = fused.MaskType.CAUSAL
+        if spec.window is None:
+            mask = mask._replace(positions_S=None)
+    if has_bias:
+        hidden = np.asarray(_HIDDEN[q_BSND.dtype.name], q_BSND.dtype)
+        visible_BST = mask.visible(keys, spec.window)
+        bias = jnp.where(visible_BST[:, None], np.zeros((), q_BSND.dtype), hidden)
     window = spec.window if spec.window is not None and spec.window < keys else None
-    unused = jnp.zeros(0, q_BSND.dtype)
     results = getattr(fused, primitive).bind(
         *tensors,
-        bias if has_bias else unused,
+        bias,
         *((unused,) * 6),
         *kept,
         scale=spec.scale,
@@ -70,19 +79,3 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **mor
         **more,
     )
     return tuple(results[:3])  # without the gradient of the bias
-
-
-def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Spec) -> tuple[Any, Any]:
-    """Returns (bias that hides keys from queries, or None; mask type that the kernel applies)."""
-    keys = k_BTKD.shape[1]
-    mask, mask_type = spec.mask(masks, keys), fused.MaskType.NO_MASK
-    # The kernel's own causal mask is for queries and keys of a whole sequence.
-    if spec.causal and q_BSND.shape[1] == spec.length == keys:
-        mask_type = fused.MaskType.CAUSAL
-        if not spec.segments or spec.window is None:
-            mask = mask._replace(positions_S=None)
-    visible_BST = mask.visible(keys, spec.window)
-    if visible_BST is None:
-        return None, mask_type
-    hidden = np.asarray(_HIDDEN[q_BSND.dtype.name], q_BSND.dtype)
-    return jnp.where(visible_BST[:, None], np.zeros((), q_BSND.dtype), hidden), mask_type

@@ -34,10 +34,7 @@ def zigzag(x: Any, parts: int, dim: int = 1) -> Any:
       >>> zigzag(np.arange(8), 2, dim=0).tolist()
       [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    xp, dim, pieces = _in_pieces(x, parts, dim, 2, parts)
-    front, back = (xp.take(pieces, half, dim) for half in (0, 1))
-    both = xp.stack([front, xp.flip(back, dim)], dim + 1)
-    return both.reshape(x.shape)
+    return _reordered(x, parts, dim, 0)
 
 
 def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
@@ -51,10 +48,7 @@ def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
     Raises:
       ArgumentError: the size of the dim is no multiple of 2 * parts.
     """
-    xp, dim, pieces = _in_pieces(x, parts, dim, parts, 2)
-    front, back = (xp.take(pieces, half, dim + 1) for half in (0, 1))
-    both = xp.stack([front, xp.flip(back, dim)], dim)
-    return both.reshape(x.shape)
+    return _reordered(x, parts, dim, 1)
 
 
 def positions(size: int, parts: int) -> Any:
@@ -62,8 +56,11 @@ def positions(size: int, parts: int) -> Any:
     return zigzag(jnp.arange(size), parts, dim=0)
 
 
-def _in_pieces(x: Any, parts: int, dim: int, *counts: int) -> tuple[Any, int, Any]:
-    """Returns (numpy or jax.numpy, as `x` is; `dim` from 0 on; x, with dim -> (*counts, piece))."""
+def _reordered(x: Any, parts: int, dim: int, halves: int) -> Any:
+    """Cuts positions into (2, parts) pieces, or (parts, 2) if `halves`, the index of 2, is 1.
+
+    Returns `x` with the pieces the other way, the ones from the back in reversed order.
+    """
     dim %= x.ndim
     size = x.shape[dim]
     if parts < 1 or size % (2 * parts):
@@ -74,8 +71,10 @@ def _in_pieces(x: Any, parts: int, dim: int, *counts: int) -> tuple[Any, int, An
             fix="pad the sequence, or ask for another number of parts",
         )
     xp = np if isinstance(x, np.ndarray) else jnp
-    piece = size // (2 * parts)
-    return xp, dim, x.reshape(*x.shape[:dim], *counts, piece, *x.shape[dim + 1 :])
+    cut = (parts, 2) if halves else (2, parts)
+    pieces = x.reshape(*x.shape[:dim], *cut, size // (2 * parts), *x.shape[dim + 1 :])
+    front, back = (xp.take(pieces, half, dim + halves) for half in (0, 1))
+    return xp.stack([front, xp.flip(back, dim)], dim + 1 - halves).reshape(x.shape)
 
 
 # Kernels, which know the usual order alone.

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 
 from spmd.errors import ArgumentError
 from spmd.ir.dialect.composites import AXES, arguments_of
@@ -114,22 +114,9 @@ def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
     """Calls a function as composite `name`; under `jax.vmap` it runs in a loop over elements."""
     count = operands[3].shape[0]
 
-    @custom_vmap
+    @sequential_vmap  # type: ignore[untyped-decorator]
     def run(*operands: Any) -> Any:
         return jax.lax.composite(function, name)(*operands, count=count)
-
-    @run.def_vmap  # type: ignore[untyped-decorator]
-    def mapped(size: int, batched: Any, *operands: Any) -> Any:
-        del size
-
-        def one(some: Any) -> Any:
-            rest = iter(some)
-            given = zip(operands, batched, strict=True)
-            return run(*(next(rest) if is_batched else x for x, is_batched in given))
-
-        each = [x for x, is_batched in zip(operands, batched, strict=True) if is_batched]
-        results = jax.lax.map(one, each)
-        return results, jax.tree.map(lambda _: True, results)
 
     return run(*operands)
 

@@ -192,12 +192,10 @@ def _products(plan: _Plan, x: Any, weights: tuple[Any, ...], maxima: Any) -> tup
 def _forward(
     plan: _Plan, x: Any, weights: tuple[Any, ...], maxima: Any
 ) -> tuple[tuple[Any, ...], Any]:
-    scales = _scales(maxima, plan.margin)
-    met = [_maximum(operand) for operand in (x, *weights)]
-    x8, *weights8 = (
-        _rounded(operand, E4M3, scales[i] if plan.delayed else _scale(met[i], E4M3, plan.margin))
-        for i, operand in enumerate((x, *weights))
-    )
+    operands = (x, *weights)
+    met = [_maximum(operand) for operand in operands]
+    scales = _scales(plan, maxima[: len(met)], met, E4M3)
+    x8, *weights8 = (_rounded(each, E4M3, scales[i]) for i, each in enumerate(operands))
     results = tuple(_dot(x8, w8, plan.dims, x.dtype) for w8 in weights8)
     like = jnp.zeros((0,), x.dtype), [jnp.zeros((0,), w.dtype) for w in weights]
     return results, (x8, weights8, maxima, met, like)
@@ -205,19 +203,17 @@ def _forward(
 
 def _backward(plan: _Plan, kept: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], Any]:
     x8, weights8, maxima, met, (like_x, like_w) = kept
-    scales = _scales(maxima, plan.margin)[1 + len(grads) :]
-    met = [*met, *map(_maximum, grads)]
+    owed = [_maximum(dy) for dy in grads]
+    scales = _scales(plan, maxima[len(met) :], owed, E5M2)
     dx, dw = jnp.zeros((), like_x.dtype), []
     for i, (dy, w8, like) in enumerate(zip(grads, weights8, like_w, strict=True)):
-        largest = met[1 + len(grads) + i]
-        scale = scales[i] if plan.delayed else _scale(largest, E5M2, plan.margin)
-        dy8 = _rounded(dy, E5M2, scale)
+        dy8 = _rounded(dy, E5M2, scales[i])
         term = _grad_of(0, dy8, w8, plan.dims, x8.values.ndim, like_x.dtype)
         dx = term if i == 0 else dx + term
         # Devices add their terms in the dtype of `x`, as those of a product in it.
         term = _grad_of(1, dy8, x8, plan.dims, w8.values.ndim, like_x.dtype)
         dw.append(term.astype(like.dtype))
-    return dx, tuple(dw), jnp.concatenate([jnp.concatenate(met), maxima[:, :-1]], axis=1)
+    return dx, tuple(dw), jnp.concatenate([jnp.concatenate([*met, *owed]), maxima[:, :-1]], axis=1)
 
 
 _products.defvjp(_forward, _backward)
@@ -267,25 +263,19 @@ def _maximum(x: Any) -> jax.Array:
     return jnp.max(jnp.abs(x).astype(jnp.float32)).reshape(1, 1)
 
 
-def _scales(maxima_RH: Any, margin: int) -> jax.Array:
-    finite_RH = jnp.where(jnp.isfinite(maxima_RH), maxima_RH, 0.0)
-    count = maxima_RH.shape[0] // 2
-    limits_R = np.array([*[_limit(E4M3)] * (count + 1), *[_limit(E5M2)] * count], np.float32)
-    return _powers(limits_R, jnp.max(finite_RH, axis=1), margin)
+def _scales(plan: _Plan, maxima_RH: Any, met: Sequence[Any], dtype: Any) -> jax.Array:
+    """Returns (R,): p / 2**margin for each operand, whose maxima were `maxima_RH` or are `met`.
 
-
-def _scale(largest: Any, dtype: Any, margin: int) -> jax.Array:
-    finite = jnp.where(jnp.isfinite(largest), largest, 0).reshape(())
-    return _powers(np.float32(_limit(dtype)), finite, margin)
-
-
-def _powers(limits: Any, largest: Any, margin: int) -> jax.Array:
-    """Returns p / 2**margin, p the largest power of two with p * largest <= limits, or 1 for 0."""
-    ratio = limits / jnp.where(largest > 0, largest, limits)
+    p is the largest power of two with which the largest maximum is in the format's range; 1 for 0.
+    """
+    known = maxima_RH if plan.delayed else jnp.concatenate(met)
+    largest = jnp.max(jnp.where(jnp.isfinite(known), known, 0.0), axis=1)
+    limit = np.float32(_limit(dtype))
+    ratio = limit / jnp.where(largest > 0, largest, limit)
     bound = 2.0 ** (LARGEST_EXPONENT)
     bits = jax.lax.bitcast_convert_type(jnp.clip(ratio, 1 / bound, bound), jnp.int32)
     exponent_only = np.int32(0x7F800000)  # without its mantissa a float is the power of two below
-    return jax.lax.bitcast_convert_type(bits & exponent_only, jnp.float32) * 2.0**-margin
+    return jax.lax.bitcast_convert_type(bits & exponent_only, jnp.float32) * 2.0**-plan.margin
 
 
 def _rounded(x: Any, dtype: Any, scale: Any) -> _Rounded:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
-from spmd.ops.products_triton import compiled_with, power_above, triton
+from spmd.ops.products_triton import compiled_with, places, power_above, triton
 
 POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
@@ -279,9 +279,6 @@ def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
     return table[jnp.full(POSITIONS, slot), jnp.minimum(column_T, most)]
 
 
-# The backend wants one array of indices for each dim, all of the shape of what is loaded.
-
-
 def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
     return triton().load(ref.at[where], mask=mask, other=other)
 
@@ -292,8 +289,6 @@ def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
 
 
 def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:
-    shape = (*mask.shape, ref.shape[-1])
-    rows = tuple(jnp.broadcast_to(x[:, None], shape) for x in where)
-    return (*rows, jax.lax.broadcasted_iota(jnp.int32, shape, 1)), jnp.broadcast_to(
-        mask[:, None], shape
-    )
+    each = [places(x, 0, ref.shape[-1]) for x in where]
+    rows, (_, column_RC) = [row_RC for row_RC, _ in each], each[-1]
+    return (*rows, column_RC), jnp.broadcast_to(mask[:, None], column_RC.shape)

@@ -33,6 +33,16 @@ def power_above(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def places(row_R: Any, begin: Any, size: int) -> tuple[Any, Any]:
+    """Returns the rows and the columns, each (R, size), of columns from `begin` on of `row_R`.
+
+    The backend wants one array of indices for each dim, all of the shape of what is loaded.
+    """
+    shape = (row_R.shape[0], size)
+    column_RC = begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.broadcast_to(row_R[:, None], shape), column_RC
+
+
 def _of_16_bits(x: Any) -> bool:
     return bool(x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating))
 
@@ -154,25 +164,19 @@ def _kernel(x: Any, *rest: Any, tiles: LinearTiles, ends: Sequence[int]) -> None
 def _block(x: Any, weight: Any, result: Any, tiles: LinearTiles, split: Any) -> None:
     rows, inputs = x.shape
     # Padding repeats the last row, so that nothing has to be masked where it is read.
-    row_R = jnp.arange(tiles.rows)
-    shape = (tiles.rows, tiles.inputs)
-    row_RI = jnp.broadcast_to(jnp.minimum(row_R, rows - 1)[:, None], shape)
+    row_R = jnp.minimum(jnp.arange(tiles.rows), rows - 1)
     count = inputs // tiles.splits // tiles.inputs
 
     def body(i: Any, sum_OR: Any) -> Any:
         begin = (split * count + i) * tiles.inputs
-        column_RI = begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        x_RI = triton().load(x.at[row_RI, column_RI])
         weight_OI = weight[:, pl.ds(begin, tiles.inputs)]
-        product_OR = triton().dot(weight_OI, x_RI, trans_b=True)
-        return sum_OR + product_OR
+        x_RI = _rows(x, row_R, begin, tiles.inputs)
+        return sum_OR + triton().dot(weight_OI, x_RI, trans_b=True)
 
     sum_OR = jnp.zeros((tiles.outputs, tiles.rows), jnp.float32)
     sum_OR = jax.lax.fori_loop(0, count, body, sum_OR)
-    out = (tiles.rows, tiles.outputs)
-    where = (jnp.broadcast_to(row_R[:, None], out), jax.lax.broadcasted_iota(jnp.int32, out, 1))
-    mask = jnp.broadcast_to((row_R < rows)[:, None], out)
-    triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=mask)
+    where = places(jnp.arange(tiles.rows), 0, tiles.outputs)
+    triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=where[0] < rows)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -243,11 +247,7 @@ def by_rows(x_RI: Any, weights: Any, sizes_E: Any, *, is_transposed: bool, inter
     grid = about_T3.shape[0], columns // tiles.columns
     kernel = functools.partial(_rows_kernel, tiles=tiles, grid=grid, is_transposed=is_transposed)
     result = jax.ShapeDtypeStruct((rows, columns), x_RI.dtype)
-    how = compiled_with(tiles.warps, tiles.stages, interpret)
-    call = pl.pallas_call(
-        kernel, name="rows_gemm", grid=(math.prod(grid),), out_shape=result, **how
-    )
-    return call(about_T3, x_RI, weights)
+    return _call("rows_gemm", kernel, tiles, grid, result, interpret)(about_T3, x_RI, weights)
 
 
 def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
@@ -260,11 +260,12 @@ def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
     about_E2 = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
     kernel = functools.partial(_groups_kernel, tiles=tiles, grid=grid)
     result = jax.ShapeDtypeStruct((groups, outputs, inputs), x_RI.dtype)
+    return _call("groups_gemm", kernel, tiles, grid, result, interpret)(about_E2, y_RO, x_RI)
+
+
+def _call(name: str, kernel: Any, tiles: Tiles, grid: Any, result: Any, interpret: bool) -> Any:
     how = compiled_with(tiles.warps, tiles.stages, interpret)
-    call = pl.pallas_call(
-        kernel, name="groups_gemm", grid=(math.prod(grid),), out_shape=result, **how
-    )
-    return call(about_E2, y_RO, x_RI)
+    return pl.pallas_call(kernel, name=name, grid=(math.prod(grid),), out_shape=result, **how)
 
 
 def _tiles(rows: int, columns: int) -> Tiles:
@@ -321,11 +322,9 @@ def _rows_kernel(*refs: Any, tiles: Tiles, grid: tuple[int, int], is_transposed:
 
         sum_RC = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
         sum_RC = jax.lax.fori_loop(0, x.shape[1] // tiles.inner, body, sum_RC)
-        row_RC = jnp.broadcast_to((start + jnp.arange(tiles.rows))[:, None], sum_RC.shape)
-        column_RC = column * tiles.columns + jax.lax.broadcasted_iota(jnp.int32, sum_RC.shape, 1)
-        triton().store(
-            out.at[row_RC, column_RC], sum_RC.astype(out.dtype), mask=row_RC < start + count
-        )
+        row_R = start + jnp.arange(tiles.rows)
+        where = places(row_R, column * tiles.columns, tiles.columns)
+        triton().store(out.at[where], sum_RC.astype(out.dtype), mask=where[0] < start + count)
 
 
 def _groups_kernel(
@@ -350,12 +349,8 @@ def _groups_kernel(
 
 def _rows(ref: Any, row_R: Any, begin: Any, size: int, is_there_R: Any = None) -> Any:
     """Returns (R, size): columns from `begin` on of rows `row_R`, zeros if not `is_there_R`."""
-    shape = (*row_R.shape, size)
-    where = (
-        jnp.broadcast_to(row_R[:, None], shape),
-        begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1),
-    )
+    where = places(row_R, begin, size)
     if is_there_R is None:
         return triton().load(ref.at[where])
-    mask = jnp.broadcast_to(is_there_R[:, None], shape)
+    mask = jnp.broadcast_to(is_there_R[:, None], where[0].shape)
     return triton().load(ref.at[where], mask=mask, other=0)

@@ -13,6 +13,7 @@ from benchmarks.corpus.program import MESHES, QUICK_MESH, Made, Program, mark
 from benchmarks.corpus.programs import PROGRAMS
 from spmd.compiler import timed
 from spmd.planning.greedy import plan_greedily
+from tests.programs import assert_marks_hold
 
 
 @lru_cache(maxsize=2)
@@ -42,5 +43,6 @@ def test_partitioned_equals_unpartitioned(program: Program, mesh_name: str) -> N
     assert_same_trees(got, want)
     # One metric, in which nothing is better than the bound, and no greedy plan than this one.
     facts = compiled._facts()
+    assert_marks_hold(facts.plan)
     greedy = timed(plan_greedily(facts.plan.problem), spmd.Options(check=True))
     assert facts.least_seconds <= compiled.cost <= greedy.run_seconds

@@ -9,14 +9,7 @@ import pytest
 
 import spmd
 from spmd.ir.types import numpy_dtype
-from spmd.lowering import execute
-from spmd.lowering.execute import (
-    Outside,
-    WithConstants,
-    compile_emitted,
-    compile_within,
-    x64_if,
-)
+from spmd.lowering.execute import Outside, WithConstants, compile_emitted, x64_if
 
 SQUARE = """module {{
   func.func @main(%x: tensor<8x{dtype}>) -> tensor<8x{dtype}> {{
@@ -38,26 +31,6 @@ def test_64_bits_stay_64_bits(dtype: str) -> None:
         (found,) = run(x)
     assert found.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(found), x * x)
-
-
-@pytest.mark.parametrize("limit", [1 << 20, 1])
-def test_a_program_is_compiled_again_where_it_exceeds_its_limit(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    def compiling(emitted: Any, options: Any, devices: Any = None) -> Any:
-        asked.append(options)
-        return compile_emitted(emitted, {}, devices)  # CPUs do not know the option
-
-    monkeypatch.setattr(execute, "compile_emitted", compiling)
-    emitted = spmd.lower_stablehlo(
-        SQUARE.format(dtype="f32"), spmd.make_mesh(data=8)
-    ).stages.emitted
-    run = compile_within(limit, emitted, spmd.Topology("h200:8"), {})
-    assert len(asked) == (2 if limit == 1 else 1)
-    assert asked[0] == {}
-    np.testing.assert_array_equal(run(np.full(8, 3, np.float32))[0], np.full(8, 9))
 
 
 def test_a_program_with_constants_can_be_copied() -> None:

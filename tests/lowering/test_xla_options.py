@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.ir.program import Program
-from spmd.lowering.xla_options import DEFAULTS, EIGHT_BIT, options_within, xla_options
+from spmd.lowering.xla_options import DEFAULTS, EIGHT_BIT, xla_options
 
 
 @pytest.mark.parametrize("platform", DEFAULTS)
@@ -39,14 +39,3 @@ def test_products_of_8_bits_have_options_of_their_own() -> None:
     assert xla_options("cuda", program, {})[flag] is False
     assert xla_options("cuda", program, {flag: True})[flag] is True
     assert xla_options("cpu", program, {}) == {}
-
-
-def test_a_memory_limit_reaches_the_scheduler_of_gpus() -> None:
-    flag, gib = "xla_gpu_memory_limit_slop_factor", 1 << 30
-    gpus = spmd.Topology("h200:8")
-    given = [options_within(limit * gib, 6 * gib, gpus, {})[flag] for limit in (1, 7, 14, 60, 900)]
-    assert given == sorted(given)
-    assert given[0] == 1
-    assert given[-1] == 95
-    assert options_within(14 * gib, 0, gpus, {flag: 50}) == {flag: 50}  # the user's own stays
-    assert options_within(14 * gib, 0, spmd.Topology("v5e:2x4"), {}) == {}

@@ -60,18 +60,8 @@ def in_a_loop(x: Any, w: Any) -> Any:
     return lax.scan(body, h, jnp.asarray([0.0, 0.0, 0.25]))
 
 
-def in_a_branch(x: Any, w: Any) -> Any:
-    h = x @ w
-    return lax.cond(
-        h.sum() > 0,
-        lambda h: jnp.tanh(h) - 2.0 * x,  # branch
-        lambda h: h,
-        h,
-    )
-
-
 def test_right_programs_agree() -> None:
-    for fn in (straight, in_a_loop, in_a_branch):
+    for fn in (straight, in_a_loop):
         found = verified(fn, X, W)
         assert found
         assert found.ok
@@ -85,7 +75,6 @@ def test_right_programs_agree() -> None:
     [
         (straight, "straight", ()),
         (in_a_loop, "loop", ("iteration 3 of stablehlo.while",)),
-        (in_a_branch, "branch", ("branch 1 of stablehlo.case",)),
     ],
 )
 def test_names_the_op_that_is_wrong(
@@ -109,26 +98,6 @@ def test_names_the_op_that_is_wrong(
     for place, wanted in zip(culprit.inside, inside, strict=True):
         assert place.startswith(wanted)
         assert HERE in place
-
-
-def test_names_a_constant_made_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that are made for each use are looked at in the sharding of their use."""
-
-    def broken(op: Any) -> Any:
-        (count,) = op.emit()
-        return (count,)
-
-    monkeypatch.setattr(local, "_LOCAL", {**local._LOCAL, "stablehlo.iota": broken})
-
-    def fn(x: Any) -> Any:
-        rows = lax.broadcasted_iota(jnp.float32, (8, 16), 0)  # rows
-        return jnp.tanh(x * rows)
-
-    found = verified(fn, X)
-    assert found.culprit is not None
-    assert found.culprit.op is not None
-    assert found.culprit.op.name == "stablehlo.iota"
-    assert line_of("rows") in str(found)
 
 
 def test_donated_and_marked_arguments_survive() -> None:
@@ -198,7 +167,6 @@ F32, BF16, I32 = (TensorType((3,), d) for d in ("f32", "bf16", "i32"))
         (F32, [1.0, 2.0, 3.0], [1.0, np.inf, 3.0], False),
         (I32, [1, 2, 3], [1, 2, 3], True),
         (I32, [1, 2, 3], [1, 2, 4], False),
-        (F32, [1.0, 2.0], [1.0, 2.0, 3.0], False),
     ],
 )
 def test_compare(type_: TensorType, got: Any, wanted: Any, ok: bool) -> None:

@@ -12,12 +12,12 @@ from jax import lax
 import spmd
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Need, Window, exchange, reads_of
+from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.ir.types import TensorType
 from spmd.lowering.emit import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
-from spmd.lowering.legality import check_local
 from spmd.lowering.local.dims import Split
 from spmd.lowering.local.fetch import fetch
 from spmd.lowering.partition import Partitioned
@@ -82,10 +82,9 @@ def fetching(size: int, axes: Axes, mesh: spmd.Mesh, needs: list[Need], fill: fl
     names = tuple(f"result{i}" for i in range(len(outs)))
     program = Program("fetch", tuple(b.types), body, ("x",), names)
     split = Sharding((axes, ()))
-    partitioned = Partitioned(program, mesh, (split,), (split,) * len(outs))
-    check_local(partitioned, "local")
-    expanded = partitioned._replace(program=expand(program, mesh))
-    return executable(emit_local(expanded))
+    check_program(program, "local")
+    local = Partitioned(expand(program, mesh), mesh, (split,), (split,) * len(outs))
+    return executable(emit_local(local))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from jax import lax
 
 import spmd
 from spmd.ir.control_flow import Index
+from spmd.ir.legality import check_program
 from spmd.ir.program import Op, OpKind, Program
 from spmd.ir.text import format_program
-from spmd.lowering.legality import check_local
 from spmd.lowering.recompute.again import AGAIN, Costs
 from spmd.lowering.recompute.recompute import pairs_of, recompute
 from spmd.predict.memory import peak_memory
 from tests.ir.text_parse import parse_program
-from tests.lowering.rewrites.local_programs import arguments, partitioned, rewritten, run
+from tests.lowering.rewrites.local_programs import arguments, rewritten, run
 from tests.programs import JAX
 
 pytestmark = pytest.mark.exact_plans
@@ -84,7 +84,7 @@ def local(fn: Callable[..., Any]) -> Program:
 
 def held_less(program: Program, price: float, limit: int = 0) -> Program:
     found, _ = recompute(program, MESH, spmd.Topology("h200:8"), price, limit)
-    check_local(partitioned(found, MESH), "optimized")
+    check_program(found, "optimized")
     return found
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.emit import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
-from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -52,7 +52,7 @@ def arguments(program: Program, mesh: Mesh) -> list[np.ndarray[Any, Any]]:
 
 def run(program: Program, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
     """Every result of every device, one device behind the other along dim 0."""
-    check_local(partitioned(program, mesh), "optimized")
+    check_program(program, "optimized")
     fn = executable(emit_local(partitioned(expand(program, mesh), mesh)))
     return [jax.device_get(result) for result in fn(*args)]
 
