@@ -10,8 +10,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal, local_shape
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
-from spmd.reshard.paths import permute_pairs, reshard, routes
-from spmd.reshard.search import answers, direct_answers
+from spmd.reshard.paths import permute_pairs, reshard
+from spmd.reshard.search import cheapest
 from tests.mesh.shardings import parse_sharding
 from tests.reshard.oracle import Oracle
 from tests.reshard.simulate import COMBINE, check, mesh_of
@@ -23,8 +23,8 @@ MESH = Mesh(None, (4, 2), ("data", "model"))
 
 def forget() -> None:
     """Nothing is remembered of what was asked before."""
-    for cache in (reshard, routes, answers, direct_answers):
-        cache.cache_clear()
+    reshard.cache_clear()
+    cheapest.cache_clear()
 
 
 def held_bytes(sharding: Sharding, type_: TensorType, mesh: Mesh) -> int:
