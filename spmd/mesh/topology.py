@@ -68,6 +68,7 @@ class Chip:
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
+    """Returns `Chip.flops` from 10^12 operations/s in f32, in bf16 and f16, in i8, and in fp8."""
     f32, half, i8, fp8 = (t * 1e12 for t in teraflops)
     return tuple(zip(DTYPES, (f32, half, half, i8, fp8), strict=True))
 
@@ -109,12 +110,10 @@ _MEASURED: dict[str, Any] = {
     "byte_transpose": 1.2e12,
 }
 _GIB, _GB = 2**30, 10**9
-_Teraflops = tuple[float, float, float, float]
-"""Peak 10^12 operations/s of matrix products in f32, in bf16 and f16, in i8, and in fp8."""
 
 
 def _tpu(
-    name: str, teraflops: _Teraflops, memory: int, rate: float, port: float, dcn: float,
+    name: str, teraflops: tuple[float, ...], memory: int, rate: float, port: float, dcn: float,
     torus_dims: int, wrap: int, per_host: int, **more: Any,
 ) -> Chip:  # fmt: skip
     links = Link(port, _ICI_LATENCY), Link(dcn, 20e-6)
@@ -122,7 +121,7 @@ def _tpu(
 
 
 def _gpu(
-    name: str, teraflops: _Teraflops, memory: int, rate: float, nvlink: float, dcn: float,
+    name: str, teraflops: tuple[float, ...], memory: int, rate: float, nvlink: float, dcn: float,
     **more: Any,
 ) -> Chip:  # fmt: skip
     links = Link(nvlink, 4e-6), Link(dcn, 10e-6)

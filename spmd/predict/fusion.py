@@ -228,12 +228,10 @@ def _orders_read(kind: OpKind) -> list[Order]:
     return []
 
 
-def transposed_results(kind: OpKind) -> Order:
-    """Returns the order of dims of the copy that some all-gathers' results need; else empty."""
-    if kind.about.collective == "all_gather":
-        order = _along(kind.results[0], kind.attrs["all_gather_dim"])
-        return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
-    return ()
+def transposes_result(kind: OpKind) -> bool:
+    """Whether what an op makes on CPUs is then transposed: what all-gathers along inner dims do."""
+    (made, *_), is_gather = kind.results, kind.about.collective == "all_gather"
+    return is_gather and not _is_same(_along(made, kind.attrs["all_gather_dim"]), made)
 
 
 def is_library_reduce(kind: OpKind) -> bool:
@@ -338,7 +336,8 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
         missing.append(len(reads))
         for value in reads:
             readers.setdefault(value, []).append(i)
-    ready = deque(i for i, count in enumerate(missing) if not count)
+    first = [i for i, count in enumerate(missing) if not count]
+    ready = deque[int]()
     order: list[Kernel] = []
 
     def release(values: Iterable[Value]) -> None:
@@ -350,7 +349,6 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
 
     # Kernels without operands come first, as they stand; then those that need the region's
     # arguments alone, in the order in which their last argument is released.
-    first, ready = ready, deque()
     release(dict.fromkeys((*arguments, *captured)))
     ready.extendleft(reversed(first))
     while ready:
@@ -523,9 +521,7 @@ class Kernels:
         reads, collective = tuple(dict.fromkeys(chain(*read))), op.kind.about.collective
         # A second kernel transposes what an all-gather along an inner dim makes, joins an
         # all-to-all's pieces, and makes running totals of totals of tiles.
-        is_two = self.backend.is_cpu and (
-            collective == "all_to_all" or bool(transposed_results(op.kind))
-        )
+        is_two = self.backend.is_cpu and (collective == "all_to_all" or transposes_result(op.kind))
         is_two |= self.backend.rewrites_windows and running_dim(op.kind) is not None
         if not is_two:
             kernels.append(Kernel(op, reads, op.results, over))

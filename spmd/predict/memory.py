@@ -184,8 +184,6 @@ class _Simulation:
         # value.
         self.homes: dict[Value, tuple[int, int]] = {}
         self.at_home: set[Value] = set()  # values in an argument's or in a carry's memory
-        # An all-to-all -> the buffer of the pieces that it sends, if a temporary value is cut.
-        self.sent: dict[Op, int] = {}
 
     def find_last(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
@@ -293,21 +291,6 @@ class _Simulation:
         of = self.kernels.copied.get(value, value)
         if kernel.op.collective != "all_to_all" or of == value:  # else one buffer for each device
             self.whole.append(len(self.buffers))
-        if kernel.op.collective == "all_to_all" and kernel.is_copy:
-            # The pieces that an all-to-all sent are held until what it received is joined. XLA
-            # places the largest first: what the pieces are cut from and what they are joined to lie
-            # in one place, if both are temporary, and pieces find room beside it only. Cut at 4,
-            # sent at 5, joined at 6, each of 2 MiB:
-            #   cut from   .. 4          offset 0
-            #   sent          4 5        offset 2, where the one before and the joined one are not
-            #   received        5 6      offset 4
-            #   joined            6 ..   offset 0
-            if value in kernel.op.results:
-                if kernel.op in self.sent and value not in self.homes:
-                    number = self.sent[kernel.op]
-                    self.buffers[number] = self.buffers[number]._replace(end=now)
-            elif not set(map(self.home, kernel.reads)).intersection(self.program.body.args):
-                self.sent[kernel.op] = len(self.buffers)
         is_widened = self.backend.widens_halves and type_.dtype in ("bf16", "f16")
         size = type_.bytes * (2 if is_widened else 1)
         self.hold(Buffer(type_, kernel.op, size, now, end, kernel.is_copy))

@@ -30,9 +30,9 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import distances
-from spmd.reshard.comm import Terms, terms_of
+from spmd.reshard.comm import terms_of
 from spmd.reshard.question import Dims, Names, moved, pieces_after, questions
-from spmd.reshard.search import Answer, AtomMove, answers, direct_answers, is_small
+from spmd.reshard.search import Answer, AtomMove, cheapest
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -115,27 +115,31 @@ def reshard(
     pairs = zip(src.dims, dst.dims, strict=True)
     units = [math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in pairs]
     shape = tuple(-(-size // unit) * unit for size, unit in zip(type_.shape, units, strict=True))
-    # The cheapest path over whole axes; if there is none, of those that are best for any size.
+    # The cheapest path over whole axes; if there is none, the one that a search finds.
     room = tuple([math.gcd(size, mesh.size) for size in shape])
     bits = math.prod(shape) * dtype_bits(type_.dtype)
     known = distances(room, bits, held, mesh, topology)
     if known is not None and (found := known.path(src, dst)) is not None:
         (answer, seconds, sent), names = found, known.names
     else:
-        ways = []
-        for legs, answer, names in routes(src, dst, room, held, mesh, topology):
-            seconds, sent = 0.0, 0
-            for terms, before, after in legs:
-                took, more = terms.cost(-(-bits // (8 * before)), -(-bits // (8 * after)))
-                seconds, sent = seconds + took, sent + more
-            ways.append((seconds, sent, len(legs), answer, names))
-        if not ways:
+        # Joined atoms cannot part: there may be no path until they do.
+        for question, names in questions(src, dst, room, held, mesh, topology):
+            kept = mesh.extent(a for axes in names.kept for a in axes)
+            if (moves := cheapest(question, -(-bits // kept))) is not None:
+                break
+        else:
             raise LegalityError(
                 f"no path of collectives was found for {TensorType(shape, type_.dtype)}",
                 actual=format_sharding(src, mesh),
                 required=format_sharding(dst, mesh),
             )
-        seconds, sent, _, answer, names = min(ways, key=lambda way: way[:3])
+        answer, seconds, sent = moves, 0.0, 0
+        pieces = mesh.extent(a for axes in src.dims for a in axes)
+        for move in moves:
+            terms = terms_of(move.kind, _axes_of(move, names), mesh, topology)
+            after = pieces_after(move.kind, terms.group, pieces)
+            took, more = terms.cost(-(-bits // (8 * pieces)), -(-bits // (8 * after)))
+            seconds, sent, pieces = seconds + took, sent + more, after
     path = Path(lambda: _steps_of(answer, names, src, dst), seconds, sent)
     if shape == type_.shape:
         return path
@@ -290,35 +294,6 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
 
 WHOLE_TERMS = frozenset({"max", "min", "and", "or"})  # a whole value is each term: max(x, x) is x
 SPLITTABLE = WHOLE_TERMS | {"add"}  # a whole value can be made terms: of a sum all but one are 0
-
-
-# A path for values of any size: for each step what decides its cost, and the pieces that the value
-# is in before and after it; and what its steps are made of when they are asked for.
-Route = tuple[tuple[tuple[Terms, int, int], ...], Answer, Names]
-
-
-@lru_cache(maxsize=1 << 16)
-def routes(
-    src: Sharding, dst: Sharding, room: tuple[int, ...], held: Axes, mesh: Mesh, topology: Topology
-) -> tuple[Route, ...]:
-    """Returns the paths best for some value size; `room`: each dim's gcd with the device count."""
-    asked = questions(src, dst, room, held, mesh, topology)
-    question, names = next(asked)
-    found = [(answer, names) for answer in answers(question)]
-    if not is_small(question):  # joined atoms cannot part: perhaps they should have
-        question, names = next(asked)
-        apart = direct_answers(question) if found else answers(question)
-        found += [(answer, names) for answer in apart]
-    ways = []
-    for answer, names in found:
-        legs, pieces = [], mesh.extent(a for axes in src.dims for a in axes)
-        for move in answer:
-            terms = terms_of(move.kind, _axes_of(move, names), mesh, topology)
-            after = pieces_after(move.kind, terms.group, pieces)
-            legs.append((terms, pieces, after))
-            pieces = after
-        ways.append((tuple(legs), answer, names))
-    return tuple(ways)
 
 
 def _steps_of(answer: Answer, names: Names, src: Sharding, dst: Sharding) -> tuple[PathStep, ...]:

@@ -211,19 +211,15 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
 
 # ---------------------------------------------------------------------------------------------
 # A question as a search problem: what a step costs, and what no path can undercut.
-#
-# Costs are lines: a time that does not depend on the value's size, and one for each unit of it. All
-# are whole numbers, so that the order of a sum cannot matter, and equal costs are recognised.
 
 TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, but for 1e-11
 
 
-class Line(NamedTuple):
-    """A cost that is linear in the value's size: ticks, bytes sent, and steps."""
+class Cost(NamedTuple):
+    """What steps cost, in whole numbers: so equal costs are recognised, added up in any order."""
 
-    fixed: int  # ticks for a value of any size
-    growing: int  # ticks for each unit of size
-    sent: int  # bytes that each device sends, for each unit of size
+    ticks: float  # whole, or infinity
+    sent: int  # bytes that each device sends
     steps: int  # collectives and slices
 
 
@@ -242,9 +238,10 @@ class _Facts(NamedTuple):
 
 
 class PricedQuestion:
-    """A `Question` (a reshard in digits) with step costs, and lower bounds of the cost to `dst`."""
+    """A `Question` on a value of some bits: step costs, and lower bounds of the cost to `dst`."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, bits: int = 0) -> None:
+        self.question, self._bits = question, bits
         self._letters, self.src, self.dst, self.partial, self.room = question
         self.digits = tuple(range(len(self._letters)))
         # Of each digit, its size, and the ticks that a byte takes over its link.
@@ -270,11 +267,9 @@ class PricedQuestion:
         # Into how many pieces the value must at least be split: the memory limit.
         self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
         self._devices = self.extent(self.digits)
-        # Bytes of a value of size 1: so many that every collective sends whole bytes.
-        self.unit = self._devices**2
         # What a device holds if the value is reduced straight into the smallest tiles.
         tiles = min(math.prod(self.room) * self.extent(self.partial), self._devices)
-        self._smallest_tile = self.unit // tiles
+        self._smallest_tile = bits // tiles
 
     def _extent(self, axes: Axes) -> int:
         return math.prod([self.sizes[a] for a in axes])
@@ -296,22 +291,24 @@ class PricedQuestion:
                 run.append(a)
         return tuple(run)
 
-    def _price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
-        """Returns the cost of one step on a value in so many pieces, and the pieces after it."""
-        group = self.extent(axes)
-        after = pieces_after(kind, group, pieces)
+    def _price(self, kind: str, axes: Axes, pieces: int) -> Cost:
+        """Returns the cost of one step on a value in so many pieces."""
         if kind == "slice":
-            return Line(0, 0, 0, 1), after
-        sent = wire_bytes(kind, group, self.unit // pieces, self.unit // after)
+            return Cost(0, 0, 1)
+        group = self.extent(axes)
+        before, after = (
+            -(-self._bits // (8 * count)) for count in (pieces, pieces_after(kind, group, pieces))
+        )
+        sent = wire_bytes(kind, group, before, after)
         letters = [self._letters[a] for a in axes]
         steps = 2
         if not all([letter.flat for letter in letters]):
             steps = latency_steps(kind, [n for letter in letters for n in letter.sizes])
         latency = max([self._latencies[a] for a in axes]) * steps
-        return Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1), after
+        return Cost(latency + sent * max([self.paces[a] for a in axes]), sent, 1)
 
-    def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
-        """Returns lower bounds of the cost from a sharding to `dst`; [] if it may cost nothing.
+    def bound(self, dims: Dims, partial: Axes) -> Cost:
+        """Returns a lower bound of the cost from a sharding to `dst`.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is partial
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
@@ -323,26 +320,26 @@ class PricedQuestion:
         facts = list(map(self._facts, range(len(dims)), dims))
         losing = sum(fact.losing for fact in facts)
         clash = any([fact.apart and not fact.losing for fact in facts])
-        ways, sent = self.extent(partial), self.unit // self.goal_pieces
+        ways, wanted = self.extent(partial), self._bits // self.goal_pieces
         if partial:
-            sent += self._smallest_tile * (ways - 2)
+            wanted += self._smallest_tile * (ways - 2)
         elif not any([fact.apart for fact in facts]):
-            sent -= -(-self.unit // math.prod([fact.common for fact in facts]))
+            wanted -= -(-self._bits // math.prod([fact.common for fact in facts]))
+        sent = max(wanted, 0) // 8
         launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
-            return []
+            return Cost(0, 0, 0)
         owed = [self._letters[a] for a in partial if not self._letters[a].flat]
         rounds = sum(sum(letter.sizes) - len(letter.sizes) for letter in owed)
         if not self._flat:  # in each round of a gather pieces double
             pieces = math.prod([fact.extent for fact in facts])
             mantissa, exponent = math.frexp(pieces * ways / self.goal_pieces)
             rounds += max(exponent - (mantissa == 0.5), 0)
-        fixed = self._best_latency * (launches + max(launches, rounds))
-        line = Line(fixed, self._best_pace * sent, sent, launches)
+        ticks = self._best_latency * (launches + max(launches, rounds)) + self._best_pace * sent
         # What slow links add, at least, to the time over the fastest ones: the devices with equal
         # coordinates along the digits that cross hold some of the elements that they need; the
         # others have to come in over slow links, in equal shares.
-        lines = list[Line]()
+        added = 0
         for number, (pace, latency, slow) in enumerate(self.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing[0] for crossing in crossings])
@@ -351,12 +348,11 @@ class PricedQuestion:
                 continue
             kept = math.prod([crossing[1] for crossing in crossings])
             luck = max([crossing[2] for crossing in crossings], default=1)  # a scalar has none
-            beyond = self._devices * (extent * luck - kept) // (kept * luck)
-            sent = max(beyond, self._devices * (terms - 1), 0)
-            fixed = line.fixed + 2 * (latency - self._best_latency)
-            growing = line.growing + (pace - self._best_pace) * sent
-            lines.append(line._replace(fixed=fixed, growing=growing))
-        return lines or [line]
+            beyond = self._bits * (extent * luck - kept) // (self._devices * kept * luck)
+            slowly = max(beyond, self._bits * (terms - 1) // self._devices, 0) // 8
+            more = 2 * (latency - self._best_latency) + (pace - self._best_pace) * slowly
+            added = max(added, more)
+        return Cost(ticks + added, sent, launches)
 
     def _facts_of(self, dim: int, axes: Axes) -> _Facts:
         goal, wanted, extent = self.dst[dim], self.goal_extents[dim], self.extent(axes)

@@ -1,26 +1,20 @@
-"""The cheapest moves that answer a question, for values of every size: A* over shardings.
-
-Paths that are written down without a search are often the best; a search only looks for cheaper.
-"""
+"""The cheapest moves that answer a question: A* over shardings."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from itertools import chain, combinations, groupby, permutations
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from itertools import chain, combinations, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes, common_prefix
 from spmd.reshard.question import (
     EXACT_ATOMS,
     EXACT_DIGITS,
+    Cost,
     Dims,
-    Line,
     PricedQuestion,
     Question,
     moved,
@@ -191,63 +185,35 @@ class DirectedMoves(Moves):
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
         """Returns the dims that a collective-permute may lead to: they begin as in the goal.
 
-        What is left is filled with digits that the goal has in other dims, or only with others;
-        from the first dim to the last, or from the last to the first.
+        What is left is filled with digits that are there now, or that the goal has nowhere, if
+        possible: from the first dim to the last, or from the last to the first.
         """
-        # Trace, with digits of size 2, from [{a, b}, {c}, {}] to [{c}, {a}, {b}]. Dim 0 keeps its
-        # four pieces: c fits, and a space of 2 is left. In dim 1 a fits, in dim 2 nothing does, so
-        # b is missing. It waits in dim 0's space: from [{c, b}, {a}, {}] an all-to-all is enough.
+        # With digits of size 2, from [{a, b}, {c}] to [{c}, {a, b}]: dim 0 keeps its four pieces, c
+        # and one more digit; dim 1 takes a. So b waits in dim 0, and an all-to-all is left.
         problem, sizes = self.problem, self.problem.sizes
         prefixes: list[Axes] = []
-        missing: list[tuple[int, int]] = []  # (dim, a digit of its goal that does not fit yet)
-        spaces: dict[int, int] = {}  # dim -> the extent that its prefix leaves to be filled
-        for dim, (axes, goal) in enumerate(zip(dims, problem.dst, strict=True)):
-            space, count = problem.extent(axes), 0
-            while count < len(goal) and goal[count] not in partial:
-                if space % sizes[goal[count]]:
-                    break
-                space //= sizes[goal[count]]
+        spaces: list[int] = []  # the extent that each dim's prefix leaves to be filled
+        for axes, goal in zip(dims, problem.dst, strict=True):
+            space, prefix = problem.extent(axes), continuation((), goal, without(goal, partial))
+            count = 0
+            while count < len(prefix) and space % sizes[prefix[count]] == 0:
+                space //= sizes[prefix[count]]
                 count += 1
-            prefixes.append(goal[:count])
-            missing += [(dim, a) for a in goal[count:] if a not in partial]
-            if space > 1:
-                spaces[dim] = space
-
-        def filled(left: dict[int, int], missing: list[tuple[int, int]]) -> Dims | None:
-            """Returns the dims, with digits added to the prefixes; None if none fill them exactly.
-
-            `left`: dim -> extent to be filled. `missing`: (dim, digit of its goal) to be put aside.
-            """
-            pool = set(problem.digits).difference(partial, *prefixes)
-            waiting: dict[int, list[tuple[int, int]]] = {dim: [] for dim in left}
-            for target, a in missing:
-                for dim, space in left.items():
-                    if dim != target and space % sizes[a] == 0:
-                        left[dim] = space // sizes[a]
-                        waiting[dim].append((target, a))
-                        pool.remove(a)
-                        break
-            result = list(prefixes)
-            for dim, space in left.items():
+            prefixes.append(prefix[:count])
+            spaces.append(space)
+        found: dict[Dims, None] = {}
+        for order in (range(len(dims)), range(len(dims))[::-1]):
+            after, pool = list(prefixes), set(problem.digits).difference(partial, *prefixes)
+            for dim in order:
                 spare = sorted(
                     pool, key=lambda a: (a not in dims[dim], a in problem.goal_digits, a)
                 )
-                run = problem.dividing(space, (), spare)
-                if problem.extent(run) != space:
-                    return None
+                run = problem.dividing(spaces[dim], (), spare)
+                after[dim] += run
                 pool.difference_update(run)
-                result[dim] += run
-                # Neighbours with one target move together; the minor end leaves first.
-                runs = [[a for _, a in run] for _, run in groupby(waiting[dim], lambda way: way[0])]
-                result[dim] += tuple(a for run in reversed(runs) for a in run)
-            return tuple(result)
-
-        found = [
-            filled(dict(order), waiting)
-            for order in (spaces, dict(reversed(spaces.items())))
-            for waiting in (missing, [])
-        ]
-        return dict.fromkeys(after for after in found if after is not None)
+            if list(map(problem.extent, after)) == list(map(problem.extent, dims)):
+                found[tuple(after)] = None
+        return found
 
 
 def without(axes: Axes, gone: Iterable[int]) -> Axes:
@@ -271,317 +237,54 @@ def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
 
 
 # ---------------------------------------------------------------------------------------------
-# Paths that are written down without a search.
-
-
-def direct_paths(problem: PricedQuestion, directed: DirectedMoves) -> Iterator[list[AtomMove]]:
-    """Yields paths made without a search: slice, reduce, permute if needed, all-to-all, gather.
-
-    There is one without a permute if that leads to the goal. Else several permute once the local
-    shape has everything that the goal's has, into the arrangements that `directed` proposes. Over
-    links of different speed each of them also goes link by link, and with the help of digits that
-    are parked on a dim that neither end splits: pieces are smaller while they cross the slow links.
-    """
-    extents = tuple(problem.extent(axes) for axes in problem.src)
-    if not problem.partial and extents == problem.goal_extents:
-        yield [permute(problem, problem.src, (), problem.dst)]
-    # Reductions and gathers may go over all links at once; or link by link; then digits over fast
-    # links may be parked, or these and all that is partial.
-    styles: list[tuple[bool, Axes]] = [(False, ())]
-    if problem.slow:
-        styles.append((True, ()))
-        if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
-            idle = unused(problem.digits, problem.src + problem.dst, ())
-            fast = without(idle, problem.slow[0][2])
-            both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
-            styles += [(True, parked) for parked in dict.fromkeys((fast, both)) if parked]
-    for style in styles:
-        plain = _Builder(problem, *style)
-        plain.append_all()
-        paths = [plain.finished(plain.dims)]
-        if paths[0] is None:
-            paths = []
-            for finer in (False, True) if problem.partial else (False,):
-                shaped = _Builder(problem, *style)
-                shaped.append_all(shape=True, finer=finer)
-                shaped.reduce_rest()
-                shaped.append_shape("slice")
-                arrangements = directed.arrangements(shaped.dims, shaped.partial)
-                paths += [shaped.finished(after) for after in arrangements]
-        for path in paths:
-            if path and all(problem.pieces(move.dims) >= problem.fewest_pieces for move in path):
-                yield path
-
-
-class _Builder:
-    """A path that is being written down: its moves so far, and the sharding to which they led."""
-
-    def __init__(self, problem: PricedQuestion, in_turn: bool, helpers: Axes) -> None:
-        self.problem, self.in_turn, self.helpers = problem, in_turn, helpers
-        self.moves: list[AtomMove] = []
-        self.dims, self.partial = problem.src, problem.partial
-
-    def _add(self, move: AtomMove) -> None:
-        self.moves.append(move)
-        self.dims, self.partial = move.dims, move.partial
-
-    def append_all(self, shape: bool = False, finer: bool = False) -> None:
-        """Adds slices of dims by unused digits, then reduce-scatters by partial ones, to the path.
-
-        With `shape` digits may stand in for others of the same size; with `finer` dims are split
-        further wherever they divide.
-        """
-        for kind in ("slice", "reduce_scatter"):
-            # Helpers go to dims that neither end splits.
-            for dim, ends in enumerate(zip(self.problem.src, self.problem.dst, strict=True)):
-                for alike in self._runs_in_turn(self.helpers) if not any(ends) else ():
-                    pool, room = self._pool(kind), self.problem.room[dim]
-                    pool = tuple([a for a in pool if a in alike])
-                    self._append(kind, dim, self.problem.dividing(room, self.dims[dim], pool))
-            for dim, goal in enumerate(self.problem.dst):
-                self._append(kind, dim, continuation(self.dims[dim], goal, self._pool(kind)))
-            if shape:
-                self.append_shape(kind)
-            for dim, room in enumerate(self.problem.room) if finer else ():
-                run = self.problem.dividing(room, self.dims[dim], self._pool(kind))
-                self._append(kind, dim, run)
-
-    def append_shape(self, kind: str) -> None:
-        """Adds steps that give every dim digits of the sizes that it lacks against its goal."""
-        sizes = self.problem.sizes
-        for dim, goal in enumerate(self.problem.dst):
-            lacking = Counter(sizes[a] for a in goal)
-            lacking.subtract(sizes[a] for a in self.dims[dim])
-            run: Axes = ()
-            for a in self._pool(kind):
-                if lacking[sizes[a]] > 0:
-                    lacking[sizes[a]] -= 1
-                    run = (*run, a)
-            self._append(kind, dim, run)
-
-    def _append(self, kind: str, dim: int, run: Axes) -> None:
-        if run:
-            self._add(step(kind, self.dims, self.partial, run, {dim: self.dims[dim] + run}))
-
-    def _pool(self, kind: str) -> Axes:
-        """Returns the digits that a step may add to dims: unused ones for a slice, else partial."""
-        if kind == "slice":
-            return unused(self.problem.digits, self.dims, self.partial)
-        return self.partial
-
-    def _runs_in_turn(self, run: Axes) -> list[Axes]:
-        """Returns a run of digits whole or, if `in_turn`, cut where the speed of links differs."""
-        if not self.in_turn:
-            return [run]
-        return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
-
-    def reduce_rest(self) -> None:
-        owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
-        for run in self._runs_in_turn(owed) if owed else ():
-            self._add(step("all_reduce", self.dims, self.partial, run, {}))
-
-    def finished(self, after: Dims) -> list[AtomMove] | None:
-        """Returns the path completed by a permute to `after`; None if it can't end in the goal."""
-        whole = copy(self)
-        whole.moves = list(self.moves)
-        whole.reduce_rest()
-        if after != whole.dims:
-            whole._add(permute(self.problem, whole.dims, whole.partial, after))
-        while found := whole._next_exchange():
-            whole._add(found)
-        # Gathers what goes beyond the goal: first over slow links, while pieces are small.
-        paces, goal = self.problem.paces, self.problem.dst
-        beyond = {dim: whole.dims[dim][len(goal[dim]) :] for dim in whole._straying()}
-        for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
-            for run in reversed(self._runs_in_turn(beyond[dim])):
-                kept = {dim: whole.dims[dim][: -len(run)]}
-                whole._add(step("all_gather", whole.dims, whole.partial, run, kept))
-        return whole.moves if whole.dims == self.problem.dst else None
-
-    def _next_exchange(self) -> AtomMove | None:
-        """Returns an all-to-all to a dim that needs the last digits of another next, or None."""
-        dims, goal = self.dims, self.problem.dst
-        for dim in self._straying():
-            for keep in range(len(goal[dim]), len(dims[dim])):
-                run = dims[dim][keep:]
-                for other, wanted in enumerate(goal):
-                    if other != dim and continuation(dims[other], wanted, run) == run:
-                        changed = {dim: dims[dim][:keep], other: dims[other] + run}
-                        return step("all_to_all", dims, self.partial, run, changed)
-        return None
-
-    def _straying(self) -> list[int]:
-        """Returns the dims that have more digits, behind those that they have in the goal."""
-        ends = enumerate(zip(self.dims, self.problem.dst, strict=True))
-        return [d for d, (axes, goal) in ends if axes != goal == axes[: len(goal)]]
-
-
-# ---------------------------------------------------------------------------------------------
 # The search.
 
-# The directed search's phases: weight of the lower bound, and shardings to expand at most.
-PHASES = ((2, 20), (1.2, 20))
-LAST_GREED = 5  # the weight when no path is known at all: then any path will do
-Cost = tuple[float, int, int]  # time, bytes, steps, at one size
+# The weights of the lower bound with which a directed search goes over shardings, one after
+# another, and how many of them it expands at most: the first one finds some path, soon.
+PHASES = ((100, None), (20, 300), (5, 300), (2, 300), (1.2, 100))
 Answer = tuple[AtomMove, ...]  # moves from first to last
-
-
-class Size(NamedTuple):
-    """The size of a value as a fraction: `growing / fixed` units.
-
-    `Size(2, 3)` is 1.5 units. `cost` multiplies times by `fixed`, so that they are whole numbers:
-    compare only costs at one size.
-    """
-
-    fixed: int
-    growing: int
-
-    def cost(self, line: Line) -> Cost:
-        """Returns (time, bytes, steps) of a cost line at this size."""
-        return self.fixed * line.fixed + self.growing * line.growing, line.sent, line.steps
-
-
-NO_LIMIT: Cost = (math.inf, 0, 0)
-
-
-@lru_cache(maxsize=1 << 14)
-def direct_answers(question: Question) -> tuple[Answer, ...]:
-    """Returns the paths for a `Question` (a reshard) that are written down without a search."""
-    return tuple(dict.fromkeys(PathSearch(question).direct))
+NO_LIMIT = Cost(math.inf, 0, 0)
 
 
 def is_small(question: Question) -> bool:
     """Whether a question has so few digits that every legal step can be tried."""
-    return len(question.digits) <= (EXACT_DIGITS if is_joined(question) else EXACT_ATOMS)
-
-
-def is_joined(question: Question) -> bool:
-    """Whether some digit of a question stands for several atoms."""
-    return any(len(digit.sizes) > 1 for digit in question.digits)
+    is_joined = any(len(digit.sizes) > 1 for digit in question.digits)
+    return len(question.digits) <= (EXACT_DIGITS if is_joined else EXACT_ATOMS)
 
 
 @lru_cache(maxsize=1 << 14)
-def answers(question: Question) -> tuple[Answer, ...]:
-    """Returns the best paths for a `Question` (a reshard), for small values first; () if none.
+def cheapest(question: Question, bits: int) -> Answer | None:
+    """Returns the moves that answer a `Question` on a value of so many bits; None if none do.
 
-    A path's cost is a line, and the least cost a concave function of the size, made of straight
-    pieces. Where the best paths of two sizes differ there is a size between at which these two cost
-    the same: either both are best there, or a third one is. Where no path is known to be the best
-    one, only one size between is looked at.
+    No moves are cheaper if the question is small: every legal step is tried. Else only steps that
+    lead towards the goal are, greedily first; then it is looked for what is cheaper.
     """
-    # Trace, of three paths with costs fixed + growing * size: gathering in one step 1 + 10 s, in
-    # two cheaper ones 3 + 4 s, and an exchange 8 + 3 s. The best for the smallest value is the
-    # first, for the largest the last. They meet at size 1; a search there finds the second path
-    # (7 < 11), so both halves are looked at again: 1 + 10 s meets 3 + 4 s at 1/3, where nothing
-    # undercuts them, and 3 + 4 s meets 8 + 3 s at 5, where nothing does either. All three are kept.
-    search = PathSearch(question)
-    last = search.best(Size(1, 1 << 60), ())
-    first = search.best(Size(1, 0), () if last is None else (last,))
-    if first is None or last is None:
-        return ()
-    return tuple(dict.fromkeys((*_between(search, first, last), last)))
+    search, best, limit = _Search(PricedQuestion(question, bits)), None, NO_LIMIT
+    for greed, budget in ((1, None),) if is_small(question) else PHASES:
+        if (found := search.shortest(limit, greed, budget)) is not None:
+            best, limit = found
+    return best
 
 
-def _between(search: PathSearch, first: Answer, last: Answer) -> Iterator[Answer]:
-    """Yields the best paths from the size of `first` to that of `last`, which is left out."""
-    a, b = search.line(first), search.line(last)
-    if a.growing <= b.growing:
-        yield from () if b.fixed <= a.fixed else (first,)
-        return
-    if b.fixed <= a.fixed:
-        return
-    common = math.gcd(a.growing - b.growing, b.fixed - a.fixed)
-    size = Size((a.growing - b.growing) // common, (b.fixed - a.fixed) // common)
-    middle = search.best(size, (first, last))
-    assert middle is not None
-    if size.cost(search.line(middle))[0] >= size.cost(a)[0]:
-        yield first
-        return
-    if not search.exact:
-        yield from (first, middle)
-        return
-    yield from _between(search, first, middle)
-    yield from _between(search, middle, last)
+Node = tuple[Dims, Axes]  # a sharding that a search has met: dims, and what is partial
 
 
-@dataclass(eq=False)
-class _Node:
-    """A sharding that a search has met, with what holds for all sizes: bounds and moves."""
+class _Search:
+    def __init__(self, problem: PricedQuestion) -> None:
+        self.problem = problem
+        is_exact = is_small(problem.question)
+        self._moves = Moves(problem) if is_exact else DirectedMoves(problem)
+        self._bound = cache(problem.bound)
+        self._edges = cache(self._edges_of)
 
-    search: PathSearch
-    dims: Dims
-    partial: Axes
-    pieces: int
+    def _edges_of(self, dims: Dims, partial: Axes) -> list[tuple[Cost, AtomMove]]:
+        """Returns (cost, move) of each move out of a sharding."""
+        pieces = self.problem.pieces(dims)
+        moves = self._moves.out_of(dims, partial, pieces)
+        return [(self.problem.price(move.kind, move.axes, pieces), move) for move in moves]
 
-    @cached_property
-    def bounds(self) -> list[Line]:
-        """Lower bounds of the cost from here to the goal, as lines over the value's size."""
-        return self.search.problem.bounds(self.dims, self.partial)
-
-    @cached_property
-    def edges(self) -> list[tuple[Line, AtomMove, _Node]]:
-        """(cost, move, node that it leads to) of each move out of this sharding."""
-        edges, search = [], self.search
-        for move in search.moves.out_of(self.dims, self.partial, self.pieces):
-            line, pieces = search.problem.price(move.kind, move.axes, self.pieces)
-            edges.append((line, move, search.node(move.dims, move.partial, pieces)))
-        return edges
-
-
-class PathSearch:
-    """Searches for the best paths for one `Question` (a reshard), for values of several sizes."""
-
-    def __init__(self, question: Question) -> None:
-        problem = self.problem = PricedQuestion(question)
-        directed = DirectedMoves(problem)
-        self.direct = [tuple(path) for path in direct_paths(problem, directed)]
-        self._tries_all = is_small(question)
-        self.exact = self._tries_all and not is_joined(question)  # every step, atom by atom
-        self.moves = Moves(problem) if self._tries_all else directed
-        # A sharding has one node: it is always in so many pieces.
-        self.node = cache(lambda *sharding: _Node(self, *sharding))
-        self._start = self.node(problem.src, problem.partial, problem.pieces(problem.src))
-        self._goal = self.node(problem.dst, (), problem.goal_pieces)
-
-    def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
-        """Returns the best path for a size: one written down, or what a search finds if better.
-
-        `found` are paths that are known already: a search looks only for what is cheaper.
-        """
-        paths = [*found, *self.direct]
-        known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
-        limit = NO_LIMIT if known is None else size.cost(self.line(known))
-        if limit[:2] <= self._least(self._start, size)[:2]:
-            return known
-        if self._tries_all:
-            return self._shortest(size, limit) or known
-        for greed, budget in PHASES:
-            better = self._shortest(size, limit, budget, greed)
-            if better is not None:
-                known, limit = better, size.cost(self.line(better))
-        return known or self._shortest(size, NO_LIMIT, None, LAST_GREED)
-
-    def line(self, path: Answer) -> Line:
-        """Returns the cost of a path as a line over the size of the value."""
-        pieces, lines = self._start.pieces, []
-        for move in path:
-            line, pieces = self.problem.price(move.kind, move.axes, pieces)
-            lines.append(line)
-        return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
-
-    def _least(self, node: _Node, size: Size) -> Cost:
-        """Returns a lower bound of the cost from a sharding to the goal, for values of a size."""
-        if not node.bounds:
-            return 0, 0, 0
-        fixed, growing = size
-        time = max([fixed * line[0] + growing * line[1] for line in node.bounds])
-        _, _, sent, steps = node.bounds[0]
-        return time, sent, steps
-
-    def _shortest(
-        self, size: Size, limit: Cost, budget: int | None = None, greed: float = 1
-    ) -> Answer | None:
-        """Returns the best path from start to goal by A*; None if none costs less than the limit.
+    def shortest(self, limit: Cost, greed: float, budget: int | None) -> tuple[Answer, Cost] | None:
+        """Returns the best path by A*, and its cost; None if none costs less than the limit.
 
         At most `budget` shardings are expanded. With more `greed`, the weight of the lower bound,
         than 1 the search is faster, and no longer optimal.
@@ -597,32 +300,32 @@ class PathSearch:
         #   gather x:            4 to [{}, {y}],    8 more at least, estimate 12
         # The first is expanded: an all-to-all leads on to the goal, for 8 in all. That is the
         # cheapest estimate there is, so the other two are never looked at again.
-        fixed, growing = size
-        best: dict[_Node, Cost] = {self._start: (0, 0, 0)}
-        least = cache(lambda node: self._least(node, size))
-        came: dict[_Node, tuple[_Node, AtomMove]] = {}
-        heap = [((0.0, 0, 0), (0, 0), best[self._start], self._start)]
+        start: Node = self.problem.src, self.problem.partial
+        best: dict[Node, Cost] = {start: Cost(0, 0, 0)}
+        came: dict[Node, tuple[Node, AtomMove]] = {}
+        heap = [((0.0, 0, 0), (0, 0), best[start], start)]
         expanded = 0
         while heap and (budget is None or expanded < budget):
             _, _, spent, here = heapq.heappop(heap)
-            if here is self._goal:
+            if here == (self.problem.dst, ()):
                 path: list[AtomMove] = []
                 while here in came:
                     here, move = came[here]
                     path.append(move)
-                return tuple(path[::-1])
+                return tuple(path[::-1]), spent
             if best[here] < spent:
                 continue
             expanded += 1
             time, sent, count = spent
             permuted = here in came and came[here][1].kind == "collective_permute"
-            for number, (line, move, there) in enumerate(here.edges):
+            for number, (more, move) in enumerate(self._edges(*here)):
                 if permuted and move.kind == "collective_permute":
                     continue  # two that follow one another are one
-                cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
+                cost = Cost(time + more[0], sent + more[1], count + 1)
+                there = move.dims, move.partial
                 if cost >= limit or (there in best and best[there] <= cost):
                     continue
-                left = least(there)
+                left = self._bound(*there)
                 estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
                 if estimate >= limit:
                     continue

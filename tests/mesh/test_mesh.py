@@ -59,18 +59,11 @@ def test_groups_partition_the_mesh_in_order(sizes: list[int], rng):
     rng.shuffle(atoms)
     groups = mesh.groups(atoms)
     assert sorted(p for group in groups for p in group) == list(range(mesh.size))
+    assert sorted(groups, key=lambda group: group[0]) == list(groups)
     each = mesh.coordinates(atoms)
     for group in groups:
         assert [mesh.coordinate(p, atoms) for p in group] == list(range(mesh.extent(atoms)))
         assert [each[p] for p in group] == list(range(mesh.extent(atoms)))
-
-
-def test_groups_of_whole_axes():
-    mesh = Mesh(None, (2, 2), ("data", "model"))
-    assert mesh.groups(mesh.atoms_of(["model"])) == ((0, 1), (2, 3))
-    assert mesh.groups(mesh.atoms_of(["data"])) == ((0, 2), (1, 3))
-    assert mesh.groups(mesh.atoms_of(["model", "data"])) == ((0, 2, 1, 3),)
-    assert mesh.groups(()) == ((0,), (1,), (2,), (3,))
 
 
 def test_a_mesh_from_another_process_is_equal_and_hashes_alike():

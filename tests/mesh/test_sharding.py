@@ -11,7 +11,6 @@ from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import (
     Sharding,
-    axis_refs,
     format_sharding,
     is_legal,
     local_shape,
@@ -45,6 +44,7 @@ def test_text_reads_back(rng, rank: int):
     "text",
     [
         "[]", "[{}]", "[{data}, {model, x}]", "[] partial min {model:(2)3}",
+        "[{data, model}, {x}]", "[{data:(2)2, data:(1)2}, {}]",
         "[{data:(2)2}, {}, {model:(1)2}] partial add {data:(1)2, x}",
     ],
 )  # fmt: skip
@@ -62,20 +62,6 @@ def test_text_is_stable(text: str):
 def test_text_that_is_no_sharding(text: str):
     with pytest.raises(SpecError):
         parse_sharding(text, MESH)
-
-
-def test_partial_atoms_are_read_in_any_order():
-    assert parse_sharding("[] partial add {x, data}", MESH).partial == (0, 1, 4)
-
-
-def test_whole_axes_are_merged():
-    refs = axis_refs(MESH.atoms_of(["data", "model"]), MESH)
-    assert [(ref.name, ref.pre, ref.size, ref.whole) for ref in refs] == [
-        ("data", 1, 4, True),
-        ("model", 1, 6, True),
-    ]
-    minor_first = tuple(reversed(MESH.atoms_of(["data"])))
-    assert [str(ref) for ref in axis_refs(minor_first, MESH)] == ["data:(2)2", "data:(1)2"]
 
 
 def test_legality():

@@ -26,7 +26,7 @@ def test_known_topologies(name: str, tmp_path: Path):
 
 
 def test_counts_and_peaks():
-    assert Topology("v4:4x4x8").count == 128
+    assert Topology("v4:4x4x8").count == 128 and Topology("tpu7x:2x2x1").count == 8
     assert Topology("h200:8").shape == (8,)
     h200 = Topology("h200:8")
     assert h200.peak_flops("f8E4M3FN") == h200.peak_flops("fp8") > h200.peak_flops("bf16")
@@ -112,6 +112,8 @@ INTERLEAVED = [8 * (i % 2) + i // 2 for i in range(16)]
         ("v4:4x4x8", Mesh(None, (64, 2), "ab"), (None, V4)),
         ("v5e:4x4", Mesh(None, (4, 4), "ab"), (V5E, V5E)),  # lines
         ("v5e:16x16", Mesh(None, (16, 16), "ab"), (2 * V5E, 2 * V5E)),
+        ("h200:8", Mesh(None, (8, 1), "ab"), (NVLINK, NVLINK)),  # nothing is sent along b
+        ("tpu7x:2x2x1", Mesh(None, (4, 2), "ab"), (100e9, 600e9)),  # b: the two cores of a chip
     ],
 )
 def test_axes_have_the_links_that_they_cross(name: str, mesh: Mesh, bandwidths: tuple[float, ...]):
@@ -125,11 +127,6 @@ def test_axes_across_slices_are_as_slow_as_the_network():
     for links in ([topology.link(mesh, axis) for axis in range(2)], topology.atom_links(mesh)):
         assert links[0] == topology.chip.dcn
         assert links[1].bandwidth == topology.chip.ici.bandwidth
-
-
-def test_an_axis_of_size_one_has_a_link():
-    topology = Topology("h200:8")
-    assert topology.link(Mesh(None, (8, 1), ("a", "b")), 1) == topology.chip.ici
 
 
 def gpu(kind: str) -> SimpleNamespace:
@@ -169,14 +166,6 @@ def test_unknown_devices_say_what_to_do():
     with pytest.raises(MeshError, match="NVIDIA Z9") as caught:
         Topology.for_devices([gpu("NVIDIA Z9")])
     assert "Topology.load" in str(caught.value)
-
-
-def test_cores_of_a_chip_are_devices_with_a_link_of_their_own():
-    topology = Topology("tpu7x:2x2x1")
-    assert topology.count == 8
-    mesh = Mesh(None, (4, 2), ("data", "model"))
-    assert topology.link(mesh, 1) == topology.chip.core
-    assert topology.link(mesh, 0).bandwidth == 2 * topology.chip.ici.bandwidth
 
 
 @pytest.mark.parametrize(

@@ -203,15 +203,6 @@ def test_cheap_values_are_computed_again() -> None:
     assert shifted.reads == product
 
 
-def test_independent_all_reduces_are_one() -> None:
-    lowered = programs("moe/train-own-axis@4x2", 1)["moe/train-own-axis@4x2"](None)
-    program = lowered.stages.optimized.program
-    ops = sum(op.name == "stablehlo.all_reduce" for op in program.walk())
-    kernels = Kernels(program, backend_of("cpu")).body
-    combined = [k for k in kernels if k.op.name == "stablehlo.all_reduce"]
-    assert len(combined) < ops == sum(len(k.makes) for k in combined)
-
-
 QUICK = (
     "mlp 4x2",
     "resnet 8x1",

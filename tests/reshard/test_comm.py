@@ -58,13 +58,6 @@ def test_an_all_reduce_costs_a_scatter_and_a_gather_less_one_start():
     assert whole == pytest.approx(parts - link.latency)
 
 
-def test_one_gather_beats_two():
-    once = collective_seconds("all_gather", (0, 1), 1024, 4096, MESH, A100)
-    twice = collective_seconds("all_gather", (1,), 1024, 2048, MESH, A100)
-    twice += collective_seconds("all_gather", (0,), 2048, 4096, MESH, A100)
-    assert once < twice
-
-
 def test_large_collectives_run_at_the_bandwidth_of_the_link():
     size = 2**34
     seconds = collective_seconds("all_to_all", (0, 1), size, size, MESH, A100)
