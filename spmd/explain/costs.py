@@ -118,7 +118,7 @@ def collective_section(collectives: Sequence[Collective]) -> w.Section:
         for like, ops, runs, *sums in collective_rows(collectives)
     ]
     heads = ("kind", "axes", "ops", "runs", "each", "bytes", "time", "source")
-    table = w.Table(heads, rows, search="all_gather data mlp")
+    table = w.Table(heads, rows, "bytes", "all_gather data mlp")
     sent = w.bytes_text(sum(c.bytes * c.count for c in collectives))
     said = f"{len(collectives)}, {sent} sent by each device in one run"
     return w.Section("collectives", said, table, "none")

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from spmd.compiler import Stages
 from spmd.explain import words as w
-from spmd.explain.costs import Collective, Cost, costs
+from spmd.explain.costs import Collective, Cost, collective_section, costs, traffic_section
 from spmd.explain.measured import Measured
-from spmd.explain.memory import Memory
-from spmd.explain.prices import Prices
+from spmd.explain.memory import Memory, recomputed
+from spmd.explain.prices import Prices, conflicts, marks_section
+from spmd.explain.steps import pipeline_rows, rings
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
@@ -26,6 +27,7 @@ from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
 
 CLOSE = 5e-4  # relative difference of two times that a report does not show
+MOST_VALUES = 12  # intermediate values that a report shows, the largest
 MOST_STAGES = 4  # stages of the compiler that a report names, those that took longest
 
 
@@ -116,8 +118,8 @@ class Facts:
         return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
     @property
-    def header(self) -> list[tuple[str, str]]:
-        """Rows (name, text) for a report: mesh, machine, solver, predicted time and its bounds."""
+    def program(self) -> w.Section:
+        """What the program is planned for, how good the plan is, and its predicted time."""
         plan, stages = self.plan, self.stages
         rows = [
             ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
@@ -130,10 +132,32 @@ class Facts:
         if bound := self.least_seconds:
             even = "arithmetic alone, split evenly over all devices"
             rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
-        whole = sum(stages.seconds.values())
-        most = sorted(stages.seconds.items(), key=lambda took: -took[1])[:MOST_STAGES]
-        said = ", ".join(f"{stage} {w.seconds_text(own)}" for stage, own in most)
-        return [*rows, ("planned in", f"{w.seconds_text(whole)}: {said}")] if most else rows
+        if most := sorted(stages.seconds.items(), key=lambda took: -took[1])[:MOST_STAGES]:
+            said = ", ".join(f"{stage} {w.seconds_text(own)}" for stage, own in most)
+            whole = w.seconds_text(sum(stages.seconds.values()))
+            rows.append(("planned in", f"{whole}: {said}"))
+        return w.Section("program", self.title, [w.Entry("", "", rows)])
+
+    def sections(self) -> tuple[w.Section, ...]:
+        """Returns all parts of the report but the largest costs, in order."""
+        plan, notes = self.plan, Counter(map(w.source_text, self.plan.notes))
+        times = {text: f" ({n} times)" * (n > 1) for text, n in notes.items()}
+        return (
+            self.program,
+            *(self.measured.sections() if self.measured is not None else ()),
+            *self.leaves,
+            w.Section("largest values inside", "", largest_table(plan)),
+            collective_section(self.collectives),
+            traffic_section(self.collectives),
+            *([marks_section(self.prices)] if self.prices is not None else []),
+            conflicts(self.stages, self.prices),
+            rings(plan),
+            recomputed(plan, self.timeline),
+            w.Section("pipelines", "", [row.entry for row in pipeline_rows(self.stages)]),
+            w.Section("forms", "", [w.Entry(form.text) for form in plan.forms]),
+            w.Section("notes", "", [w.Entry(text + n) for text, n in times.items()]),
+            w.Section("memory per device", "", [w.Entry("", "", self.memory)]),
+        )
 
     @property
     def memory(self) -> tuple[tuple[str, str], ...]:
@@ -318,12 +342,12 @@ def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
     return found
 
 
-def largest_table(plan: Plan, n: int) -> w.Table:
-    """Returns a table of the `n` largest intermediate values per device, equal ones in one row."""
+def largest_table(plan: Plan) -> w.Table:
+    """Returns a table of the largest intermediate values per device, equal ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
         local, spec = local_type(type_, sharding, plan.mesh), w.spec_text(sharding, plan.mesh)
         types = w.type_text(type_), spec, w.type_text(local)
         rows.append((local.bytes, values, *types, what, trail))
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    return w.Table(heads, rows).by("per device").first(n)
+    return w.Table(heads, rows).by("per device").first(MOST_VALUES)

@@ -81,7 +81,7 @@ def test_the_largest_collective_is_always_there(found: tuple[Cost, ...]) -> None
 
 def test_the_report_opens_with_them(lowered: Any) -> None:
     text = lowered.explain(prices=False)
-    opening = text[: text.index("program forward")]
+    opening = text[: text.index("program: forward")]
     assert re.match(r"the \d largest of \d+ costs?: [\d.]+% of the predicted ", opening)
     assert re.search(r"[\d.]+% +[\d.]+ us +all_gather over data +2 ops", opening)
     assert "return jnp.tanh(x @ w)" in opening
@@ -130,5 +130,5 @@ def test_nothing_to_spend_time_on_or_to_report(devices8: Any) -> None:
     lowered = spmd.jit(lambda x: x, mesh=spmd.make_mesh(data=8)).lower(1.0)
     assert "collectives: 0" in lowered.explain()
     assert "0 of them split" in lowered.summary()
-    assert lowered.explain(prices=False).startswith("program <lambda>")
+    assert lowered.explain(prices=False).startswith("program: <lambda>")
     assert "memory of each device" in lowered._repr_html_()
