@@ -136,7 +136,7 @@ class Facts:
             said = ", ".join(f"{stage} {w.seconds_text(own)}" for stage, own in most)
             whole = w.seconds_text(sum(stages.seconds.values()))
             rows.append(("planned in", f"{whole}: {said}"))
-        return w.Section("program", self.title, [w.Entry("", "", rows)])
+        return w.Section("program", self.title, [w.Item("", "", rows)])
 
     def sections(self) -> tuple[w.Section, ...]:
         """Returns all parts of the report but the largest costs, in order."""
@@ -153,10 +153,10 @@ class Facts:
             conflicts(self.stages, self.prices),
             rings(plan),
             recomputed(plan, self.timeline),
-            w.Section("pipelines", "", [row.entry for row in pipeline_rows(self.stages)]),
-            w.Section("forms", "", [w.Entry(form.text) for form in plan.forms]),
-            w.Section("notes", "", [w.Entry(text + n) for text, n in times.items()]),
-            w.Section("memory per device", "", [w.Entry("", "", self.memory)]),
+            w.Section("pipelines", "", [row.item for row in pipeline_rows(self.stages)]),
+            w.Section("forms", "", [w.Item(form.text) for form in plan.forms]),
+            w.Section("notes", "", [w.Item(text + n) for text, n in times.items()]),
+            w.Section("memory per device", "", [w.Item("", "", self.memory)]),
         )
 
     @property

@@ -293,19 +293,19 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
     )
     asked = [] if prices is None else groups[: prices.most_conflicts]
     priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
-    entries = []
+    items = []
     for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
         names = [numberless(w.value_name(program, v)) for _, v, _ in alike[0][1].claims]
         rows = list(zip(names, wishes, strict=True))
         for axes, price in priced[i] if i < len(asked) else ():
             rows.append((f"{w.axes_text(axes, mesh) or NO_AXIS} instead", price.text))
         more = f" ({len(alike)} alike)" if len(alike) > 1 else ""
-        entries.append(w.Entry(f"{op}{more}: took {taken}", trail, rows))
+        items.append(w.Item(f"{op}{more}: took {taken}", trail, rows))
     said = f"{len(found)}"
     if asked:
-        said += f", of {len(entries)} kinds; what the claims that lost would cost"
-        said += "" if len(asked) == len(entries) else f" (the first {len(asked)})"
-    return w.Section("conflicts", said, entries)
+        said += f", of {len(items)} kinds; what the claims that lost would cost"
+        said += "" if len(asked) == len(items) else f" (the first {len(asked)})"
+    return w.Section("conflicts", said, items)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def marks_section(prices: Prices) -> w.Section:
     tries = f"each of {kinds} in turn" if tried == groups else f"{tried} of {kinds}, one at a time"
     said = f"without {tries}, the program was planned again"
     title = "marks that forbid something cheaper"
-    return w.Section(title, said, [w.Entry("", "", rows)] if rows else [])
+    return w.Section(title, said, [w.Item("", "", rows)] if rows else [])
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:

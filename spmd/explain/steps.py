@@ -51,7 +51,7 @@ class PipelineRow(NamedTuple):
         )
 
     @property
-    def entry(self) -> w.Entry:
+    def item(self) -> w.Item:
         """What a report says of it: bubble, bytes sent, bytes held for the gradient."""
         bubble = (
             f"{w.share_text(self.idle, 1)} of {w.seconds_text(self.seconds)} in its loops: "
@@ -64,7 +64,7 @@ class PipelineRow(NamedTuple):
             rows.append(("sent to neighbours", f"{sent}, {waiting}"))
         if self.held:
             rows.append(("held for the gradient", w.bytes_text(self.held)))
-        return w.Entry(self.title, self.source, rows)
+        return w.Item(self.title, self.source, rows)
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
@@ -114,20 +114,20 @@ def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
 def rings(plan: Plan) -> w.Section:
     """Says of ops that use, or could use, a ring of devices what is sent and held."""
     found = Counter(
-        entry
+        item
         for op in plan.program.walk()
         if op.results and op.results[0] in plan.choices and not op.regions and not op.is_mark
         for factor, _ in rule_of(op.kind, op.loc).rings
-        if (entry := _ring(plan, op, factor)) is not None
+        if (item := _ring(plan, op, factor)) is not None
     )
-    entries = [
-        entry._replace(title=entry.title + f" ({count} alike)" * (count > 1))
-        for entry, count in found.items()
+    items = [
+        item._replace(title=item.title + f" ({count} alike)" * (count > 1))
+        for item, count in found.items()
     ]
-    return w.Section("rings", "", entries)
+    return w.Section("rings", "", items)
 
 
-def _ring(plan: Plan, op: Op, factor: int) -> w.Entry | None:
+def _ring(plan: Plan, op: Op, factor: int) -> w.Item | None:
     """Returns the figures of one op's ring factor; None if its pieces cannot go round a ring."""
     rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
     assignment = plan.choice(op).assignment
@@ -152,4 +152,4 @@ def _ring(plan: Plan, op: Op, factor: int) -> w.Entry | None:
         ("each holds", held),
     )
     title = f"{op.label}: {pieces} pieces {did} {w.axes_text(axes, mesh)}{order}"
-    return w.Entry(title, op.loc.trail, rows)
+    return w.Item(title, op.loc.trail, rows)

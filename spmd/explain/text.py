@@ -85,7 +85,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
         *([("plan", "as an earlier start made it")] if facts.stages.is_read else []),
         *([("measured", facts.measured.title)] if facts.measured is not None else []),
         *([("made again", recomputed(plan, facts.timeline).remark)] if plan.recomputed else []),
-        *(("pipeline", f"{x.title}: {x.entry.rows[0][1]}") for x in pipeline_rows(facts.stages)),
+        *(("pipeline", f"{x.title}: {x.item.rows[0][1]}") for x in pipeline_rows(facts.stages)),
         *(("form", form.text) for form in plan.forms if not form.refusal),
     ]
     if plan.choices and plan.idle_axes:

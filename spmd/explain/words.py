@@ -150,7 +150,7 @@ class Table(NamedTuple):
         return made
 
 
-class Entry(NamedTuple):
+class Item(NamedTuple):
     """Holds a thing and what is said of it. Without a title its rows are the section's own."""
 
     title: str
@@ -169,7 +169,7 @@ class Section(NamedTuple):
 
     title: str
     remark: str
-    body: Table | Sequence[Entry]
+    body: Table | Sequence[Item]
     empty: str = ""  # what is said if there is nothing; if empty, the section is left out
 
     @property
@@ -188,7 +188,7 @@ class Section(NamedTuple):
         if isinstance(self.body, Table):
             lines = self.body.lines()
         else:
-            lines = [line for entry in self.body for line in entry.lines()]
+            lines = [line for item in self.body for line in item.lines()]
         yield from section(self.heading, lines or [self.empty] * bool(self.empty))
 
 

@@ -29,7 +29,7 @@ def test_what_is_sent_is_what_the_collectives_send(gpipe: Any) -> None:
 
 
 def test_text_and_page_have_the_same_facts(gpipe: Any) -> None:
-    assert_text_and_page_have([r.entry for r in pipeline_rows(gpipe.stages)], gpipe, "pipelines")
+    assert_text_and_page_have([r.item for r in pipeline_rows(gpipe.stages)], gpipe, "pipelines")
 
 
 def test_the_picture_has_every_step(gpipe: Any) -> None:

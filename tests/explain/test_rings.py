@@ -50,6 +50,6 @@ def test_text_and_page_have_the_same_facts(long: Any) -> None:
 
 
 def test_what_is_gathered_is_said() -> None:
-    entry, *_ = rings(lowered(2048).stages.plan).body
-    assert "8 pieces are gathered over seq" in entry.title
-    assert dict(entry.rows)["each holds"].startswith("4 MiB; going round 1.5 MiB")
+    item, *_ = rings(lowered(2048).stages.plan).body
+    assert "8 pieces are gathered over seq" in item.title
+    assert dict(item.rows)["each holds"].startswith("4 MiB; going round 1.5 MiB")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from html import escape
 
-from spmd.explain.words import Cell, Entry, Look, Section, Table, source_text
+from spmd.explain.words import Cell, Item, Look, Section, Table, source_text
 
 
 class Html(str):
@@ -86,15 +86,15 @@ def section(given: Section) -> Html:
     empty = tag("p", given.empty) if given.empty else Html()
     if isinstance(given.body, Table):
         return table(given.body) or empty
-    return joined(*map(entry, given.body)) or empty
+    return joined(*map(item, given.body)) or empty
 
 
-def entry(given: Entry) -> Html:
+def item(given: Item) -> Html:
     """Returns a title with its source line, and below it what is said of it."""
     if not given.rows:
         return tag("p", source_text(given.title))
     at = (" at ", source(given.source)) if given.source else ()
-    title = tag("p.entry", tag("b", given.title), *at) if given.title else ""
+    title = tag("p.item", tag("b", given.title), *at) if given.title else ""
     return joined(title, pairs(given.rows))
 
 
