@@ -25,7 +25,7 @@ from spmd.mesh.topology import Topology
 from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
 
-MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
+MOST = 5  # costs that a report opens with
 
 
 class Collective(NamedTuple):
@@ -85,18 +85,6 @@ class Total(NamedTuple):
     seconds: float = 0.0  # predicted, of all executions one after another
 
 
-def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
-    """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
-    found = totals(collectives, lambda c: c._replace(layer="")).values()
-    return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
-
-
-def traffic(collectives: Iterable[Collective]) -> list[Total]:
-    """Sums up collectives by kind and axes; most bytes first, then most time, then by kind."""
-    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
-    return sorted(found, key=lambda total: (-total.bytes, -total.seconds, total.like.kind))
-
-
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
     """Maps each key that `look` returns to the total of the collectives that it is returned for."""
     return {
@@ -109,6 +97,18 @@ def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -
         )
         for key, alike in w.grouped(collectives, look).items()
     }
+
+
+def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
+    """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
+    found = totals(collectives, lambda c: c._replace(layer="")).values()
+    return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
+
+
+def traffic(collectives: Iterable[Collective]) -> list[Total]:
+    """Sums up collectives by kind and axes; most bytes first, then most time, then by kind."""
+    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
+    return sorted(found, key=lambda total: (-total.bytes, -total.seconds, total.like.kind))
 
 
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
@@ -136,10 +136,6 @@ class Nested(NamedTuple):
 
     slot: Slot
     inside: tuple[Nested, ...]
-
-    def slots(self) -> list[Slot]:
-        """Returns this slot, and after it the slots nested in it at any depth."""
-        return [self.slot, *(slot for inner in self.inside for slot in inner.slots())]
 
 
 def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
@@ -240,20 +236,12 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
     )
 
 
-def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
-    """Returns the costs to report first, behind a title that has their share of `seconds`.
-
-    They are the first `MOST` of `found`, which is sorted; if none of these is a collective, also
-    the first collective.
-    """
+def largest(found: Sequence[Cost], seconds: float) -> tuple[str, Sequence[Cost]]:
+    """Returns the first `MOST` costs, behind a title that has their share of `seconds`."""
     most = [cost for cost in found[:MOST] if cost.seconds]
-    title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}"
-    if all(cost.kind == COMPUTE for cost in most):
-        more = [cost for cost in found if cost.kind != COMPUTE and cost.seconds][:1]
-        title += ", and the largest collective" * len(more)
-        most += more
     share = w.share_text(sum(cost.seconds for cost in most), seconds)
-    return f"{title}: {share} of the predicted {w.seconds_text(seconds)}", tuple(most)
+    title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}: {share} of the predicted"
+    return f"{title} {w.seconds_text(seconds)}", most
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:

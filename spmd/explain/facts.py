@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -262,8 +263,7 @@ def split_text(leaves: Sequence[Leaf]) -> str:
 def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
-        leaf, several = group[0], group if len(group) > 1 else ()
-        name = pattern(leaf.name for leaf in group), [(leaf.name, leaf.origin) for leaf in several]
+        leaf, name = group[0], pattern(leaf.name for leaf in group)
         types = w.type_text(leaf.type), w.spec_text(leaf.sharding, mesh), w.type_text(leaf.local)
         held = sum(leaf.local.bytes for leaf in group)
         rows.append((name, len(group), *types, held, pattern(leaf.origin for leaf in group)))
@@ -281,32 +281,23 @@ def group_leaves(
 ) -> list[list[Leaf]]:
     """Groups leaves for which `look_of` is equal and names are similar, in order of the first.
 
-    Leaves whose names differ only in numbers are a group. Two groups become one if their names
-    differ in one part between `/`, not the first or last: `opt/mu/*/w` and `opt/nu/*/w` are
-    `opt/{mu,nu}/*/w`. So a group holds every combination of its parts.
+    Leaves whose names differ only in numbers are a group. They are one with others whose names have
+    as many parts between `/`, and the same first and last ones, if all together are every
+    combination of these parts: `opt/{mu,nu}/*/w`.
     """
-    alike = w.grouped(leaves, lambda leaf: (re.sub(r"\d+", "*", leaf.name), look_of(leaf)))
-    # (look, for each part of the names what stands there, leaves)
-    merged: list[tuple[object, list[frozenset[str]], list[Leaf]]] = []
 
-    def fitting(look: object, parts: Sequence[frozenset[str]]) -> int | None:
-        """Returns the index in `merged` of a group that these leaves can join, else None."""
-        for place, (other, names, _) in enumerate(merged):
-            if look == other and len(parts) == len(names):
-                different = [a != b for a, b in zip(parts, names, strict=True)]
-                if sum(different) == sum(different[1:-1]) == 1:
-                    return place
-        return None
+    def key_of(leaf: Leaf) -> tuple[object, ...]:
+        parts = re.sub(r"\d+", "*", leaf.name).split("/")
+        return look_of(leaf), len(parts), parts[0], parts[-1]
 
-    for (name, look), members in alike.items():
-        parts, place = [frozenset((part,)) for part in name.split("/")], len(merged)
-        # A union may be one part away from yet another group: look again until none is left.
-        while (at := fitting(look, parts)) is not None:
-            _, others, before = merged.pop(at)
-            parts = [a | b for a, b in zip(others, parts, strict=True)]
-            members, place = before + members, min(place, at)
-        merged.insert(place, (look, parts, members))
-    return [members for *_, members in merged]
+    groups: list[list[Leaf]] = []
+    for alike in w.grouped(leaves, key_of).values():
+        alternatives = zip(*(leaf.name.split("/") for leaf in alike), strict=True)
+        if len(alike) == math.prod(len(set(parts)) for parts in alternatives):
+            groups.append(alike)
+        else:
+            groups += w.grouped(alike, lambda leaf: re.sub(r"\d+", "*", leaf.name)).values()
+    return groups
 
 
 def pattern(names: Iterable[str]) -> str:

@@ -5,19 +5,17 @@ device while it computes. An op that could do so may instead gather all pieces f
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.compiler import Stages
 from spmd.explain import words as w
-from spmd.explain.costs import Cost, Nested, cost_of, nested, spent
+from spmd.explain.costs import Cost, cost_of, spent
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.pipelines import SHIFT, Pipeline, pipeline_of
 from spmd.ir.program import Op
 from spmd.planning.plan import Plan
 from spmd.predict.ops import ring_pieces, ring_seconds, share_seconds
-from spmd.predict.timeline import Slot
 from spmd.propagation.projection import ring_axes
 
 # Pieces that a device has during a ring: its own, one that it reads, and one that it receives.
@@ -31,9 +29,6 @@ class PipelineRow(NamedTuple):
     source: str  # the source line that calls it
     seconds: float  # what its loops are predicted to take, forward and backward
     travel: Cost | None  # of sending to neighbour stages; None if nothing is sent
-    # bytes of what forward loops make and backward loops read; if steps are computed again for the
-    # gradient, also what that makes for one window of steps. 0 without a gradient
-    held: int
 
     @property
     def idle(self) -> float:
@@ -52,7 +47,7 @@ class PipelineRow(NamedTuple):
 
     @property
     def item(self) -> w.Item:
-        """What a report says of it: bubble, bytes sent, bytes held for the gradient."""
+        """What a report says of it: bubble, bytes sent."""
         bubble = (
             f"{w.share_text(self.idle, 1)} of {w.seconds_text(self.seconds)} in its loops: "
             f"{self.of.steps - self.of.busy_steps} of {self.of.steps} steps fill and drain"
@@ -62,53 +57,33 @@ class PipelineRow(NamedTuple):
             sent = f"{w.bytes_text(travel.bytes)} in {w.plural(travel.runs, 'permute')}"
             waiting = f"{w.seconds_text(travel.seconds)} of waiting"
             rows.append(("sent to neighbours", f"{sent}, {waiting}"))
-        if self.held:
-            rows.append(("held for the gradient", w.bytes_text(self.held)))
         return w.Item(self.title, self.source, rows)
 
 
 def pipeline_rows(stages: Stages) -> list[PipelineRow]:
     """Returns the figures of each pipeline of a program, in program order."""
-    plan = stages.plan
-    outermost = [loop for loop in nested(stages.timeline.slots) if loop.slot.op.is_loop]
-    found = w.grouped(
-        outermost, lambda loop: (pipeline_of(loop.slot.op.loc.scope), loop.slot.op.loc.trail)
+    plan, timeline = stages.plan, stages.timeline
+
+    def place(op: Op) -> tuple[Pipeline | None, str]:
+        return pipeline_of(op.loc.scope), op.loc.trail
+
+    loops = [slot for slot in timeline.slots if slot.op.is_loop and slot.depth == 0]
+    sent = [part for part in spent(timeline, plan.topology) if SHIFT in part.slot.op.loc.scope]
+    shifts = w.grouped(
+        (part for part in sent if part.slot.op.collective), lambda part: place(part.slot.op)
     )
-    rows = []
-    for (of, source), loops in found.items():
-        if of is None:
-            continue
-        forward = [loop for loop in loops if "transpose(" not in loop.slot.op.loc.scope]
-        backward = [loop for loop in loops if "transpose(" in loop.slot.op.loc.scope]
-        inside = {id(slot) for loop in loops for slot in loop.slots()}
-        shifts = [
-            part
-            for part in spent(stages.timeline, plan.topology)
-            if id(part.slot) in inside
-            and part.slot.op.collective
-            and SHIFT in part.slot.op.loc.scope
-        ]
-        held = _passed([loop.slot for loop in forward], [loop.slot for loop in backward])
-        again = (_passed(inner[:-1], inner[1:]) for inner in map(_loops_in, backward))
-        seconds = sum(loop.slot.seconds for loop in loops)
-        travel = cost_of(shifts, plan.mesh, plan.topology) if shifts else None
-        rows.append(PipelineRow(of, source, seconds, travel, held + max(again, default=0)))
-    return rows
-
-
-def _loops_in(loop: Nested) -> list[Slot]:
-    return [inner.slot for inner in loop.inside if inner.slot.op.is_loop]
-
-
-def _passed(makers: Sequence[Slot], readers: Sequence[Slot]) -> int:
-    """Returns the bytes of all results of the loops in `makers` that loops in `readers` read."""
-    read = {value for slot in readers for value in slot.op.operands}
-    made = {
-        value: type_.bytes
-        for slot in makers
-        for value, type_ in zip(slot.op.results, slot.op.kind.results, strict=True)
-    }
-    return sum(size for value, size in made.items() if value in read)
+    return [
+        PipelineRow(
+            of,
+            source,
+            sum(slot.seconds for slot in alike),
+            cost_of(parts, plan.mesh, plan.topology)
+            if (parts := shifts.get((of, source)))
+            else None,
+        )
+        for (of, source), alike in w.grouped(loops, lambda slot: place(slot.op)).items()
+        if of is not None
+    ]
 
 
 def rings(plan: Plan) -> w.Section:

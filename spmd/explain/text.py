@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from spmd.compiler import Stages
 from spmd.errors import ArgumentError
@@ -22,7 +22,7 @@ from spmd.explain.facts import (
 from spmd.explain.memory import recomputed
 from spmd.explain.prices import Prices, Relief, costly_text, mark_groups, relief_of
 from spmd.explain.steps import pipeline_rows
-from spmd.ir.program import Op, Region, Value
+from spmd.ir.program import Value
 from spmd.ir.types import local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
@@ -283,30 +283,18 @@ def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> w.Lines:
 
 def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
     """Yields each reader of a value, the sharding that it needs, and the collectives for that."""
-    type_, mesh = plan.program.types[value], plan.mesh
-
-    def wants(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
-        """Yields (reader as text, sharding it needs or None) for readers in a region."""
-        for op in region.ops:
-            choice = plan.choices.get(op.results[0]) if op.results else None
-            where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
-            for i, operand in enumerate(op.operands):
-                if operand == value:
-                    label = f"operand {i} of {op.label}{where}"
-                    yield label, choice.operands[i] if choice else None
-            for inner in op.regions:
-                yield from wants(inner, op)
-        for i in (i for i, result in enumerate(region.results) if result == value):
-            if owner is None:
-                yield f"result {plan.program.result_names[i]}", plan.results[i]
-            elif owner.is_loop and region is owner.regions[0]:
-                yield f"the condition of {owner.name}", None
-            else:
-                choice = plan.choices.get(owner.results[0])
-                label = f"result {i} of the body of {owner.name}"
-                yield label, choice.results[i] if choice else None
-
-    for label, wanted in wants(plan.program.body, None):
+    program, type_, mesh = plan.program, plan.program.types[value], plan.mesh
+    for op, i in plan.problem.index.users.get(value, ()):
+        wanted = None
+        if op is not None:
+            label = f"operand {i} of {op.label}"
+            label += f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
+            if op.results and op.results[0] in plan.choices:
+                wanted = plan.choice(op).operands[i]
+        elif program.body.results[i : i + 1] == (value,):
+            label, wanted = f"result {program.result_names[i]}", plan.results[i]
+        else:
+            label = f"result {i} of the body or condition of a loop, or of a branch"
         if wanted is None:
             yield label
             continue

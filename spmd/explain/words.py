@@ -85,7 +85,6 @@ class Cell(NamedTuple):
     text: str
     look: Look = "text"
     key: float | None = None  # what the page's table sorts by; the text if left out
-    parts: Rows = ()  # what the page unfolds: each thing that the cell stands for, and a remark
     note: str = ""  # a sentence below it
 
 
@@ -101,8 +100,7 @@ COLUMNS: dict[str, Callable[[Any], Cell]] = {
     "share": lambda parts: Cell(share_text(*parts), "number", parts[0]),  # (part, whole)
     **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
     "kind": partial(Cell, look="kind"),
-    "name": lambda named: Cell(named[0], "name", parts=named[1]),  # (name, parts)
-    "made by": partial(Cell, look="name"),
+    **dict.fromkeys(("name", "made by"), partial(Cell, look="name")),
     **dict.fromkeys(("origin", "what"), partial(Cell, look="path")),
     # a source line, or (source line, note)
     "source": lambda said: Cell(said, "source") if isinstance(said, str) else _noted(*said),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costs import Cost, code_lines, costs, largest, seconds_by_kind
+from spmd.explain.costs import Cost, code_lines, costs, seconds_by_kind
 from spmd.explain.page.page import notebook_cell
 from tests.explain.test_report import _Reader
 
@@ -68,15 +68,6 @@ def test_the_text_of_source_lines_stands_beside_them(found: tuple[Cost, ...]) ->
 def test_files_that_are_not_here_have_no_text(found: tuple[Cost, ...]) -> None:
     frame = found[0].frames[0]._replace(file="/nowhere/model.py")
     assert code_lines(found[0]._replace(frames=(frame,))) == ((str(frame), ""),)
-
-
-def test_the_largest_collective_is_always_there(found: tuple[Cost, ...]) -> None:
-    compute = next(cost for cost in found if cost.kind == "compute")
-    gather = next(cost for cost in found if cost.kind == "all_gather")
-    title, most = largest([compute] * 7 + [gather], 1.0)
-    assert title.startswith("the 5 largest of 8 costs, and the largest collective: ")
-    assert most == (*[compute] * 5, gather)
-    assert largest([gather] + [compute] * 7, 1.0)[1] == (gather, *[compute] * 4)
 
 
 def test_the_report_opens_with_them(lowered: Any) -> None:

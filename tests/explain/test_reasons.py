@@ -150,19 +150,6 @@ def test_one_value_gets_one_verdict(
     assert ('its mark forbids what is faster: mark it (None, "data")' in marked) == is_said
 
 
-def test_the_condition_of_a_loop_is_not_its_carry() -> None:
-    """Both regions of a loop with one carry return one value."""
-
-    def halved(x: Any) -> Any:
-        return jax.lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: c / 2, x)
-
-    program = lowered(halved, (8, 8), specs=(("data", "model"),))
-    (loop,) = (op for op in program.stages.plan.program.walk() if op.is_loop)
-    condition, body = (region.results[0] for region in loop.regions)
-    assert "the condition of stablehlo.while" in program.explain(f"%{condition}", prices=False)
-    assert "result 0 of the body of" in program.explain(f"%{body}", prices=False)
-
-
 def test_a_marked_value_says_what_the_mark_costs() -> None:
     def step(x: Any, w: Any) -> Any:
         return spmd.mark_sharding(block(x, w), MESH, (None, "data")) * 2

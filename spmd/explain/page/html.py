@@ -124,12 +124,6 @@ def table(given: Table) -> Html:
 def _td(head: str, cell: Cell) -> Html:
     style = "n" if cell.look == "number" else "w" if cell.look in _WIDE else "t"
     shown = _LOOKS[cell.look](cell.text) if cell.text and cell.look in _LOOKS else cell.text
-    if cell.parts:
-        items = [
-            tag("li", tag("code", breakable(name)), " ", breakable(remark))
-            for name, remark in cell.parts
-        ]
-        shown = folded(shown, tag("ul", *items))
     note = tag("span.reason", source_text(cell.note)) if cell.note else ""
     key = cell.text if cell.key is None else cell.key
     return tag(f"td.{style}", shown, note, data_v=str(key), data_head=head)
