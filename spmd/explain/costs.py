@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from spmd.explain import words as w
 from spmd.explain.words import K
-from spmd.ir.control_flow import Index
+from spmd.ir.control_flow import UNKNOWN_TRIPS, Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
 from spmd.measure.labels import layer_of
@@ -131,18 +131,29 @@ def traffic_section(collectives: Iterable[Collective]) -> w.Section:
     return w.Section("totals by kind and axes", "", table)
 
 
-class Nested(NamedTuple):
-    """Holds when an op runs (its slot), and for a loop or conditional also the ops in its body."""
+def occurrences(slots: Sequence[Slot], whole: bool) -> Iterator[tuple[Slot, float, float]]:
+    """Yields (slot, start, seconds) each time that an op runs; a loop comes before what it runs.
 
-    slot: Slot
-    inside: tuple[Nested, ...]
-
-
-def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
-    """Makes a tree of a timeline's slots, in which the ops of a loop's body are inside the loop."""
+    Unless `whole`, only the first iteration of a loop is there, stretched to the time of all.
+    """
     heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
-    ends = pairwise([*heads, len(slots)])
-    return tuple(Nested(slots[at], nested(slots[at + 1 : end])) for at, end in ends)
+    for at, end in pairwise([*heads, len(slots)]):
+        slot, inside = slots[at], slots[at + 1 : end]
+        yield slot, slot.start, slot.seconds
+        runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
+        for turn in range(runs if whole else min(runs, 1)):
+            for inner, start, seconds in occurrences(inside, whole):
+                if whole:
+                    yield inner, start + turn * slot.seconds / runs, seconds
+                else:
+                    yield inner, slot.start + (start - slot.start) * runs, seconds * runs
+
+
+def loop_text(slot: Slot) -> str:
+    """Returns how often a loop runs, as text: `loop ×4`; `conditional` of a conditional."""
+    if not slot.op.is_loop:
+        return "conditional"
+    return f"loop, taken as ×{UNKNOWN_TRIPS}" if slot.runs is None else f"loop ×{slot.runs}"
 
 
 class Spent(NamedTuple):

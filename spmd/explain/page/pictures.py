@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain import words as w
-from spmd.explain.costs import Nested, nested
+from spmd.explain.costs import loop_text, occurrences
 from spmd.explain.facts import Facts, group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page import html as h
 from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
-from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -69,28 +68,20 @@ def bars_of(timeline: Timeline, mesh: Mesh) -> tuple[list[Bar], list[Loop]]:
     """
     bars: list[Bar] = []
     loops: list[Loop] = []
-
-    def add(slots: Iterable[Nested], begin: float, scale: float, shift: float, depth: int) -> None:
-        for slot, inside in slots:
-            op, trail = slot.op, slot.op.loc.trail
-            start, seconds = shift + (slot.start - begin) * scale, slot.seconds * scale
-            if op.regions:
-                runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
-                if depth == 0:
-                    trips = f"loop{', taken as' * (slot.runs is None)} ×{runs}"
-                    title = trips if op.is_loop else "conditional"
-                    loops.append(Loop(title, trail or "an unknown place", start, seconds))
-                add(inside, slot.start, scale * max(runs, 1), start, depth + 1)
-            elif slot.lane == COMPUTE:
-                bars.append(Bar((COMPUTE,), COMPUTE, op.label, trail, start, seconds))
-            else:
-                transfer = Transfer.of(op, mesh)
-                atoms = transfer.axes if transfer else ()
-                axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
-                label = f"{slot.kind} over {slot.lane}"
-                bars.append(Bar(tuple(axes), slot.kind, label, trail, start, seconds))
-
-    add(nested(timeline.slots), 0.0, 1.0, 0.0, 0)
+    for slot, start, seconds in occurrences(timeline.slots, whole=False):
+        op, trail = slot.op, slot.op.loc.trail
+        if op.regions:
+            if slot.depth == 0:
+                place = trail or "an unknown place"
+                loops.append(Loop(loop_text(slot), place, start, seconds))
+        elif slot.lane == COMPUTE:
+            bars.append(Bar((COMPUTE,), COMPUTE, op.label, trail, start, seconds))
+        else:
+            transfer = Transfer.of(op, mesh)
+            atoms = transfer.axes if transfer else ()
+            axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
+            label = f"{slot.kind} over {slot.lane}"
+            bars.append(Bar(tuple(axes), slot.kind, label, trail, start, seconds))
     return bars, loops
 
 
