@@ -135,12 +135,12 @@ def _first_screen(facts: Facts) -> Html:
 
 
 def _timeline(facts: Facts) -> Html:
-    timeline, mesh = facts.timeline, facts.plan.mesh
+    timeline = facts.timeline
     if not timeline.scheduled_seconds:
         return Html()
-    kinds = dict.fromkeys((COMPUTE, *(bar.kind for bar in pictures.bars_of(timeline, mesh)[0])))
+    kinds = dict.fromkeys((COMPUTE, *(slot.kind for slot in timeline.slots)))
     intro = (
-        "Compute, and the links of every mesh axis. A collective starts when its operands are "
+        "Compute, and the links of mesh axes. A collective starts when its operands are "
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
         "do not overlap: the first one is drawn, as long as all take together."
     )
@@ -160,7 +160,7 @@ def _timeline(facts: Facts) -> Html:
     return joined(
         tag("p", intro),
         h.legend((kind, f"var(--{kind})") for kind in kinds),
-        pictures.timeline_svg(timeline, mesh),
+        pictures.timeline_svg(timeline),
         h.folded("all costs, by source line", h.table(every)),
     )
 

@@ -1,4 +1,4 @@
-"""Pictures, as SVG: the predicted timeline, memory over time, steps of tiles.
+"""Pictures, as SVG: the predicted timeline, memory over time, tiles.
 
 What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go from one segment to
 the next (see report.js).
@@ -20,7 +20,6 @@ from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
-from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Timeline
 
 LEFT, ACROSS = 92, 1016  # where the drawn part of a chart begins, behind labels; and its width
@@ -32,13 +31,13 @@ _HEIGHT, _STEPS = 240, 700  # of the chart of memory: its height, and at most so
 MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--temporary)")
 
 # ---------------------------------------------------------------------------------------------
-# The timeline: a lane for compute, and one for the links of each mesh axis.
+# The timeline: a lane for compute, and one for each set of mesh axes whose links are used together.
 
 
 class Bar(NamedTuple):
     """Holds one bar of a timeline: an op or collective, or several that are drawn as one."""
 
-    lanes: tuple[str, ...]  # `compute`, or the names of the mesh axes whose links are busy
+    lane: str  # as in `Slot`
     kind: str  # `compute`, or the collective's kind
     label: str  # what it is: an op, or a collective and what it moves; empty of different ones
     place: str  # the user's source line and its caller's; empty of several lines
@@ -52,71 +51,44 @@ class Bar(NamedTuple):
         return self.start + self.seconds
 
 
-class Loop(NamedTuple):
-    """Holds when an outermost loop or conditional runs."""
-
-    title: str  # of a loop, how often it runs: `loop ×4`
-    place: str
-    start: float
-    seconds: float  # of all iterations together
-
-
-def bars_of(timeline: Timeline, mesh: Mesh) -> tuple[list[Bar], list[Loop]]:
-    """Returns the bars of a program's timeline, and its loops.
-
-    Of a loop the first iteration is drawn, stretched to the time of all of them.
-    """
-    bars: list[Bar] = []
-    loops: list[Loop] = []
+def bars_of(timeline: Timeline) -> list[Bar]:
+    """Returns the bars of a timeline; of a loop those of the first iteration, stretched."""
+    bars = []
     for slot, start, seconds in occurrences(timeline.slots, whole=False):
-        op, trail = slot.op, slot.op.loc.trail
-        if op.regions:
-            if slot.depth == 0:
-                place = trail or "an unknown place"
-                loops.append(Loop(loop_text(slot), place, start, seconds))
-        elif slot.lane == COMPUTE:
-            bars.append(Bar((COMPUTE,), COMPUTE, op.label, trail, start, seconds))
-        else:
-            transfer = Transfer.of(op, mesh)
-            atoms = transfer.axes if transfer else ()
-            axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in atoms)
-            label = f"{slot.kind} over {slot.lane}"
-            bars.append(Bar(tuple(axes), slot.kind, label, trail, start, seconds))
-    return bars, loops
+        if not slot.op.regions:
+            is_compute = slot.lane == COMPUTE
+            label = slot.op.label if is_compute else f"{slot.kind} over {slot.lane}"
+            bars.append(Bar(slot.lane, slot.kind, label, slot.op.loc.trail, start, seconds))
+    return bars
 
 
 def merged(bars: Sequence[Bar], least: float) -> list[Bar]:
     """Joins bars of one kind that follow each other in a lane, so that fewer are drawn.
 
-    They are at most `least / 4` seconds apart, and are of the same source line, or one of the two
-    takes less than `least` seconds.
+    They are at most `least / 4` seconds apart, and one of the two takes less than `least` seconds.
     """
-    last: dict[tuple[str, ...], int] = {}
     made: list[Bar] = []
-    for bar in sorted(bars, key=lambda bar: bar.start):
-        before = made[last[bar.lanes]] if bar.lanes in last else None
-        if (
-            before is None
-            or before.kind != bar.kind
-            or bar.start - before.end > least / 4
-            or (min(before.seconds, bar.seconds) >= least and not before.place == bar.place != "")
-        ):
-            last[bar.lanes] = len(made)
+    for bar in sorted(bars, key=lambda bar: (bar.lane, bar.start)):
+        before = made[-1] if made else bar
+        is_alike = before is not bar and (before.lane, before.kind) == (bar.lane, bar.kind)
+        is_short = min(before.seconds, bar.seconds) < least
+        if is_alike and is_short and bar.start - before.end <= least / 4:
+            made[-1] = before._replace(
+                label=before.label if before.label == bar.label else "",
+                place=before.place if before.place == bar.place else "",
+                seconds=bar.end - before.start,
+                ops=before.ops + bar.ops,
+            )
+        else:
             made.append(bar)
-            continue
-        made[last[bar.lanes]] = before._replace(
-            label=before.label if before.label == bar.label else "",
-            place=before.place if before.place == bar.place else "",
-            seconds=bar.end - before.start,
-            ops=before.ops + bar.ops,
-        )
     return made
 
 
-def timeline_svg(timeline: Timeline, mesh: Mesh) -> Html:
-    """Draws a timeline with a lane for compute, and one for the links of each axis."""
-    bars, loops = bars_of(timeline, mesh)
-    lanes = (COMPUTE, *(name for name, atoms in mesh.axis_atoms.items() if atoms))
+def timeline_svg(timeline: Timeline) -> Html:
+    """Draws a timeline, with brackets for its loops."""
+    bars = bars_of(timeline)
+    lanes = list(dict.fromkeys((COMPUTE, *(bar.lane for bar in bars))))
+    loops = [slot for slot in timeline.slots if slot.op.regions and slot.depth == 0]
     total = timeline.scheduled_seconds or 1.0
     scale = ACROSS / total
     shown = merged(bars, total / _FINEST)
@@ -125,8 +97,8 @@ def timeline_svg(timeline: Timeline, mesh: Mesh) -> Html:
     parts: list[Html] = []
     for loop in loops:
         x, width = LEFT + loop.start * scale, loop.seconds * scale
-        label = f"{loop.title}, {w.seconds_text(loop.seconds)}"
-        title = f"{loop.title} at {w.source_text(loop.place)}: {w.seconds_text(loop.seconds)}"
+        label = f"{loop_text(loop)}, {w.seconds_text(loop.seconds)}"
+        title = f"{label}, at {w.source_text(loop.op.loc.trail) or 'an unknown place'}"
         parts += [
             rect("loop", (x, top - 4, width, bottom - top - _GAP + 8), title),
             tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
@@ -134,13 +106,13 @@ def timeline_svg(timeline: Timeline, mesh: Mesh) -> Html:
         ]
     for row, lane in enumerate(lanes):
         y = top + row * (_LANE + _GAP)
-        busy = sum(bar.seconds for bar in bars if lane in bar.lanes)
+        busy = sum(bar.seconds for bar in bars if bar.lane == lane)
         parts += [
             words(0, y + 13, lane if len(lane) <= 13 else f"{lane[:12]}…"),
             words(0, y + 26, f"busy {busy / total:.0%}", "soft"),
             rect("lane", (LEFT, y, ACROSS, _LANE)),
         ]
-        for bar in (bar for bar in shown if lane in bar.lanes):
+        for bar in (bar for bar in shown if bar.lane == lane):
             x, width = LEFT + bar.start * scale, max(bar.seconds * scale, 0.5)
             width -= 0.6 if width > 3 else 0.0  # tells it from the next one
             what = bar.label or bar.kind
