@@ -30,7 +30,7 @@ class SettingsError(SpmdError):
     """Raised for a file of settings that cannot be used; one line says why, with file and line."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """Reads values as text, but for `null`, `true` and `false`."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}

@@ -15,7 +15,7 @@ from spmd.explain import words as w
 from spmd.explain.costs import Collective, Cost, collective_section, costs, traffic_section
 from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory, recomputed
-from spmd.explain.prices import Prices, conflicts, marks_section
+from spmd.explain.prices import Prices, conflicts
 from spmd.explain.steps import pipeline_rows, rings
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
@@ -39,16 +39,11 @@ class Facts:
     stages: Stages
     collectives: Sequence[Collective]  # what one run of the program exchanges
     use: MemoryUse  # the memory that one device is predicted to use
+    name: str  # what the program is called
+    file: str  # where its function is written, if known
     compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
     prices: Prices | None = None  # of decisions that the plan did not take
-    given_name: str = ""  # what the program is called; the function's name if not given
-    file: str = ""  # where its function is written, if known
     measured: Measured | None = None  # what steps of it took
-
-    @property
-    def name(self) -> str:
-        """The program's name: `given_name`, or if that is empty the function's name."""
-        return self.given_name or self.plan.program.name
 
     @property
     def title(self) -> str:
@@ -150,7 +145,7 @@ class Facts:
             w.Section("largest values inside", "", largest_table(plan)),
             collective_section(self.collectives),
             traffic_section(self.collectives),
-            *([marks_section(self.prices)] if self.prices is not None else []),
+            *([self.prices.marks] if self.prices is not None else []),
             conflicts(self.stages, self.prices),
             rings(plan),
             recomputed(plan, self.timeline),

@@ -7,8 +7,8 @@ a local program and timed like the first plan. So a price counts all that follow
     price of a choice  =  time of the best plan that makes it  -  time of the plan
 
 To price a mark, the program is propagated and planned again without it, which takes as long as
-planning did. So only a few marks are priced, those next to the most expensive reshards. A report
-warns of a mark that makes a program much slower even where prices were not asked for.
+planning did. So only a few marks are priced, those to which the most time may be due. A mark that
+makes a program much slower is warned of even where prices were not asked for.
 
     share of a mark  =  1  -  time of the program planned without it  /  time of the program
 """
@@ -117,13 +117,24 @@ class Prices:
         self._timed: dict[object, Plan] = {}
 
     @cached_property
-    def marks(self) -> MarkPrices:
-        """What a run would save without marks, tried for those next to the costliest reshards."""
-        return mark_prices(self.plan, self._most(MOST_TRIES, TIMED_FOR_MARK), self.options)
+    def marks(self) -> w.Section:
+        """What a run would save without the marks that may cost the most, one at a time."""
+        groups = [group for group in mark_groups(self.plan) if group.seconds]
+        tried = groups[: self._most(MOST_TRIES, TIMED_FOR_MARK)]
+        reliefs = worthwhile(self.plan, tried, self.options)
+        rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in reliefs]
+        if groups and not rows:
+            rows = [("none of them", f"costs {WORTH:.0%} of the collectives' time or more")]
+        which = f"the {len(groups)} kinds of marks that time may be due to"
+        if len(tried) < len(groups):
+            which = f"{len(tried)} of {which}"
+        said = f"without {which}, one at a time, the program was planned again"
+        title = "marks that forbid something cheaper"
+        return w.Section(title, said, [w.Item("", "", rows)] if rows else [])
 
     @property
     def most_conflicts(self) -> int:
-        """How many of a report's conflicts (or rings) get prices: fewer in large programs."""
+        """How many of a report's conflicts get prices: fewer in large programs."""
         again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
         return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
 
@@ -134,13 +145,7 @@ class Prices:
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The marks that cost more than `LEAST_SHARE` of a run, if some obviously do; else None.
-
-        That is searched for only where it is quick: a run has to take `LEAST_SECONDS`, and over
-        half of the plan's costs to be due to the marks.
-        """
-        if self.plan.run_seconds < LEAST_SECONDS:
-            return None
+        """The marks that cost the most, if they obviously cost much; see the function."""
         return costly_mark(self.plan, self.options)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
@@ -346,36 +351,14 @@ class Relief(NamedTuple):
         return 1 - self.without / self.seconds
 
 
-class MarkPrices(NamedTuple):
-    """Holds the groups of marks that cost enough to mention, those that cost most first."""
-
-    reliefs: tuple[Relief, ...]
-    tried: int  # without how many groups of marks, one at a time, the program was planned again
-    groups: int  # how many groups may cost something
-
-
-def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
-    """Prices each of the `tries` groups of marks that may cost the most, one at a time."""
-    groups = [group for group in mark_groups(plan) if group.seconds]
+def worthwhile(
+    plan: Plan, groups: Sequence[MarkGroup], options: Options | None = None
+) -> list[Relief]:
+    """Prices groups of marks; returns those that cost enough to mention, the costliest first."""
     least = WORTH * sum(move.seconds for move in plan.moves)
-    found = [relief_of(plan, group, options) for group in groups[:tries]]
+    found = [relief_of(plan, group, options) for group in groups]
     worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
-    worth.sort(key=lambda relief: relief.price.seconds)
-    return MarkPrices(tuple(worth), len(found), len(groups))
-
-
-def marks_section(prices: Prices) -> w.Section:
-    """Says what a run would save without which marks."""
-    reliefs, tried, groups = prices.marks
-    mesh = prices.plan.mesh
-    rows = [(f"without {marks.text(mesh)}", price.text) for marks, price, *_ in reliefs]
-    if groups and not rows:
-        rows = [("none of them", f"costs {WORTH:.0%} of the collectives' time or more")]
-    kinds = f"the {groups} kinds of marks that time may be due to"
-    tries = f"each of {kinds} in turn" if tried == groups else f"{tried} of {kinds}, one at a time"
-    said = f"without {tries}, the program was planned again"
-    title = "marks that forbid something cheaper"
-    return w.Section(title, said, [w.Item("", "", rows)] if rows else [])
+    return sorted(worth, key=lambda relief: relief.price.seconds)
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
@@ -403,9 +386,11 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
 def costly_mark(plan: Plan, options: Options) -> Relief | None:
     """Returns the marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
 
-    Marks that save memory for arguments do not count. A group is tried only if what may be due to
-    it is more than `OBVIOUS_SHARE` of the plan's costs.
+    Marks that save memory for arguments do not count. A group is tried only if a run takes
+    `LEAST_SECONDS`, and what may be due to it is more than `OBVIOUS_SHARE` of the plan's costs.
     """
+    if plan.run_seconds < LEAST_SECONDS:
+        return None
     most = (1 - LEAST_SHARE) * plan.run_seconds
     if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
         return None

@@ -134,7 +134,6 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
     if not found:
         known = list(dict.fromkeys((*program.arg_names, *program.result_names)))
         close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
-        close += [k for k in known if name and name in k and k not in close][: 5 - len(close)]
         raise ArgumentError(
             f"the program has no value {name!r}",
             actual=f"{len(program.arg_names)} arguments, {len(program.result_names)} results, "
@@ -163,10 +162,7 @@ def _found(plan: Plan, name: str) -> tuple[Found, str]:
         return [(f"{what} {x} (%{v})", v, s) for what, x, v, s in fitting], f"match {name!r}"
     program, digits = plan.program, name.removeprefix("%")
     if digits.isdecimal() and int(digits) < len(program.types):
-        number, title = int(digits), f"value {name}"
-        if number in program.body.args:
-            title = f"argument {w.value_name(program, number)} ({name})"
-        return [(title, number, plan.states[number])], ""
+        return [(f"value {name}", int(digits), plan.states[int(digits)])], ""
     if not re.search(r":\d+$", name):
         return [], ""
     # What the ops of a source line make; results that are alike are shown once.
@@ -321,8 +317,8 @@ def diff_text(a: Facts, b: Facts) -> str:
     changes = (
         _changed_leaves("arguments", both, [f.arguments for f in both]),
         _changed_leaves("results", both, [f.results for f in both]),
-        _changed("values inside", *map(_inside, both), MOST_CHANGES // 2),
-        _changed("collectives", *map(_sent, both)),
+        _changed("values inside", _inside(a), _inside(b), MOST_CHANGES // 2),
+        _changed("collectives", _sent(a), _sent(b)),
     )
     lines = [line for lines in changes for line in lines] or ["nothing changed"]
     return _joined([*_changed_costs(a, b), *lines], a.plan.mesh, b.plan.mesh)

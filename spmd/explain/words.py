@@ -167,7 +167,7 @@ class Section(NamedTuple):
 
     title: str
     remark: str
-    body: Table | Sequence[Item]
+    body: Table | list[Item]
     empty: str = ""  # what is said if there is nothing; if empty, the section is left out
 
     @property
@@ -176,18 +176,14 @@ class Section(NamedTuple):
         assert isinstance(self.body, Table)
         return self.body
 
-    @property
-    def heading(self) -> str:
-        """The title and the remark in one line: `collectives: 3, 2 MiB sent`."""
-        return f"{self.title}: {self.remark}" if self.remark else self.title
-
     def lines(self) -> Lines:
         """Yields the section as lines of text; nothing if there is nothing, and no `empty`."""
         if isinstance(self.body, Table):
             lines = self.body.lines()
         else:
             lines = [line for item in self.body for line in item.lines()]
-        yield from section(self.heading, lines or [self.empty] * bool(self.empty))
+        heading = f"{self.title}: {self.remark}" if self.remark else self.title
+        yield from section(heading, lines or [self.empty] * bool(self.empty))
 
 
 Lines = Iterator[str]  # what a part of a text yields, without line ends

@@ -95,7 +95,7 @@ def test_a_notebook_shows_the_first_screen(lowered: Any) -> None:
 
 
 def test_a_notebook_escapes_names(lowered: Any) -> None:
-    html = notebook_cell(replace(lowered._facts(), given_name="<lambda>"))
+    html = notebook_cell(replace(lowered._facts(), name="<lambda>"))
     assert "<lambda>" not in html
     assert "&lt;lambda&gt;" in html
 

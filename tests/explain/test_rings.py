@@ -35,7 +35,8 @@ def long() -> Any:
 
 
 def test_what_goes_round_is_counted(long: Any) -> None:
-    forward, backward = rings(long.stages.plan).body
+    items: Any = rings(long.stages.plan).body
+    forward, backward = items
     piece = 2 * LENGTH // 8 * KEY_HEADS * WIDTH * 2  # keys and values, bf16
     said = "spmd.attention: 8 pieces go round seq in zigzag order (2 alike)"
     assert forward.title == said
@@ -50,6 +51,7 @@ def test_text_and_page_have_the_same_facts(long: Any) -> None:
 
 
 def test_what_is_gathered_is_said() -> None:
-    item, *_ = rings(lowered(2048).stages.plan).body
+    items: Any = rings(lowered(2048).stages.plan).body
+    item, *_ = items
     assert "8 pieces are gathered over seq" in item.title
     assert dict(item.rows)["each holds"].startswith("4 MiB; going round 1.5 MiB")

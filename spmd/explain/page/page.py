@@ -4,7 +4,7 @@ from importlib.resources import files
 
 from spmd.explain import costs
 from spmd.explain import words as w
-from spmd.explain.facts import CLOSE, Facts, proof_text
+from spmd.explain.facts import Facts, proof_text
 from spmd.explain.memory import KINDS, memory_curve
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
@@ -88,11 +88,8 @@ def _parts(facts: Facts) -> list[Part]:
 def _first_screen(facts: Facts) -> Html:
     """Returns cards with a program's main figures, its time by kind of work, and largest costs."""
     mesh, waits = facts.plan.mesh, facts.timeline.exposed_seconds
-    given = w.bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
-    unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
-    room = dict(facts.memory)["on the device"]
-    held = f"predicted peak of {w.bytes_text(facts.plan.topology.hbm_bytes)}: {room}; "
-    held += f"arguments {given} of {unpartitioned}"
+    memory, limit = dict(facts.memory), w.bytes_text(facts.plan.topology.hbm_bytes)
+    held = f"predicted peak of {limit}: {memory['on the device']}; arguments {memory['arguments']}"
     waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
     if facts.measured is not None:
         waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
@@ -113,8 +110,6 @@ def _first_screen(facts: Facts) -> Html:
         share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
         parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
         kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.seconds_text(seconds)}"))
-    if sum(totals.values()) > whole * (1 + CLOSE):
-        kinds.append(tag("span", "more than the run in sum: links of several axes work at once"))
     title, most = costs.largest(facts.costs, whole)
     rows = []
     for cost in most:
