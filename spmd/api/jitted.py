@@ -366,7 +366,7 @@ class Jitted(Generic[P, R]):
         plan = lowered.stages.plan
         if plan.choices and (idle := plan.idle_axes):
             warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())
-        if (costly := lowered.prices.obvious_mark) is not None:
+        if (costly := lowered.prices.costly_mark) is not None:
             text = costly_text(costly, plan.mesh)
             warnings.warn(f"{self.__name__}: {text}", stacklevel=_calls_above())
         return lowered

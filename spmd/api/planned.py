@@ -101,10 +101,10 @@ class Planned:
             self.stages,
             self.collectives,
             self.predicted_memory,
-            None if self.memory.is_predicted else self.memory,
-            self.prices if prices else None,
             self.name,
             os.path.basename(self.request.function[0]) if self.request.function else "",
+            None if self.memory.is_predicted else self.memory,
+            self.prices if prices else None,
             self.measured,
         )
 

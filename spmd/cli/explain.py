@@ -20,11 +20,9 @@ import sys
 from collections.abc import Sequence
 
 import spmd
-from spmd.api import static_module
 from spmd.cli.flags import Parser, Switch
-from spmd.cli.specs import add_module_flags, default_to_cpus, parse_named_specs
+from spmd.cli.specs import add_module_flags, default_to_cpus, read_module
 from spmd.errors import SpmdError
-from spmd.frontend.importer.module import boundary_names
 
 STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
@@ -61,14 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     default_to_cpus()
     try:
-        module = static_module(given.module, given.symbols)
-        arguments, results = boundary_names(module)
+        module, arg_specs, result_specs = read_module(given)
         topology = spmd.Topology(given.topology) if given.topology else None
         lowered = spmd.lower_stablehlo(
             module,
             spmd.Mesh(None, tuple(given.mesh.values()), tuple(given.mesh)),
-            parse_named_specs("arg_spec", given.arg_spec, arguments),
-            parse_named_specs("result_spec", given.result_spec, results),
+            arg_specs,
+            result_specs,
             spmd.Options(planner=given.planner, topology=topology),
         )
         if given.stage:

@@ -6,7 +6,6 @@ with exit code 2.
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -33,15 +32,18 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         prog = as_called(prog)
         super().__init__(prog, description=about, formatter_class=_Help, allow_abbrev=False, **more)
+        self._files: Parser | None = None  # which reads `--settings` alone
         if settings:
-            self.add_argument(
-                "--settings",
-                action="append",
-                default=[],
-                metavar="FILE",
-                help="YAML with flags by name, as in `steps: 100`; a flag beside it overrides it, "
-                "and so does a later file",
-            )
+            self._files = Parser(prog, None, add_help=False)
+            for parser in (self, self._files):
+                parser.add_argument(
+                    "--settings",
+                    action="append",
+                    default=[],
+                    metavar="FILE",
+                    help="YAML with flags by name, as in `steps: 100`; a flag beside it overrides "
+                    "it, and so does a later file",
+                )
             self.add_argument(
                 "--print_settings", action=Switch, help="print all flags as such a file, and end"
             )
@@ -64,17 +66,12 @@ class Parser(argparse.ArgumentParser):
         return as_called(super().format_help())
 
     def _from_files(self, words: Sequence[str]) -> list[str]:
-        if not any(flag.dest == "settings" for flag in self._actions):
+        if self._files is None:
             return []
         from spmd.cli import settings  # not at the top: it needs PyYAML
 
-        files = []  # given as `--settings=FILE` or `--settings FILE`
-        for word, after in itertools.pairwise([*words, "--"]):
-            if word.startswith("--settings="):
-                files.append(word.partition("=")[2])
-            elif word == "--settings" and not after.startswith("--"):
-                files.append(after)
         try:
+            files = self._files.parse_known_args(words)[0].settings
             read = [settings.read(file, self) for file in files]
         except settings.SettingsError as error:
             self.error(str(error))

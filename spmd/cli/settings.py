@@ -13,20 +13,31 @@ is in the file: a YAML 1.1 parser would make `1e-4` text, `10:13` the number 613
 
 import argparse
 import difflib
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from spmd.errors import SpmdError
 
-TAG = "tag:yaml.org,2002:"
 NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no settings
 
 
 class SettingsError(SpmdError):
     """Raised for a file of settings that cannot be used; one line says why, with file and line."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """Reads values as text, but for `null`, `true` and `false`."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^(null|~|)$"), ["n", "~", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(?i:true|false)$"), [*"tTfF"])
 
 
 def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
@@ -35,24 +46,32 @@ def read(file: str | Path, parser: argparse.ArgumentParser) -> dict[str, list[st
     SettingsError: the file cannot be read, has an unknown name, or a value that its flag rejects.
     """
     flags = {_name(flag): flag for flag in _settable(parser)}
-    lines: dict[str, int] = {}
     found: dict[str, list[str]] = {}
-    for key, value in _root(file).value:
-        where = f"{file}:{_line(key)}"
-        if not isinstance(key, yaml.ScalarNode):
-            raise SettingsError(f"{where}: a setting's name is a word, not a list or mapping")
-        name = str(key.value).replace("-", "_")
-        if name not in flags:
-            near = difflib.get_close_matches(name, flags, n=1)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise SettingsError(f"{where}: no setting is called {name!r}{hint}")
-        if name in lines:
-            raise SettingsError(f"{where}: {name} is given twice, first in line {lines[name]}")
-        lines[name] = _line(key)
-        try:
-            found[name] = _words(parser, flags[name], value)
-        except argparse.ArgumentError as error:
-            raise SettingsError(f"{file}:{_line(value)}: {name}: {error.message}") from error
+    try:
+        with open(file, encoding="utf-8") as stream:
+            loader = _Loader(stream)
+            root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            says = "settings are lines of a name, a colon, a space and a value, as in `steps: 100`"
+            raise SettingsError(f"{file}: {says}")
+        for key, node in root.value:
+            where, name = f"{file}:{key.start_mark.line + 1}", str(key.value).replace("-", "_")
+            if name not in flags:
+                near = difflib.get_close_matches(name, flags, n=1)
+                hint = f"; the nearest is {near[0]!r}" if near else ""
+                raise SettingsError(f"{where}: no setting is called {name!r}{hint}")
+            if name in found:
+                raise SettingsError(f"{where}: {name} is given twice")
+            try:
+                found[name] = _as_words(parser, flags[name], loader.construct_object(node, True))
+            except argparse.ArgumentError as error:
+                raise SettingsError(f"{where}: {name}: {error.message}") from error
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file}: is no text in UTF-8") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{file}: this is not YAML: {' '.join(str(error).split())}") from error
     return found
 
 
@@ -80,78 +99,39 @@ def _name(flag: argparse.Action) -> str:
     return flag.option_strings[0].lstrip("-")
 
 
-def _root(file: str | Path) -> yaml.Node:
-    try:
-        with open(file, encoding="utf-8") as stream:
-            root = yaml.compose(stream, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise SettingsError(f"{file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{file}: is no text in UTF-8") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        where = f"{file}:{mark.line + 1}" if mark else str(file)
-        if problem and problem.startswith("but"):
-            problem = f"{getattr(error, 'context', '')} {problem}"
-        says = " ".join(str(problem or error).split())
-        hint = "; indent with spaces" if r"'\t'" in says else ""
-        raise SettingsError(f"{where}: this is not YAML: {says}{hint}") from error
-    if root is None:
-        raise SettingsError(f"{file}: holds no settings; write them as in `steps: 100`")
-    if not isinstance(root, yaml.MappingNode):
-        raise SettingsError(
-            f"{file}:{_line(root)}: settings are lines of a name, a colon, a space and a value, as "
-            "in `steps: 100`"
-        )
-    return root
-
-
-def _words(parser: argparse.ArgumentParser, flag: argparse.Action, node: yaml.Node) -> list[str]:
-    """Returns the words that give a flag a YAML value: [a, b] -> ["--data=a,b"]; null -> []."""
-    name, truth = f"--{_name(flag)}", None
-    if node.tag == f"{TAG}bool":  # `no` and `off` are words
-        truth = {"true": True, "false": False}.get(node.value.lower())
-    if node.tag == f"{TAG}null":
+def _as_words(parser: argparse.ArgumentParser, flag: argparse.Action, value: Any) -> list[str]:
+    """Returns the words that give a flag a value: [a, b] -> ["--data=a,b"]; None -> []."""
+    name = f"--{_name(flag)}"
+    if value is None:
         return []
     if flag.nargs == 0:  # a switch
-        if truth is None:
-            shown = repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-            raise argparse.ArgumentError(flag, f"takes true or false, not {shown}")
-        return [name if truth else f"--no{_name(flag)}"]
-    if flag.nargs == argparse.OPTIONAL and truth is not None:
-        return [name] if truth else []
-    if isinstance(flag, argparse._AppendAction) and isinstance(node, yaml.SequenceNode):
-        return [word for item in node.value for word in _words(parser, flag, item)]
-    if isinstance(node, yaml.SequenceNode):
-        text = ",".join(_item(flag, item) for item in node.value)
-    elif isinstance(node, yaml.MappingNode):
-        text = ",".join(f"{_item(flag, k)}={_item(flag, v)}" for k, v in node.value)
+        if not isinstance(value, bool):
+            raise argparse.ArgumentError(flag, f"takes true or false, not {value!r}")
+        return [name if value else f"--no{_name(flag)}"]
+    if flag.nargs == argparse.OPTIONAL and isinstance(value, bool):
+        return [name] if value else []
+    if isinstance(flag, argparse._AppendAction) and isinstance(value, list):
+        return [word for item in value for word in _as_words(parser, flag, item)]
+    if isinstance(value, dict):
+        text = ",".join(f"{key}={_text(flag, item)}" for key, item in value.items())
     else:
-        text = _item(flag, node)
-    value = parser._get_value(flag, text)
-    parser._check_value(flag, value)
+        text = ",".join(_text(flag, x) for x in (value if isinstance(value, list) else [value]))
+    made = parser._get_value(flag, text)
+    parser._check_value(flag, made)
     # A list has to be read as so many items, and a mapping as so many: else it was not meant.
-    is_list, is_mapping = (isinstance(node, k) for k in (yaml.SequenceNode, yaml.MappingNode))
-    if is_list or is_mapping:
-        word = "list" if is_list else "mapping"
-        if not isinstance(value, (list, tuple) if is_list else dict):
+    if isinstance(value, (list, dict)):
+        word, kinds = ("list", (list, tuple)) if isinstance(value, list) else ("mapping", dict)
+        if not isinstance(made, kinds):
             raise argparse.ArgumentError(flag, f"does not take a {word}")
-        if len(value) != len(node.value):
+        if len(made) != len(value):
             raise argparse.ArgumentError(flag, f"a comma is within an item of this {word}")
     return [f"{name}={text}"]
 
 
-def _item(flag: argparse.Action, node: yaml.Node) -> str:
-    if not isinstance(node, yaml.ScalarNode) or node.tag == f"{TAG}null":
-        what = "nothing" if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        raise argparse.ArgumentError(flag, f"there is {what} where a single value belongs")
-    text = str(node.value)
-    is_odd = node.tag == f"{TAG}float" and text.lower().endswith((".inf", ".nan"))
-    return text.replace(".", "") if is_odd else text
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+def _text(flag: argparse.Action, value: Any) -> str:
+    if not isinstance(value, (str, bool)):
+        raise argparse.ArgumentError(flag, f"{value!r} is not a single value")
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def _plain(value: Any) -> Any:
@@ -161,4 +141,5 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()} or None
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+    is_plain = isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
+    return value if value is None or is_plain else str(value)

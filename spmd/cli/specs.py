@@ -1,13 +1,15 @@
 """Parses meshes, sizes of symbols and specs from the text of flags."""
 
 import os
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from spmd.api import static_module
 from spmd.errors import SpmdError
+from spmd.frontend.importer.module import boundary_names
 
 
 class UsageError(SpmdError):
@@ -28,6 +30,17 @@ def add_module_flags(parser: ArgumentParser) -> None:
         **spec,
     )
     add("--result_spec", help="the same for a result (repeatable)", **spec)
+
+
+def read_module(given: Namespace) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Returns the module of parsed flags, and the specs of its arguments and of its results."""
+    module = static_module(given.module, given.symbols)
+    arguments, results = boundary_names(module)
+    return (
+        module,
+        parse_named_specs("arg_spec", given.arg_spec, arguments),
+        parse_named_specs("result_spec", given.result_spec, results),
+    )
 
 
 def default_to_cpus(count: int | None = None) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 import spmd
-from spmd.api import static_module
 from spmd.cli.flags import Parser, Switch, positive
-from spmd.cli.specs import add_module_flags, default_to_cpus, parse_named_specs
+from spmd.cli.specs import add_module_flags, default_to_cpus, read_module
 from spmd.errors import SpmdError
-from spmd.frontend.importer.module import boundary_names, signature
+from spmd.frontend.importer.module import signature
 from spmd.ir.types import TensorType, numpy_dtype
 
 
@@ -59,13 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(arguments)
     default_to_cpus(math.prod(given.mesh.values()))
     try:
-        module = static_module(given.module, given.symbols)
-        arguments, results = boundary_names(module)
+        module, arg_specs, result_specs = read_module(given)
         compiled = spmd.compile_stablehlo(
             module,
             spmd.make_mesh(devices=None, **given.mesh),
-            parse_named_specs("arg_spec", given.arg_spec, arguments),
-            parse_named_specs("result_spec", given.result_spec, results),
+            arg_specs,
+            result_specs,
             spmd.Options(check=True),
         )
         print(compiled.explain() if given.verbose else compiled.summary())

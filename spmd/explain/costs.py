@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from spmd.explain import words as w
 from spmd.explain.words import K
-from spmd.ir.control_flow import Index
+from spmd.ir.control_flow import UNKNOWN_TRIPS, Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
 from spmd.measure.labels import layer_of
@@ -25,7 +25,7 @@ from spmd.mesh.topology import Topology
 from spmd.predict.ops import Transfer
 from spmd.predict.timeline import COMPUTE, Slot, Timeline
 
-MOST = 5  # costs that a report opens with; the largest collective follows where none is among them
+MOST = 5  # costs that a report opens with
 
 
 class Collective(NamedTuple):
@@ -85,18 +85,6 @@ class Total(NamedTuple):
     seconds: float = 0.0  # predicted, of all executions one after another
 
 
-def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
-    """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
-    found = totals(collectives, lambda c: c._replace(layer="")).values()
-    return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
-
-
-def traffic(collectives: Iterable[Collective]) -> list[Total]:
-    """Sums up collectives by kind and axes; most bytes first, then most time, then by kind."""
-    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
-    return sorted(found, key=lambda total: (-total.bytes, -total.seconds, total.like.kind))
-
-
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
     """Maps each key that `look` returns to the total of the collectives that it is returned for."""
     return {
@@ -111,6 +99,18 @@ def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -
     }
 
 
+def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
+    """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
+    found = totals(collectives, lambda c: c._replace(layer="")).values()
+    return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
+
+
+def traffic(collectives: Iterable[Collective]) -> list[Total]:
+    """Sums up collectives by kind and axes; most bytes first, then most time, then by kind."""
+    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
+    return sorted(found, key=lambda total: (-total.bytes, -total.seconds, total.like.kind))
+
+
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
     """Returns the report's table of collectives: equal ones in one row, with the reason below."""
     rows = [
@@ -118,7 +118,7 @@ def collective_section(collectives: Sequence[Collective]) -> w.Section:
         for like, ops, runs, *sums in collective_rows(collectives)
     ]
     heads = ("kind", "axes", "ops", "runs", "each", "bytes", "time", "source")
-    table = w.Table(heads, rows, search="all_gather data mlp")
+    table = w.Table(heads, rows, "bytes", "all_gather data mlp")
     sent = w.bytes_text(sum(c.bytes * c.count for c in collectives))
     said = f"{len(collectives)}, {sent} sent by each device in one run"
     return w.Section("collectives", said, table, "none")
@@ -131,22 +131,29 @@ def traffic_section(collectives: Iterable[Collective]) -> w.Section:
     return w.Section("totals by kind and axes", "", table)
 
 
-class Nested(NamedTuple):
-    """Holds when an op runs (its slot), and for a loop or conditional also the ops in its body."""
+def occurrences(slots: Sequence[Slot], whole: bool) -> Iterator[tuple[Slot, float, float]]:
+    """Yields (slot, start, seconds) each time that an op runs; a loop comes before what it runs.
 
-    slot: Slot
-    inside: tuple[Nested, ...]
-
-    def slots(self) -> list[Slot]:
-        """Returns this slot, and after it the slots nested in it at any depth."""
-        return [self.slot, *(slot for inner in self.inside for slot in inner.slots())]
-
-
-def nested(slots: Sequence[Slot]) -> tuple[Nested, ...]:
-    """Makes a tree of a timeline's slots, in which the ops of a loop's body are inside the loop."""
+    Unless `whole`, only the first iteration of a loop is there, stretched to the time of all.
+    """
     heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
-    ends = pairwise([*heads, len(slots)])
-    return tuple(Nested(slots[at], nested(slots[at + 1 : end])) for at, end in ends)
+    for at, end in pairwise([*heads, len(slots)]):
+        slot, inside = slots[at], slots[at + 1 : end]
+        yield slot, slot.start, slot.seconds
+        runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
+        for turn in range(runs if whole else min(runs, 1)):
+            for inner, start, seconds in occurrences(inside, whole):
+                if whole:
+                    yield inner, start + turn * slot.seconds / runs, seconds
+                else:
+                    yield inner, slot.start + (start - slot.start) * runs, seconds * runs
+
+
+def loop_text(slot: Slot) -> str:
+    """Returns how often a loop runs, as text: `loop ×4`; `conditional` of a conditional."""
+    if not slot.op.is_loop:
+        return "conditional"
+    return f"loop, taken as ×{UNKNOWN_TRIPS}" if slot.runs is None else f"loop ×{slot.runs}"
 
 
 class Spent(NamedTuple):
@@ -240,20 +247,12 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
     )
 
 
-def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...]]:
-    """Returns the costs to report first, behind a title that has their share of `seconds`.
-
-    They are the first `MOST` of `found`, which is sorted; if none of these is a collective, also
-    the first collective.
-    """
+def largest(found: Sequence[Cost], seconds: float) -> tuple[str, Sequence[Cost]]:
+    """Returns the first `MOST` costs, behind a title that has their share of `seconds`."""
     most = [cost for cost in found[:MOST] if cost.seconds]
-    title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}"
-    if all(cost.kind == COMPUTE for cost in most):
-        more = [cost for cost in found if cost.kind != COMPUTE and cost.seconds][:1]
-        title += ", and the largest collective" * len(more)
-        most += more
     share = w.share_text(sum(cost.seconds for cost in most), seconds)
-    return f"{title}: {share} of the predicted {w.seconds_text(seconds)}", tuple(most)
+    title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}: {share} of the predicted"
+    return f"{title} {w.seconds_text(seconds)}", most
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:

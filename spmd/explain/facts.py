@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,10 +12,11 @@ from typing import NamedTuple
 
 from spmd.compiler import Stages
 from spmd.explain import words as w
-from spmd.explain.costs import Collective, Cost, costs
+from spmd.explain.costs import Collective, Cost, collective_section, costs, traffic_section
 from spmd.explain.measured import Measured
-from spmd.explain.memory import Memory
-from spmd.explain.prices import Prices
+from spmd.explain.memory import Memory, recomputed
+from spmd.explain.prices import Prices, conflicts
+from spmd.explain.steps import pipeline_rows, rings
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
@@ -26,6 +28,7 @@ from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import Timeline, least_seconds
 
 CLOSE = 5e-4  # relative difference of two times that a report does not show
+MOST_VALUES = 12  # intermediate values that a report shows, the largest
 MOST_STAGES = 4  # stages of the compiler that a report names, those that took longest
 
 
@@ -36,16 +39,11 @@ class Facts:
     stages: Stages
     collectives: Sequence[Collective]  # what one run of the program exchanges
     use: MemoryUse  # the memory that one device is predicted to use
+    name: str  # what the program is called
+    file: str  # where its function is written, if known
     compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
     prices: Prices | None = None  # of decisions that the plan did not take
-    given_name: str = ""  # what the program is called; the function's name if not given
-    file: str = ""  # where its function is written, if known
     measured: Measured | None = None  # what steps of it took
-
-    @property
-    def name(self) -> str:
-        """The program's name: `given_name`, or if that is empty the function's name."""
-        return self.given_name or self.plan.program.name
 
     @property
     def title(self) -> str:
@@ -116,8 +114,8 @@ class Facts:
         return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
     @property
-    def header(self) -> list[tuple[str, str]]:
-        """Rows (name, text) for a report: mesh, machine, solver, predicted time and its bounds."""
+    def program(self) -> w.Section:
+        """What the program is planned for, how good the plan is, and its predicted time."""
         plan, stages = self.plan, self.stages
         rows = [
             ("mesh", f"{plan.mesh} ({plan.mesh.size} devices)"),
@@ -130,10 +128,32 @@ class Facts:
         if bound := self.least_seconds:
             even = "arithmetic alone, split evenly over all devices"
             rows.append(("lower bound", f"{w.seconds_text(bound)}: {even}"))
-        whole = sum(stages.seconds.values())
-        most = sorted(stages.seconds.items(), key=lambda took: -took[1])[:MOST_STAGES]
-        said = ", ".join(f"{stage} {w.seconds_text(own)}" for stage, own in most)
-        return [*rows, ("planned in", f"{w.seconds_text(whole)}: {said}")] if most else rows
+        if most := sorted(stages.seconds.items(), key=lambda took: -took[1])[:MOST_STAGES]:
+            said = ", ".join(f"{stage} {w.seconds_text(own)}" for stage, own in most)
+            whole = w.seconds_text(sum(stages.seconds.values()))
+            rows.append(("planned in", f"{whole}: {said}"))
+        return w.Section("program", self.title, [w.Item("", "", rows)])
+
+    def sections(self) -> tuple[w.Section, ...]:
+        """Returns all parts of the report but the largest costs, in order."""
+        plan, notes = self.plan, Counter(map(w.source_text, self.plan.notes))
+        times = {text: f" ({n} times)" * (n > 1) for text, n in notes.items()}
+        return (
+            self.program,
+            *(self.measured.sections() if self.measured is not None else ()),
+            *self.leaves,
+            w.Section("largest values inside", "", largest_table(plan)),
+            collective_section(self.collectives),
+            traffic_section(self.collectives),
+            *([self.prices.marks] if self.prices is not None else []),
+            conflicts(self.stages, self.prices),
+            rings(plan),
+            recomputed(plan, self.timeline),
+            w.Section("pipelines", "", [row.item for row in pipeline_rows(self.stages)]),
+            w.Section("forms", "", [w.Item(form.text) for form in plan.forms]),
+            w.Section("notes", "", [w.Item(text + n) for text, n in times.items()]),
+            w.Section("memory per device", "", [w.Item("", "", self.memory)]),
+        )
 
     @property
     def memory(self) -> tuple[tuple[str, str], ...]:
@@ -238,8 +258,7 @@ def split_text(leaves: Sequence[Leaf]) -> str:
 def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
-        leaf, several = group[0], group if len(group) > 1 else ()
-        name = pattern(leaf.name for leaf in group), [(leaf.name, leaf.origin) for leaf in several]
+        leaf, name = group[0], pattern(leaf.name for leaf in group)
         types = w.type_text(leaf.type), w.spec_text(leaf.sharding, mesh), w.type_text(leaf.local)
         held = sum(leaf.local.bytes for leaf in group)
         rows.append((name, len(group), *types, held, pattern(leaf.origin for leaf in group)))
@@ -257,32 +276,23 @@ def group_leaves(
 ) -> list[list[Leaf]]:
     """Groups leaves for which `look_of` is equal and names are similar, in order of the first.
 
-    Leaves whose names differ only in numbers are a group. Two groups become one if their names
-    differ in one part between `/`, not the first or last: `opt/mu/*/w` and `opt/nu/*/w` are
-    `opt/{mu,nu}/*/w`. So a group holds every combination of its parts.
+    Leaves whose names differ only in numbers are a group. They are one with others whose names have
+    as many parts between `/`, and the same first and last ones, if all together are every
+    combination of these parts: `opt/{mu,nu}/*/w`.
     """
-    alike = w.grouped(leaves, lambda leaf: (re.sub(r"\d+", "*", leaf.name), look_of(leaf)))
-    # (look, for each part of the names what stands there, leaves)
-    merged: list[tuple[object, list[frozenset[str]], list[Leaf]]] = []
 
-    def fitting(look: object, parts: Sequence[frozenset[str]]) -> int | None:
-        """Returns the index in `merged` of a group that these leaves can join, else None."""
-        for place, (other, names, _) in enumerate(merged):
-            if look == other and len(parts) == len(names):
-                different = [a != b for a, b in zip(parts, names, strict=True)]
-                if sum(different) == sum(different[1:-1]) == 1:
-                    return place
-        return None
+    def key_of(leaf: Leaf) -> tuple[object, ...]:
+        parts = re.sub(r"\d+", "*", leaf.name).split("/")
+        return look_of(leaf), len(parts), parts[0], parts[-1]
 
-    for (name, look), members in alike.items():
-        parts, place = [frozenset((part,)) for part in name.split("/")], len(merged)
-        # A union may be one part away from yet another group: look again until none is left.
-        while (at := fitting(look, parts)) is not None:
-            _, others, before = merged.pop(at)
-            parts = [a | b for a, b in zip(others, parts, strict=True)]
-            members, place = before + members, min(place, at)
-        merged.insert(place, (look, parts, members))
-    return [members for *_, members in merged]
+    groups: list[list[Leaf]] = []
+    for alike in w.grouped(leaves, key_of).values():
+        alternatives = zip(*(leaf.name.split("/") for leaf in alike), strict=True)
+        if len(alike) == math.prod(len(set(parts)) for parts in alternatives):
+            groups.append(alike)
+        else:
+            groups += w.grouped(alike, lambda leaf: re.sub(r"\d+", "*", leaf.name)).values()
+    return groups
 
 
 def pattern(names: Iterable[str]) -> str:
@@ -318,12 +328,12 @@ def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
     return found
 
 
-def largest_table(plan: Plan, n: int) -> w.Table:
-    """Returns a table of the `n` largest intermediate values per device, equal ones in one row."""
+def largest_table(plan: Plan) -> w.Table:
+    """Returns a table of the largest intermediate values per device, equal ones in one row."""
     rows = []
     for (what, type_, sharding, trail), values in values_inside(plan).items():
         local, spec = local_type(type_, sharding, plan.mesh), w.spec_text(sharding, plan.mesh)
         types = w.type_text(type_), spec, w.type_text(local)
         rows.append((local.bytes, values, *types, what, trail))
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    return w.Table(heads, rows).by("per device").first(n)
+    return w.Table(heads, rows).by("per device").first(MOST_VALUES)

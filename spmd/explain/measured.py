@@ -1,6 +1,6 @@
 """Compares how long steps of a program took with the predicted time: `Measured`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,7 +81,8 @@ class Measured:
     step: tuple[Worked, ...] = field(compare=False)
 
     def __repr__(self) -> str:
-        return "\n".join([self.title, "", *self.lines()]).rstrip() + "\n"
+        lines = [line for part in self.sections() for line in part.lines()]
+        return "\n".join([self.title, "", *lines]).rstrip() + "\n"
 
     @property
     def title(self) -> str:
@@ -95,26 +96,19 @@ class Measured:
             text += f", {ratio:.3g}x the predicted {w.seconds_text(self.predicted)}"
         return text
 
-    def lines(self) -> w.Lines:
-        """Yields the three tables as lines of text, at most `MOST` rows of each."""
-        for part in self.sections():
-            count = len(part.table.rows)
-            more = f", the first {MOST} of {count}" if count > MOST else ""
-            shown = part._replace(remark=part.remark + more, table=part.table.first(MOST))
-            yield from shown.lines()
-
     def sections(self) -> tuple[w.Section, ...]:
         """Returns tables of predicted and measured time, by kind of work, layer and collective."""
         whole = f"profiled steps of {w.seconds_text(self.profiled)}"
         whole += f", mean of {w.plural(self.devices, 'device')}"
         whole += " that share one machine" * (self.platform == "cpu")
 
-        heads = ("what", "predicted", "measured")
-        return (
-            w.Section("measured by kind", whole, w.Table(heads, self.kinds)),
-            w.Section("measured by layer", "", w.Table(heads, self.layers)),
-            w.Section("measured by collective", "", w.Table(heads, self.collectives)),
-        )
+        def part(what: str, parts: Sequence[Part], said: str = "") -> w.Section:
+            more = f"the first {MOST} of {len(parts)}" * (len(parts) > MOST)
+            table = w.Table(("what", "predicted", "measured"), parts[:MOST])
+            return w.Section(f"measured by {what}", said or more, table)
+
+        layers, collectives = part("layer", self.layers), part("collective", self.collectives)
+        return part("kind", self.kinds, whole), layers, collectives
 
 
 def compare(

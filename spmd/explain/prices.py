@@ -7,8 +7,8 @@ a local program and timed like the first plan. So a price counts all that follow
     price of a choice  =  time of the best plan that makes it  -  time of the plan
 
 To price a mark, the program is propagated and planned again without it, which takes as long as
-planning did. So only a few marks are priced, those next to the most expensive reshards. A report
-warns of a mark that makes a program much slower even where prices were not asked for.
+planning did. So only a few marks are priced, those to which the most time may be due. A mark that
+makes a program much slower is warned of even where prices were not asked for.
 
     share of a mark  =  1  -  time of the program planned without it  /  time of the program
 """
@@ -16,7 +16,6 @@ warns of a mark that makes a program much slower even where prices were not aske
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,7 +42,6 @@ from spmd.planning.solver import FORBIDDEN, Reduced
 from spmd.planning.units import CARRY, OP
 from spmd.predict.ops import arithmetic_seconds
 from spmd.predict.timeline import least_seconds
-from spmd.propagation.projection import Assignment
 from spmd.propagation.propagate import Conflict
 
 T = TypeVar("T")
@@ -56,7 +54,7 @@ MOST_OPS = 28_000
 # Programs that are timed while one is planned again; and those of a conflict's losing claims.
 TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
 LEAST_SHARE = 0.2  # the share of a run's time from which on a report warns of a mark
-OBVIOUS_SHARE = 0.5  # the share of a plan's costs around a mark from which on it is priced unasked
+OBVIOUS_SHARE = 0.5  # the share of a plan's costs due to a mark from which on it is priced unasked
 # Predicted time of a run from which on marks are looked at without being asked. To plan again what
 # takes less would take longer than a mark costs in a thousand runs.
 LEAST_SECONDS = 1e-4
@@ -66,7 +64,6 @@ MOST_SUSPECTS = 2  # groups of marks that are priced to find one to warn of
 WORTH = 0.01  # the part of the time of all reshards that a mark must cost to be mentioned
 
 NO_AXIS = "no axis"
-UNPRICED = "no plan that was weighed does so"  # said of a claim that lost, and has no price
 
 
 class Price(NamedTuple):
@@ -77,22 +74,24 @@ class Price(NamedTuple):
     argument_bytes: int = 0  # what each device holds of the arguments: open ones may be held whole
 
     @property
-    def run_text(self) -> str:
-        """Time and traffic: `1.2 ms more, 30 MiB more sent`, `2 ms less, but 3 MiB more sent`."""
-        sent = f"{w.bytes_text(abs(self.bytes))} {'more' if self.bytes > 0 else 'less'} sent"
-        if abs(self.seconds) < 1e-9:
-            return f"the same time, {sent}" if self.bytes else "costs the same"
-        time = f"{w.seconds_text(abs(self.seconds))} {'more' if self.seconds > 0 else 'less'}"
-        if not self.bytes:
-            return f"{time}, the same bytes sent"
-        return f"{time}, {'' if (self.seconds > 0) == (self.bytes > 0) else 'but '}{sent}"
-
-    @property
     def text(self) -> str:
-        """`run_text`, and `; arguments take 2 MiB more per device` where that differs."""
-        held = self.argument_bytes
-        more = f"{w.bytes_text(abs(held))} {'more' if held > 0 else 'less'} per device"
-        return f"{self.run_text}; arguments take {more}" if held else self.run_text
+        """Time, traffic and memory: `2 ms less, but 3 MiB more sent; arguments take 1 MiB ..`."""
+
+        def more(amount: float, text: str) -> str:
+            return f"{text} {'more' if amount > 0 else 'less'}"
+
+        time = more(self.seconds, w.seconds_text(abs(self.seconds)))
+        sent = more(self.bytes, w.bytes_text(abs(self.bytes))) + " sent"
+        if abs(self.seconds) < 1e-9:
+            said = f"the same time, {sent}" if self.bytes else "costs the same"
+        elif not self.bytes:
+            said = f"{time}, the same bytes sent"
+        else:
+            said = f"{time}, {'' if (self.seconds > 0) == (self.bytes > 0) else 'but '}{sent}"
+        if not self.argument_bytes:
+            return said
+        held = more(self.argument_bytes, w.bytes_text(abs(self.argument_bytes)))
+        return f"{said}; arguments take {held} per device"
 
 
 def price_of(plan: Plan, other: Plan) -> Price:
@@ -118,13 +117,24 @@ class Prices:
         self._timed: dict[object, Plan] = {}
 
     @cached_property
-    def marks(self) -> MarkPrices:
-        """What a run would save without marks, tried for those next to the costliest reshards."""
-        return mark_prices(self.plan, self._most(MOST_TRIES, TIMED_FOR_MARK), self.options)
+    def marks(self) -> w.Section:
+        """What a run would save without the marks that may cost the most, one at a time."""
+        groups = [group for group in mark_groups(self.plan) if group.seconds]
+        tried = groups[: self._most(MOST_TRIES, TIMED_FOR_MARK)]
+        reliefs = worthwhile(self.plan, tried, self.options)
+        rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in reliefs]
+        if groups and not rows:
+            rows = [("none of them", f"costs {WORTH:.0%} of the collectives' time or more")]
+        which = f"the {len(groups)} kinds of marks that time may be due to"
+        if len(tried) < len(groups):
+            which = f"{len(tried)} of {which}"
+        said = f"without {which}, one at a time, the program was planned again"
+        title = "marks that forbid something cheaper"
+        return w.Section(title, said, [w.Item("", "", rows)] if rows else [])
 
     @property
     def most_conflicts(self) -> int:
-        """How many of a report's conflicts (or rings) get prices: fewer in large programs."""
+        """How many of a report's conflicts get prices: fewer in large programs."""
         again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
         return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
 
@@ -134,19 +144,9 @@ class Prices:
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
-    def obvious_mark(self) -> Relief | None:
-        """The marks that cost the most, searched for only where that is quick; else None.
-
-        A run has to take `LEAST_SECONDS`, and over half of the plan's costs to be due to the marks.
-        """
-        if self.plan.run_seconds < LEAST_SECONDS:
-            return None
-        return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
-
-    @cached_property
     def costly_mark(self) -> Relief | None:
-        """The marks without which a run saves most, if over `LEAST_SHARE` of it; else None."""
-        return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
+        """The marks that cost the most, if they obviously cost much; see the function."""
+        return costly_mark(self.plan, self.options)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Returns other shardings of a value with their prices, the cheapest first.
@@ -234,24 +234,6 @@ class Prices:
                 found[i] = self._priced(place[0], wanted, taken, together)
         return tuple(found)
 
-    def of_ring(self, op: Op, factor: int) -> Price | None:
-        """Returns the price of gathering a ring factor's pieces instead of passing them round.
-
-        If the plan gathers them, it is the price of passing them round. None if no plan does so.
-        """
-        number = self._built.units.of[op.results[0]][0]
-        if number < 0:
-            return None
-        taken = self.plan.choice(op).assignment
-
-        def rest(assignment: Assignment) -> Assignment:
-            return (*assignment[:factor], *assignment[factor + 1 :])
-
-        choices = [choice.assignment for choice in self._built.domains.choices[number]]
-        labels = [bool(a[factor]) if rest(a) == rest(taken) else None for a in choices]
-        found = self._priced(number, labels, bool(taken[factor]), (number,))
-        return found[0][1] if found else None
-
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
@@ -294,9 +276,9 @@ def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
 
 
 def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
-    """Returns a table of propagation's conflicts and what the plan took, equal ones in one row.
+    """Lists propagation's conflicts and what the plan took, equal ones together.
 
-    Most bytes come first. With `prices`, the first rows say what the axes not taken would cost.
+    Most bytes come first. With `prices`, the first ones say what the axes not taken would cost.
     """
     plan = stages.plan
     program, mesh, types = plan.program, plan.mesh, plan.program.types
@@ -316,28 +298,19 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
     )
     asked = [] if prices is None else groups[: prices.most_conflicts]
     priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
-    rows = []
+    items = []
     for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
-        claims = alike[0][1].claims
-        names = [numberless(w.value_name(program, value)) for _, value, _ in claims]
-        losers: dict[str, Price | None] = {}
-        if i < len(asked):
-            # The losing claims, the cheapest first; those without a price last.
-            losers |= {w.axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced[i]}
-            for axes in (*(w.axes_text(axes, mesh) for axes, _, _ in claims), NO_AXIS):
-                losers.setdefault(axes, None)
-            losers.pop(taken, None)
-        wants = "\n".join(map(" ".join, zip(names, wishes, strict=True)))
-        instead = [f"{axes} instead: {p.text if p else UNPRICED}" for axes, p in losers.items()]
-        least = min((p.seconds for p in losers.values() if p), default=math.inf)
-        rows.append((op, len(alike), wants, taken, ("\n".join(instead), least), trail))
+        names = [numberless(w.value_name(program, v)) for _, v, _ in alike[0][1].claims]
+        rows = list(zip(names, wishes, strict=True))
+        for axes, price in priced[i] if i < len(asked) else ():
+            rows.append((f"{w.axes_text(axes, mesh) or NO_AXIS} instead", price.text))
+        more = f" ({len(alike)} alike)" if len(alike) > 1 else ""
+        items.append(w.Item(f"{op}{more}: took {taken}", trail, rows))
     said = f"{len(found)}"
     if asked:
-        said += f", of {len(rows)} kinds; what the claims that lost would cost"
-        said += "" if len(asked) == len(rows) else f" (the first {len(asked)})"
-    heads = ("op", "n", "who wants what", "the plan took", "what else would cost", "source")
-    table = w.Table(heads, rows, search="an op, an argument, an axis")
-    return w.Section("conflicts", said, table)
+        said += f", of {len(items)} kinds; what the claims that lost would cost"
+        said += "" if len(asked) == len(items) else f" (the first {len(asked)})"
+    return w.Section("conflicts", said, items)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -349,9 +322,8 @@ class MarkGroup(NamedTuple):
 
     name: str  # `mark_sharding at model.py:12 (f)`, `argument layers/*/w`
     values: tuple[Value, ...]
-    # of the first mark; in a `Relief`, of the first whose value would have another one without it
-    sharding: Sharding
-    seconds: float  # predicted, of the reshards that `mark_groups` counts as next to them
+    sharding: Sharding  # of the first mark
+    seconds: float  # predicted, of reshards and repeated arithmetic that may be due to them
 
     def text(self, mesh: Mesh) -> str:
         """Returns the group in words: `argument x ("data", None) and 2 more`."""
@@ -365,11 +337,8 @@ class Relief(NamedTuple):
     marks: MarkGroup
     price: Price  # of the program without them, so negative seconds if that is faster
     seconds: float  # predicted time of one run with them
-    # the marked value's sharding without the marks; None if each use would make its own copy
+    # the first mark's value's sharding without them; None if each use would make its own copy
     instead: Sharding | None
-    # if the marked values would keep their shardings, the value that would have `instead`:
-    # `argument w`, `multiply at model.py:12 (f)`; else empty
-    elsewhere: str = ""
 
     @property
     def without(self) -> float:
@@ -382,38 +351,14 @@ class Relief(NamedTuple):
         return 1 - self.without / self.seconds
 
 
-class MarkPrices(NamedTuple):
-    """Holds the groups of marks that cost enough to mention, those that cost most first."""
-
-    reliefs: tuple[Relief, ...]
-    tried: int  # without how many groups of marks, one at a time, the program was planned again
-    groups: int  # how many groups are next to a reshard
-
-
-def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
-    """Prices each of the `tries` groups of marks next to the costliest reshards, one at a time."""
-    groups = mark_groups(plan)
+def worthwhile(
+    plan: Plan, groups: Sequence[MarkGroup], options: Options | None = None
+) -> list[Relief]:
+    """Prices groups of marks; returns those that cost enough to mention, the costliest first."""
     least = WORTH * sum(move.seconds for move in plan.moves)
-    found = [relief_of(plan, group, options) for group in groups[:tries]]
+    found = [relief_of(plan, group, options) for group in groups]
     worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
-    worth.sort(key=lambda relief: relief.price.seconds)
-    return MarkPrices(tuple(worth), len(found), len(groups))
-
-
-def mark_rows(prices: Prices | None) -> tuple[str, list[tuple[str, str]]]:
-    """Returns a title that says what was tried, and rows (`without <marks>`, price) of the results.
-
-    Both are empty if `prices` is None or no mark is next to a reshard.
-    """
-    if prices is None or not prices.marks.groups:
-        return "", []
-    reliefs, tried, groups = prices.marks
-    kinds = f"the {groups} kinds of marks that collectives come from"
-    tries = f"each of {kinds} in turn" if tried == groups else f"{tried} of {kinds}, one at a time"
-    mesh = prices.plan.mesh
-    rows = [(f"without {marks.text(mesh)}", price.text) for marks, price, *_ in reliefs]
-    title = f"without {tries}, the program was planned again"
-    return title, rows or [(f"none of them costs {WORTH:.0%} of the collectives' time or more", "")]
+    return sorted(worth, key=lambda relief: relief.price.seconds)
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
@@ -431,60 +376,28 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
         state = other.states[value]
         return None if state is None else state.full()
 
-    price = price_of(plan, other)
-    for first in group.values:
-        marked = Sharding(marks[first].dims)
-        if lies(first) != marked:
-            return Relief(group._replace(sharding=marked), price, plan.run_seconds, lies(first))
-    # They would lie as they are marked: the largest value that lies otherwise. What follows from it
-    # differs, too; of equally large ones the first is closest to the cause.
-    values = [*plan.program.body.args, *(v for op in plan.program.walk() for v in op.results)]
-    moved = [
-        (plan.program.types[value].bytes, value, state.full())
-        for value in values
-        if (have := plan.states[value]) is not None
-        and (state := other.states[value]) is not None
-        and have.full() != state.full()
-    ]
-    if not moved:
-        return Relief(group, price, plan.run_seconds, lies(group.values[0]))
-    _, value, instead = max(moved, key=lambda sized: sized[0])
-    op, name = producers.get(value), w.value_name(plan.program, value)
-    if value in plan.program.body.args:
-        elsewhere = f"argument {name}"
-    elif op is None:
-        elsewhere = f"the loop's carry {name}"
-    else:
-        elsewhere = f"{op.label} at {op.loc.trail}" if op.loc.frames else op.label
-    return Relief(group, price, plan.run_seconds, instead, elsewhere)
+    # The first that would lie otherwise, if one does.
+    shardings = {value: Sharding(marks[value].dims) for value in group.values}
+    first = next((v for v in group.values if lies(v) != shardings[v]), group.values[0])
+    group = group._replace(sharding=shardings[first])
+    return Relief(group, price_of(plan, other), plan.run_seconds, lies(first))
 
 
-def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None:
+def costly_mark(plan: Plan, options: Options) -> Relief | None:
     """Returns the marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
 
-    Marks that save memory for arguments do not count. A group is tried only if reshards next to it,
-    and repeated arithmetic on its values, are more than the share `suspicion` of the plan's costs.
+    Marks that save memory for arguments do not count. A group is tried only if a run takes
+    `LEAST_SECONDS`, and what may be due to it is more than `OBVIOUS_SHARE` of the plan's costs.
     """
+    if plan.run_seconds < LEAST_SECONDS:
+        return None
     most = (1 - LEAST_SHARE) * plan.run_seconds
     if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
         return None
-    # Arithmetic that several devices repeat, by its first result.
-    again: dict[Value, float] = {}
-    for op, times in with_runs(plan.program.body, plan.problem.index):
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        if op.kind.about.flops is not None and choice is not None:
-            split = plan.mesh.extent({a for axes in choice.assignment for a in axes})
-            whole = arithmetic_seconds(op.kind, plan.topology)
-            seconds = times * whole * (1 / split - 1 / plan.mesh.size)
-            if seconds > 0:
-                again[op.results[0]] = seconds
-    blamed = mark_groups(plan, every=True, shares=True)
-    pairs = zip(blamed, _seconds_behind(plan, blamed, again), strict=True)
-    groups = [group._replace(seconds=group.seconds + more) for group, more in pairs]
-    groups.sort(key=lambda group: -group.seconds)
-    suspects = [group for group in groups if group.seconds > suspicion * plan.seconds]
     found = []
-    for group in suspects[:MOST_SUSPECTS]:
+    for group in mark_groups(plan)[:MOST_SUSPECTS]:
+        if group.seconds <= OBVIOUS_SHARE * plan.seconds:
+            break
         try:
             relief = relief_of(plan, group, options)
         except PlanError:  # without the mark nothing fits into the memory
@@ -493,6 +406,19 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> Relief | None
         if relief.without < most and more <= MOST_MORE * held_bytes(plan):
             found.append(relief)
     return max(found, key=lambda relief: relief.share, default=None)
+
+
+def _repeated(plan: Plan) -> dict[Value, float]:
+    """Returns the seconds of arithmetic that several devices repeat, by an op's first result."""
+    again: dict[Value, float] = {}
+    for op, times in with_runs(plan.program.body, plan.problem.index):
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if op.kind.about.flops is not None and choice is not None:
+            split = plan.mesh.extent({a for axes in choice.assignment for a in axes})
+            whole = arithmetic_seconds(op.kind, plan.topology)
+            if split < plan.mesh.size:
+                again[op.results[0]] = times * whole * (1 / split - 1 / plan.mesh.size)
+    return again
 
 
 def _seconds_behind(
@@ -519,20 +445,21 @@ def costly_text(relief: Relief, mesh: Mesh) -> str:
     """Returns a sentence on what share of a run marks cost, and the sharding without them."""
     instead, held = relief.instead, relief.price.argument_bytes
     where = "computed anew for each use" if instead is None else w.spec_text(instead, mesh)
-    where = f"{w.source_text(relief.elsewhere)} as {where}" if relief.elsewhere else where
+    other = f", with {where} instead" if instead != relief.marks.sharding else ""
     more = f"; arguments take {w.bytes_text(held)} more per device" if held > 0 else ""
     return (
         f"{relief.marks.text(mesh)} costs {w.share_text(relief.share, 1.0)} of a predicted run: "
-        f"{w.seconds_text(relief.seconds)}, without it {w.seconds_text(relief.without)}, "
-        f"with {where} instead{more}"
+        f"{w.seconds_text(relief.seconds)}, without it {w.seconds_text(relief.without)}"
+        f"{other}{more}"
     )
 
 
-def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[MarkGroup, ...]:
-    """Groups the marks next to reshards, or every mark; those next to the most seconds first.
+def mark_groups(plan: Plan) -> tuple[MarkGroup, ...]:
+    """Groups the marks; those that the most seconds of reshards and arithmetic may be due to first.
 
-    They mark what is resharded, its reader's results, or an origin of the axes that change. With
-    `shares`, an argument that is only an origin gets the seconds divided by the number of marks.
+    Of a reshard they mark what is resharded, its reader's results, or an origin of the axes that
+    change; an argument that is only an origin gets the seconds divided by the number of marks.
+    Arithmetic that devices repeat may be due to every mark on what it is computed from.
     """
     propagated, body = plan.propagated, plan.program.body
     # Arguments that are marked like another one belong to that one's group.
@@ -541,26 +468,26 @@ def mark_groups(plan: Plan, every: bool = False, shares: bool = False) -> tuple[
         for value, mark in propagated.marks.items()
     }
     members = w.grouped(names, names.__getitem__)
-    arguments = {names[v] for v in body.args if v in names} if shares else set()
-    seconds = dict.fromkeys(members, 0.0) if every else {}
+    arguments = {names[v] for v in body.args if v in names}
+    groups = [
+        MarkGroup(name, tuple(values), Sharding(propagated.marks[values[0]].dims), 0.0)
+        for name, values in members.items()
+    ]
+    seconds = dict(zip(members, _seconds_behind(plan, groups, _repeated(plan)), strict=True))
     for move in plan.moves:
         at = [move.value, *(move.user.results if move.user else ())]
         if move.user is None and move.value in body.results:
             # It became the result that updates an argument, and had to look like that.
             argument = plan.problem.links.get(body.results.index(move.value))
             at += [] if argument is None else [body.args[argument]]
-        ends = dict.fromkeys(names[v] for v in at if v in names)
+        ends = {names[v] for v in at if v in names}
         # What a manual region makes comes from no mark.
-        roots = dict.fromkeys(names[v] for v in _roots(plan, move) if v in names)
+        roots = {names[v] for v in _roots(plan, move) if v in names}
         for name in ends | roots:
             parts = len(ends | roots) if name in arguments and name not in ends else 1
-            seconds[name] = seconds.get(name, 0.0) + move.seconds / parts
-    groups = []
-    for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        marked = members[name]
-        first = Sharding(propagated.marks[marked[0]].dims)
-        groups.append(MarkGroup(name, tuple(marked), first, spent))
-    return tuple(groups)
+            seconds[name] += move.seconds / parts
+    groups = [group._replace(seconds=seconds[group.name]) for group in groups]
+    return tuple(sorted(groups, key=lambda group: -group.seconds))
 
 
 def _roots(plan: Plan, move: Move) -> Iterator[Value]:

@@ -3,8 +3,7 @@
 import difflib
 import fnmatch
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from spmd.compiler import Stages
 from spmd.errors import ArgumentError
@@ -16,23 +15,14 @@ from spmd.explain.facts import (
     Leaf,
     boundary,
     group_leaves,
-    largest_table,
     pattern,
     split_text,
     values_inside,
 )
 from spmd.explain.memory import recomputed
-from spmd.explain.prices import (
-    Prices,
-    Relief,
-    conflicts,
-    costly_text,
-    mark_groups,
-    mark_rows,
-    relief_of,
-)
-from spmd.explain.steps import PipelineRow, RingRow, pipeline_rows, ring_rows
-from spmd.ir.program import Op, Region, Value
+from spmd.explain.prices import Prices, Relief, costly_text, mark_groups, relief_of
+from spmd.explain.steps import pipeline_rows
+from spmd.ir.program import Value
 from spmd.ir.types import local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
@@ -49,7 +39,6 @@ MOST_CHANGES = 12  # rows of each part of a difference that are shown, the large
 
 def explain_program(facts: Facts) -> str:
     """Returns the long report on a program: what costs most, shardings and why, traffic, memory."""
-    plan, found, stages = facts.plan, facts.collectives, facts.stages
     whole = facts.timeline.seconds
     title, most = costs.largest(facts.costs, whole)
     rows = [
@@ -61,37 +50,8 @@ def explain_program(facts: Facts) -> str:
         why = [w.source_text(cost.reason)] if cost.reason else []
         why += w.aligned([(w.source_text(place), text) for place, text in costs.code_lines(cost)])
         opening += [head, *(f"    {line}" for line in why)]
-    notes = [
-        w.source_text(text) + (f" ({n} times)" if n > 1 else "")
-        for text, n in Counter(plan.notes).items()
-    ]
-    tried, priced = mark_rows(facts.prices)
-    marks = [f"{tried}:"] if tried else []
-    for which, price in priced:
-        marks += [f"{which}:", f"  {price}"] if price else [which]
-    settled, conflict_lines = conflicts(stages, facts.prices), list[str]()
-    for op, count, claims, taken, (losers, _), trail in settled.table.rows:
-        more = f" ({count} alike)" if count > 1 else ""
-        conflict_lines.append(f"{op} at {w.source_text(trail)}{more}: took {taken}")
-        conflict_lines += [f"  {x}" for x in (*claims.splitlines(), *losers.splitlines())]
-    sections = (
-        w.section(title, opening),
-        w.section(f"program {facts.title}", w.aligned(facts.header)),
-        facts.measured.lines() if facts.measured is not None else (),
-        *(part.lines() for part in facts.leaves),
-        w.section("largest values inside", largest_table(plan, 12).lines()),
-        costs.collective_section(found).lines(),
-        costs.traffic_section(found).lines(),
-        w.section("marks that forbid something cheaper", marks),
-        w.section(settled.heading, conflict_lines),
-        _titled("rings", ring_rows(stages, facts.prices)),
-        recomputed(plan, facts.timeline).lines(),
-        _titled("pipelines", pipeline_rows(stages)),
-        w.section("forms", [form.text for form in plan.forms]),
-        w.section("notes", notes),
-        w.section("memory per device", w.aligned(facts.memory)),
-    )
-    return _joined([line for lines in sections for line in lines], plan.mesh)
+    parts = (w.section(title, opening), *(part.lines() for part in facts.sections()))
+    return _joined([line for lines in parts for line in lines], facts.plan.mesh)
 
 
 def _joined(lines: Sequence[str], *meshes: Mesh) -> str:
@@ -112,36 +72,33 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
         (spec, f"{len(leaves)} arguments", f"{w.bytes_text(held)} per device")
         for held, spec, leaves in sorted(sized, key=lambda row: -row[0])[:6]
     ]
-    lines = [
-        f"spmd: {plan.mesh.size} devices ({plan.mesh}) on {plan.topology}",
-        f"  arguments    {split_text(facts.arguments)} ({inferred} inferred); {rows['arguments']}",
-        *(f"    {line}" for line in w.aligned(shardings)),
+    traffic = costs.traffic_section(facts.collectives)
+    memory = f"{rows['peak, predicted']} predicted, {rows['temporary']} of it temporary: "
+    found = [
+        ("arguments", f"{split_text(facts.arguments)} ({inferred} inferred); {rows['arguments']}"),
+        *(("", line) for line in w.aligned(shardings)),
+        *([("constants", f"{split_text(constants)}; {rows['constants']}")] if constants else []),
+        ("collectives", costs.collective_section(facts.collectives).remark),
+        *(("", line) for line in traffic.table.first(8).lines()),
+        ("memory", memory + rows["on the device"]),
+        ("time", facts.time_text),
+        *([("plan", "as an earlier start made it")] if facts.stages.is_read else []),
+        *([("measured", facts.measured.title)] if facts.measured is not None else []),
+        *([("made again", recomputed(plan, facts.timeline).remark)] if plan.recomputed else []),
+        *(("pipeline", f"{x.title}: {x.item.rows[0][1]}") for x in pipeline_rows(facts.stages)),
+        *(("form", form.text) for form in plan.forms if not form.refusal),
     ]
-    if constants:
-        lines.append(f"  constants    {split_text(constants)}; {rows['constants']}")
-    traffic = costs.traffic_section(facts.collectives).table
-    lines.append(f"  collectives  {costs.collective_section(facts.collectives).remark}")
-    lines += [f"    {line}" for line in traffic.first(8).lines()]
-    lines.append(
-        f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
-        f"temporary: {rows['on the device']}"
-    )
-    lines.append(f"  time         {facts.time_text}")
-    if facts.stages.is_read:
-        lines.append("  plan         as an earlier start made it")
-    if facts.measured is not None:
-        lines.append(f"  measured     {facts.measured.title}")
-    if plan.recomputed:
-        lines.append(f"  made again   {recomputed(plan, facts.timeline).remark}")
-    for row in pipeline_rows(facts.stages):
-        lines.append(f"  pipeline     {row.title}: {row.parts[0][1]}")
-    lines += [f"  form         {form.text}" for form in plan.forms if not form.refusal]
     if plan.choices and plan.idle_axes:
-        lines.append(f"  note         {w.idle_text(plan.idle_axes)}")
+        found.append(("note", w.idle_text(plan.idle_axes)))
     if costly is not None:
-        lines.append(f"  note         {costly_text(costly, plan.mesh)}")
-    lines += [f"  note         {part}" for part in w.parts_of_axes("\n".join(lines), plan.mesh)]
-    return "\n".join(lines) + "\n"
+        found.append(("note", costly_text(costly, plan.mesh)))
+    parts = w.parts_of_axes("\n".join(text for _, text in found), plan.mesh)
+    lines = [
+        f"  {name:11}  {text}" if name else f"    {text}"
+        for name, text in (*found, *(("note", part) for part in parts))
+    ]
+    head = f"spmd: {plan.mesh.size} devices ({plan.mesh}) on {plan.topology}"
+    return "\n".join([head, *lines]) + "\n"
 
 
 def brief(what: str, facts: Facts) -> str:
@@ -158,14 +115,6 @@ def brief(what: str, facts: Facts) -> str:
         f"predicted {w.seconds_text(facts.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
-
-
-def _titled(title: str, rows: Iterable[PipelineRow | RingRow]) -> w.Lines:
-    lines: list[str] = []
-    for row in rows:
-        lines.append(f"{row.title}, at {w.source_text(row.source)}")
-        lines += [f"  {line}" for line in w.aligned(row.parts)]
-    return w.section(title, lines)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -185,7 +134,6 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
     if not found:
         known = list(dict.fromkeys((*program.arg_names, *program.result_names)))
         close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
-        close += [k for k in known if name and name in k and k not in close][: 5 - len(close)]
         raise ArgumentError(
             f"the program has no value {name!r}",
             actual=f"{len(program.arg_names)} arguments, {len(program.result_names)} results, "
@@ -214,10 +162,7 @@ def _found(plan: Plan, name: str) -> tuple[Found, str]:
         return [(f"{what} {x} (%{v})", v, s) for what, x, v, s in fitting], f"match {name!r}"
     program, digits = plan.program, name.removeprefix("%")
     if digits.isdecimal() and int(digits) < len(program.types):
-        number, title = int(digits), f"value {name}"
-        if number in program.body.args:
-            title = f"argument {w.value_name(program, number)} ({name})"
-        return [(title, number, plan.states[number])], ""
+        return [(f"value {name}", int(digits), plan.states[int(digits)])], ""
     if not re.search(r":\d+$", name):
         return [], ""
     # What the ops of a source line make; results that are alike are shown once.
@@ -271,12 +216,10 @@ def _others(plan: Plan, value: Value, prices: Prices) -> w.Lines:
     producer = plan.problem.index.producers.get(value)
     if producer is not None and producer.is_mark:
         # Without the mark of a value and those that belong to it.
-        groups = mark_groups(plan, every=True)
-        group = next(group for group in groups if value in group.values)
-        relief = relief_of(plan, group, prices.options)
-        more = len(relief.marks.values) - 1
+        group = next(group for group in mark_groups(plan) if value in group.values)
+        relief, more = relief_of(plan, group, prices.options), len(group.values) - 1
         alike = f" and the {more} made with it" if more else ""
-        yield f"without this mark{alike}: {relief.price.run_text}"
+        yield f"without this mark{alike}: {relief.price.text}"
         return
     if not (others := prices.others(value)):
         yield "no other state of it was weighed: nothing around it asks for one"
@@ -336,30 +279,18 @@ def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> w.Lines:
 
 def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
     """Yields each reader of a value, the sharding that it needs, and the collectives for that."""
-    type_, mesh = plan.program.types[value], plan.mesh
-
-    def wants(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
-        """Yields (reader as text, sharding it needs or None) for readers in a region."""
-        for op in region.ops:
-            choice = plan.choices.get(op.results[0]) if op.results else None
-            where = f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
-            for i, operand in enumerate(op.operands):
-                if operand == value:
-                    label = f"operand {i} of {op.label}{where}"
-                    yield label, choice.operands[i] if choice else None
-            for inner in op.regions:
-                yield from wants(inner, op)
-        for i in (i for i, result in enumerate(region.results) if result == value):
-            if owner is None:
-                yield f"result {plan.program.result_names[i]}", plan.results[i]
-            elif owner.is_loop and region is owner.regions[0]:
-                yield f"the condition of {owner.name}", None
-            else:
-                choice = plan.choices.get(owner.results[0])
-                label = f"result {i} of the body of {owner.name}"
-                yield label, choice.results[i] if choice else None
-
-    for label, wanted in wants(plan.program.body, None):
+    program, type_, mesh = plan.program, plan.program.types[value], plan.mesh
+    for op, i in plan.problem.index.users.get(value, ()):
+        wanted = None
+        if op is not None:
+            label = f"operand {i} of {op.label}"
+            label += f" at {w.source_text(op.loc.trail)}" if op.loc.frames else ""
+            if op.results and op.results[0] in plan.choices:
+                wanted = plan.choice(op).operands[i]
+        elif program.body.results[i : i + 1] == (value,):
+            label, wanted = f"result {program.result_names[i]}", plan.results[i]
+        else:
+            label = f"result {i} of the body or condition of a loop, or of a branch"
         if wanted is None:
             yield label
             continue
@@ -382,11 +313,12 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
 
 def diff_text(a: Facts, b: Facts) -> str:
     """Returns what differs between two plans, as text; see `spmd.explain.diff`."""
+    both = (a, b)
     changes = (
-        _changed_leaves("arguments", a, b, a.arguments, b.arguments),
-        _changed_leaves("results", a, b, a.results, b.results),
-        _changed_values(a, b),
-        _changed_collectives(a.collectives, b.collectives),
+        _changed_leaves("arguments", both, [f.arguments for f in both]),
+        _changed_leaves("results", both, [f.results for f in both]),
+        _changed("values inside", _inside(a), _inside(b), MOST_CHANGES // 2),
+        _changed("collectives", _sent(a), _sent(b)),
     )
     lines = [line for lines in changes for line in lines] or ["nothing changed"]
     return _joined([*_changed_costs(a, b), *lines], a.plan.mesh, b.plan.mesh)
@@ -410,103 +342,70 @@ def _changed_costs(a: Facts, b: Facts) -> w.Lines:
     return w.section("programs", [*w.aligned(about), *w.aligned(rows, right=(1, 2, 3))])
 
 
-def _changed_leaves(
-    what: str, a: Facts, b: Facts, old: Iterable[Leaf], new: Iterable[Leaf]
-) -> w.Lines:
-    """Yields lines on leaves whose sharding differs; the title has `what`: arguments or results."""
-    before, after = ({leaf.name: leaf for leaf in leaves} for leaves in (old, new))
-
-    def spec(leaf: Leaf | None, facts: Facts) -> str:
-        return "none" if leaf is None else w.spec_text(leaf.sharding, facts.plan.mesh)
-
-    def change(leaf: Leaf) -> tuple[str, str]:
-        old, new = spec(before.get(leaf.name), a), spec(after.get(leaf.name), b)
-        return w.type_text(leaf.type), f"{old} -> {new}" if old != new else ""
-
-    every = [*before.values(), *(leaf for name, leaf in after.items() if name not in before)]
-    changed = [leaf for leaf in every if change(leaf)[1]]
-    rows = []
-    for group in group_leaves(changed, change):
-        names = [leaf.name for leaf in group]
-        sizes = [
-            sum(leaves[name].local.bytes for name in names if name in leaves)
-            for leaves in (before, after)
-        ]
-        name = pattern(names) + (f" ({len(names)})" if names[1:] else "")
-        text = " -> ".join(map(w.bytes_text, sizes))
-        rows.append((max(sizes), (name, *change(group[0]), text)))
-    title = f"{what}: {len(changed)} of {len(every)} lie otherwise"
-    return _some_rows(title, rows)
+Lying = dict[tuple[str, ...], tuple[str, int]]  # what something is -> (how it lies, its bytes)
 
 
-def _changed_values(a: Facts, b: Facts) -> w.Lines:
-    """Yields lines on ops whose results are sharded differently in `b`, by op and source line."""
-
-    def shardings(plan: Plan) -> dict[tuple[str, str, str], tuple[str, int]]:
-        """Maps (op, type, source line) to (shardings as text, bytes of the largest piece)."""
-        # What copies cost is among the collectives.
-        inside = [value for value in values_inside(plan) if not value[0].startswith("copy for ")]
-        alike = w.grouped(inside, lambda value: (value[0], w.type_text(value[1]), value[3]))
-        return {
-            key: (
-                " and ".join(sorted({w.spec_text(s, plan.mesh) for _, _, s, _ in values})),
-                max(local_type(type_, s, plan.mesh).bytes for _, type_, s, _ in values),
-            )
-            for key, values in alike.items()
-        }
-
-    # How many there are may differ by what is computed twice: only their shardings are compared.
-    before, after = shardings(a.plan), shardings(b.plan)
-    rows = []
-    for op, type_, source in dict.fromkeys([*before, *after]):
-        key = op, type_, source
-        (old, held), (new, holds) = before.get(key, ("none", 0)), after.get(key, ("none", 0))
-        if old != new:
-            place = w.source_text(source).partition(" <- ")[0]
-            rows.append((max(held, holds), (op, type_, place, f"{old} -> {new}")))
-    title = f"values inside: {len(rows)} kinds lie otherwise, the largest first"
-    return _some_rows(title, rows, MOST_CHANGES // 2)
-
-
-def _changed_collectives(a: Iterable[costs.Collective], b: Iterable[costs.Collective]) -> w.Lines:
-    """Yields the collectives that `b` adds (+), removes (-), resizes (~), by layer and place."""
-
-    def place(c: costs.Collective) -> tuple[str, str, str]:
-        return c.layer, c.source, f"{c.kind} over {', '.join(c.axes)}"
-
-    def text(total: costs.Total) -> str:
-        sent, seconds = w.bytes_text(total.bytes), w.seconds_text(total.seconds)
-        return f"{w.plural(total.runs, 'run')}, {sent}, {seconds}"
-
-    # What never runs is not there.
-    before, after = (costs.totals((c for c in run if c.count), place) for run in (a, b))
-    changes = []  # (layer, source line, bytes, row)
-    for key in dict.fromkeys([*before, *after]):
-        (layer, source, what), old, new = key, before.get(key), after.get(key)
-        if not (old and new and (old.runs, old.bytes) == (new.runs, new.bytes)):
-            sign = "~" if old and new else "+" if new else "-"
-            figures = " -> ".join(text(total) for total in (old, new) if total)
-            size = abs((new.bytes if new else 0) - (old.bytes if old else 0))
-            changes.append((layer, source, size, (sign, what, figures)))
-    signs = [sign for *_, (sign, _, _) in changes]
-    words = {"+": "added", "-": "removed", "~": "resized"}
-    counts = [f"{signs.count(sign)} {word}" for sign, word in words.items() if sign in signs]
-    places = list(w.grouped(changes, lambda change: change[:2]).items())
-    places.sort(key=lambda place: -sum(size for _, _, size, _ in place[1]))
-    lines: list[str] = []
-    for (layer, source), alike in places[:MOST_CHANGES]:
-        line = w.source_text(source) or "no source line"
-        is_said = all(f"({name})" in line for name in layer.split("/"))  # functions, no scope
-        lines.append(line if is_said or not layer else f"{layer}, {line}")
-        lines += [f"  {row}" for row in w.aligned(sorted(row for *_, row in alike))]
-    if len(places) > MOST_CHANGES:
-        lines.append(f"and at {len(places) - MOST_CHANGES} more places")
-    return w.section(f"collectives: {', '.join(counts)}", lines)
-
-
-def _some_rows(
-    title: str, sized: Iterable[tuple[int, Sequence[str]]], most: int = MOST_CHANGES
-) -> w.Lines:
+def _changed(title: str, before: Lying, after: Lying, most: int = MOST_CHANGES) -> w.Lines:
+    """Yields a line for each thing that lies otherwise after than before, the largest first."""
+    every, none = list(dict.fromkeys([*before, *after])), ("none", 0)
+    sized = [
+        (max(old[1], new[1]), (*key, f"{old[0]} -> {new[0]}"))
+        for key in every
+        if (old := before.get(key, none))[0] != (new := after.get(key, none))[0]
+    ]
     rows = [row for _, row in sorted(sized, key=lambda row: -row[0])]
     more = [f"and {len(rows) - most} more"] if len(rows) > most else []
-    return w.section(title, w.aligned(rows[:most]) + more)
+    heading = f"{title}: {len(rows)} of {len(every)} kinds differ"
+    return w.section(heading, w.aligned(rows[:most]) + more)
+
+
+def _changed_leaves(what: str, facts: Sequence[Facts], leaves: Sequence[Sequence[Leaf]]) -> w.Lines:
+    """Yields lines on leaves whose sharding differs; the title has `what`: arguments or results."""
+    before, after = ({leaf.name: leaf for leaf in own} for own in leaves)
+    specs = [
+        {leaf.name: w.spec_text(leaf.sharding, f.plan.mesh) for leaf in own}
+        for f, own in zip(facts, leaves, strict=True)
+    ]
+
+    def look(leaf: Leaf) -> object:
+        return leaf.type, *(own.get(leaf.name) for own in specs)
+
+    found: tuple[Lying, Lying] = {}, {}
+    for group in group_leaves((before | after).values(), look):
+        names = [leaf.name for leaf in group]
+        name = pattern(names) + (f" ({len(names)})" if names[1:] else "")
+        for lying, own, spec in zip(found, (before, after), specs, strict=True):
+            if names[0] in own:
+                size = sum(own[name].local.bytes for name in names)
+                lying[name, w.type_text(group[0].type)] = spec[names[0]], size
+    return _changed(what, *found)
+
+
+def _inside(facts: Facts) -> Lying:
+    """Maps (op, type, source line) to how the results lie, and the bytes of the largest piece."""
+    plan = facts.plan
+    # What copies cost is among the collectives. How many there are may differ by what is computed
+    # twice: only their shardings are compared.
+    inside = [value for value in values_inside(plan) if not value[0].startswith("copy for ")]
+    alike = w.grouped(
+        inside, lambda v: (v[0], w.type_text(v[1]), w.source_text(v[3]).partition(" <- ")[0])
+    )
+    return {
+        key: (
+            " and ".join(sorted({w.spec_text(s, plan.mesh) for _, _, s, _ in values})),
+            max(local_type(type_, s, plan.mesh).bytes for _, type_, s, _ in values),
+        )
+        for key, values in alike.items()
+    }
+
+
+def _sent(facts: Facts) -> Lying:
+    """Maps (kind and axes, layer, source line) to how often collectives run, and their bytes."""
+    alike = costs.totals(
+        (c for c in facts.collectives if c.count),  # what never runs is not there
+        lambda c: (f"{c.kind} over {', '.join(c.axes)}", c.layer, w.source_text(c.source)),
+    )
+    return {
+        key: (f"{w.plural(total.runs, 'run')}, {w.bytes_text(total.bytes)}", total.bytes)
+        for key, total in alike.items()
+    }

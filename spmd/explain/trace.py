@@ -4,19 +4,19 @@ Format: Trace Event Format (Google), complete events (`ph` X) with times in micr
 are processes of the trace; compute, links and loops (lanes) are threads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from spmd.explain.costs import Nested, nested
+from spmd.explain.costs import loop_text, occurrences
 from spmd.explain.facts import Facts
 from spmd.explain.measured import Worked
 from spmd.explain.words import plural, seconds_text
-from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.labels import COLLECTIVES, Label, label_of
-from spmd.predict.timeline import COMPUTE
+from spmd.measure.labels import COLLECTIVES, label_of
+from spmd.mesh.mesh import Mesh
+from spmd.predict.timeline import Slot
 
 MOST_SLOTS = 100_000
-"""A run of more ops than this, all iterations counted, is written with first iterations alone."""
+"""Of a run of more ops than this, all iterations counted, the first ones are written, stretched."""
 
 PREDICTED, MEASURED = 1, 2  # numbers of the trace's two processes
 
@@ -36,9 +36,8 @@ def trace_of(facts: Facts) -> dict[str, Any]:
     on, slots = f"{facts.title} on {facts.plan.mesh}", facts.timeline.slots
     seconds = seconds_text(facts.timeline.scheduled_seconds)
     whole = sum(slot.trips for slot in slots if not slot.op.regions) <= MOST_SLOTS
-    labels = {id(slot.op): label_of(slot.op, facts.plan.mesh) for slot in slots}
-    predicted = _predicted(nested(slots), labels, 0.0, whole)
-    events = _process(PREDICTED, f"predicted: {on}, {seconds}", list(predicted))
+    title = f"predicted: {on}, {seconds}" + ", loops as long as all iterations" * (not whole)
+    events = _process(PREDICTED, title, list(_predicted(slots, facts.plan.mesh, whole)))
     if facts.measured is not None and facts.measured.step:
         step = facts.measured.step
         title = f"measured: {on}, device {step[0].event.device}"
@@ -62,29 +61,20 @@ def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, An
     return events
 
 
-def _predicted(
-    timed: Iterable[Nested], labels: Mapping[int, Label], shift: float, whole: bool
-) -> Iterator[Slice]:
-    """Yields rectangles of slots, `shift` seconds later; all iterations if `whole`, else one."""
-    for slot, inside in timed:
-        op, start, end = slot.op, slot.start + shift, slot.end + shift
-        if not op.regions:
-            label = labels[id(op)]
-            more = {"source": op.loc.trail, "layer": label.layer, "kind": label.kind}
-            if op.collective:
-                more["reason"] = op.loc.note
-            yield Slice(slot.lane, label.collective or op.label, start, end, more)
+def _predicted(slots: Sequence[Slot], mesh: Mesh, whole: bool) -> Iterator[Slice]:
+    """Yields rectangles of slots; all iterations of loops if `whole`, else one."""
+    labels = {id(slot.op): label_of(slot.op, mesh) for slot in slots}
+    for slot, start, seconds in occurrences(slots, whole):
+        op, end = slot.op, start + seconds
+        if op.regions:
+            lane = "loops" if slot.depth == 0 else f"loops in {plural(slot.depth, 'loop')}"
+            yield Slice(lane, loop_text(slot), start, end, {"source": op.loc.trail})
             continue
-        runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
-        name = f"loop ×{runs}" if op.is_loop else "conditional"
-        lane = "loops" if slot.depth == 0 else f"loops in {plural(slot.depth, 'loop')}"
-        yield Slice(lane, name, start, end, {"source": op.loc.trail})
-        once = slot.seconds / max(runs, 1)
-        for turn in range(runs if whole else min(runs, 1)):
-            yield from _predicted(inside, labels, shift + turn * once, whole)
-        if not whole and runs > 1:
-            name = f"{runs - 1} more iterations like the first"
-            yield Slice(COMPUTE, name, start + once, end, {})
+        label = labels[id(op)]
+        more = {"source": op.loc.trail, "layer": label.layer, "kind": label.kind}
+        if op.collective:
+            more["reason"] = op.loc.note
+        yield Slice(slot.lane, label.collective or op.label, start, end, more)
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:

@@ -70,11 +70,13 @@ def idle_text(axes: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Tables, before they are formatted as text or HTML; and the layout of text.
+# The parts of a report, which text and page both show; and the layout of text.
 
-Look = Literal["text", "number", "code", "path", "name", "source", "kind", "lines"]
+Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
 """How a cell is shown: a `path` may break at its slashes, a `name` is a path in a fixed-width font,
-a `source` is a source line and its caller's, a `kind` that of a collective, `lines` are several."""
+a `source` is a source line and its caller's, a `kind` that of a collective."""
+
+Rows = Sequence[tuple[str, str]]  # a name, and what is said of it
 
 
 class Cell(NamedTuple):
@@ -82,42 +84,36 @@ class Cell(NamedTuple):
 
     text: str
     look: Look = "text"
-    key: str | float | None = None  # what the page's table sorts by; the text if left out
-    style: str = "t"  # its class on the page: `t` stays on one line, `w` takes what room is left
-    # what the page unfolds: (name, remark) of each thing that the cell stands for
-    parts: Sequence[tuple[str, str]] = ()
+    key: float | None = None  # what the page's table sorts by; the text if left out
     note: str = ""  # a sentence below it
 
 
-def _number(text: str, key: float) -> Cell:
-    return Cell(text, "number", key)
-
-
-def _source(trail: str, note: str = "") -> Cell:
-    return Cell(trail, "source", style="w", note=note)
+def _numbers(text_of: Callable[[Any], str]) -> Callable[[Any], Cell]:
+    return lambda number: Cell(text_of(number), "number", number)
 
 
 COLUMNS: dict[str, Callable[[Any], Cell]] = {
-    **dict.fromkeys(("n", "ops", "runs"), lambda count: _number(str(count), count)),
-    **dict.fromkeys(("bytes", "each", "per device"), lambda size: _number(bytes_text(size), size)),
-    "time": lambda seconds: _number(seconds_text(seconds), seconds),
-    **dict.fromkeys(("predicted", "measured"), lambda s: _number(seconds_text(s) if s else "-", s)),
-    "share": lambda parts: _number(share_text(*parts), parts[0]),  # (part, whole)
+    **dict.fromkeys(("n", "ops", "runs"), _numbers(str)),
+    **dict.fromkeys(("bytes", "each", "per device"), _numbers(bytes_text)),
+    "time": _numbers(seconds_text),
+    **dict.fromkeys(("predicted", "measured"), _numbers(lambda s: seconds_text(s) if s else "-")),
+    "share": lambda parts: Cell(share_text(*parts), "number", parts[0]),  # (part, whole)
     **dict.fromkeys(("type", "local", "local type", "sharding"), partial(Cell, look="code")),
     "kind": partial(Cell, look="kind"),
-    **dict.fromkeys(("cost", "op", "axes", "alive as", "the plan took"), Cell),
-    "name": lambda named: Cell(named[0], "name", style="w", parts=named[1]),  # (name, parts)
-    "made by": partial(Cell, look="name", style="w"),
-    "origin": partial(Cell, look="path", style="w"),
-    "who wants what": partial(Cell, look="lines", style="w"),
-    "what else would cost": lambda said: Cell(said[0], "lines", said[1], "w"),  # (text, least cost)
-    "source": lambda place: _source(*([place] if isinstance(place, str) else place)),
+    **dict.fromkeys(("name", "made by"), partial(Cell, look="name")),
+    **dict.fromkeys(("origin", "what"), partial(Cell, look="path")),
+    # a source line, or (source line, note)
+    "source": lambda said: Cell(said, "source") if isinstance(said, str) else _noted(*said),
 }
 """Maps a column's head to the function that makes a cell of a value; others are plain text."""
 
 
+def _noted(trail: str, note: str) -> Cell:
+    return Cell(trail, "source", note=note)
+
+
 class Table(NamedTuple):
-    """Holds a table of unformatted values, to be printed as text or shown on the page."""
+    """Holds a table of unformatted values."""
 
     heads: tuple[str, ...]
     rows: Sequence[tuple[Any, ...]]
@@ -135,7 +131,7 @@ class Table(NamedTuple):
 
     def cells(self) -> list[list[Cell]]:
         """Returns the rows, each value formatted as `COLUMNS` says for its column."""
-        shows = [COLUMNS.get(head, partial(Cell, style="w")) for head in self.heads]
+        shows = [COLUMNS.get(head, Cell) for head in self.heads]
         return [[show(fact) for show, fact in zip(shows, r, strict=True)] for r in self.rows]
 
     def lines(self) -> list[str]:
@@ -152,22 +148,42 @@ class Table(NamedTuple):
         return made
 
 
+class Item(NamedTuple):
+    """Holds a thing and what is said of it. Without a title its rows are the section's own."""
+
+    title: str
+    source: str = ""  # the user's source line and its caller's
+    rows: Rows = ()
+
+    def lines(self) -> list[str]:
+        """Returns the title with the source, and the rows below it."""
+        rows = [f"  {line}" if self.title else line for line in aligned(self.rows)]
+        at = f", at {source_text(self.source)}" if self.source else ""
+        return [f"{self.title}{at}", *rows] if self.title else rows
+
+
 class Section(NamedTuple):
-    """Holds one part of a report: a title, a remark beside the title, and a table."""
+    """Holds one part of a report: a title, a remark beside the title, and what there is."""
 
     title: str
     remark: str
-    table: Table
-    empty: str = ""  # what is said of a table without rows; if nothing, the section is left out
+    body: Table | list[Item]
+    empty: str = ""  # what is said if there is nothing; if empty, the section is left out
 
     @property
-    def heading(self) -> str:
-        """The title and the remark in one line: `collectives: 3, 2 MiB sent`."""
-        return f"{self.title}: {self.remark}" if self.remark else self.title
+    def table(self) -> Table:
+        """The table of a section that has one."""
+        assert isinstance(self.body, Table)
+        return self.body
 
     def lines(self) -> Lines:
-        """Yields the heading and the table as lines; nothing without rows and without `empty`."""
-        return section(self.heading, self.table.lines() or [self.empty] * bool(self.empty))
+        """Yields the section as lines of text; nothing if there is nothing, and no `empty`."""
+        if isinstance(self.body, Table):
+            lines = self.body.lines()
+        else:
+            lines = [line for item in self.body for line in item.lines()]
+        heading = f"{self.title}: {self.remark}" if self.remark else self.title
+        yield from section(heading, lines or [self.empty] * bool(self.empty))
 
 
 Lines = Iterator[str]  # what a part of a text yields, without line ends
@@ -183,11 +199,12 @@ def section(title: str, lines: Sequence[str]) -> Lines:
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Returns rows as lines with aligned columns; columns numbered in `right` are flush right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if i in right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            if width
         ).rstrip()
         for row in rows
     ]

@@ -212,9 +212,7 @@ class Order:
         launched   loop_add_fusion_1   nvjet_tst_256x128  ncclAllGather        nvjet_tst_64x8
 
     Each sort of work is paired on its own: all products, or all fusions `loop_add_fusion.N`.
-    Kernels that name their op are fixed points. Between two of them kernels and ops are paired
-    if there are equally many, else left unnamed; if a fixed point contradicts the schedule, the
-    whole sort is left unnamed.
+    Kernels that name no op and ops that no kernel names are paired if there are equally many.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -293,20 +291,8 @@ def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instr
 
 
 def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-    """Maps a sort's events to ops, both in order; empty if events that name an op contradict it."""
-
-    def paired(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-        return dict(zip(events, ops, strict=True)) if len(events) == len(ops) else {}
-
-    found: dict[Event, str] = {}
-    at, between = 0, list[Event]()
-    for event in events:
-        if event.op not in ops:
-            between.append(event)
-        elif event.op in ops[at:]:
-            end = ops.index(event.op, at)
-            found |= paired(between, ops[at:end])
-            at, between = end + 1, []
-        elif event.op != ops[at - 1] or between:  # an op may launch several kernels
-            return {}
-    return found | paired(between, ops[at:])
+    """Maps a sort's events that name no op to the ops that none names, both in order."""
+    named = {event.op for event in events}
+    unnamed = [event for event in events if event.op not in ops]
+    left = [op for op in ops if op not in named]
+    return dict(zip(unnamed, left, strict=True)) if len(unnamed) == len(left) else {}

@@ -89,7 +89,7 @@ def test_functions_have_names(fn: Any, name: str) -> None:
 def test_reports_name_the_function_and_its_file(devices8: Any) -> None:
     mesh = spmd.make_mesh(data=8)
     lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
-    assert "program Module of test_jitted.py\n" in lowered.explain()
+    assert "program: Module of test_jitted.py\n" in lowered.explain()
 
 
 def test_it_may_take_the_place_of_jax_jit(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_stages_send_to_their_neighbours_alone(name: str, request: Any) -> None:
 def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: Any) -> None:
     compiled = request.getfixturevalue(name).compiled
     (row,) = pipeline_rows(compiled.stages)
-    assert (row.steps, row.of.steps) == (steps, steps)
+    assert row.of.steps == steps
     loops = [s for s in compiled.timeline.slots if s.op.is_loop and s.depth == 0]
     assert row.seconds == pytest.approx(sum(slot.seconds for slot in loops))
     assert row.travel is not None and row.travel.runs == 2 * steps
@@ -224,7 +224,6 @@ def test_interleaved_is_taken_where_layers_compute_long() -> None:
 def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
     given = 32 * 1024, 256, 32, "v5e:2x2"
     free = planned("gpipe", *given)
-    (row,) = pipeline_rows(free.stages)
     short = planned(None, *given, memory_limit=64 << 20)
     (lean,) = pipeline_rows(short.stages)
     assert lean.of.schedule == "1f1b"
@@ -233,9 +232,6 @@ def test_the_schedule_is_that_of_the_fastest_program_that_fits() -> None:
     assert "keeps to 64 MiB" in forms["interleaved"].refusal
     assert forms["1f1b"].seconds == short.cost
     assert forms["interleaved 1f1b"].refusal == "another one is faster"
-    # GPipe holds all 35 steps; 1F1B holds those of 4 microbatches, and a state for each window:
-    # a quarter, with a KiB or two more where jax writes the loop otherwise.
-    assert lean.held < row.held / 3.9
 
 
 @pytest.mark.parametrize(("is_pipeline", "traces"), [(False, 1), (True, 4)])

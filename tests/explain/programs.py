@@ -31,13 +31,13 @@ def trained(is_scanned: bool) -> spmd.Lowered:
     return training.lower(topology=spmd.Topology("h200:8"), planner=planner)
 
 
-def assert_text_and_page_have(rows: Any, of: spmd.Lowered, section: str) -> None:
-    """The title and all figures of each row."""
+def assert_text_and_page_have(items: Any, of: spmd.Lowered, section: str) -> None:
+    """The title and all figures of each item."""
     text = of.explain(prices=False).partition(f"\n{section}\n")[2]
     page = render(of._facts())
-    for row in rows:
-        assert row.title in text and row.title in page
-        for what, figures in row.parts:
+    for item in items:
+        assert item.title in text and item.title in page
+        for what, figures in item.rows:
             assert re.search(rf"{what} +{re.escape(figures)}", text)
             assert f"<dt>{what}</dt><dd>{figures}</dd>" in page
 

@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd.compiler import timed
-from spmd.explain.prices import Prices, mark_groups, mark_prices, replanned, taken_axes
+from spmd.explain.prices import Prices, mark_groups, replanned, taken_axes, worthwhile
 from spmd.explain.words import spec_text
 from spmd.ir.program import Op
 from spmd.options import Options
@@ -84,7 +84,7 @@ def test_all_times_that_are_shown_are_of_one_kind(training: Any) -> None:
     facts = training._facts()
     assert facts.least_seconds <= plan.run_seconds
     assert plan.run_seconds == pytest.approx(training.cost)
-    for relief in Prices(plan).marks.reliefs:
+    for relief in worthwhile(plan, mark_groups(plan)[:5]):
         assert plan.run_seconds + relief.price.seconds >= 0
     for losers in Prices(plan).of_conflicts(plan.propagated.conflicts[:3]):
         for _, price in losers:
@@ -147,32 +147,33 @@ SPECS = (("data", None), (None, None))
 def test_a_marks_price_is_that_of_the_program_without_it() -> None:
     plan = lowered(marked, *SHAPES, specs=SPECS).stages.plan
     plain = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=SPECS).stages.plan
-    prices = mark_prices(plan, tries=5)
-    relief = prices.reliefs[0]
+    relief = worthwhile(plan, mark_groups(plan)[:5])[0]
     assert "test_alternatives.py" in relief.marks.name
     assert relief.price.seconds == pytest.approx(plain.run_seconds - plan.run_seconds)
     assert relief.price.seconds < 0
     assert relief.price.bytes == -sum(move.bytes for move in plan.moves)
-    assert prices.tried <= prices.groups
 
 
 def test_marks_that_cost_nothing_are_not_spoken_of() -> None:
     plan = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=SPECS).stages.plan
-    assert mark_prices(plan, tries=5).reliefs == ()
+    assert Prices(plan).marks.body == []
 
 
-def test_tries_are_limited_and_the_most_expensive_come_first(training: Any) -> None:
+def test_tries_are_limited_and_the_most_expensive_come_first(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = training.stages.plan
     groups = mark_groups(plan)
     assert [g.seconds for g in groups] == sorted((g.seconds for g in groups), reverse=True)
-    prices = mark_prices(plan, tries=1)
-    assert prices.tried == 1 < prices.groups == len(groups)
+    monkeypatch.setattr("spmd.explain.prices.MOST_TRIES", 1)
+    count = sum(group.seconds > 0 for group in groups)
+    assert Prices(plan).marks.remark.startswith(f"without 1 of the {count} kinds of marks")
 
 
 def test_opening_an_argument_says_what_it_holds_more() -> None:
     specs = (("data", None), ("data", None))
     plan = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=specs).stages.plan
-    reliefs = {r.marks.name: r for r in mark_prices(plan, tries=5).reliefs}
+    reliefs = {r.marks.name: r for r in worthwhile(plan, mark_groups(plan)[:5])}
     relief = reliefs["argument w"]
     assert relief.price.argument_bytes == 1024 * 1024  # 2 MiB over model, 1 MiB of it here
     assert relief.price.bytes < 0

@@ -12,7 +12,6 @@ import spmd
 from spmd.explain.costs import collective_rows
 from spmd.explain.words import source_text
 from tests.explain.browser import Browser, find_browser
-from tests.explain.programs import pipelined_step
 
 PROGRAM = find_browser() or ""
 pytestmark = pytest.mark.skipif(
@@ -93,9 +92,6 @@ def test_every_collective_has_its_row(page: Browser, lowered: Any) -> None:
 
 
 def test_the_table_sorts_by_a_click(page: Browser) -> None:
-    seconds = [float(key) for key in keys(page, 6)]
-    assert seconds == sorted(seconds, reverse=True)
-    assert click_head(page, 5) == "descending"
     total = [float(key) for key in keys(page, 5)]
     assert total == sorted(total, reverse=True)
     assert click_head(page, 5) == "ascending"
@@ -138,16 +134,6 @@ def test_the_arrow_keys_go_along_the_timeline(page: Browser) -> None:
     assert len(set(said)) == 3
     page.press("ArrowLeft")
     assert page.run(readout) == said[1]
-
-
-def test_loops_unfold(page: Browser) -> None:
-    loops = page.run("document.querySelectorAll('details.iteration').length")
-    assert loops == 2  # forward and backward
-    assert "×2" in page.run("document.querySelector('details.iteration summary').textContent")
-    shown = "document.querySelector('details.iteration svg').checkVisibility()"
-    assert page.run(shown) is False
-    page.run("document.querySelector('details.iteration summary').click()")
-    assert page.run(shown) is True
 
 
 CLIPPED = """(() => {
@@ -220,7 +206,6 @@ def narrow(tmp_path_factory: Any) -> Iterator[Browser]:
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_no_text_is_cut_off(narrow: Browser, width: int) -> None:
     narrow.resize(width)
-    assert narrow.run("document.querySelector('.tiles').textContent.includes('16 over data')")
     assert narrow.run(CLIPPED) == []
     assert narrow.run("document.documentElement.scrollWidth <= innerWidth")
     if width < 1000:
@@ -229,26 +214,11 @@ def test_no_text_is_cut_off(narrow: Browser, width: int) -> None:
 
 def test_tables_sort_on_a_narrow_page(narrow: Browser) -> None:
     narrow.resize(390)
-    assert click_head(narrow, 5) == "descending"
+    assert click_head(narrow, 5) == "ascending"
     total = [float(key) for key in keys(narrow, 5)]
-    assert len(total) > 1 and total == sorted(total, reverse=True)
+    assert len(total) > 1 and total == sorted(total)
     label = "getComputedStyle(document.querySelector('#collectives').closest('section')"
     assert "bytes" in narrow.run(f"{label}.querySelector('td:nth-child(6)'), '::before').content")
-
-
-@pytest.mark.thorough
-def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> None:
-    pipelined_step("interleaved", 4, 32).report(str(tmp_path / "report.html"))
-    with Browser(PROGRAM, tmp_path / "profile") as browser:
-        browser.resize(420)
-        browser.open(tmp_path / "report.html")
-        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-        # Squares keep their size, so that their numbers can be read.
-        picture = "document.querySelector('svg.grid')"
-        assert browser.run(f"{picture}.getBoundingClientRect().width > 1000")
-        assert browser.run(f"{picture}.parentElement.getBoundingClientRect().right <= innerWidth")
-        titles = f"[...{picture}.querySelectorAll('title')].map(t => t.textContent)"
-        assert "step 66: stage 3 works on microbatch 31" in browser.run(titles)[-1]
 
 
 @pytest.mark.thorough

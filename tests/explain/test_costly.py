@@ -48,13 +48,8 @@ def lowered(
     return program, [text for text in said if "of a predicted run" in text]
 
 
-@pytest.mark.parametrize(
-    ("spec", "is_obvious"), [(("model", None), True), (("model", "data"), False)]
-)
-def test_a_mark_inside_that_costs_much_is_named_with_its_line_and_both_times(
-    spec: Any, is_obvious: bool
-) -> None:
-    program, warned = lowered(lambda x, v, w: products(x, v, w, spec))
+def test_a_mark_inside_that_costs_much_is_named_with_its_line_and_both_times() -> None:
+    program, warned = lowered(lambda x, v, w: products(x, v, w, ("model", None)))
     without, nothing = lowered(products)
     assert not nothing
     costly = program.prices.costly_mark
@@ -67,40 +62,30 @@ def test_a_mark_inside_that_costs_much_is_named_with_its_line_and_both_times(
     assert said.startswith("mark_sharding at explain/test_costly.py")
     assert OF_A_RUN.search(said)
     assert said in program.summary()
-    assert [text.partition(": ")[2] for text in warned] == [said] * is_obvious
+    assert [text.partition(": ")[2] for text in warned] == [said]
     h = next(op for op in without.stages.program.walk() if op.name == "stablehlo.dot_general")
     state = without.stages.plan.states[h.results[0]]
     assert state is not None
     assert costly.instead == state.full()
 
 
-def test_an_argument_and_a_result_are_named() -> None:
-    program, _ = lowered(lambda x, v, w: jnp.sort(x, 0), specs=(("data", None), None, None))
-    costly = program.prices.costly_mark
-    assert costly is not None and costly.instead is not None and costly.instead.dims[1]
-    assert "argument" in costly_text(costly, MESH)
-    program, (said,) = lowered(products, out_specs=(None, None))
+def test_a_result_is_named() -> None:
+    _, (said,) = lowered(products, out_specs=(None, None))
     assert "result" in said and "argument" not in said
 
 
-def test_where_the_marked_values_lie_as_they_are_marked_another_one_is_named(
+def test_where_the_marked_values_lie_as_they_are_marked_that_is_no_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To mark them as they are marked is no advice: something that follows from them differs."""
     program, _ = lowered(lambda x, v, w: products(x, v, w, ("model", None)))
-    plan, other = program.stages.plan, lowered(products)[0].stages.plan
+    plan = program.stages.plan
     without = replanned(plan, [v for v in plan.propagated.marks if v not in plan.program.body.args])
     monkeypatch.setattr("spmd.explain.prices.replanned", lambda *_, **__: without)
-    x = next(group for group in mark_groups(plan, every=True) if group.name == "argument x")
+    x = next(group for group in mark_groups(plan) if group.name == "argument x")
     relief = relief_of(plan, x)
-    assert relief.elsewhere.startswith("dot_general at ")
-    product = next(op for op in other.program.walk() if op.name == "stablehlo.dot_general")
-    state = other.states[product.results[0]]
-    assert state is not None and relief.instead == state.full()
     costly = relief._replace(price=Price(-1.0, 0), seconds=2.0)
-    said = costly_text(costly, MESH)
-    assert said.startswith('argument x ("data", None) costs 50.0% of a predicted run')
-    assert re.search(r"with dot_general at \S+test_costly.py:\d+ .* as \(.*\) instead", said)
+    said = 'argument x ("data", None) costs 50.0% of a predicted run: 2 s, without it 1 s'
+    assert costly_text(costly, MESH) == said
 
 
 def test_marks_that_fit_are_not_spoken_of() -> None:
@@ -126,15 +111,13 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
     assert not asked
 
 
-def test_of_a_tiny_program_only_reports_speak() -> None:
-    """It is not planned again for a warning when it is compiled."""
+def test_of_a_tiny_program_only_the_long_report_speaks() -> None:
+    """It is not planned again for a warning."""
     few = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     program, found = lowered(lambda x, v, w: products(x, v, w, (None, None)), x=few)
     assert program.cost < LEAST_SECONDS
     assert not found
-    assert program.prices.obvious_mark is None
-    assert program.prices.costly_mark is not None
-    assert "of a predicted run" in program.summary()
+    assert program.prices.costly_mark is None
 
 
 def test_what_is_computed_from_marked_values_counts_once_for_each_mark() -> None:

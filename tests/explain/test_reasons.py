@@ -104,10 +104,10 @@ def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
     text = program.explain()
     assert re.search(r"lower bound +\S+ \w+: arithmetic alone, ", text)
     assert re.search(r"conflicts: \d+, of \d+ kinds", text)
-    assert re.search(r"(no axis|model|data) instead: .* more", text)
+    assert re.search(r"(no axis|model|data) instead +.* more", text)
     assert "marks that forbid something cheaper" in text
     quick = program.explain(prices=False)
-    assert "instead:" not in quick
+    assert " instead  " not in quick
     assert "conflicts: " in quick
     monkeypatch.setattr(prices, "MOST_OPS", 1)  # a large program: fewer prices, and it says so
     assert re.search(r"conflicts: .* would cost \(the first 1\)", program.explain())
@@ -122,7 +122,7 @@ def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:
     text = program.explain()
     section = text[text.index("marks that forbid") : text.index("memory per device")]
     assert re.search(
-        rf'without mark_sharding at \S*{HERE}:\d+ \(step\).* \(None, "data"\):', section
+        rf'without mark_sharding at \S*{HERE}:\d+ \(step\).* \(None, "data"\)  ', section
     )
     assert re.search(r"\S+ us less, \S+ \w+ less sent", section)
 
@@ -148,19 +148,6 @@ def test_one_value_gets_one_verdict(
     assert "cheapest" not in open_one + marked
     assert ('the planner did not find it: mark it (None, "data")' in open_one) == is_said
     assert ('its mark forbids what is faster: mark it (None, "data")' in marked) == is_said
-
-
-def test_the_condition_of_a_loop_is_not_its_carry() -> None:
-    """Both regions of a loop with one carry return one value."""
-
-    def halved(x: Any) -> Any:
-        return jax.lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: c / 2, x)
-
-    program = lowered(halved, (8, 8), specs=(("data", "model"),))
-    (loop,) = (op for op in program.stages.plan.program.walk() if op.is_loop)
-    condition, body = (region.results[0] for region in loop.regions)
-    assert "the condition of stablehlo.while" in program.explain(f"%{condition}", prices=False)
-    assert "result 0 of the body of" in program.explain(f"%{body}", prices=False)
 
 
 def test_a_marked_value_says_what_the_mark_costs() -> None:

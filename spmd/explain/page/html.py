@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from html import escape
 
-from spmd.explain.words import Cell, Look, Table, source_text
+from spmd.explain.words import Cell, Item, Look, Section, Table, source_text
 
 
 class Html(str):
@@ -36,18 +36,9 @@ def tag(look: str, *children: str, **attributes: object) -> Html:
     return Html(f"<{name}{shown}>{joined(*children)}</{name}>")
 
 
-def joined(*parts: str, by: str = "") -> Html:
-    """Joins markup and text with `by` between them; text that is not `Html` is escaped."""
-    return Html(by.join(p if isinstance(p, Html) else escape(p) for p in parts))
-
-
-def drawing(
-    look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
-) -> Html:
-    """Returns an SVG picture of CSS class `look`; sizes are pixels, screen readers say `label`."""
-    box = f"0 0 {width:.0f} {height:.0f}"
-    size = {"viewBox": box, "width": width, "height": height}
-    return tag(f"svg.{look}", *shapes, **size, role="img", aria_label=label, **attributes)
+def joined(*parts: str) -> Html:
+    """Joins markup and text; text that is not `Html` is escaped."""
+    return Html("".join(p if isinstance(p, Html) else escape(p) for p in parts))
 
 
 def rect(
@@ -75,9 +66,27 @@ _LOOKS: dict[Look, Callable[[str], Html]] = {
     "name": lambda text: tag("code", breakable(text)),
     "source": lambda text: source(text),
     "kind": lambda text: joined(dot(f"var(--{text})"), text),
-    "lines": lambda text: joined(*map(breakable, text.splitlines()), by=tag("br")),
 }
 """Maps a cell's look to the function that makes markup of its text; others show the text as is."""
+
+_WIDE = ("path", "name", "source")  # cells that take what room is left; others stay on one line
+
+
+def section(given: Section) -> Html:
+    """Returns the body of a part of a report, which may be empty."""
+    empty = tag("p", given.empty) if given.empty else Html()
+    if isinstance(given.body, Table):
+        return table(given.body) or empty
+    return joined(*map(item, given.body)) or empty
+
+
+def item(given: Item) -> Html:
+    """Returns a title with its source line, and below it what is said of it."""
+    if not given.rows:
+        return tag("p", source_text(given.title))
+    at = (" at ", source(given.source)) if given.source else ()
+    title = tag("p.item", tag("b", given.title), *at) if given.title else ""
+    return joined(title, pairs(given.rows))
 
 
 def table(given: Table) -> Html:
@@ -104,14 +113,8 @@ def table(given: Table) -> Html:
 
 
 def _td(head: str, cell: Cell) -> Html:
-    style = "n" if cell.look == "number" else cell.style
+    style = "n" if cell.look == "number" else "w" if cell.look in _WIDE else "t"
     shown = _LOOKS[cell.look](cell.text) if cell.text and cell.look in _LOOKS else cell.text
-    if cell.parts:
-        items = [
-            tag("li", tag("code", breakable(name)), " ", breakable(remark))
-            for name, remark in cell.parts
-        ]
-        shown = folded(shown, tag("ul", *items))
     note = tag("span.reason", source_text(cell.note)) if cell.note else ""
     key = cell.text if cell.key is None else cell.key
     return tag(f"td.{style}", shown, note, data_v=str(key), data_head=head)

@@ -1,19 +1,22 @@
 """Writes the report as one self-contained HTML page: the largest costs, then sections to unfold."""
 
-from collections.abc import Sequence
 from importlib.resources import files
 
 from spmd.explain import costs
 from spmd.explain import words as w
-from spmd.explain.facts import CLOSE, Facts, largest_table, proof_text
-from spmd.explain.memory import KINDS, memory_curve, recomputed
+from spmd.explain.facts import Facts, proof_text
+from spmd.explain.memory import KINDS, memory_curve
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
-from spmd.explain.prices import conflicts, mark_rows
 from spmd.predict.timeline import COMPUTE
 
 Part = tuple[str, str, Html, bool]  # title, remark, body, whether it is unfolded at first
+
+UNFOLDED = (
+    "program", "measured by kind", "rings", "pipelines", "forms", "notes", "memory per device"
+)  # fmt: skip
+"""Titles of sections that are unfolded at first."""
 
 TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
@@ -28,8 +31,6 @@ def render(facts: Facts) -> str:
             links.append(tag("a", title, href=f"#{anchor}"))
             summary = tag("summary", tag("h2", title, tag("small", remark), id=anchor))
             parts.append(tag("section", tag("details.part", summary, shown, open=is_open)))
-    texts = dict.fromkeys([form.text for form in plan.forms if not form.refusal] + [*plan.notes])
-    notes = [tag("li", w.source_text(text)) for text in texts]
     devices = w.plural(plan.mesh.size, "device")
     title = f"{facts.title} on {devices}"
     lead = f"Mesh {plan.mesh} on {plan.topology}. The solver: {proof_text(plan)}. "
@@ -47,9 +48,7 @@ def render(facts: Facts) -> str:
     )
     body = tag(
         "body.spmd",
-        pictures.HATCH,
         tag("header", tag("h1", title), *(tag("p.lead", line) for line in lines)),
-        tag("ul.notes", *notes) if notes else "",
         first,
         tag("nav", *links),
         tag("main", *parts),
@@ -74,45 +73,23 @@ def _resource(name: str) -> Html:
     return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
-def _tabled(section: w.Section) -> Part:
-    """Returns the part of the page that shows a section of the text report; it is folded."""
-    empty = tag("p", section.empty) if section.empty else Html()
-    return section.title.capitalize(), section.remark, h.table(section.table) or empty, False
-
-
 def _parts(facts: Facts) -> list[Part]:
-    collectives = costs.collective_section(facts.collectives)
-    tried, rows = mark_rows(facts.prices)
-    marks = joined(tag("p", f"{tried.capitalize()}."), h.pairs(rows)) if tried else Html()
+    """Returns the sections of the text report, some with pictures, and pictures on their own."""
     side_by_side = "compute and links at the same time where neither waits for the other"
-    largest = h.table(largest_table(facts.plan, 20))
-    weighed = facts.header + [("not taken", f.text) for f in facts.plan.forms if f.refusal]
-    return [
-        ("Timeline", f"predicted; {side_by_side}", _timeline(facts), True),
-        ("Measured", facts.measured.title if facts.measured else "", _measured(facts), True),
-        ("Pipelines", "which stage works on what in which step", pictures.pipelines(facts), True),
-        ("Rings", "operands that come in pieces, and that could", pictures.rings(facts), True),
-        ("The plan", "how good it is, and what else was weighed", h.pairs(weighed), True),
-        _tabled(collectives._replace(table=collectives.table.by("time"))),
-        _tabled(costs.traffic_section(facts.collectives)),
-        ("Prices of marks", "what would be cheaper without which mark", marks, False),
-        _tabled(conflicts(facts.stages, facts.prices)),
-        ("Memory over time", "of each device", _memory(facts), True),
-        _tabled(recomputed(facts.plan, facts.timeline)),
-        ("Mesh and tiles", "who holds what", pictures.tiles(facts), False),
-        *map(_tabled, facts.leaves),
-        ("Largest values", "made inside the program, bytes per device", largest, False),
-    ]
+    parts = [("Timeline", f"predicted; {side_by_side}", _timeline(facts), True)]
+    for section in facts.sections():
+        title, shown = section.title, h.section(section)
+        if title == "memory per device":
+            shown = joined(_memory(facts), shown)
+        parts.append((title.capitalize(), section.remark, shown, title in UNFOLDED))
+    return parts
 
 
 def _first_screen(facts: Facts) -> Html:
     """Returns cards with a program's main figures, its time by kind of work, and largest costs."""
     mesh, waits = facts.plan.mesh, facts.timeline.exposed_seconds
-    given = w.bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
-    unpartitioned = w.bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
-    room = dict(facts.memory)["on the device"]
-    held = f"predicted peak of {w.bytes_text(facts.plan.topology.hbm_bytes)}: {room}; "
-    held += f"arguments {given} of {unpartitioned}"
+    memory, limit = dict(facts.memory), w.bytes_text(facts.plan.topology.hbm_bytes)
+    held = f"predicted peak of {limit}: {memory['on the device']}; arguments {memory['arguments']}"
     waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
     if facts.measured is not None:
         waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
@@ -133,8 +110,6 @@ def _first_screen(facts: Facts) -> Html:
         share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
         parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
         kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.seconds_text(seconds)}"))
-    if sum(totals.values()) > whole * (1 + CLOSE):
-        kinds.append(tag("span", "more than the run in sum: links of several axes work at once"))
     title, most = costs.largest(facts.costs, whole)
     rows = []
     for cost in most:
@@ -154,16 +129,14 @@ def _first_screen(facts: Facts) -> Html:
 
 
 def _timeline(facts: Facts) -> Html:
-    timeline, drawn = facts.timeline, pictures.bars_of(facts.timeline, facts.plan.mesh)
-    if not drawn.seconds:
+    timeline = facts.timeline
+    if not timeline.scheduled_seconds:
         return Html()
-    axes = [name for name, atoms in facts.plan.mesh.axis_atoms.items() if atoms]
-    kinds = dict.fromkeys((COMPUTE, *(segment.kind for segment in drawn.flat())))
-    intro = tag(
-        "p",
-        "Compute, and the links of every mesh axis. A collective starts when its operands are "
+    kinds = dict.fromkeys((COMPUTE, *(slot.kind for slot in timeline.slots)))
+    intro = (
+        "Compute, and the links of mesh axes. A collective starts when its operands are "
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
-        "do not overlap.",
+        "do not overlap: the first one is drawn, as long as all take together."
     )
     whole = timeline.seconds
     rows = [
@@ -172,41 +145,17 @@ def _timeline(facts: Facts) -> Html:
     ]
     heads = ("cost", "ops", "runs", "time", "share", "source")
     every = w.Table(heads, rows, sort="time", search="all_gather a function, a file")
-    lost = whole - drawn.seconds
-    slower = tag(
-        "p",
-        f"The prediction adds {w.seconds_text(lost)} to what is drawn: on this chip arithmetic and "
-        "communication that run side by side slow each other.",
-    )
+    lost = whole - timeline.scheduled_seconds
+    if lost > timeline.scheduled_seconds / 1000:
+        intro += (
+            f" The prediction adds {w.seconds_text(lost)} to what is drawn: on this chip "
+            "arithmetic and communication that run side by side slow each other."
+        )
     return joined(
-        intro,
-        slower if lost > drawn.seconds / 1000 else "",
+        tag("p", intro),
         h.legend((kind, f"var(--{kind})") for kind in kinds),
-        pictures.timeline_svg(drawn, axes, "timeline of one run"),
-        *(_loop(loop, axes) for loop in drawn.loops),
+        pictures.timeline_svg(timeline),
         h.folded("all costs, by source line", h.table(every)),
-    )
-
-
-def _loop(loop: pictures.Bars, axes: Sequence[str]) -> Html:
-    """Returns a folded timeline of one iteration of a loop, with those of the loops inside it."""
-    each = f": {w.seconds_text(loop.once)}"
-    return tag(
-        "details.iteration",
-        tag("summary", f"one iteration of the {loop.title} at ", h.source(loop.place), each),
-        pictures.timeline_svg(loop, axes, "timeline of one iteration"),
-        *(_loop(inside, axes) for inside in loop.loops),
-    )
-
-
-def _measured(facts: Facts) -> Html:
-    if facts.measured is None:
-        return Html()
-    kinds, *others = facts.measured.sections()
-    return joined(
-        tag("p", kinds.heading.capitalize()),
-        h.table(kinds.table),
-        *(h.folded(part.title, h.table(part.table)) for part in others),
     )
 
 
@@ -224,5 +173,4 @@ def _memory(facts: Facts) -> Html:
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
         pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
         h.folded("the largest at the peak", h.table(largest)),
-        h.folded("totals", h.pairs(facts.memory)),
     )
