@@ -26,6 +26,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text, signature
@@ -99,9 +100,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """Holds the compiler's input: a module, its mesh and topology, specs and donated arguments."""
+    """Holds what is to be compiled: a module, its mesh and topology, arguments and results.
 
-    module: Any  # a StableHLO module in memory
+    What decides the plan is in its repr, of which the store's keys are made.
+    """
+
+    module: Any = field(repr=False)  # a StableHLO module in memory
     mesh: Mesh
     topology: Topology  # the machine to plan for
     arg_names: tuple[str, ...] = ()  # paths in the user's pytrees
@@ -114,8 +118,21 @@ class Request:
     donated: tuple[int, ...] = ()  # flat indices of all donated arguments
     arg_orders: tuple[Order | None, ...] = ()  # of dims in memory, where not major to minor
     platform: str = ""  # `cpu`, `cuda` or `tpu`: composites get its kernels
-    function: tuple[str, str] | None = None  # file and qualified name of what was traced, if known
-    callbacks: tuple[Callback, ...] = ()  # the Python functions that the module calls, by number
+    function: tuple[str, str] | None = field(default=None, repr=False)  # its file, qualified name
+    # the Python functions that the module calls, by number
+    callbacks: tuple[Callback, ...] = field(default=(), repr=False)
+    name: str = field(default="", repr=False)
+    # args, out: pytrees of `ShapeDtypeStruct`s of ((positional, ...), {name: ...}), static
+    # arguments left out, and of the result
+    args: Any = field(default=None, repr=False)
+    out: Any = field(default=None, repr=False)
+    # jax's types of the mesh's axes, where they are not all Auto
+    axis_types: tuple[Any, ...] | None = field(default=None, repr=False)
+    # for each flat result its spec as the user or jax's types have it, or None; they may name axes
+    # of size 1, which split nothing. None are known if empty
+    out_specs: tuple[PartitionSpec | None, ...] = field(default=(), repr=False)
+    # the `jax.Ref`s that the function closes over: arguments behind those of the caller
+    closed_refs: tuple[Any, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -385,7 +402,7 @@ def _key(request: Request, options: Options) -> str:
         return ""
     return key_of(
         text,
-        replace(request, module=None, function=None, callbacks=()),
+        request,
         _deciding(options),
         request.mesh.dcn_sizes,
         [(call.label, call.is_debug, call.has_effect) for call in request.callbacks],

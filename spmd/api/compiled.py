@@ -21,8 +21,8 @@ from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND, held, hold
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.tracing import Interface, kind_text, order_of
-from spmd.compiler import emit_plan
+from spmd.api.tracing import kind_text, order_of, type_of
+from spmd.compiler import Request, emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
@@ -53,11 +53,10 @@ class Lowered(Planned):
     """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run.
 
     Attributes:
-      interface: the traced call: `request`, and the pytrees of arguments and result.
       stages: the result of every stage of the compiler.
       options: compile options.
       target: the machine given as `topology=`, to compile for; None for the mesh's devices.
-      request: the compiler's input: the module as traced, the mesh and the specs.
+      request: the compiler's input: the module as traced, mesh, specs, pytrees of arguments.
       mesh: the mesh that the program is planned for.
       name: the function's name.
       donated, donate_argnums: flat indices of the donated arguments.
@@ -92,7 +91,7 @@ class Lowered(Planned):
           >>> step = jax.export.deserialize(saved).call
         """
         emitted = self.stages.emitted.major_to_minor()
-        boundary = Boundary(self.interface, emitted)
+        boundary = Boundary(self.request, emitted)
         if boundary.is_dressed or boundary.refs:
             raise ArgumentError(
                 "a program of key arrays, float0 or refs cannot be exported: it has plain arrays",
@@ -144,7 +143,7 @@ class Compiled(Planned):
     """
 
     def __init__(self, lowered: Lowered, options: Options) -> None:
-        super().__init__(lowered.interface, lowered.stages, options, lowered.target)
+        super().__init__(lowered.request, lowered.stages, options, lowered.target)
         self.prices = lowered.prices  # what is known already
         target, emitted = self.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
@@ -152,7 +151,7 @@ class Compiled(Planned):
         if self._ahead:
             execute.check_no_callbacks(emitted)
             devices = devices_ahead(self.mesh, self._ahead)
-        self.boundary = Boundary(self.interface, emitted, devices)
+        self.boundary = Boundary(self.request, emitted, devices)
         self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
         self._moved = 0
         doing("XLA")
@@ -212,11 +211,11 @@ class Compiled(Planned):
 
     def arrays(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the program's arguments: what refs hold, and those that it closes over, too."""
-        return list(map(held, (*leaves, *self.interface.closed_refs)))
+        return list(map(held, (*leaves, *self.request.closed_refs)))
 
     def _refs(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the refs that a call writes to; ArgumentError for one that is given twice."""
-        every, own = [*leaves, *self.interface.closed_refs], self.boundary.refs
+        every, own = [*leaves, *self.request.closed_refs], self.boundary.refs
         if len({id(every[i]) for i in own}) < len(own):
             raise ArgumentError(
                 f"{self.name} is given one jax.Ref twice",
@@ -507,7 +506,7 @@ class Compiled(Planned):
 
 
 def _kind(planned: Planned) -> str:
-    leaves = jax.tree.leaves(planned.interface.args)
+    leaves = jax.tree.leaves(planned.request.args)
     return kind_text(planned.name, planned.request.arg_names, leaves)
 
 
@@ -528,16 +527,21 @@ class Boundary:
     """
 
     def __init__(
-        self, interface: Interface, emitted: Emitted, devices: Sequence[Any] | None = None
+        self, request: Request, emitted: Emitted, devices: Sequence[Any] | None = None
     ) -> None:
-        mesh = jax_mesh(interface.request.mesh, devices, interface.axis_types)
-        taken, given = interface.flat
+        mesh = jax_mesh(request.mesh, devices, request.axis_types)
+        args, out = jax.tree.leaves(request.args), jax.tree.leaves(request.out)
+        closed = [
+            jax.ShapeDtypeStruct(*type_of(ref)[:2], is_ref=True) for ref in request.closed_refs
+        ]
+        taken = [*args, *closed]
+        given = [*out, *(struct for struct in taken if struct.is_ref)]  # refs at the end
         self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
         self.arguments = emitted.named(emitted.arguments, mesh)
         self.argument_formats = formats(self.arguments, self._orders)
         planned = emitted.named(emitted.results, mesh)
-        specs = interface.out_specs or (None,) * len(planned)
+        specs = request.out_specs or (None,) * len(planned)
         ranks = [type_.rank for type_ in emitted.result_types]
         results = formats(tuple(map(_as_told, planned, specs, ranks)), emitted.result_orders)
         # What jax is told; `devices` are descriptions of those that are not here.
@@ -547,7 +551,6 @@ class Boundary:
         self.is_dressed = any(map(_is_dressed, (*taken, *given)))
         self.refs = [i for i, struct in enumerate(taken) if struct.is_ref]
         # As callers see them, who have key arrays.
-        args, out = jax.tree.leaves(interface.args), jax.tree.leaves(interface.out)
         self.seen_arguments = tuple(map(_seen, self.argument_formats, args))
         self.seen_results = tuple(map(_seen, results, out))
         # As it came the last time: an argument with the very same object needs no look at it.

@@ -27,7 +27,7 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
 from spmd.api.pipelined import in_fastest_schedule
-from spmd.api.tracing import Call, Interface, Recipe, kind_of_call, take_apart, trace_call
+from spmd.api.tracing import Call, Recipe, kind_of_call, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described
 from spmd.explain.prices import costly_text
@@ -293,7 +293,7 @@ class Jitted(Generic[P, R]):
 
     def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
         """Traces the function for these arguments and returns the compiler's input."""
-        return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
+        return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology)
 
     def _new_dispatch(self) -> Callable[..., Any]:
         recipe = self.recipe
@@ -347,7 +347,7 @@ class Jitted(Generic[P, R]):
         recipe, options = self.recipe, self.recipe.options
         machine = None if topology is None else as_topology(topology)
 
-        def traced(may_reuse: bool) -> Interface:
+        def traced(may_reuse: bool) -> Request:
             """Traces the call, in the pipeline schedule that is being tried.
 
             `may_reuse` lets jax take a trace from its cache.
@@ -357,9 +357,9 @@ class Jitted(Generic[P, R]):
             asked = recipe if may_reuse else replace(recipe, fn=again)
             return trace_call(asked, call, machine)
 
-        def planned(interface: Interface) -> Lowered:
-            stages = compile_module(interface.request, options, together)
-            return Lowered(interface, stages, options, machine or interface.request.mesh.topology)
+        def planned(request: Request) -> Lowered:
+            stages = compile_module(request, options, together)
+            return Lowered(request, stages, options, machine or request.mesh.topology)
 
         with progress(self.__name__, options.shows_progress):
             lowered = in_fastest_schedule(traced, planned, options.memory_limit)

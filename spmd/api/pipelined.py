@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from spmd.api.compiled import Lowered
 from spmd.api.marks import caller, mark_sharding, path_name, some_of
-from spmd.api.tracing import Interface
+from spmd.compiler import Request
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.frontend.importer.module import module_text
 from spmd.frontend.trace import mesh_at_hand
@@ -336,8 +336,8 @@ class _Tried(NamedTuple):
 
 
 def in_fastest_schedule(
-    trace: Callable[[bool], Interface],
-    plan: Callable[[Interface], Lowered],
+    trace: Callable[[bool], Request],
+    plan: Callable[[Request], Lowered],
     memory_limit: int | None,
 ) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
@@ -347,18 +347,18 @@ def in_fastest_schedule(
     (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
     PlanError if there is a limit and none keeps to it.
     """
-    interface, tried = trace(True), []
+    request, tried = trace(True), []
     try:
-        tried = [_Tried(plan(interface))]
+        tried = [_Tried(plan(request))]
         scopes = {op.loc.scope for op in tried[0].lowered.stages.plan.program.walk()}
     except PlanError as error:
-        refused, scopes = error, {module_text(interface.request.module, has_locations=True)}
+        refused, scopes = error, {module_text(request.module, has_locations=True)}
     pipelines = [of for of in pipelines_in(" ".join(scopes)) if of.open]
     if not tried and (memory_limit is None or not pipelines):
         raise refused
     if not pipelines:
         return tried[0].lowered
-    search = Search(memory_for(interface.request.topology, memory_limit), tried)
+    search = Search(memory_for(request.topology, memory_limit), tried)
     names = {name for of in pipelines for name in of.open_schedules}
     names -= {min(of.schedule for of in pipelines)}  # that is what was traced
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from spmd.api.arguments import Specs, flat_entries
+from spmd.api.arguments import Specs, leaf_entries, one_for_each
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.tracing import Interface, axis_types_of, topology_of
+from spmd.api.tracing import axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
 from spmd.frontend import refine
@@ -86,14 +86,7 @@ def lower_stablehlo(
     module = static_module(module_or_path, symbols, arg_shapes, platform_of(as_mesh(mesh)))
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
     with progress("module", options.shows_progress):
-        stages = compile_module(request, options)
-    # As if a function of as many arrays had been traced, which returns a tuple.
-    args, results = (
-        tuple(jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype)) for type_ in types)
-        for types in signature(module)
-    )
-    axis_types = axis_types_of(request.mesh, [mesh])
-    return Lowered(Interface(request, (args, {}), results, axis_types), stages, options)
+        return Lowered(request, compile_module(request, options), options)
 
 
 def module_request(
@@ -104,22 +97,36 @@ def module_request(
     options: Options,
     updates: Sequence[tuple[int, int]] = (),
 ) -> Request:
-    """Returns the compiler's input for a static module; arguments as for `lower_stablehlo`."""
+    """Returns the compiler's input for a static module; arguments as for `lower_stablehlo`.
+
+    It is as if a function of as many arrays had been traced, which returns a tuple.
+    """
     own = as_mesh(mesh)
-    args, results = signature(module)
-    arg_names, result_names = boundary_names(module)
-    _check_updates(updates, args, results)
+    _check_updates(updates, *signature(module))
+    names = boundary_names(module)
+    args, results = (
+        tuple(jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype)) for type_ in types)
+        for types in signature(module)
+    )
+
+    def entries(given: Specs, structs: Sequence[Any], names: Sequence[str], what: str) -> Any:
+        specs = one_for_each(given, names, f"{what}_specs", what)
+        parts = zip(specs, structs, names, strict=True)
+        return tuple(leaf_entries(spec, s, f"{what} {name}", own) for spec, s, name in parts)
+
     return Request(
         module,
         own,
         options.topology or topology_of(own),
-        arg_names,
-        result_names,
-        flat_entries(arg_specs, args, arg_names, own, "argument"),
-        flat_entries(result_specs, results, result_names, own, "result"),
+        *names,
+        entries(arg_specs, args, names[0], "argument"),
+        entries(result_specs, results, names[1], "result"),
         links=tuple(updates),
         donated=tuple(sorted(argument for _, argument in updates)),
         platform=platform_of(own),
+        args=(args, {}),
+        out=results,
+        axis_types=axis_types_of(own, [mesh]),
     )
 
 
@@ -173,7 +180,7 @@ def static_module(
         return module
     dims = refine.stated_dims(module) if exported is None else refine.exported_dims(exported)
     names = argument_names(module, start=len(refine.symbols_of(module)))
-    given = _given(shapes, names)
+    given = one_for_each(shapes, names, "arg_shapes", "argument")
     stated = [dim for argument in dims for dim in argument if dim is not None]
     known = {*symbols_in(stated), *refine.symbols_of(module)}
     if unknown := sorted(symbols.keys() - known):
@@ -187,24 +194,6 @@ def static_module(
         for name, argument, shape in zip(names, dims, given, strict=True)
     ]
     return refine.refine(module, sizes, symbols)
-
-
-def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
-    if isinstance(shapes, Mapping):
-        if unknown := sorted(shapes.keys() - set(names)):
-            raise ArgumentError(
-                f"arg_shapes has {unknown[0]!r}, which is no argument",
-                actual=f"arguments: {', '.join(names)}",
-            )
-        return [shapes.get(name) for name in names]
-    if shapes is not None and len(shapes) != len(names):
-        raise ArgumentError(
-            "arg_shapes needs one entry for each argument",
-            actual=f"{len(shapes)} entries",
-            required=f"{len(names)}: {', '.join(names)}",
-            fix="write None where the module says the shape",
-        )
-    return list(shapes or [None] * len(names))
 
 
 def _sizes(name: str, dims: refine.ArgumentDims, symbols: Mapping[str, int]) -> tuple[int, ...]:

@@ -161,31 +161,6 @@ class Call(NamedTuple):
         return [static[i] if i in static else next(rest) for i in range(count)], named | by_name
 
 
-class Interface(NamedTuple):
-    """A traced call: the compiler's input, and the pytrees of its arguments and its result."""
-
-    request: Request
-    # args, out: pytrees of `ShapeDtypeStruct`s of ((positional, ...), {name: ...}), static
-    # arguments left out, and of the result
-    args: Any
-    out: Any
-    # jax's types of the mesh's axes, where they are not all Auto
-    axis_types: tuple[Any, ...] | None
-    name: str = ""
-    # for each flat result its spec as the user or jax's types have it, or None; they may name axes
-    # of size 1, which split nothing. None are known if empty
-    out_specs: tuple[PartitionSpec | None, ...] = ()
-    # the `jax.Ref`s that the function closes over: arguments behind those of the caller
-    closed_refs: tuple[Any, ...] = ()
-
-    @property
-    def flat(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-        """The program's arguments and results; the last results are what refs hold at the end."""
-        closed = [jax.ShapeDtypeStruct(*type_of(ref)[:2], is_ref=True) for ref in self.closed_refs]
-        taken = [*jax.tree.leaves(self.args), *closed]
-        return taken, [*jax.tree.leaves(self.out), *(struct for struct in taken if struct.is_ref)]
-
-
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Splits a call's arguments into static ones and array leaves; ArgumentError for others."""
     given = recipe.arguments(args, kwargs)
@@ -236,7 +211,7 @@ def kind_of_call(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any])
     return kind_text(function_name(recipe.fn), leaf_names(given), leaves)
 
 
-def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
+def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
     It is to be planned for `topology`, else that of the options, else that of the mesh's devices.
@@ -326,7 +301,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     refs = [i for i, leaf in enumerate(taken) if type_of(leaf)[-1]]
     links = {r: a for r, a in updates_of(given, traced.out) if a not in refs}
     links |= {len(results) + k: i for k, i in enumerate(refs)}
-    request = Request(
+    return Request(
         traced.module,
         mesh,
         topology or recipe.options.topology or topology_of(mesh),
@@ -341,13 +316,10 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         platform,
         function_place(recipe.fn),
         traced.callbacks,
-    )
-    return Interface(
-        request,
+        function_name(recipe.fn),
         structs,
         traced.out,
         axis_types_of(mesh, [mesh_given, *placed, around]),
-        function_name(recipe.fn),
         tuple(spec if isinstance(spec, PartitionSpec) else None for spec in (*stated, *refs)),
         closed,
     )
