@@ -531,10 +531,7 @@ class Boundary:
     ) -> None:
         mesh = jax_mesh(request.mesh, devices, request.axis_types)
         args, out = jax.tree.leaves(request.args), jax.tree.leaves(request.out)
-        closed = [
-            jax.ShapeDtypeStruct(*type_of(ref)[:2], is_ref=True) for ref in request.closed_refs
-        ]
-        taken = [*args, *closed]
+        taken = [*args, *map(type_of, request.closed_refs)]
         given = [*out, *(struct for struct in taken if struct.is_ref)]  # refs at the end
         self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]

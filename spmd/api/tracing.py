@@ -73,26 +73,27 @@ class Recipe:
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Argument, ...]:
         """Returns a call's arguments that are not static: positional ones, then sorted keywords."""
-        static, donated = (
-            {n + len(args) if n < 0 else n for n in numbers}
-            for numbers in (self.static_argnums, self.donate_argnums)
-        )
+        static = self._keys(args, self.static_argnums, self.static_argnames)
+        donated = self._keys(args, self.donate_argnums, self.donate_argnames)
         names = parameter_names(self.parameters, len(args))
-        by_place = [
-            Argument(i, i, names[i], arg, i in donated)
-            for i, arg in enumerate(args)
-            if i not in static
-        ]
-        if not kwargs:
-            return tuple(by_place)
-        every = parameter_names(self.parameters, parameter_count(self.parameters))
-        places = {name: place for place, name in enumerate(every)}
-        by_name = [
-            Argument(name, places.get(name, name), name, arg, name in self.donate_argnames)
-            for name, arg in sorted(kwargs.items(), key=itemgetter(0))
-            if name not in self.static_argnames
-        ]
-        return (*by_place, *by_name)
+        by_name = parameter_names(self.parameters, parameter_count(self.parameters))
+        places: dict[int | str, int] = {name: place for place, name in enumerate(by_name)}
+        return tuple(
+            Argument(
+                key,
+                places.get(key, key),
+                key if isinstance(key, str) else names[key],
+                value,
+                key in donated,
+            )
+            for key, value in keyed(args, kwargs).items()
+            if key not in static
+        )
+
+    def _keys(
+        self, args: Sequence[Any], numbers: Sequence[int], names: Sequence[str]
+    ) -> set[int | str]:
+        return {*(n + len(args) if n < 0 else n for n in numbers), *names}
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -108,22 +109,21 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
-LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None, bool]
-"""Shape, dtype, whether the dtype gives way to others, the sharding where jax has that in types (on
-a mesh with Explicit axes), and whether it is a `jax.Ref`."""
+def type_of(leaf: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array, struct or number; TypeError for all else.
 
-
-def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
-    """Returns the type of an array, struct or number; TypeError for all else."""
+    It has a `sharding` only where jax has that in types: on a mesh with Explicit axes.
+    """
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
-    if sharding is not None and not has_explicit_axes(sharding.mesh):
-        sharding = None
-    is_weak = bool(getattr(aval, "weak_type", False))
-    is_ref = isinstance(aval, AbstractRef) or bool(getattr(aval, "is_ref", False))
-    return tuple(aval.shape), dtype, is_weak, sharding, is_ref
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True),
+        weak_type=bool(getattr(aval, "weak_type", False)),
+        sharding=sharding if sharding is not None and has_explicit_axes(sharding.mesh) else None,
+        is_ref=isinstance(aval, AbstractRef) or bool(getattr(aval, "is_ref", False)),
+    )
 
 
 def order_of(leaf: Any) -> Order | None:
@@ -142,7 +142,7 @@ class Call(NamedTuple):
     # leaves, types, orders: the others, flat, the type of each, and in which order its dims lie in
     # memory, if not major to minor
     leaves: tuple[Any, ...]
-    types: tuple[LeafType, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...]
     orders: tuple[Order | None, ...]
     tree: Any  # the structure of ((positional, ...), {name: ...}), static ones left out
     settings: Any  # of jax, that decide how the function is traced
@@ -161,14 +161,16 @@ class Call(NamedTuple):
         return [static[i] if i in static else next(rest) for i in range(count)], named | by_name
 
 
+def keyed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    """Returns a call's arguments by number, then sorted by name."""
+    return {**dict(enumerate(args)), **dict(sorted(kwargs.items(), key=itemgetter(0)))}
+
+
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Splits a call's arguments into static ones and array leaves; ArgumentError for others."""
     given = recipe.arguments(args, kwargs)
     dynamic = {argument.key: argument.value for argument in given}
-    every: dict[int | str, Any] = dict(enumerate(args)) | {
-        key: kwargs[key] for key in sorted(kwargs)
-    }
-    static = tuple((key, value) for key, value in every.items() if key not in dynamic)
+    static = tuple(item for item in keyed(args, kwargs).items() if item[0] not in dynamic)
     positional = tuple(value for key, value in dynamic.items() if isinstance(key, int))
     named = {key: value for key, value in dynamic.items() if isinstance(key, str)}
     leaves, tree = jax.tree.flatten((positional, named))
@@ -217,12 +219,9 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     It is to be planned for `topology`, else that of the options, else that of the mesh's devices.
     MeshError: there is no mesh, or two that differ; SpecError: a spec that does not fit.
     """
-    leaves = [
-        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding, is_ref=is_ref)
-        for shape, dtype, is_weak, sharding, is_ref in call.types
-    ]
+    leaves = call.types
     symbolic = [(i, d) for i, s in enumerate(leaves) for d in s.shape if is_symbolic_dim(d)]
-    for i, dim in symbolic[:1]:
+    for i, dim in symbolic:
         symbols = {str(symbol): 8 for symbol in symbols_in([str(dim)])}
         raise ArgumentError(
             f"argument {i} of {function_name(recipe.fn)} has the symbolic dim {dim}",
@@ -238,16 +237,14 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     mesh_given = recipe.given_mesh or next(iter(placed), None)
     known = None if mesh_given is None else as_mesh(mesh_given)
     platform = (topology.platform if topology else None) or platform_of(known)
-    static_names = [name for name, _ in call.static if isinstance(name, str)]
-    static_numbers = [i for i, _ in call.static if isinstance(i, int)]
     with seen_meshes(known) as seen:
         traced = trace(
-            _warning_of_changes(recipe.fn, structs),
+            _warning_of_changes(recipe, structs),
             args,
             kwargs,
             platform=platform,
-            static_argnums=static_numbers,
-            static_argnames=static_names,
+            static_argnums=[key for key, _ in call.static if isinstance(key, int)],
+            static_argnames=[key for key, _ in call.static if isinstance(key, str)],
             on_callbacks=recipe.options.callbacks,
             mesh=known,
         )
@@ -298,7 +295,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     for spec, what in zip(stated, whats, strict=True):
         check_reduced(getattr(spec, "unreduced", ()), what, caller())
     # What a ref holds next takes the memory of what it held, and lies as that did.
-    refs = [i for i, leaf in enumerate(taken) if type_of(leaf)[-1]]
+    refs = [i for i, leaf in enumerate(taken) if type_of(leaf).is_ref]
     links = {r: a for r, a in updates_of(given, traced.out) if a not in refs}
     links |= {len(results) + k: i for k, i in enumerate(refs)}
     return Request(
@@ -325,36 +322,32 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     )
 
 
-def _warning_of_changes(fn: Any, arguments: Any) -> Any:
-    """Returns a wrapper of `fn` that warns if `fn` changes an argument, such as a module, in place.
+def _warning_of_changes(recipe: Recipe, arguments: Any) -> Any:
+    """Returns the function so that it warns of an argument, such as a module, changed in place.
 
-    Arguments are copies when `fn` is traced: a change that is not returned is lost. Without objects
-    among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that it has made before,
-    as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer that `fn` makes) is
-    the same object as there.
+    Arguments are copies when it is traced: a change that is not returned is lost. Without objects
+    among `arguments`, a pytree, it is the function itself: then jax finds a trace that it has made
+    before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer that it
+    makes) is the same object as there.
     """
+    fn = recipe.fn
     if jax.tree_util.all_leaves(jax.tree.leaves(arguments, is_leaf=_is_object)):
         return fn
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        objects = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_object)
+        given = {argument.name: argument.value for argument in recipe.arguments(args, kwargs)}
+        objects = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_object)
         before = [jax.tree.leaves(value) for _, value in objects]
         results = fn(*args, **kwargs)
         returned = set(map(id, jax.tree.leaves(results)))
         for (path, value), had in zip(objects, before, strict=True):
             has = jax.tree.leaves(value)
             if len(has) < len(had) or {*map(id, has)} - {*map(id, had)} - returned:
-                kind, (where, first, *rest) = type(value).__name__, path
-                if where.idx == 0:  # among the positional ones
-                    head = parameter_names(parameters_of(fn), first.idx + 1)[first.idx]
-                else:
-                    head = str(first.key)
-                told = "/".join(filter(None, (head, path_name(rest))))
                 warnings.warn(
-                    f"{function_name(fn)} changes argument {told}, a {kind}, which is "
-                    "lost when it returns: return it, or, for modules of flax.nnx, use "
-                    "spmd.nnx.jit, which updates them in place",
+                    f"{function_name(fn)} changes argument {path_name(path)}, a "
+                    f"{type(value).__name__}, which is lost when it returns: return it, or, for "
+                    "modules of flax.nnx, use spmd.nnx.jit, which updates them in place",
                     stacklevel=2,
                 )
         return results
