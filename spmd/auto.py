@@ -152,20 +152,18 @@ def auto(
     if not meshes:
         raise MeshError("auto has no mesh to choose from", fix="pass at least one mesh")
     options = Options(topology=topology, memory_limit=memory_limit)
-    asked: list[tuple[Jitted[..., Any], Request]] = []
-    for given in meshes:
-        numbers: Any = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
-        jitted: Jitted[..., Any] = jit(fn, mesh=given, **numbers, options=options)
-        asked.append((jitted, jitted.request(*args)))
-    search = Search[Trial](memory_for(asked[0][1].topology, memory_limit))
-    with progress(f"specs of {asked[0][0].__name__}", options.shows_progress):
+    numbers: Any = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
+    jitted: list[Jitted[..., Any]] = [jit(fn, mesh=m, **numbers, options=options) for m in meshes]
+    requests = [each.request(*args) for each in jitted]
+    search = Search[Trial](memory_for(requests[0].topology, memory_limit))
+    with progress(f"specs of {jitted[0].__name__}", options.shows_progress):
         made = [
             search.weigh(Candidate(str(request.mesh), partial(_open, request, options)))
-            for _, request in asked
+            for request in requests
         ]
     considered = tuple(
         Considered(request.mesh, seen.seconds, "" if seen.seconds is not None else seen.refusal)
-        for (_, request), seen in zip(asked, search.weighed, strict=True)
+        for request, seen in zip(requests, search.weighed, strict=True)
     )
     if not search.tried:
         reasons = "; ".join(f"{entry.mesh}: {entry.reason}" for entry in considered)
@@ -173,14 +171,11 @@ def auto(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
     best = search.best
-    jitted, request = asked[made.index(best)]
-    plan, names = best.plan, request.arg_names
-    specs = {
-        name: tuple(partition_spec(sharding, request.mesh))
-        for name, sharding in zip(names, plan.arguments, strict=False)  # constants are behind them
-    }
-    inferred = _inferred(names, list(specs.values()), plan)
-    return AutoSharding(request.mesh, specs, best.seconds, considered, jitted, names, inferred)
+    place = made.index(best)
+    own, plan, names = requests[place].mesh, best.plan, requests[place].arg_names
+    specs = dict(zip(names, _specs(plan, own), strict=False))  # constants are behind them
+    inferred = _inferred(names, plan)
+    return AutoSharding(own, specs, best.seconds, considered, jitted[place], names, inferred)
 
 
 def auto_specs(
@@ -198,9 +193,11 @@ def auto_specs(
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    plan = _open(request, options).plan
-    given = plan.arguments[: len(request.arg_names)]  # constants are behind them
-    return [tuple(partition_spec(sharding, request.mesh)) for sharding in given]
+    return _specs(_open(request, options).plan, request.mesh)[: len(request.arg_names)]
+
+
+def _specs(plan: Plan, mesh: Mesh) -> list[tuple[Any, ...]]:
+    return [tuple(partition_spec(sharding, mesh)) for sharding in plan.arguments]
 
 
 def _open(request: Request, options: Options) -> Trial:
@@ -211,22 +208,21 @@ def _open(request: Request, options: Options) -> Trial:
     return plan_problem(problem, options, request.donated)
 
 
-def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:
+def _inferred(names: Sequence[str], plan: Plan) -> frozenset[str]:
     """Returns the names of leaves that need no mark, since `spmd.jit` infers the specs they have.
 
     Those are all leaves of an argument such as optimizer state: the specs of all but scalars follow
     from leaves of other arguments, as `opt_state/0/mu/w` from `params/w`.
     """
-    arguments = plan.program.body.args[: len(names)]
-    shapes = [plan.program.types[value].shape for value in arguments]
-    entries = [tuple(map(_axes, spec)) for spec in specs]
-    roots = [_root(name) for name in names]
+    count = len(names)
+    shapes = [plan.program.types[value].shape for value in plan.program.body.args[:count]]
+    dims, roots = [sharding.dims for sharding in plan.arguments[:count]], list(map(_root, names))
     found: set[str] = set()
     for root in dict.fromkeys(roots):
-        others = [None if r == root else e for r, e in zip(roots, entries, strict=True)]
+        others = [None if r == root else own for r, own in zip(roots, dims, strict=True)]
         filled, reasons = like_parameters(names, shapes, others)
         mine = [i for i, r in enumerate(roots) if r == root]
-        alike = [i for i in mine if reasons[i] is not None and filled[i] == entries[i]]
+        alike = [i for i in mine if reasons[i] is not None and filled[i] == dims[i]]
         if alike and all(i in alike or not shapes[i] for i in mine):
             found.update(names[i] for i in mine)
     return frozenset(found)
@@ -234,8 +230,3 @@ def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan
 
 def _root(name: str) -> str:
     return name.partition("/")[0]
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns one entry of a spec as a tuple of axes: `None` -> `()`, `"x"` -> `("x",)`."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

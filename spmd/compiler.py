@@ -163,31 +163,28 @@ class Trial:
     ) -> None:
         if plan.byte_price and unpriced is None:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
+        memory = memory_for(plan.topology, options.memory_limit)
+        self._room = Room(memory, tuple(plan.problem.links.values()))
         self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
+        where = plan.mesh, plan.topology
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
+        # With the rewrites that come before remat and scheduling.
+        self._simple: Program = (
+            unpriced._simple
+            if unpriced
+            else clock("optimize", simplify, self.partitioned.program, *where)
+        )
         program = simple = self._simple
         if plan.byte_price:
-            args = plan.mesh, plan.topology, plan.byte_price, self._room.bytes, donated
+            args = *where, plan.byte_price, memory, donated
             # Links are shared by all devices: what fits as it is sends no more than it has to.
             program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
             self.plan = plan._replace(recomputed=again)
         self._schedule(program)
-
-    @cached_property
-    def _simple(self) -> Program:
-        """Returns the local program with the rewrites that come before remat and scheduling."""
-        if self._unpriced is not self:
-            return self._unpriced._simple
-        program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
-        return self.clock("optimize", simplify, program, mesh, topology)
-
-    @property
-    def _room(self) -> Room:
-        memory = memory_for(self.plan.topology, self._options.memory_limit)
-        return Room(memory, tuple(self.plan.problem.links.values()))
+        self.plan = self.plan._replace(run_seconds=self.seconds)
 
     @property
     def collects(self) -> bool:
@@ -250,6 +247,7 @@ class Trial:
         return [*held, ("constants", memory.constants)] if memory.constants else held
 
 
+@_no_garbage_collection()
 def compile_module(request: Request, options: Options, together: str = "") -> Stages:
     """Runs all stages; `SpmdError` says what one cannot do, with the op and its source line.
 
@@ -257,48 +255,43 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
     the first one plans it for all.
     """
     clock = Stopwatch(options.verbose)
-    with _no_garbage_collection():
-        processes = processes_of(request.mesh) if together else []
-        is_shared = len(processes) > 1
-        if is_shared:
-            _check_same_request(request, options, together, processes)
-        store = store_in(options.cache_dir, PLANNED)
-        key = clock("keep", _key, request, options) if store else ""
-        imported = _front(request, clock)
-        planned: list[Trial] = []
+    processes = processes_of(request.mesh) if together else []
+    is_shared = len(processes) > 1
+    if is_shared:
+        _check_same_request(request, options, together, processes)
+    store = store_in(options.cache_dir, PLANNED)
+    key = clock("keep", _key, request, options) if store else ""
+    store = store if key else None
+    imported = _front(request, clock)
+    planned: list[Trial] = []
 
-        def record() -> str:
-            """Returns the plan as JSON, and whether an earlier start kept it."""
-            kept = clock("keep", store.get, key) if store and key else None
-            if kept is not None:
-                return f"kept {kept.decode()}"
-            trial, stacks, is_written_out = _chosen(request, options, imported, clock)
-            planned.append(trial)
-            if not is_shared and not (store and key):
-                return "made "
-            chosen = recorded(trial.plan)
-            made = {"plan": chosen, "stacks": stacks, "is_written_out": is_written_out}
-            return f"made {json.dumps(made)}"
+    def record() -> str:
+        """Returns whether an earlier start kept the plan, and the plan as JSON."""
+        kept = clock("keep", store.get, key) if store else None
+        if kept is not None:
+            return f"kept {kept.decode()}"
+        trial, *form = _chosen(request, options, imported, clock)
+        planned.append(trial)
+        return f"made {json.dumps([recorded(trial.plan), *form]) if is_shared or store else ''}"
 
-        label = f"planning {together}"
-        told = made_by_first(record, label=label, processes=processes) if is_shared else record()
-        how, _, text = told.partition(" ")
-        is_kept = how == "kept"
-        if store and key and not is_kept:
-            clock("keep", store.put, key, text.encode())
-        trial = planned[0] if planned else _replayed(text, request, options, imported, clock)
-        orders, platform = request.arg_orders, request.platform
-        args = trial.optimized, request.links, orders, platform, options.layouts
-        laid_out = clock("layouts", lay_out, *args)
-        emitted = _emit(laid_out, request.donated, clock)
-        plan, parts, timeline = trial.plan, trial.partitioned, trial.timeline
-        if options.check:
-            check_program(plan.program)
-            check_plan(plan)
-            check_local(parts, "local")
-            check_local(laid_out, "optimized")
-    made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
-    return Stages(*made, clock.seconds, is_kept)
+    label = f"planning {together}"
+    told = made_by_first(record, label=label, processes=processes) if is_shared else record()
+    how, _, text = told.partition(" ")
+    if store and how == "made":
+        clock("keep", store.put, key, text.encode())
+    trial = planned[0] if planned else _replayed(text, request, options, imported, clock)
+    orders, platform = request.arg_orders, request.platform
+    args = trial.optimized, request.links, orders, platform, options.layouts
+    laid_out = clock("layouts", lay_out, *args)
+    emitted = _emit(laid_out, request.donated, clock)
+    plan, parts = trial.plan, trial.partitioned
+    if options.check:
+        check_program(plan.program)
+        check_plan(plan)
+        check_local(parts, "local")
+        check_local(laid_out, "optimized")
+    made = plan.program, plan.propagated, plan, parts, laid_out, trial.timeline, emitted
+    return Stages(*made, clock.seconds, how == "kept")
 
 
 def _check_same_request(
@@ -378,17 +371,15 @@ def _replayed(
     kept: str, request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> Trial:
     """Rebuilds the plan that an earlier start or the first process made, for one device."""
-    record = json.loads(kept)
+    plan, stacks, is_written_out = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
-    if record["stacks"]:
+    if stacks:
         program = _problem(request, imported, program, clock).program
-        stacks = [Stack(*stack) for stack in record["stacks"]]
-        program = clock("stack", stacked, program, stacks)
-    if record["is_written_out"]:
+        program = clock("stack", stacked, program, [Stack(*stack) for stack in stacks])
+    if is_written_out:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)
-    plan = clock("read", replayed, record["plan"], problem)
-    return Trial(plan, options, request.donated, clock)
+    return Trial(clock("read", replayed, plan, problem), options, request.donated, clock)
 
 
 def _key(request: Request, options: Options) -> str:
@@ -420,12 +411,11 @@ def _deciding(options: Options) -> Options:
     )  # fmt: skip
 
 
+@_no_garbage_collection()
 def problem_for(request: Request) -> Problem:
     """Runs the stages before planning, and returns the problem that the planner is given."""
-    with _no_garbage_collection():
-        clock = Stopwatch()
-        imported = _front(request, clock)
-        return _problem(request, imported, unroll(imported.program, 0), clock)
+    imported = _front(request, clock := Stopwatch())
+    return _problem(request, imported, unroll(imported.program, 0), clock)
 
 
 def _front(request: Request, clock: Stopwatch) -> Imported:
@@ -449,9 +439,11 @@ def _problem(request: Request, imported: Imported, program: Program, clock: Stop
 
     def pose(program: Program) -> Problem:
         form, body = imported._replace(program=program), program.body
-        arg_entries = filled(request.arg_entries, len(body.args))
+        arg_entries, reasons = (  # lifted constants are behind the user's arguments
+            (*given, *[None] * (len(body.args) - len(given)))
+            for given in (request.arg_entries, request.arg_reasons)
+        )
         entries = request.result_entries or (None,) * len(body.results)
-        reasons = filled(request.arg_reasons, len(body.args))
         marks = collect_marks(form, mesh, arg_entries, entries, reasons)
         # What each result must look like, where it is marked; a mark with open dims only wishes.
         told = [result_mark(form, mesh, entries, i) for i in range(len(body.results))]
@@ -486,20 +478,14 @@ def plan_problem(
         return tried[-1]
 
     if options.planner == "greedy":
-        return _timed(try_out(clock("plan", plan_greedily, problem)))
+        return try_out(clock("plan", plan_greedily, problem))
     limit, again = options.memory_limit, options.recompute
-    return _timed(clock("plan", plan_exactly, problem, try_out, limit, again, like))
+    return clock("plan", plan_exactly, problem, try_out, limit, again, like)
 
 
 def timed(plan: Plan, options: Options) -> Plan:
     """Returns a plan with `run_seconds` set to the predicted time of one run of its program."""
-    donated = tuple(plan.problem.links.values())
-    return _timed(Trial(plan, options, donated, Stopwatch())).plan
-
-
-def _timed(trial: Trial) -> Trial:
-    trial.plan = trial.plan._replace(run_seconds=trial.seconds)
-    return trial
+    return Trial(plan, options, tuple(plan.problem.links.values()), Stopwatch()).plan
 
 
 def emit_plan(plan: Plan, options: Options) -> Emitted:
@@ -511,8 +497,3 @@ def emit_plan(plan: Plan, options: Options) -> Emitted:
 def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) -> Emitted:
     program = clock("expand", expand, optimized.program, optimized.mesh)
     return clock("emit", emit_local, optimized._replace(program=program), donated)
-
-
-def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """Returns `given`, one entry for each user argument, padded with None up to `count` entries."""
-    return (*given, *[None] * (count - len(given)))

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, numbered_as, 
 
 Numbers = int | Sequence[int] | None
 Names = str | Iterable[str] | None
+
+E = TypeVar("E")
 
 _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -377,8 +379,8 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 
 
 def like_parameters(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
-) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[E | None]
+) -> tuple[tuple[E | None, ...], tuple[str | None, ...]]:
     """Gives open arguments the spec of the marked one that they mirror; returns (specs, reasons).
 
     Optimizer state mirrors parameters: `opt_state/0/mu/w_in` has the shape of `params/w_in` and its
