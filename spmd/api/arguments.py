@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmd.api.marks import caller, path_name, some_of
-from spmd.errors import ArgumentError, MeshError, SpecError, described
+from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs, part_atoms
@@ -420,40 +419,3 @@ def one_for_each(given: Any, names: Sequence[str], option: str, what: str) -> li
             fix="write None where nothing is to be said",
         )
     return list(given or [None] * len(names))
-
-
-# ---------------------------------------------------------------------------------------------
-# For frameworks that take objects apart: what their `jit` makes of a user's function.
-
-
-def with_keywords(
-    call: Callable[..., Any], fn: Any, names: Sequence[str]
-) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Returns (function, names): a function like `fn` that has more keywords and calls `call`.
-
-    The call is `call(*values, *args, **kwargs)`, with the values of these keywords. Their names are
-    `names`, with `_` in front where `fn` has such a parameter. They are last in the signature, so
-    that the user's argument numbers and names stay valid.
-    """
-    signature = inspect.signature(fn)
-    free = tuple(
-        next(each for n in count() if (each := "_" * n + name) not in signature.parameters)
-        for name in names
-    )
-
-    @functools.wraps(fn, updated=())
-    def with_values(*args: Any, **kwargs: Any) -> Any:
-        return call(*map(kwargs.pop, free), *args, **kwargs)
-
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in free]
-    every = [*signature.parameters.values(), *more]
-    every.sort(key=lambda parameter: parameter.kind)
-    with_values.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    return with_values, free
-
-
-def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
-    """Raises ArgumentError, with `fix`, if `options` has one of `names`, which `what` lacks."""
-    given = [name for name in names if options.get(name) is not None]
-    if given:
-        raise ArgumentError(f"{what} has no {given[0]}", fix=fix)

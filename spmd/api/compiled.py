@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from spmd.measure.profile import Run
 
 
-_IS_DELETED, _SHARDING = methodcaller("is_deleted"), attrgetter("sharding")
+_SHARDING = attrgetter("sharding")
 
 
 class Lowered(Planned):
@@ -181,8 +181,11 @@ class Compiled(Planned):
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the program on flat arguments, resharded if need be; returns flat results."""
         self._check_here()
-        refs = self._refs(leaves)
+        every = [*leaves, *self.request.closed_refs]
+        refs = [every[i] for i in self.boundary.refs]
         leaves = self._with_values(self.arrays(leaves))
+        if refs:
+            self.check(leaves)
         taken = self.boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
@@ -213,19 +216,6 @@ class Compiled(Planned):
         """Returns the program's arguments: what refs hold, and those that it closes over, too."""
         return list(map(held, (*leaves, *self.request.closed_refs)))
 
-    def _refs(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the refs that a call writes to; ArgumentError for one that is given twice."""
-        every, own = [*leaves, *self.request.closed_refs], self.boundary.refs
-        if len({id(every[i]) for i in own}) < len(own):
-            raise ArgumentError(
-                f"{self.name} is given one jax.Ref twice",
-                source=caller(),
-                actual=f"refs: {some_of([self.request.arg_names[i] for i in own])}",
-                required="as for jax.jit: each once, and none that the function closes over",
-                fix="pass it once, or another one with the same value: jax.new_ref(ref[...])",
-            )
-        return [every[i] for i in own]
-
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
         """Moves arguments `which` of `taken` to the program's layout; the second time it warns."""
         self._moved += 1
@@ -242,10 +232,8 @@ class Compiled(Planned):
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Returns arguments with zeros for structs; ArgumentError if the program reads them."""
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-        if not structs:
-            return leaves
         program, valued = self.stages.optimized.program, list(leaves)
-        read = Index(program).users
+        read = Index(program).users if structs else {}
         for i in structs:
             if read.get(program.body.args[i]):
                 raise ArgumentError(
@@ -253,8 +241,7 @@ class Compiled(Planned):
                     source=caller(),
                     actual=described(leaves[i]),
                     required="an array: the program reads it",
-                    fix="pass an array, or compile without running by .compile(...), which takes "
-                    "structs",
+                    fix="pass one, or compile without running: .compile(...) takes structs",
                 )
             valued[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
         return valued
@@ -262,8 +249,9 @@ class Compiled(Planned):
     def check(self, arrays: Sequence[Any]) -> None:
         """Raises ArgumentError for arrays that are deleted, or donated and given twice."""
         names = self.request.arg_names
-        if any(map(_IS_DELETED, arrays)):
-            gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
+        pairs = zip(names, arrays, strict=True)
+        gone = [name for name, a in pairs if isinstance(a, jax.Array) and a.is_deleted()]
+        if gone:
             raise ArgumentError(
                 f"argument {some_of(gone)} was deleted: an earlier call took its memory "
                 "(donate_argnums)",
@@ -275,13 +263,14 @@ class Compiled(Planned):
         for index, array in enumerate(arrays if self.donated else ()):
             first = seen.setdefault(id(array), index)
             if first != index and {first, index} & set(self.donated):
-                one, again = names[first], names[index]
+                kind = "jax.Ref" if index in self.boundary.refs else "array"
                 raise ArgumentError(
-                    f"one array is given as argument {one} and as argument {again}, and it is "
-                    "donated",
+                    f"one {kind} is given as argument {names[first]} and as argument "
+                    f"{names[index]}, and it is donated",
                     source=caller(),
                     required="a donated array is given once: its memory is taken over",
-                    fix="pass a copy of one, array.copy(), or donate nothing",
+                    fix="pass a copy of one, array.copy() or jax.new_ref(ref[...]), or donate "
+                    "nothing",
                 )
 
     def _check_types(self, leaves: Sequence[Any]) -> None:

@@ -133,21 +133,17 @@ def module_request(
 def _check_updates(
     updates: Sequence[tuple[int, int]], args: Sequence[TensorType], results: Sequence[TensorType]
 ) -> None:
+    replaced, replacing = [a for _, a in updates], [r for r, _ in updates]
     for result, argument in updates:
         known = 0 <= result < len(results) and 0 <= argument < len(args)
-        if not known or results[result] != args[argument]:
+        is_once = replaced.count(argument) == replacing.count(result) == 1
+        if not known or not is_once or results[result] != args[argument]:
             raise ArgumentError(
                 f"result {result} cannot take the place of argument {argument}",
                 actual=f"{results[result]} for {args[argument]}" if known else "there is none",
-                required="a result and an argument of one shape and dtype",
+                required="a result and an argument of one shape and dtype, each in one update",
                 fix="correct `updates`",
             )
-    if len(set(dict(updates).values())) != len(updates):
-        raise ArgumentError(
-            "a result or an argument is in two updates",
-            actual=str(list(updates)),
-            fix="name each at most once",
-        )
 
 
 def static_module(
@@ -197,18 +193,16 @@ def static_module(
 
 
 def _sizes(name: str, dims: refine.ArgumentDims, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    if None in dims:
-        shown = "x".join("?" if dim is None else str(dim) for dim in dims)
+    unknown = (
+        ["?"] if None in dims else [x for x in symbols_in(filter(None, dims)) if x not in symbols]
+    )
+    if unknown:
+        shown = ", ".join("?" if dim is None else str(dim) for dim in dims)
         example = tuple(8 if dim is None else dim for dim in dims)
         raise ArgumentError(
-            f"argument {name} has a dynamic shape, {shown}, and the module names no symbols for it",
-            fix=f"give its shape: arg_shapes={{{name!r}: {example}}}",
-        )
-    missing = [symbol for symbol in symbols_in(filter(None, dims)) if symbol not in symbols]
-    if missing:
-        raise ArgumentError(
-            f"argument {name} has the shape ({', '.join(map(str, dims))}), and {missing[0]} has no "
-            "value",
-            fix=f"give it: symbols={{{missing[0]!r}: 8}}",
+            f"argument {name} has the shape ({shown}), and {unknown[0]} has no value",
+            fix=f"give its shape: arg_shapes={{{name!r}: {example}}}"
+            if None in dims
+            else f"give it: symbols={{{unknown[0]!r}: 8}}",
         )
     return tuple(size_of(dim, symbols) for dim in dims if dim is not None)

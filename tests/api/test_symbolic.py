@@ -80,7 +80,7 @@ def test_dims_without_names_get_shapes(shapes: Any) -> None:
         ("text", {"symbols": {"n": 8, "q": 8}}, "the module has no symbol 'q'"),
         ("text", {"symbols": {"n": 6, "k": 8}}, "symbolic shape constraint"),
         ("text", {"symbols": {"n": 8, "k": 4}}, "symbolic shape constraint"),
-        (UNNAMED, {}, "argument arg0 has a dynamic shape, ?x4, and the module names no symbols"),
+        (UNNAMED, {}, "argument arg0 has the shape (?, 4), and ? has no value"),
         (UNNAMED, {"symbols": {"n": 8}}, "the module has no symbol 'n'"),
         (UNNAMED, {"arg_shapes": {"z": (8, 4)}}, "'z' matches no argument"),
         (UNNAMED, {"arg_shapes": [(8, 4)]}, "arg_shapes needs one entry for each argument"),
