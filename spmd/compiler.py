@@ -298,18 +298,18 @@ def _check_same_request(
     request: Request, options: Options, together: str, processes: Sequence[int]
 ) -> None:
     """Raises LaunchError unless all processes are to compile the same; the others would hang."""
-    names, types = request.arg_names, signature(request.module)[0]
-    kinds = zip_longest(names, types, request.arg_entries, request.arg_orders)
-    arguments = [f"argument {' '.join(map(str, each))}" for each in kinds]
-    results = [
-        f"result {n} {e}" for n, e in zip_longest(request.result_names, request.result_entries)
-    ]
-    more = [f"donated {request.donated}, {request.topology.name}"]
-    marks = "\n".join([*arguments, *results, *more])
-    program = digest(module_text(request.module))
+    module, types = request.module, signature(request.module)[0]
+    arguments = zip_longest(request.arg_names, types, request.arg_entries, request.arg_orders)
+    results = zip_longest(request.result_names, request.result_entries)
+    lines = [f"argument {' '.join(map(str, each))}" for each in arguments]
+    lines += [f"result {name} {entries}" for name, entries in results]
+    marks = "\n".join([*lines, f"donated {request.donated}, {request.topology.name}"])
     texts: Texts = {
         "arguments, results and their marks": (digest(marks), lambda: marks),
-        "the program": (program, partial(module_text, request.module, has_locations=True)),
+        "the program": (
+            digest(module_text(module)),
+            partial(module_text, module, has_locations=True),
+        ),
     }
     own = {f"option {name}": str(value) for name, value in vars(_deciding(options)).items()}
     check_same_program(f"compiling {together}", texts, request.mesh, processes, own)

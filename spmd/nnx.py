@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.api import Front, Jitted, by_number_and_name, with_keywords
+from spmd.api import Front, Jitted, Places, with_keywords
 from spmd.api import jit as jit_arrays
 from spmd.errors import InstallError
 
@@ -66,7 +66,7 @@ class ModuleJit(Front):
         super().__init__(fn, options, ("out_specs", "out_shardings"), _RESULTS)
         self.fn = fn
         given = options.get("static_argnums"), options.get("static_argnames")
-        self._static = numbers, names = by_number_and_name(fn, *given)
+        self._static = numbers, names = Places.of(fn, *given)
         call, (self._graph,) = with_keywords(self._on_arrays, fn, ["graph"])
         static = {"static_argnums": numbers, "static_argnames": (*names, self._graph)}
         self.jitted: Jitted[..., Any] = jit_arrays(call, **options | static)
@@ -92,8 +92,7 @@ class ModuleJit(Front):
 
         Arguments that hold modules are nnx states there. One more keyword has the modules' graph.
         """
-        numbers, names = self._static
-        static = {*(n + len(args) if n < 0 else n for n in numbers), *names}
+        static = self._static.keys(len(args))
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
         # A number beside modules is an array: nnx would make it a part of the graph.
         modules = {

@@ -25,25 +25,33 @@ E = TypeVar("E")
 _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def by_number_and_name(
-    fn: Any, numbers: Numbers, names: Names
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",)).
+class Places(NamedTuple):
+    """Static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",))."""
 
-    If only one of `numbers` and `names` is given, the other is read off the signature of `fn`, so
-    that it does not matter whether a call passes the argument by position or by name.
-    """
-    has_numbers, has_names = numbers is not None, names is not None
-    by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
-    by_name = (names,) if isinstance(names, str) else tuple(names or ())
-    parameters = parameters_of(fn)
-    if has_numbers and not has_names:
-        known = [parameters[n] for n in by_number if -len(parameters) <= n < len(parameters)]
-        by_name = tuple(p.name for p in known if p.kind == _BY_BOTH)
-    elif has_names and not has_numbers:
-        places = {p.name: i for i, p in enumerate(parameters) if p.kind == _BY_BOTH}
-        by_number = tuple(places[name] for name in by_name if name in places)
-    return by_number, by_name
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, fn: Any, numbers: Numbers, names: Names) -> "Places":
+        """Returns what `jax.jit` makes of these options.
+
+        If only one of `numbers` and `names` is given, the other is read off the signature of `fn`,
+        so that it does not matter whether a call passes the argument by position or by name.
+        """
+        by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+        by_name = (names,) if isinstance(names, str) else tuple(names or ())
+        parameters = parameters_of(fn)
+        named = {i: p.name for i, p in enumerate(parameters) if p.kind == _BY_BOTH}
+        if names is None:
+            counted = [n + len(parameters) if n < 0 else n for n in by_number]
+            by_name = tuple(named[n] for n in counted if n in named)
+        elif numbers is None:
+            by_number = tuple(n for n, name in named.items() if name in by_name)
+        return cls(by_number, by_name)
+
+    def keys(self, count: int) -> set[int | str]:
+        """Returns numbers and names in one set, for a call with `count` positional arguments."""
+        return {*(n + count if n < 0 else n for n in self.numbers), *self.names}
 
 
 Parameters = Sequence[inspect.Parameter]
@@ -211,15 +219,6 @@ def arg_specs(
         for part in parts
         for spec in _spread(entries.get(part.place), part.value, f"argument {part.name}")
     ]
-
-
-def specified(shardings: Any) -> Any:
-    """Returns a pytree of shardings with None for each `UnspecifiedValue`, jax's default."""
-    return jax.tree.map(
-        lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
-        shardings,
-        is_leaf=_is_spec,
-    )
 
 
 def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:

@@ -15,13 +15,12 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api.arguments import (
+    Places,
     arg_specs,
-    by_number_and_name,
     check_memory,
     function_name,
     mesh_of,
     result_specs,
-    specified,
 )
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
@@ -169,10 +168,10 @@ def jit(
         Recipe(
             fn,
             mesh,
-            _one_of(in_specs, specified(in_shardings), "in"),
-            _one_of(out_specs, specified(out_shardings), "out"),
-            *by_number_and_name(fn, static_argnums, static_argnames),
-            *by_number_and_name(fn, donate_argnums, donate_argnames),
+            _one_of(in_specs, in_shardings, "in"),
+            _one_of(out_specs, out_shardings, "out"),
+            Places.of(fn, static_argnums, static_argnames),
+            Places.of(fn, donate_argnums, donate_argnames),
             keep_unused,
             inline,
             options,
@@ -232,10 +231,10 @@ class Jitted(Generic[P, R]):
         recipe = self.recipe
         return plain_jit(
             functools.wraps(recipe.fn)(_marked(recipe)),
-            static_argnums=recipe.static_argnums,
-            static_argnames=recipe.static_argnames,
-            donate_argnums=recipe.donate_argnums,
-            donate_argnames=recipe.donate_argnames,
+            static_argnums=recipe.static.numbers,
+            static_argnames=recipe.static.names,
+            donate_argnums=recipe.donated.numbers,
+            donate_argnames=recipe.donated.names,
             keep_unused=recipe.keep_unused,
             inline=recipe.inline,
         )
@@ -296,10 +295,8 @@ class Jitted(Generic[P, R]):
         return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology)
 
     def _new_dispatch(self) -> Callable[..., Any]:
-        recipe = self.recipe
-        donated = recipe.donate_argnums + recipe.donate_argnames
-        static = recipe.static_argnums, recipe.static_argnames
-        return dispatched(recipe.fn, self._miss, *static, donated)
+        static, (numbers, names) = self.recipe.static, self.recipe.donated
+        return dispatched(self.recipe.fn, self._miss, *static, (*numbers, *names))
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = take_apart(self.recipe, args, kwargs)
@@ -323,8 +320,7 @@ class Jitted(Generic[P, R]):
         """Raises ArgumentError for arrays deleted or donated twice: the CPU runtime would crash."""
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
         is_gone = any(map(_IS_DELETED, arrays))
-        donates = self.recipe.donate_argnums or self.recipe.donate_argnames
-        if is_gone or (donates and len(set(map(id, arrays))) < len(arrays)):
+        if is_gone or (any(self.recipe.donated) and len(set(map(id, arrays))) < len(arrays)):
             call = take_apart(self.recipe, args, kwargs)
             compiled = self._compiled(call)
             compiled.check(compiled.arrays(call.leaves))

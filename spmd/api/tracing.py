@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.api.arguments import (
     Argument,
     Parameters,
+    Places,
     arg_specs,
     donated_leaves,
     function_name,
@@ -63,18 +64,15 @@ class Recipe:
     mesh: Any
     in_specs: Any
     out_specs: Any
-    static_argnums: tuple[int, ...]
-    static_argnames: tuple[str, ...]
-    donate_argnums: tuple[int, ...]
-    donate_argnames: tuple[str, ...]
+    static: Places
+    donated: Places
     keep_unused: bool  # this and `inline` matter where the function is traced into another
     inline: bool
     options: Options
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Argument, ...]:
         """Returns a call's arguments that are not static: positional ones, then sorted keywords."""
-        static = self._keys(args, self.static_argnums, self.static_argnames)
-        donated = self._keys(args, self.donate_argnums, self.donate_argnames)
+        static, donated = self.static.keys(len(args)), self.donated.keys(len(args))
         names = parameter_names(self.parameters, len(args))
         by_name = parameter_names(self.parameters, parameter_count(self.parameters))
         places: dict[int | str, int] = {name: place for place, name in enumerate(by_name)}
@@ -89,11 +87,6 @@ class Recipe:
             for key, value in keyed(args, kwargs).items()
             if key not in static
         )
-
-    def _keys(
-        self, args: Sequence[Any], numbers: Sequence[int], names: Sequence[str]
-    ) -> set[int | str]:
-        return {*(n + len(args) if n < 0 else n for n in numbers), *names}
 
     @cached_property
     def parameters(self) -> Parameters:
