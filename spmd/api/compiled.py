@@ -140,6 +140,14 @@ class Compiled(Planned):
     Attributes:
       executable: jax's compiled program; takes flat arguments, sharded as `in_shardings` says.
       boundary: the shardings and memory orders of flat arguments and results.
+      in_formats: the arguments' `Format`s (sharding and memory order): (positional, ...), or
+        ((positional, ...), {name: ...}). Donated arguments have the memory order that the program's
+        collectives want, see `Options.layouts`. An array that comes in another order is copied at
+        each call; `jax.device_put(x, format)` does that beforehand.
+      in_shardings: their `NamedSharding`s, likewise.
+      out_formats, out_shardings: those of the results, pytrees like the result.
+      input_formats, input_shardings: as ((positional, ...), {name: ...}), as jax has them.
+      output_formats, output_shardings: the results', under jax's names.
     """
 
     def __init__(self, lowered: Lowered, options: Options) -> None:
@@ -152,6 +160,14 @@ class Compiled(Planned):
             execute.check_no_callbacks(emitted)
             devices = devices_ahead(self.mesh, self._ahead)
         self.boundary = Boundary(self.request, emitted, devices)
+        self.input_formats: Any = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
+        args, kwargs = self.input_formats
+        self.in_formats = self.input_formats if kwargs else args
+        self.out_formats: Any = jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
+        self.output_formats = self.out_formats
+        self.in_shardings = jax.tree.map(_SHARDING, self.in_formats)
+        self.input_shardings = jax.tree.map(_SHARDING, self.input_formats)
+        self.out_shardings = self.output_shardings = jax.tree.map(_SHARDING, self.out_formats)
         self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
         self._moved = 0
         doing("XLA")
@@ -299,32 +315,6 @@ class Compiled(Planned):
                     "itself",
                 )
 
-    @property
-    def in_shardings(self) -> Any:
-        """The arguments' `NamedSharding`s: (positional, ...) or ((positional, ...), {name: ..})."""
-        return jax.tree.map(_SHARDING, self.in_formats)
-
-    @property
-    def out_shardings(self) -> Any:
-        """The results' `NamedSharding`s, a pytree like the result."""
-        return jax.tree.map(_SHARDING, self.out_formats)
-
-    @property
-    def in_formats(self) -> Any:
-        """The arguments' `Format`s (sharding and memory order), a pytree like `in_shardings`.
-
-        Donated arguments have the memory order that the program's collectives want, see
-        `Options.layouts`. An array that comes in another order is copied at each call;
-        `jax.device_put(x, format)` does that beforehand.
-        """
-        args, kwargs = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
-        return (args, kwargs) if kwargs else args
-
-    @property
-    def out_formats(self) -> Any:
-        """The results' `Format`s (sharding and memory order), a pytree like the result."""
-        return jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
-
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Computes an argument directly in the sharding and layout in which this program takes it.
 
@@ -337,10 +327,9 @@ class Compiled(Planned):
           `fn(*args)`, each shard on its devices.
         """
         self._check_here()
-        wanted, _ = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
         # XLA's partitioner does here: there is nothing to exchange. Ours made the same parameters
         # and AdamW state of small Llamas, to the bit, but took up to twice as long to compile.
-        return plain_jit(fn, out_shardings=wanted[argnum])(*args)
+        return plain_jit(fn, out_shardings=self.input_formats[0][argnum])(*args)
 
     def verify(
         self, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
@@ -429,18 +418,6 @@ class Compiled(Planned):
     def runtime_executable(self) -> Any:
         """Returns the runtime's executable, as `jax.stages.Compiled` does."""
         return self.executable.runtime_executable()
-
-    @property
-    def input_shardings(self) -> Any:
-        """The arguments' `NamedSharding`s, as ((positional, ...), {name: ...})."""
-        return jax.tree.map(_SHARDING, self.input_formats)
-
-    @property
-    def input_formats(self) -> Any:
-        """The arguments' `Format`s, as ((positional, ...), {name: ...})."""
-        return jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
-
-    output_shardings, output_formats = out_shardings, out_formats
 
     # What `jax.experimental.serialize_executable.serialize` reads of a `jax.stages.Compiled`.
 
