@@ -71,25 +71,7 @@ def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
 def jit(
     fn: None = None, **options: Unpack[JitOptions]
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-def jit(
-    fn: Any = None,
-    *,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None,
-    keep_unused: bool = False,
-    device: Any = None,
-    backend: Any = None,
-    inline: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-    options: Options | None = None,
-) -> Any:
+def jit(fn: Any = None, **given: Any) -> Any:
     """Compiles a single-device function for a mesh; takes what `jax.jit` takes, and a mesh.
 
     Called with values, it runs the partitioned program. Called inside of another program (under
@@ -131,8 +113,9 @@ def jit(
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
       >>> params, opt_state, loss = step(params, opt_state, batch)
     """
+    if unknown := given.keys() - JitOptions.__annotations__.keys():
+        raise TypeError(f"jit() got an unexpected keyword argument {min(unknown)!r}")
     if fn is None:
-        given = {name: value for name, value in locals().items() if name != "fn"}
         return functools.partial(jit, **given)
     if not callable(fn) or isinstance(fn, jax.sharding.Mesh):  # which is a decorator, too
         raise ArgumentError(
@@ -141,6 +124,8 @@ def jit(
             actual=described(fn),
             fix="write spmd.jit(fn, mesh=mesh), or @spmd.jit(mesh=mesh)",
         )
+    asked = dict.fromkeys(JitOptions.__annotations__) | given
+    mesh, options, backend = asked["mesh"], asked["options"], asked["backend"]
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(
             f"the options of spmd.jit are a {type(options).__name__}",
@@ -149,31 +134,29 @@ def jit(
             required="a spmd.Options",
             fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
         )
-    devices = f"jax.devices({backend!r})"
-    for name, value, own in (("device", device, "[device]"), ("backend", backend, devices)):
-        if value is not None:
+    for name, own in (("device", "[device]"), ("backend", f"jax.devices({backend!r})")):
+        if asked[name] is not None:
             raise ArgumentError(
                 f"spmd.jit has no {name}: a program runs on the devices of its mesh",
                 source=caller(),
-                actual=f"{name}={described(value)}",
+                actual=f"{name}={described(asked[name])}",
                 fix=f"pass mesh=spmd.make_mesh(data=len({own}), devices={own})",
             )
     if mesh is not None:
         as_mesh(mesh)
     options = options or Options()
-    if compiler_options:
-        both = {**options.compiler_options, **compiler_options}
-        options = replace(options, compiler_options=both)
+    if more := asked["compiler_options"]:
+        options = replace(options, compiler_options={**options.compiler_options, **more})
     return Jitted(
         Recipe(
             fn,
             mesh,
-            _one_of(in_specs, in_shardings, "in"),
-            _one_of(out_specs, out_shardings, "out"),
-            Places.of(fn, static_argnums, static_argnames),
-            Places.of(fn, donate_argnums, donate_argnames),
-            keep_unused,
-            inline,
+            _one_of(asked["in_specs"], asked["in_shardings"], "in"),
+            _one_of(asked["out_specs"], asked["out_shardings"], "out"),
+            Places.of(fn, asked["static_argnums"], asked["static_argnames"]),
+            Places.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
+            bool(asked["keep_unused"]),
+            bool(asked["inline"]),
             options,
         )
     )
@@ -355,7 +338,7 @@ class Jitted(Generic[P, R]):
 
         def planned(request: Request) -> Lowered:
             stages = compile_module(request, options, together)
-            return Lowered(request, stages, options, machine or request.mesh.topology)
+            return Lowered(request, stages, options, machine)
 
         with progress(self.__name__, options.shows_progress):
             lowered = in_fastest_schedule(traced, planned, options.memory_limit)

@@ -42,7 +42,8 @@ class Planned:
     def __init__(
         self, request: Request, stages: Stages, options: Options, target: Topology | None = None
     ) -> None:
-        self.request, self.stages, self.options, self.target = request, stages, options, target
+        self.request, self.stages, self.options = request, stages, options
+        self.target = target or request.mesh.topology
         self.mesh, self.donated = request.mesh, request.donated
         self.donate_argnums = self.donated
         self.in_avals, self.out_avals = jax.tree.map(_aval, (request.args, request.out))
