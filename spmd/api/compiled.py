@@ -21,7 +21,7 @@ from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND, held, hold
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.tracing import kind_text, order_of, type_of
+from spmd.api.tracing import order_of, type_of
 from spmd.compiler import Request, emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
@@ -74,7 +74,7 @@ class Lowered(Planned):
         `compiler_options` go to XLA, over those in `options`. MeshError as for `Jitted.compile`.
         """
         given = {**self.options.compiler_options, **(compiler_options or {})}
-        with progress(self.name, self.options.shows_progress, kind=f"compiling {_kind(self)}"):
+        with progress(self.name, self.options.shows_progress, kind=f"compiling {self.kind}"):
             return Compiled(self, replace(self.options, compiler_options=given))
 
     def export(self) -> jax.export.Exported:
@@ -471,15 +471,9 @@ class Compiled(Planned):
             )
 
 
-def _kind(planned: Planned) -> str:
-    leaves = jax.tree.leaves(planned.request.args)
-    return kind_text(planned.name, planned.request.arg_names, leaves)
-
-
 def _running(local: Mapping[str, Any]) -> str | None:
     """Says which program `Compiled.run` runs, if other processes have to run it, too."""
-    compiled = local["self"]
-    return _kind(compiled) if len(processes_of(compiled.mesh)) > 1 else None
+    return local["self"].kind if len(processes_of(local["self"].mesh)) > 1 else None
 
 
 RUNS[Compiled.run.__code__] = _running

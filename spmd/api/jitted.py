@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from inspect import Parameter, Signature
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -160,6 +161,13 @@ def jit(fn: Any = None, **given: Any) -> Any:
             options,
         )
     )
+
+
+_OPTIONS = [
+    Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in JitOptions.__annotations__
+]
+_FUNCTION = Parameter("fn", Parameter.POSITIONAL_OR_KEYWORD, default=None)
+jit.__signature__ = Signature([_FUNCTION, *_OPTIONS])  # type: ignore[attr-defined]
 
 
 def _one_of(specs: Any, shardings: Any, name: str) -> Any:
@@ -316,9 +324,7 @@ class Jitted(Generic[P, R]):
             if compiled.boundary.accepts(call.leaves):
                 return compiled
         kind = kind_of_call(self.recipe, *call.put_together(call.leaves))
-        shows = self.recipe.options.shows_progress
-        with progress(self.__name__, shows, kind=f"compiling {kind}"):
-            compiled = self._lower(call, None, kind).compile()
+        compiled = self._lower(call, None, kind).compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 
@@ -340,7 +346,8 @@ class Jitted(Generic[P, R]):
             stages = compile_module(request, options, together)
             return Lowered(request, stages, options, machine)
 
-        with progress(self.__name__, options.shows_progress):
+        kind = together and f"compiling {together}"
+        with progress(self.__name__, options.shows_progress, kind=kind):
             lowered = in_fastest_schedule(traced, planned, options.memory_limit)
         plan = lowered.stages.plan
         if plan.choices and (idle := plan.idle_axes):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from spmd.api.tracing import kind_text
 from spmd.compiler import Request, Stages
 from spmd.errors import ArgumentError
 from spmd.explain.costs import Collective, list_collectives
@@ -49,6 +50,7 @@ class Planned:
         self.in_avals, self.out_avals = jax.tree.map(_aval, (request.args, request.out))
         self.name = request.name or stages.plan.program.name
         self.in_tree: Any = jax.tree.structure(request.args)
+        self.kind = kind_text(self.name, request.arg_names, jax.tree.leaves(request.args))
         self.out_info, self.out_tree = request.out, jax.tree.structure(request.out)
         self.measured: Measured | None = None
 
