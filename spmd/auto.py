@@ -20,20 +20,11 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import first_match, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.planning.plan import Plan
+from spmd.planning.plan import Plan, Weighed
 from spmd.planning.problem import opened
 from spmd.planning.search import Candidate, Search
 from spmd.predict.backends import memory_for
 from spmd.progress import doing, progress
-
-
-@dataclass(frozen=True)
-class Considered:
-    """Holds a mesh that `auto` tried: predicted seconds of a call, or why no plan was found."""
-
-    mesh: Mesh
-    seconds: float | None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,33 +35,31 @@ class AutoSharding:
       mesh: the chosen mesh.
       specs: path of an argument's leaf (`params/w`) -> spec, for all leaves, also those with marks.
       seconds: predicted seconds of one call.
-      considered: every mesh that `auto` tried, with its predicted seconds.
+      considered: every mesh that `auto` tried: its axes as a name, its predicted seconds, or why no
+        plan was found.
       jitted: `spmd.jit` of the function on the mesh; call it with what `mark` returns.
     """
 
     mesh: Mesh
     specs: Mapping[str, tuple[Any, ...]]
     seconds: float
-    considered: tuple[Considered, ...]
+    considered: tuple[Weighed, ...]
     jitted: Jitted[..., Any]
-    _names: tuple[str, ...]
     _inferred: frozenset[str]
 
     def mark(self, *args: Any) -> tuple[Any, ...]:
         """Returns `args`, a call's arguments without static ones, marked with the chosen specs."""
         given = self.jitted.recipe.arguments(args, {})  # those that are not static
         leaves, tree = jax.tree.flatten([argument.value for argument in given])
-        if len(leaves) != len(self._names):
+        if len(leaves) != len(self.specs):
             raise SpmdError(
                 "these arguments are not those that the specs were chosen for",
                 actual=f"{len(leaves)} leaves",
-                required=f"{len(self._names)}: {', '.join(self._names[:8])}",
+                required=f"{len(self.specs)}: {', '.join(list(self.specs)[:8])}",
                 fix="pass arguments of the structure that spmd.auto was given",
             )
-        marked = [
-            mark_sharding(leaf, self.mesh, self.specs[name])
-            for leaf, name in zip(leaves, self._names, strict=True)
-        ]
+        pairs = zip(leaves, self.specs.values(), strict=True)
+        marked = [mark_sharding(leaf, self.mesh, spec) for leaf, spec in pairs]
         values = zip([a.key for a in given], jax.tree.unflatten(tree, marked), strict=True)
         return tuple((dict(enumerate(args)) | dict(values)).values())
 
@@ -97,7 +86,7 @@ class AutoSharding:
         """Returns code to paste: the mesh, and marks for the arguments."""
         took = f"{self.seconds * 1e3:.3g} ms a step, predicted"
         lines = [f"mesh = spmd.make_mesh({self.mesh})  # {took}"]
-        for argument in dict.fromkeys(map(_root, self._names)):
+        for argument in dict.fromkeys(map(_root, self.specs)):
             rules = self.rules(argument)
             if rules:
                 lines.append(f"{argument} = spmd.mark_tree({argument}, mesh, {{")
@@ -109,9 +98,9 @@ class AutoSharding:
             else:
                 lines.append(f"# {argument}: inferred from the arguments above")
         for other in self.considered:
-            if other.mesh != self.mesh:
-                took = other.reason if other.seconds is None else f"{other.seconds * 1e3:.3g} ms"
-                lines.append(f"# {other.mesh}: {took}")
+            if other.name != str(self.mesh):
+                took = other.refusal if other.seconds is None else f"{other.seconds * 1e3:.3g} ms"
+                lines.append(f"# {other.name}: {took}")
         return "\n".join(lines)
 
 
@@ -161,12 +150,8 @@ def auto(
             search.weigh(Candidate(str(request.mesh), partial(_open, request, options)))
             for request in requests
         ]
-    considered = tuple(
-        Considered(request.mesh, seen.seconds, "" if seen.seconds is not None else seen.refusal)
-        for request, seen in zip(requests, search.weighed, strict=True)
-    )
     if not search.tried:
-        reasons = "; ".join(f"{entry.mesh}: {entry.reason}" for entry in considered)
+        reasons = "; ".join(f"{entry.name}: {entry.refusal}" for entry in search.weighed)
         raise PlanError(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
@@ -175,7 +160,7 @@ def auto(
     own, plan, names = requests[place].mesh, best.plan, requests[place].arg_names
     specs = dict(zip(names, _specs(plan, own), strict=False))  # constants are behind them
     inferred = _inferred(names, plan)
-    return AutoSharding(own, specs, best.seconds, considered, jitted[place], names, inferred)
+    return AutoSharding(own, specs, best.seconds, search.weighed, jitted[place], inferred)
 
 
 def auto_specs(
