@@ -63,12 +63,6 @@ def parameter_names(parameters: Parameters, count: int) -> tuple[str, ...]:
     return (*found, *[f"arg{number}" for number in range(len(found), count)])
 
 
-def parameter_count(parameters: Parameters) -> int:
-    """Returns how many parameters may be passed by position; `*args` is not one."""
-    kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
-    return sum(p.kind in kinds for p in parameters)
-
-
 def parameters_of(fn: Any) -> Parameters:
     """Returns the parameters in a callable's signature; none if it has no signature."""
     try:
@@ -102,8 +96,6 @@ class Argument(NamedTuple):
     """One argument of a call that is not static."""
 
     key: int | str  # its number among the call's positional ones, or its name if passed by name
-    # the number of its parameter, or its name if that cannot be passed by position
-    place: int | str
     name: str
     value: Any  # its pytree
     is_donated: bool  # whether the results may take its memory
@@ -194,9 +186,13 @@ def arg_specs(
     """
     if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
         return [in_specs for part in parts for _ in jax.tree.leaves(part.value)]
-    places = [part.place for part in parts if isinstance(part.place, int)]
+    own = [p.name for p in parameters if p.kind in (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)]
+    numbers: dict[int | str, int] = {name: number for number, name in enumerate(own)}
+    # Of each argument the number of its parameter, or its name if that has no place.
+    every = [numbers.get(part.key, part.key) for part in parts]
+    places = [place for place in every if isinstance(place, int)]
     least = max([positional, *(place + 1 for place in places)])
-    most = max(least, parameter_count(parameters))  # those left out have defaults
+    most = max(least, len(own))  # those left out have defaults
     entries: dict[int | str, Any]
     if isinstance(in_specs, tuple | list) and least <= len(in_specs) <= most:
         entries = dict(enumerate(in_specs))
@@ -216,8 +212,8 @@ def arg_specs(
         )
     return [
         spec
-        for part in parts
-        for spec in _spread(entries.get(part.place), part.value, f"argument {part.name}")
+        for part, place in zip(parts, every, strict=True)
+        for spec in _spread(entries.get(place), part.value, f"argument {part.name}")
     ]
 
 

@@ -13,6 +13,8 @@ from jax._src import api_util, config, tree_util
 from jax._src.interpreters import pxla
 from jaxlib import _jax
 
+from spmd.api.arguments import Places
+
 ARRAY: Any = _jax.ArrayImpl  # the class of arrays that are not key arrays
 NAN_FOUND: Any = api_util.InternalFloatingPointError  # of programs, under `jax_debug_nans`
 KINDS = 1024  # how many kinds of call of one function are kept
@@ -22,16 +24,12 @@ Miss = Callable[..., tuple[Any, Any]]
 
 
 def dispatched(
-    fn: Callable[..., Any],
-    miss: Miss,
-    static_argnums: Sequence[int],
-    static_argnames: Sequence[str],
-    donated: Sequence[int | str],
+    fn: Callable[..., Any], miss: Miss, static: Places, donated: Places
 ) -> Callable[..., Any]:
     """Returns `fn` under jax's C++ dispatch: `miss` runs the calls for which it knows no program.
 
-    Those have new types, shardings, static values or settings of jax. `donated` are the numbers and
-    names of donated arguments. Under `jax.disable_jit` the function `fn` itself runs.
+    Those have new types, shardings, static values or settings of jax. Under `jax.disable_jit` the
+    function `fn` itself runs.
     """
 
     def serve(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
@@ -41,9 +39,8 @@ def dispatched(
         getattr(fn, "__name__", type(fn).__name__),
         fn,
         serve,
-        tuple(static_argnums),
-        tuple(static_argnames),
-        tuple(donated),
+        *static,
+        (*donated.numbers, *donated.names),
         tree_util.dispatch_registry,
         pxla.cc_shard_arg,
         _jax.PjitFunctionCache(capacity=KINDS),  # goes when the function goes

@@ -190,7 +190,7 @@ class Jitted(Generic[P, R]):
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
         self._is_on_cpu = False
-        self._dispatched = self._new_dispatch()
+        self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns the function's result; compiles first for new shapes, dtypes or shardings."""
@@ -242,7 +242,8 @@ class Jitted(Generic[P, R]):
         """Drops all compiled programs: the next calls compile again."""
         self._cache.clear()
         self.__dict__.pop("inlined", None)
-        self._dispatched = self._new_dispatch()
+        recipe = self.recipe
+        self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
 
     def compile(
         self, *args: Any, topology: Topology | str | None = None, **kwargs: Any
@@ -284,10 +285,6 @@ class Jitted(Generic[P, R]):
     def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
         """Traces the function for these arguments and returns the compiler's input."""
         return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology)
-
-    def _new_dispatch(self) -> Callable[..., Any]:
-        static, (numbers, names) = self.recipe.static, self.recipe.donated
-        return dispatched(self.recipe.fn, self._miss, *static, (*numbers, *names))
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = take_apart(self.recipe, args, kwargs)

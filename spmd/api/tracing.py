@@ -27,7 +27,6 @@ from spmd.api.arguments import (
     leaf_names,
     like_parameters,
     mesh_sharding,
-    parameter_count,
     parameter_names,
     parameters_of,
     placement,
@@ -74,16 +73,8 @@ class Recipe:
         """Returns a call's arguments that are not static: positional ones, then sorted keywords."""
         static, donated = self.static.keys(len(args)), self.donated.keys(len(args))
         names = parameter_names(self.parameters, len(args))
-        by_name = parameter_names(self.parameters, parameter_count(self.parameters))
-        places: dict[int | str, int] = {name: place for place, name in enumerate(by_name)}
         return tuple(
-            Argument(
-                key,
-                places.get(key, key),
-                key if isinstance(key, str) else names[key],
-                value,
-                key in donated,
-            )
+            Argument(key, key if isinstance(key, str) else names[key], value, key in donated)
             for key, value in keyed(args, kwargs).items()
             if key not in static
         )

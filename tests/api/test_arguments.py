@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.api.arguments import donated_leaves, like_parameters, updates_of
+from spmd.api.arguments import arg_specs, donated_leaves, like_parameters, updates_of
 from spmd.api.tracing import type_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
@@ -39,11 +39,10 @@ def test_each_result_updates_one_argument() -> None:
 def test_arguments_by_name_have_the_place_of_their_parameter() -> None:
     jitted = spmd.jit(lambda a, b, *, c: a, donate_argnames="c")
     parts = jitted.recipe.arguments((W,), {"c": B, "b": W})
-    assert [(part.key, part.place, part.name, part.is_donated) for part in parts] == [
-        (0, 0, "a", False),
-        ("b", 1, "b", False),
-        ("c", "c", "c", True),
-    ]
+    found = [(part.key, part.name, part.is_donated) for part in parts]
+    assert found == [(0, "a", False), ("b", "b", False), ("c", "c", True)]
+    specs = arg_specs(("x", "y"), parts, jitted.recipe.parameters, 1)
+    assert specs == ["x", "y", None]
 
 
 def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
