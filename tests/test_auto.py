@@ -49,7 +49,7 @@ def test_a_large_batch_is_split_over_everything() -> None:
     assert again.cost <= found.seconds * 1.02
     text = str(found)
     assert "mesh = spmd.make_mesh(data=4, model=2)" in text
-    assert "layers/*/up" in text
+    assert text.count("layers/*/up") == 1  # of three layers that agree
     assert "# state: inferred" in text
 
 
@@ -170,9 +170,3 @@ def test_printed_rules_give_each_leaf_its_spec(tree: Any) -> None:
     matched = match_patterns(rules, tuple(specs), what="leaf")
     assert [rules[pattern or ""] for pattern in matched] == list(specs.values())
     assert str(found).endswith("# data=4: 0 ms")
-
-
-def test_layers_that_agree_share_a_rule() -> None:
-    mesh, specs = spmd.Mesh(None, (8,), ("data",)), {f"p/{n}/w": ("data",) for n in range(12)}
-    found = AutoSharding(mesh, specs, 0.0, (), Any, frozenset())  # type: ignore[arg-type]
-    assert found.rules("p") == {"*/w": ("data",)}
