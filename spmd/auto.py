@@ -20,20 +20,11 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import first_match, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.planning.plan import Plan
+from spmd.planning.plan import Plan, Weighed
 from spmd.planning.problem import opened
 from spmd.planning.search import Candidate, Search
 from spmd.predict.backends import memory_for
 from spmd.progress import doing, progress
-
-
-@dataclass(frozen=True)
-class Considered:
-    """Holds a mesh that `auto` tried: predicted seconds of a call, or why no plan was found."""
-
-    mesh: Mesh
-    seconds: float | None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,33 +35,31 @@ class AutoSharding:
       mesh: the chosen mesh.
       specs: path of an argument's leaf (`params/w`) -> spec, for all leaves, also those with marks.
       seconds: predicted seconds of one call.
-      considered: every mesh that `auto` tried, with its predicted seconds.
+      considered: every mesh that `auto` tried: its axes as a name, its predicted seconds, or why no
+        plan was found.
       jitted: `spmd.jit` of the function on the mesh; call it with what `mark` returns.
     """
 
     mesh: Mesh
     specs: Mapping[str, tuple[Any, ...]]
     seconds: float
-    considered: tuple[Considered, ...]
+    considered: tuple[Weighed, ...]
     jitted: Jitted[..., Any]
-    _names: tuple[str, ...]
     _inferred: frozenset[str]
 
     def mark(self, *args: Any) -> tuple[Any, ...]:
         """Returns `args`, a call's arguments without static ones, marked with the chosen specs."""
         given = self.jitted.recipe.arguments(args, {})  # those that are not static
         leaves, tree = jax.tree.flatten([argument.value for argument in given])
-        if len(leaves) != len(self._names):
+        if len(leaves) != len(self.specs):
             raise SpmdError(
                 "these arguments are not those that the specs were chosen for",
                 actual=f"{len(leaves)} leaves",
-                required=f"{len(self._names)}: {', '.join(self._names[:8])}",
+                required=f"{len(self.specs)}: {', '.join(list(self.specs)[:8])}",
                 fix="pass arguments of the structure that spmd.auto was given",
             )
-        marked = [
-            mark_sharding(leaf, self.mesh, self.specs[name])
-            for leaf, name in zip(leaves, self._names, strict=True)
-        ]
+        pairs = zip(leaves, self.specs.values(), strict=True)
+        marked = [mark_sharding(leaf, self.mesh, spec) for leaf, spec in pairs]
         values = zip([a.key for a in given], jax.tree.unflatten(tree, marked), strict=True)
         return tuple((dict(enumerate(args)) | dict(values)).values())
 
@@ -97,7 +86,7 @@ class AutoSharding:
         """Returns code to paste: the mesh, and marks for the arguments."""
         took = f"{self.seconds * 1e3:.3g} ms a step, predicted"
         lines = [f"mesh = spmd.make_mesh({self.mesh})  # {took}"]
-        for argument in dict.fromkeys(map(_root, self._names)):
+        for argument in dict.fromkeys(map(_root, self.specs)):
             rules = self.rules(argument)
             if rules:
                 lines.append(f"{argument} = spmd.mark_tree({argument}, mesh, {{")
@@ -109,9 +98,9 @@ class AutoSharding:
             else:
                 lines.append(f"# {argument}: inferred from the arguments above")
         for other in self.considered:
-            if other.mesh != self.mesh:
-                took = other.reason if other.seconds is None else f"{other.seconds * 1e3:.3g} ms"
-                lines.append(f"# {other.mesh}: {took}")
+            if other.name != str(self.mesh):
+                took = other.refusal if other.seconds is None else f"{other.seconds * 1e3:.3g} ms"
+                lines.append(f"# {other.name}: {took}")
         return "\n".join(lines)
 
 
@@ -152,35 +141,26 @@ def auto(
     if not meshes:
         raise MeshError("auto has no mesh to choose from", fix="pass at least one mesh")
     options = Options(topology=topology, memory_limit=memory_limit)
-    asked: list[tuple[Jitted[..., Any], Request]] = []
-    for given in meshes:
-        numbers: Any = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
-        jitted: Jitted[..., Any] = jit(fn, mesh=given, **numbers, options=options)
-        asked.append((jitted, jitted.request(*args)))
-    search = Search[Trial](memory_for(asked[0][1].topology, memory_limit))
-    with progress(f"specs of {asked[0][0].__name__}", options.shows_progress):
+    numbers: Any = {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
+    jitted: list[Jitted[..., Any]] = [jit(fn, mesh=m, **numbers, options=options) for m in meshes]
+    requests = [each.request(*args) for each in jitted]
+    search = Search[Trial](memory_for(requests[0].topology, memory_limit))
+    with progress(f"specs of {jitted[0].__name__}", options.shows_progress):
         made = [
             search.weigh(Candidate(str(request.mesh), partial(_open, request, options)))
-            for _, request in asked
+            for request in requests
         ]
-    considered = tuple(
-        Considered(request.mesh, seen.seconds, "" if seen.seconds is not None else seen.refusal)
-        for (_, request), seen in zip(asked, search.weighed, strict=True)
-    )
     if not search.tried:
-        reasons = "; ".join(f"{entry.mesh}: {entry.reason}" for entry in considered)
+        reasons = "; ".join(f"{entry.name}: {entry.refusal}" for entry in search.weighed)
         raise PlanError(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
     best = search.best
-    jitted, request = asked[made.index(best)]
-    plan, names = best.plan, request.arg_names
-    specs = {
-        name: tuple(partition_spec(sharding, request.mesh))
-        for name, sharding in zip(names, plan.arguments, strict=False)  # constants are behind them
-    }
-    inferred = _inferred(names, list(specs.values()), plan)
-    return AutoSharding(request.mesh, specs, best.seconds, considered, jitted, names, inferred)
+    place = made.index(best)
+    own, plan, names = requests[place].mesh, best.plan, requests[place].arg_names
+    specs = dict(zip(names, _specs(plan, own), strict=False))  # constants are behind them
+    inferred = _inferred(names, plan)
+    return AutoSharding(own, specs, best.seconds, search.weighed, jitted[place], inferred)
 
 
 def auto_specs(
@@ -198,9 +178,11 @@ def auto_specs(
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    plan = _open(request, options).plan
-    given = plan.arguments[: len(request.arg_names)]  # constants are behind them
-    return [tuple(partition_spec(sharding, request.mesh)) for sharding in given]
+    return _specs(_open(request, options).plan, request.mesh)[: len(request.arg_names)]
+
+
+def _specs(plan: Plan, mesh: Mesh) -> list[tuple[Any, ...]]:
+    return [tuple(partition_spec(sharding, mesh)) for sharding in plan.arguments]
 
 
 def _open(request: Request, options: Options) -> Trial:
@@ -211,22 +193,21 @@ def _open(request: Request, options: Options) -> Trial:
     return plan_problem(problem, options, request.donated)
 
 
-def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:
+def _inferred(names: Sequence[str], plan: Plan) -> frozenset[str]:
     """Returns the names of leaves that need no mark, since `spmd.jit` infers the specs they have.
 
     Those are all leaves of an argument such as optimizer state: the specs of all but scalars follow
     from leaves of other arguments, as `opt_state/0/mu/w` from `params/w`.
     """
-    arguments = plan.program.body.args[: len(names)]
-    shapes = [plan.program.types[value].shape for value in arguments]
-    entries = [tuple(map(_axes, spec)) for spec in specs]
-    roots = [_root(name) for name in names]
+    count = len(names)
+    shapes = [plan.program.types[value].shape for value in plan.program.body.args[:count]]
+    dims, roots = [sharding.dims for sharding in plan.arguments[:count]], list(map(_root, names))
     found: set[str] = set()
     for root in dict.fromkeys(roots):
-        others = [None if r == root else e for r, e in zip(roots, entries, strict=True)]
+        others = [None if r == root else own for r, own in zip(roots, dims, strict=True)]
         filled, reasons = like_parameters(names, shapes, others)
         mine = [i for i, r in enumerate(roots) if r == root]
-        alike = [i for i in mine if reasons[i] is not None and filled[i] == entries[i]]
+        alike = [i for i in mine if reasons[i] is not None and filled[i] == dims[i]]
         if alike and all(i in alike or not shapes[i] for i in mine):
             found.update(names[i] for i in mine)
     return frozenset(found)
@@ -234,8 +215,3 @@ def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan
 
 def _root(name: str) -> str:
     return name.partition("/")[0]
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns one entry of a spec as a tuple of axes: `None` -> `()`, `"x"` -> `("x",)`."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -26,6 +26,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import Imported, import_module, module_text, signature
@@ -97,9 +98,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """Holds the compiler's input: a module, its mesh and topology, specs and donated arguments."""
+    """Holds what is to be compiled: a module, its mesh and topology, arguments and results.
 
-    module: Any  # a StableHLO module in memory
+    What decides the plan is in its repr, of which the store's keys are made.
+    """
+
+    module: Any = field(repr=False)  # a StableHLO module in memory
     mesh: Mesh
     topology: Topology  # the machine to plan for
     arg_names: tuple[str, ...] = ()  # paths in the user's pytrees
@@ -112,8 +116,21 @@ class Request:
     donated: tuple[int, ...] = ()  # flat indices of all donated arguments
     arg_orders: tuple[Order | None, ...] = ()  # of dims in memory, where not major to minor
     platform: str = ""  # `cpu`, `cuda` or `tpu`: composites get its kernels
-    function: tuple[str, str] | None = None  # file and qualified name of what was traced, if known
-    callbacks: tuple[Callback, ...] = ()  # the Python functions that the module calls, by number
+    function: tuple[str, str] | None = field(default=None, repr=False)  # its file, qualified name
+    # the Python functions that the module calls, by number
+    callbacks: tuple[Callback, ...] = field(default=(), repr=False)
+    name: str = field(default="", repr=False)
+    # args, out: pytrees of `ShapeDtypeStruct`s of ((positional, ...), {name: ...}), static
+    # arguments left out, and of the result
+    args: Any = field(default=None, repr=False)
+    out: Any = field(default=None, repr=False)
+    # jax's types of the mesh's axes, where they are not all Auto
+    axis_types: tuple[Any, ...] | None = field(default=None, repr=False)
+    # for each flat result its spec as the user or jax's types have it, or None; they may name axes
+    # of size 1, which split nothing. None are known if empty
+    out_specs: tuple[PartitionSpec | None, ...] = field(default=(), repr=False)
+    # the `jax.Ref`s that the function closes over: arguments behind those of the caller
+    closed_refs: tuple[Any, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -144,31 +161,28 @@ class Trial:
     ) -> None:
         if plan.byte_price and unpriced is None:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
+        memory = memory_for(plan.topology, options.memory_limit)
+        self._room = Room(memory, tuple(plan.problem.links.values()))
         self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
+        where = plan.mesh, plan.topology
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
+        # With the rewrites that come before remat and scheduling.
+        self._simple: Program = (
+            unpriced._simple
+            if unpriced
+            else clock("optimize", simplify, self.partitioned.program, *where)
+        )
         program = simple = self._simple
         if plan.byte_price:
-            args = plan.mesh, plan.topology, plan.byte_price, self._room.bytes, donated
+            args = *where, plan.byte_price, memory, donated
             # Links are shared by all devices: what fits as it is sends no more than it has to.
             program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
             self.plan = plan._replace(recomputed=again)
         self._schedule(program)
-
-    @cached_property
-    def _simple(self) -> Program:
-        """Returns the local program with the rewrites that come before remat and scheduling."""
-        if self._unpriced is not self:
-            return self._unpriced._simple
-        program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
-        return self.clock("optimize", simplify, program, mesh, topology)
-
-    @property
-    def _room(self) -> Room:
-        memory = memory_for(self.plan.topology, self._options.memory_limit)
-        return Room(memory, tuple(self.plan.problem.links.values()))
+        self.plan = self.plan._replace(run_seconds=self.seconds)
 
     @property
     def collects(self) -> bool:
@@ -231,6 +245,7 @@ class Trial:
         return [*held, ("constants", memory.constants)] if memory.constants else held
 
 
+@_no_garbage_collection()
 def compile_module(request: Request, options: Options, together: str = "") -> Stages:
     """Runs all stages; `SpmdError` says what one cannot do, with the op and its source line.
 
@@ -238,45 +253,40 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
     the first one plans it for all.
     """
     clock = Stopwatch(options.verbose)
-    with _no_garbage_collection():
-        processes = processes_of(request.mesh) if together else []
-        is_shared = len(processes) > 1
-        if is_shared:
-            _check_same_request(request, options, together, processes)
-        store = store_in(options.cache_dir, PLANNED)
-        key = clock("keep", _key, request, options) if store else ""
-        imported = _front(request, clock)
-        planned: list[Trial] = []
+    processes = processes_of(request.mesh) if together else []
+    is_shared = len(processes) > 1
+    if is_shared:
+        _check_same_request(request, options, together, processes)
+    store = store_in(options.cache_dir, PLANNED)
+    key = clock("keep", _key, request, options) if store else ""
+    store = store if key else None
+    imported = _front(request, clock)
+    planned: list[Trial] = []
 
-        def record() -> str:
-            """Returns the plan as JSON, and whether an earlier start kept it."""
-            kept = clock("keep", store.get, key) if store and key else None
-            if kept is not None:
-                return f"kept {kept.decode()}"
-            trial, stacks, is_written_out = _chosen(request, options, imported, clock)
-            planned.append(trial)
-            if not is_shared and not (store and key):
-                return "made "
-            chosen = recorded(trial.plan)
-            made = {"plan": chosen, "stacks": stacks, "is_written_out": is_written_out}
-            return f"made {json.dumps(made)}"
+    def record() -> str:
+        """Returns whether an earlier start kept the plan, and the plan as JSON."""
+        kept = clock("keep", store.get, key) if store else None
+        if kept is not None:
+            return f"kept {kept.decode()}"
+        trial, *form = _chosen(request, options, imported, clock)
+        planned.append(trial)
+        return f"made {json.dumps([recorded(trial.plan), *form]) if is_shared or store else ''}"
 
-        label = f"planning {together}"
-        told = made_by_first(record, label=label, processes=processes) if is_shared else record()
-        how, _, text = told.partition(" ")
-        is_kept = how == "kept"
-        if store and key and not is_kept:
-            clock("keep", store.put, key, text.encode())
-        trial = planned[0] if planned else _replayed(text, request, options, imported, clock)
-        orders, platform = request.arg_orders, request.platform
-        args = trial.optimized, request.links, orders, platform, options.layouts
-        laid_out = clock("layouts", lay_out, *args)
-        emitted = _emit(laid_out, request.donated, clock)
-        plan, parts, timeline = trial.plan, trial.partitioned, trial.timeline
-        if options.check:
-            _check(plan.program, parts, laid_out)
-    made = plan.program, plan.propagated, plan, parts, laid_out, timeline, emitted
-    return Stages(*made, clock.seconds, is_kept)
+    label = f"planning {together}"
+    told = made_by_first(record, label=label, processes=processes) if is_shared else record()
+    how, _, text = told.partition(" ")
+    if store and how == "made":
+        clock("keep", store.put, key, text.encode())
+    trial = planned[0] if planned else _replayed(text, request, options, imported, clock)
+    orders, platform = request.arg_orders, request.platform
+    args = trial.optimized, request.links, orders, platform, options.layouts
+    laid_out = clock("layouts", lay_out, *args)
+    emitted = _emit(laid_out, request.donated, clock)
+    plan, parts = trial.plan, trial.partitioned
+    if options.check:
+        _check(plan.program, parts, laid_out)
+    made = plan.program, plan.propagated, plan, parts, laid_out, trial.timeline, emitted
+    return Stages(*made, clock.seconds, how == "kept")
 
 
 def _check(whole: Program, partitioned: Partitioned, optimized: Partitioned) -> None:
@@ -293,18 +303,18 @@ def _check_same_request(
     request: Request, options: Options, together: str, processes: Sequence[int]
 ) -> None:
     """Raises LaunchError unless all processes are to compile the same; the others would hang."""
-    names, types = request.arg_names, signature(request.module)[0]
-    kinds = zip_longest(names, types, request.arg_entries, request.arg_orders)
-    arguments = [f"argument {' '.join(map(str, each))}" for each in kinds]
-    results = [
-        f"result {n} {e}" for n, e in zip_longest(request.result_names, request.result_entries)
-    ]
-    more = [f"donated {request.donated}, {request.topology.name}"]
-    marks = "\n".join([*arguments, *results, *more])
-    program = digest(module_text(request.module))
+    module, types = request.module, signature(request.module)[0]
+    arguments = zip_longest(request.arg_names, types, request.arg_entries, request.arg_orders)
+    results = zip_longest(request.result_names, request.result_entries)
+    lines = [f"argument {' '.join(map(str, each))}" for each in arguments]
+    lines += [f"result {name} {entries}" for name, entries in results]
+    marks = "\n".join([*lines, f"donated {request.donated}, {request.topology.name}"])
     texts: Texts = {
         "arguments, results and their marks": (digest(marks), lambda: marks),
-        "the program": (program, partial(module_text, request.module, has_locations=True)),
+        "the program": (
+            digest(module_text(module)),
+            partial(module_text, module, has_locations=True),
+        ),
     }
     own = {f"option {name}": str(value) for name, value in vars(_deciding(options)).items()}
     check_same_program(f"compiling {together}", texts, request.mesh, processes, own)
@@ -366,17 +376,15 @@ def _replayed(
     kept: str, request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> Trial:
     """Rebuilds the plan that an earlier start or the first process made, for one device."""
-    record = json.loads(kept)
+    plan, stacks, is_written_out = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
-    if record["stacks"]:
+    if stacks:
         program = _problem(request, imported, program, clock).program
-        stacks = [Stack(*stack) for stack in record["stacks"]]
-        program = clock("stack", stacked, program, stacks)
-    if record["is_written_out"]:
+        program = clock("stack", stacked, program, [Stack(*stack) for stack in stacks])
+    if is_written_out:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)
-    plan = clock("read", replayed, record["plan"], problem)
-    return Trial(plan, options, request.donated, clock)
+    return Trial(clock("read", replayed, plan, problem), options, request.donated, clock)
 
 
 def _key(request: Request, options: Options) -> str:
@@ -390,7 +398,7 @@ def _key(request: Request, options: Options) -> str:
         return ""
     return key_of(
         text,
-        replace(request, module=None, function=None, callbacks=()),
+        request,
         _deciding(options),
         request.mesh.dcn_sizes,
         [(call.label, call.is_debug, call.has_effect) for call in request.callbacks],
@@ -408,12 +416,11 @@ def _deciding(options: Options) -> Options:
     )  # fmt: skip
 
 
+@_no_garbage_collection()
 def problem_for(request: Request) -> Problem:
     """Runs the stages before planning, and returns the problem that the planner is given."""
-    with _no_garbage_collection():
-        clock = Stopwatch()
-        imported = _front(request, clock)
-        return _problem(request, imported, unroll(imported.program, 0), clock)
+    imported = _front(request, clock := Stopwatch())
+    return _problem(request, imported, unroll(imported.program, 0), clock)
 
 
 def _front(request: Request, clock: Stopwatch) -> Imported:
@@ -437,9 +444,11 @@ def _problem(request: Request, imported: Imported, program: Program, clock: Stop
 
     def pose(program: Program) -> Problem:
         form, body = imported._replace(program=program), program.body
-        arg_entries = filled(request.arg_entries, len(body.args))
+        arg_entries, reasons = (  # lifted constants are behind the user's arguments
+            (*given, *[None] * (len(body.args) - len(given)))
+            for given in (request.arg_entries, request.arg_reasons)
+        )
         entries = request.result_entries or (None,) * len(body.results)
-        reasons = filled(request.arg_reasons, len(body.args))
         marks = collect_marks(form, mesh, arg_entries, entries, reasons)
         # What each result must look like, where it is marked; a mark with open dims only wishes.
         told = [result_mark(form, mesh, entries, i) for i in range(len(body.results))]
@@ -474,20 +483,14 @@ def plan_problem(
         return tried[-1]
 
     if options.planner == "greedy":
-        return _timed(try_out(clock("plan", plan_greedily, problem)))
+        return try_out(clock("plan", plan_greedily, problem))
     limit, again = options.memory_limit, options.recompute
-    return _timed(clock("plan", plan_exactly, problem, try_out, limit, again, like))
+    return clock("plan", plan_exactly, problem, try_out, limit, again, like)
 
 
 def timed(plan: Plan, options: Options) -> Plan:
     """Returns a plan with `run_seconds` set to the predicted time of one run of its program."""
-    donated = tuple(plan.problem.links.values())
-    return _timed(Trial(plan, options, donated, Stopwatch())).plan
-
-
-def _timed(trial: Trial) -> Trial:
-    trial.plan = trial.plan._replace(run_seconds=trial.seconds)
-    return trial
+    return Trial(plan, options, tuple(plan.problem.links.values()), Stopwatch()).plan
 
 
 def emit_plan(plan: Plan, options: Options) -> Emitted:
@@ -499,8 +502,3 @@ def emit_plan(plan: Plan, options: Options) -> Emitted:
 def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) -> Emitted:
     program = clock("expand", expand, optimized.program, optimized.mesh)
     return clock("emit", emit_local, optimized._replace(program=program), donated)
-
-
-def filled(given: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """Returns `given`, one entry for each user argument, padded with None up to `count` entries."""
-    return (*given, *[None] * (count - len(given)))

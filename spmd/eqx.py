@@ -9,16 +9,14 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import jax
 import numpy as np
 
-from spmd.api import Jitted, caller, check_without, with_keywords
+from spmd.api import Front, Jitted, caller, with_keywords
 from spmd.api import jit as jit_arrays
 from spmd.errors import ArgumentError, InstallError
-from spmd.mesh.topology import Topology
 
 try:
     import equinox as eqx
@@ -60,12 +58,11 @@ def filter_jit(
     return FilterJit(fn, donate, options)
 
 
-class FilterJit:
+class FilterJit(Front):
     """What `filter_jit` returns: call it, or `lower` / `compile` it for given arguments."""
 
     def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, fn, updated=())
-        check_without(options, _BY_PLACE, "spmd.eqx.filter_jit", _FILTERED)
+        super().__init__(fn, options, _BY_PLACE, _FILTERED)
         self.arrays, self.constants = eqx.partition(fn, _is_traced)
         call, self._names = with_keywords(_on_arrays, fn, ["constants", "function"])
         own: dict[str, Any] = {"static_argnames": self._names[:1]}
@@ -92,21 +89,10 @@ class FilterJit:
 
         self._jitted = jitted
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function on the mesh and returns its result, as `fn` would."""
         results, others = self._run(Jitted.__call__, args, kwargs)
         return eqx.combine(results, others.tree)
-
-    def compile(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
-        """Returns the `Compiled` program for these arguments, for its reports; nothing runs."""
-        return self._run(functools.partial(Jitted.compile, topology=topology), args, kwargs)
-
-    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
-        """Plans for arguments without compiling by XLA; no device is needed."""
-        return self._run(functools.partial(Jitted.lower, topology=topology), args, kwargs)
 
     def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a method of the program with arrays, by name constants and the function's own."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmd.api import Jitted, by_number_and_name, check_without, with_keywords
+from spmd.api import Front, Jitted, Places, with_keywords
 from spmd.api import jit as jit_arrays
 from spmd.errors import InstallError
-from spmd.mesh.topology import Topology
 
 try:
     from flax import nnx
@@ -58,21 +56,20 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     return ModuleJit(fn, options)
 
 
-class ModuleJit:
-    """What `jit` returns: call it, or `lower` / `compile` it for given arguments."""
+class ModuleJit(Front):
+    """What `jit` returns: call it, or `lower` / `compile` it for given arguments.
+
+    Reports name an array of a module by its path in `nnx.state`: `model/linear/kernel/value`.
+    """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, fn, updated=())
+        super().__init__(fn, options, ("out_specs", "out_shardings"), _RESULTS)
         self.fn = fn
-        check_without(options, ("out_specs", "out_shardings"), "spmd.nnx.jit", _RESULTS)
         given = options.get("static_argnums"), options.get("static_argnames")
-        self._static = numbers, names = by_number_and_name(fn, *given)
+        self._static = numbers, names = Places.of(fn, *given)
         call, (self._graph,) = with_keywords(self._on_arrays, fn, ["graph"])
         static = {"static_argnums": numbers, "static_argnames": (*names, self._graph)}
         self.jitted: Jitted[..., Any] = jit_arrays(call, **options | static)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function, updates modules among the arguments, returns its result."""
@@ -83,21 +80,10 @@ class ModuleJit:
                 _, nodes = context.merge(definition, state)
         return rest.joined(nodes)
 
-    def compile(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
-        """Returns the `Compiled` program for these arguments, for its reports; nothing runs.
-
-        They name an array of a module by its path in `nnx.state`: `model/linear/kernel/value`.
-        """
-        return self._ahead(self.jitted.compile, args, topology, kwargs)
-
-    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
-        """Plans for arguments without compiling by XLA; no device is needed."""
-        return self._ahead(self.jitted.lower, args, topology, kwargs)
-
-    def _ahead(self, way: Callable[..., Any], args: Any, topology: Any, kwargs: Any) -> Any:
+    def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
             args, kwargs = self._split(args, kwargs)
-            return way(*args, topology=topology, **kwargs)
+            return method(self.jitted, *args, **kwargs)
 
     def _split(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -106,8 +92,7 @@ class ModuleJit:
 
         Arguments that hold modules are nnx states there. One more keyword has the modules' graph.
         """
-        numbers, names = self._static
-        static = {*(n + len(args) if n < 0 else n for n in numbers), *names}
+        static = self._static.keys(len(args))
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
         # A number beside modules is an array: nnx would make it a part of the graph.
         modules = {

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TextIO, TypeVar
 
 P = ParamSpec("P")
@@ -38,18 +38,19 @@ def progress(
         yield
         return
     work, stream = _Work(what, kind), stream or sys.stderr
-    line = _Line(work, stream) if wanted and _is_seen(stream) else None
+    line = threading.Thread(target=work.show, args=[stream], name="spmd progress", daemon=True)
     token = _work.set(work)
     _open.append(work)
-    if line is not None:
+    is_shown = wanted and _is_seen(stream)
+    if is_shown:
         line.start()
     try:
         yield
     finally:
         _work.reset(token)
         _open.remove(work)
-        if line is not None:
-            line.done.set()
+        work.done.set()
+        if is_shown:
             line.join()
 
 
@@ -119,34 +120,21 @@ class _Work:
     what: str
     kind: str
     stage: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
 
-
-class _Line(threading.Thread):
-    """A thread that writes the line of a `progress` and keeps its seconds up to date."""
-
-    def __init__(self, work: _Work, stream: TextIO) -> None:
-        super().__init__(name="spmd progress", daemon=True)
-        self.work, self.stream = work, stream
-        self.width = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        begin, wait = time.monotonic(), PATIENCE
+    def show(self, stream: TextIO) -> None:
+        """Keeps a line with the stage and its seconds up to date, and erases it at the end."""
+        begin, wait, width = time.monotonic(), PATIENCE, 0
         while not self.done.wait(wait):
-            stage = f", {self.work.stage}" if self.work.stage else ""
-            text = f"spmd: {self.work.what}{stage} ({time.monotonic() - begin:.0f} s)"
-            self.show(text[: shutil.get_terminal_size().columns - 1])
-            wait = EVERY
-        if self.width:
-            self.show("")
-            self.stream.write("\r")
-            self.stream.flush()
-
-    def show(self, text: str) -> None:
-        # A terminal keeps what the text before had more: blanks go over it.
-        self.stream.write(f"\r{text.ljust(self.width)}")
-        self.stream.flush()
-        self.width = len(text)
+            stage = f", {self.stage}" if self.stage else ""
+            text = f"spmd: {self.what}{stage} ({time.monotonic() - begin:.0f} s)"
+            text = text[: shutil.get_terminal_size().columns - 1]
+            # A terminal keeps what the text before had more: blanks go over it.
+            stream.write(f"\r{text.ljust(width)}")
+            stream.flush()
+            wait, width = EVERY, len(text)
+        stream.write(f"\r{' ' * width}\r" if width else "")
+        stream.flush()
 
 
 _work: ContextVar[_Work | None] = ContextVar("spmd progress", default=None)

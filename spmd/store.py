@@ -79,14 +79,10 @@ class Store:
         """Writes an entry; if that fails, returns why, and none is left behind."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, unfinished = tempfile.mkstemp(dir=self.folder)
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(_digest(content) + b"\n" + content)
-                os.replace(unfinished, self.folder / key)
-            except BaseException:
-                os.unlink(unfinished)
-                raise
+            with tempfile.TemporaryDirectory(dir=self.folder) as unfinished:
+                file = Path(unfinished, key)
+                file.write_bytes(_digest(content) + b"\n" + content)
+                file.replace(self.folder / key)
             self._drop()
         except OSError as error:
             return str(error.strerror or error)
@@ -94,16 +90,12 @@ class Store:
 
     def _drop(self) -> None:
         """Deletes the least recently used files, until the others take at most `most_bytes`."""
-        found = []
-        for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):  # another process was faster
-                about = path.stat()
-                found.append((about.st_mtime_ns, about.st_size, path))
-        total = 0
-        for _, size, path in sorted(found, reverse=True):
-            total += size
-            if total > self.most_bytes:
-                with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process was faster
+            found = [(path.stat(), path) for path in self.folder.iterdir() if path.is_file()]
+            total = 0
+            for about, path in sorted(found, key=lambda entry: -entry[0].st_mtime_ns):
+                total += about.st_size
+                if total > self.most_bytes:
                     path.unlink()
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import spmd
 from spmd.api import path_name
-from spmd.auto import AutoSharding, Considered, auto_specs
+from spmd.auto import AutoSharding, auto_specs
 from spmd.mesh.spec import jax_mesh, match_patterns
+from spmd.planning.plan import Weighed
 from tests.lowering import manual_programs
 
 pytestmark = pytest.mark.usefixtures("devices8")
@@ -48,7 +49,7 @@ def test_a_large_batch_is_split_over_everything() -> None:
     assert again.cost <= found.seconds * 1.02
     text = str(found)
     assert "mesh = spmd.make_mesh(data=4, model=2)" in text
-    assert "layers/*/up" in text
+    assert text.count("layers/*/up") == 1  # of three layers that agree
     assert "# state: inferred" in text
 
 
@@ -163,15 +164,9 @@ def test_printed_rules_give_each_leaf_its_spec(tree: Any) -> None:
     specs = {path_name(path): spec[""] for path, spec in leaves}
     mesh = spmd.Mesh(None, (8,), ("data",))
     named = {f"params/{name}": spec for name, spec in specs.items()}
-    others = (Considered(spmd.Mesh(None, (4,), ("data",)), 0.0),)
-    found = AutoSharding(mesh, named, 0.0, others, Any, tuple(named), frozenset())  # type: ignore[arg-type]
+    others = (Weighed("data=4", 0.0, 0.0, "another one is faster"),)
+    found = AutoSharding(mesh, named, 0.0, others, Any, frozenset())  # type: ignore[arg-type]
     rules = found.rules("params")
     matched = match_patterns(rules, tuple(specs), what="leaf")
     assert [rules[pattern or ""] for pattern in matched] == list(specs.values())
     assert str(found).endswith("# data=4: 0 ms")
-
-
-def test_layers_that_agree_share_a_rule() -> None:
-    mesh, specs = spmd.Mesh(None, (8,), ("data",)), {f"p/{n}/w": ("data",) for n in range(12)}
-    found = AutoSharding(mesh, specs, 0.0, (), Any, tuple(specs), frozenset())  # type: ignore[arg-type]
-    assert found.rules("p") == {"*/w": ("data",)}

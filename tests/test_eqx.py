@@ -50,12 +50,6 @@ def test_steps(mesh: spmd.Mesh, donate: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *runs)
 
 
-def test_lowering_takes_no_devices(mesh: spmd.Mesh) -> None:
-    step = spmd.eqx.filter_jit(train, mesh=mesh)
-    lowered = step.lower(*made(), jnp.asarray(X), topology="h200:8")
-    assert isinstance(lowered, spmd.Lowered) and lowered.target == spmd.Topology("h200:8")
-
-
 def test_donated_arguments_are_gone(mesh: spmd.Mesh) -> None:
     x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",)) for _ in range(2))
     add = spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")

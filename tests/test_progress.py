@@ -1,5 +1,6 @@
 """The line that says what a long compilation is doing: where it is seen, and that it goes away."""
 
+import contextlib
 import io
 import sys
 import time
@@ -42,36 +43,31 @@ def screen(text: str) -> str:
     return "".join(shown).rstrip()
 
 
-def test_the_line_names_the_stage_and_is_erased() -> None:
+@pytest.mark.parametrize("error", [None, ValueError("broken")])
+def test_the_line_names_the_stage_and_is_erased(error: Exception | None) -> None:
     stream = Terminal()
-    with progress("step", True, stream):
+    ends = pytest.raises(ValueError) if error else contextlib.nullcontext()
+    with ends, progress("step", True, stream):
         doing("a stage of a long name")
         wait_for(stream, "spmd: step, a stage of a long name (0 s)")
         doing("plan")
         wait_for(stream, "spmd: step, plan (0 s)")
         assert screen(stream.getvalue()) == "spmd: step, plan (0 s)"
+        if error:
+            raise error
     assert screen(stream.getvalue()) == ""
     assert "\n" not in stream.getvalue()
 
 
-def test_it_is_erased_after_an_error() -> None:
-    stream = Terminal()
-    with pytest.raises(ValueError, match="broken"), progress("step", True, stream):
-        wait_for(stream, "spmd: step")
-        raise ValueError("broken")
-    assert screen(stream.getvalue()) == ""
-
-
-def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmd.progress.PATIENCE", 60.0)
-    stream = Terminal()
-    with progress("step", True, stream):
-        doing("plan")
-    assert stream.getvalue() == ""
-
-
-@pytest.mark.parametrize(("stream", "wanted"), [(io.StringIO(), True), (Terminal(), False)])
-def test_logs_and_those_who_turn_it_off_see_nothing(stream: io.StringIO, wanted: bool) -> None:
+@pytest.mark.parametrize(
+    ("stream", "wanted", "patience"),
+    [(io.StringIO(), True, 0.01), (Terminal(), False, 0.01), (Terminal(), True, 60.0)],
+    ids=["a log", "turned off", "quick"],
+)
+def test_nothing_is_shown(
+    stream: io.StringIO, wanted: bool, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmd.progress.PATIENCE", patience)
     with progress("step", wanted, stream):
         doing("plan")
         time.sleep(0.1)

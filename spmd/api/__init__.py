@@ -2,11 +2,13 @@
 
 A call passes through `marks` (shardings that users give) -> `arguments` (names, donation and specs
 of arguments) -> `tracing` (the compiler's input) -> `planned` (reports about a plan) -> `compiled`
-(running it); users call `jitted` and `stablehlo`. Other packages import from here alone.
+(running it); users call `jitted` and `stablehlo`, and
+`fronts` by way of `spmd.nnx` and `spmd.eqx`. Other packages import from here alone.
 """
 
-from spmd.api.arguments import by_number_and_name, check_without, like_parameters, with_keywords
+from spmd.api.arguments import Places, like_parameters
 from spmd.api.compiled import Compiled, Lowered
+from spmd.api.fronts import Front, with_keywords
 from spmd.api.jitted import Jitted, jit
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
 from spmd.api.pipelined import pipeline
@@ -16,11 +18,11 @@ from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_reques
 __all__ = [
     "STAGES",
     "Compiled",
+    "Front",
     "Jitted",
     "Lowered",
-    "by_number_and_name",
+    "Places",
     "caller",
-    "check_without",
     "compile_stablehlo",
     "jit",
     "like_parameters",

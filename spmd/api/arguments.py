@@ -2,11 +2,8 @@
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmd.api.marks import caller, path_name, some_of
-from spmd.errors import ArgumentError, MeshError, SpecError, described
+from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
-from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs, part_atoms
 from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, numbered_as, spec_entries
@@ -24,28 +20,38 @@ from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, numbered_as, 
 Numbers = int | Sequence[int] | None
 Names = str | Iterable[str] | None
 
+E = TypeVar("E")
+
 _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def by_number_and_name(
-    fn: Any, numbers: Numbers, names: Names
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",)).
+class Places(NamedTuple):
+    """Static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",))."""
 
-    If only one of `numbers` and `names` is given, the other is read off the signature of `fn`, so
-    that it does not matter whether a call passes the argument by position or by name.
-    """
-    has_numbers, has_names = numbers is not None, names is not None
-    by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
-    by_name = (names,) if isinstance(names, str) else tuple(names or ())
-    parameters = parameters_of(fn)
-    if has_numbers and not has_names:
-        known = [parameters[n] for n in by_number if -len(parameters) <= n < len(parameters)]
-        by_name = tuple(p.name for p in known if p.kind == _BY_BOTH)
-    elif has_names and not has_numbers:
-        places = {p.name: i for i, p in enumerate(parameters) if p.kind == _BY_BOTH}
-        by_number = tuple(places[name] for name in by_name if name in places)
-    return by_number, by_name
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, fn: Any, numbers: Numbers, names: Names) -> "Places":
+        """Returns what `jax.jit` makes of these options.
+
+        If only one of `numbers` and `names` is given, the other is read off the signature of `fn`,
+        so that it does not matter whether a call passes the argument by position or by name.
+        """
+        by_number = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+        by_name = (names,) if isinstance(names, str) else tuple(names or ())
+        parameters = parameters_of(fn)
+        named = {i: p.name for i, p in enumerate(parameters) if p.kind == _BY_BOTH}
+        if names is None:
+            counted = [n + len(parameters) if n < 0 else n for n in by_number]
+            by_name = tuple(named[n] for n in counted if n in named)
+        elif numbers is None:
+            by_number = tuple(n for n, name in named.items() if name in by_name)
+        return cls(by_number, by_name)
+
+    def keys(self, count: int) -> set[int | str]:
+        """Returns numbers and names in one set, for a call with `count` positional arguments."""
+        return {*(n + count if n < 0 else n for n in self.numbers), *self.names}
 
 
 Parameters = Sequence[inspect.Parameter]
@@ -55,12 +61,6 @@ def parameter_names(parameters: Parameters, count: int) -> tuple[str, ...]:
     """Returns `count` names: the first parameters', then `arg<number>`: ("x", "y", "arg2")."""
     found = [p.name for p in parameters[:count]]
     return (*found, *[f"arg{number}" for number in range(len(found), count)])
-
-
-def parameter_count(parameters: Parameters) -> int:
-    """Returns how many parameters may be passed by position; `*args` is not one."""
-    kinds = (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)
-    return sum(p.kind in kinds for p in parameters)
 
 
 def parameters_of(fn: Any) -> Parameters:
@@ -96,8 +96,6 @@ class Argument(NamedTuple):
     """One argument of a call that is not static."""
 
     key: int | str  # its number among the call's positional ones, or its name if passed by name
-    # the number of its parameter, or its name if that cannot be passed by position
-    place: int | str
     name: str
     value: Any  # its pytree
     is_donated: bool  # whether the results may take its memory
@@ -158,9 +156,7 @@ def _subtrees(tree: Any) -> Iterator[tuple[Any, int]]:
         yield from level
         inner = []
         for outer, start in level:
-            # Its children: parts that are not the tree itself, as a leaf is.
-            parts = jax.tree.leaves(outer, is_leaf=partial(operator.is_not, outer))
-            for child in (part for part in parts if part is not outer):
+            for child in (jax.tree_util.default_registry.flatten_one_level(outer) or ((),))[0]:
                 inner.append((child, start))
                 start += len(jax.tree.leaves(child))
         level = inner
@@ -190,9 +186,13 @@ def arg_specs(
     """
     if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
         return [in_specs for part in parts for _ in jax.tree.leaves(part.value)]
-    places = [part.place for part in parts if isinstance(part.place, int)]
+    own = [p.name for p in parameters if p.kind in (_BY_BOTH, inspect.Parameter.POSITIONAL_ONLY)]
+    numbers: dict[int | str, int] = {name: number for number, name in enumerate(own)}
+    # Of each argument the number of its parameter, or its name if that has no place.
+    every = [numbers.get(part.key, part.key) for part in parts]
+    places = [place for place in every if isinstance(place, int)]
     least = max([positional, *(place + 1 for place in places)])
-    most = max(least, parameter_count(parameters))  # those left out have defaults
+    most = max(least, len(own))  # those left out have defaults
     entries: dict[int | str, Any]
     if isinstance(in_specs, tuple | list) and least <= len(in_specs) <= most:
         entries = dict(enumerate(in_specs))
@@ -212,18 +212,9 @@ def arg_specs(
         )
     return [
         spec
-        for part in parts
-        for spec in _spread(entries.get(part.place), part.value, f"argument {part.name}")
+        for part, place in zip(parts, every, strict=True)
+        for spec in _spread(entries.get(place), part.value, f"argument {part.name}")
     ]
-
-
-def specified(shardings: Any) -> Any:
-    """Returns a pytree of shardings with None for each `UnspecifiedValue`, jax's default."""
-    return jax.tree.map(
-        lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
-        shardings,
-        is_leaf=_is_spec,
-    )
 
 
 def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
@@ -237,11 +228,13 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
     If `tree` is a tuple or list, a tuple of as many specs has one for each part. If it may also be
     one spec for all parts, as ("data", None), it is a SpecError; not if `is_outermost`, though. For
     (x, {"a": y, "b": z}) the specs (P("data"), None) become [P("data"), None, None].
+
+    Specs go by path, not by jax's tree structures, which differ as static parts do: an optimizer,
+    for example, is another object each time it is made. SpecError: a leaf without a spec, or a spec
+    without a leaf.
     """
-    is_each = (
-        type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
-    )
-    if is_each and all(_is_spec(spec) for spec in specs):
+    are_tuples = {type(tree), type(specs)} <= {tuple, list}
+    if are_tuples and len(specs) == len(tree) and all(map(_is_spec, specs)):
         # As many names as there are parts may also be one spec of every part's dims.
         names = [] if is_outermost else [entry for entry in specs if entry is not None]
         are_names = names and all(isinstance(entry, str | int) for entry in names)
@@ -256,53 +249,32 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
                 fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({apart}) "
                 "for each",
             )
-        return [
-            s for spec, part in zip(specs, tree, strict=True) for s in _spread(spec, part, what)
-        ]
+        pairs = zip(specs, tree, strict=True)
+        return [spec for pair in pairs for spec in _spread(*pair, what)]
     if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
         return [specs] * len(jax.tree.leaves(tree))
-    structure: Any
-    each, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
-    try:
-        parts = structure.flatten_up_to(tree)
-    except (ValueError, TypeError):
-        return _by_path(specs, tree, what)
-    return [s for spec, part in zip(each, parts, strict=True) for s in _spread(spec, part, what)]
-
-
-def _by_path(specs: Any, tree: Any, what: str) -> list[Any]:
-    """Returns for each leaf of `tree` the spec at its path, or at a prefix of the path.
-
-    For trees whose structures jax takes to differ as static parts do: an optimizer, for example, is
-    another object each time it is made. SpecError: a leaf without spec, or a spec without leaf.
-    """
-    flat = jax.tree_util.tree_leaves_with_path
-    given = {_names(path): spec for path, spec in flat(specs, is_leaf=_is_spec)}
-    there = [_names(path) for path, _ in flat(tree)]
-    heads = [[leaf[:end] for end in range(len(leaf) + 1)] for leaf in there]
-    found = [next((head for head in of_leaf if head in given), None) for of_leaf in heads]
-    unknown = {path: spec for path, spec in given.items() if path not in found}
+    given = dict(_by_path(specs, lambda _, spec: _is_spec(spec)))
+    parts = dict(_by_path(tree, lambda path, _: _names(path) in given))
+    unknown = [path for path in given if path not in parts]
+    without = [path for path in parts if path not in given]
     # A spec of no leaves may be `None` or `()`, which is an empty node, too.
-    if None not in found and all(spec is None or spec == () for spec in unknown.values()):
-        return [given[path] for path in found if path is not None]
-    if there == [()]:
-        raise SpecError(
-            f"{what} is one array, and its spec is a tree of {len(given)}",
-            source=caller(),
-            actual=described(specs),
-            required="one spec",
-            fix=f"write it alone: {next(iter(given.values()), None)!r}",
-        )
-    without = [leaf for leaf, head in zip(there, found, strict=True) if head is None]
-    parts = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
-    parts += [f"no spec for {_some_paths(without)}"] if without else []
+    if not without and all(given[path] in (None, ()) for path in unknown):
+        return [spec for path in parts for spec in _spread(given[path], parts[path], what)]
+    actual = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
+    actual += [f"no spec for {_some_paths(without)}"] if without else []
     raise SpecError(
         f"the specs of {what} don't match its structure",
         source=caller(),
-        actual="; ".join(parts),
-        required=f"specs for {_some_paths(there)}",
+        actual="; ".join(actual),
+        required=f"specs for {_some_paths(path for path, _ in _by_path(tree, None))}",
         fix="give a spec for each leaf, or one for a whole branch; None leaves it open",
     )
+
+
+def _by_path(tree: Any, is_leaf: Callable[[Any, Any], bool] | None) -> list[tuple[Any, Any]]:
+    """Returns (keys on the way to it, leaf) for each leaf; `is_leaf(path, node)` as jax has it."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf, is_leaf_takes_path=True)
+    return [(_names(path), leaf) for path, leaf in found]
 
 
 def _names(path: Sequence[Any]) -> tuple[str, ...]:
@@ -310,7 +282,7 @@ def _names(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _some_paths(paths: Iterable[Sequence[str]]) -> str:
-    return some_of(["/".join(path) for path in paths]) or "no arrays"
+    return some_of(["/".join(path) or "itself" for path in paths]) or "no arrays"
 
 
 def _is_spec(x: Any) -> bool:
@@ -401,8 +373,8 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 
 
 def like_parameters(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
-) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[E | None]
+) -> tuple[tuple[E | None, ...], tuple[str | None, ...]]:
     """Gives open arguments the spec of the marked one that they mirror; returns (specs, reasons).
 
     Optimizer state mirrors parameters: `opt_state/0/mu/w_in` has the shape of `params/w_in` and its
@@ -425,62 +397,20 @@ def like_parameters(
     return tuple(filled), tuple(reasons)
 
 
-def flat_entries(
-    specs: Specs, types: Sequence[TensorType], names: Sequence[str], mesh: Mesh, what: str
-) -> tuple[Entries | None, ...]:
-    """Returns for each argument or result its axis names dim by dim, or None if it has no spec.
+def one_for_each(given: Any, names: Sequence[str], option: str, what: str) -> list[Any]:
+    """Returns what a sequence or a mapping by names gives each of `names`, None if nothing.
 
-    An open dim is None, too: (("data",), (), None). `what` says in errors what the specs are for,
-    as "argument". SpecError: the specs are too many or too few, or one does not fit its value.
+    SpecError: a name or pattern that is none of a `what`, or a sequence of another length.
     """
-    if specs is None:
-        return (None,) * len(types)
-    if isinstance(specs, Mapping):
-        found = match_patterns(specs, names, what=what)
-        specs = [None if pattern is None else specs[pattern] for pattern in found]
-    if len(specs) != len(types):
+    if isinstance(given, Mapping):
+        found = match_patterns(given, names, what=what, source=caller())
+        return [None if pattern is None else given[pattern] for pattern in found]
+    if given is not None and len(given) != len(names):
         raise SpecError(
-            f"{len(specs)} {what} specs for a module with {len(types)} {what}s",
-            fix="give one spec for each, None for open ones",
+            f"{option} needs one entry for each {what}",
+            source=caller(),
+            actual=f"{len(given)} entries",
+            required=f"{len(names)}: {some_of(names)}",
+            fix="write None where nothing is to be said",
         )
-    return tuple(
-        None if spec is None else spec_entries(spec, t.rank, mesh, what=f"{what} {name}")
-        for spec, t, name in zip(specs, types, names, strict=True)
-    )
-
-
-# ---------------------------------------------------------------------------------------------
-# For frameworks that take objects apart: what their `jit` makes of a user's function.
-
-
-def with_keywords(
-    call: Callable[..., Any], fn: Any, names: Sequence[str]
-) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Returns (function, names): a function like `fn` that has more keywords and calls `call`.
-
-    The call is `call(*values, *args, **kwargs)`, with the values of these keywords. Their names are
-    `names`, with `_` in front where `fn` has such a parameter. They are last in the signature, so
-    that the user's argument numbers and names stay valid.
-    """
-    signature = inspect.signature(fn)
-    free = tuple(
-        next(each for n in count() if (each := "_" * n + name) not in signature.parameters)
-        for name in names
-    )
-
-    @functools.wraps(fn, updated=())
-    def with_values(*args: Any, **kwargs: Any) -> Any:
-        return call(*map(kwargs.pop, free), *args, **kwargs)
-
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in free]
-    every = [*signature.parameters.values(), *more]
-    every.sort(key=lambda parameter: parameter.kind)
-    with_values.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    return with_values, free
-
-
-def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
-    """Raises ArgumentError, with `fix`, if `options` has one of `names`, which `what` lacks."""
-    given = [name for name in names if options.get(name) is not None]
-    if given:
-        raise ArgumentError(f"{what} has no {given[0]}", fix=fix)
+    return list(given or [None] * len(names))

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,8 +21,8 @@ from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND, held, hold
 from spmd.api.marks import caller, some_of
 from spmd.api.planned import Planned
-from spmd.api.tracing import Interface, kind_text, order_of
-from spmd.compiler import emit_plan
+from spmd.api.tracing import order_of, type_of
+from spmd.compiler import Request, emit_plan
 from spmd.errors import ArgumentError, described
 from spmd.explain.memory import Memory
 from spmd.ir.control_flow import Index
@@ -46,18 +46,17 @@ if TYPE_CHECKING:
     from spmd.measure.profile import Run
 
 
-_IS_DELETED, _SHARDING = methodcaller("is_deleted"), attrgetter("sharding")
+_SHARDING = attrgetter("sharding")
 
 
 class Lowered(Planned):
     """A planned and partitioned program, not yet compiled by XLA: it can be read, but not run.
 
     Attributes:
-      interface: the traced call: `request`, and the pytrees of arguments and result.
       stages: the result of every stage of the compiler.
       options: compile options.
       target: the machine given as `topology=`, to compile for; None for the mesh's devices.
-      request: the compiler's input: the module as traced, the mesh and the specs.
+      request: the compiler's input: the module as traced, mesh, specs, pytrees of arguments.
       mesh: the mesh that the program is planned for.
       name: the function's name.
       donated, donate_argnums: flat indices of the donated arguments.
@@ -75,7 +74,7 @@ class Lowered(Planned):
         `compiler_options` go to XLA, over those in `options`. MeshError as for `Jitted.compile`.
         """
         given = {**self.options.compiler_options, **(compiler_options or {})}
-        with progress(self.name, self.options.shows_progress, kind=f"compiling {_kind(self)}"):
+        with progress(self.name, self.options.shows_progress, kind=f"compiling {self.kind}"):
             return Compiled(self, replace(self.options, compiler_options=given))
 
     def export(self) -> jax.export.Exported:
@@ -92,7 +91,7 @@ class Lowered(Planned):
           >>> step = jax.export.deserialize(saved).call
         """
         emitted = self.stages.emitted.major_to_minor()
-        boundary = Boundary(self.interface, emitted)
+        boundary = Boundary(self.request, emitted)
         if boundary.is_dressed or boundary.refs:
             raise ArgumentError(
                 "a program of key arrays, float0 or refs cannot be exported: it has plain arrays",
@@ -141,10 +140,18 @@ class Compiled(Planned):
     Attributes:
       executable: jax's compiled program; takes flat arguments, sharded as `in_shardings` says.
       boundary: the shardings and memory orders of flat arguments and results.
+      in_formats: the arguments' `Format`s (sharding and memory order): (positional, ...), or
+        ((positional, ...), {name: ...}). Donated arguments have the memory order that the program's
+        collectives want, see `Options.layouts`. An array that comes in another order is copied at
+        each call; `jax.device_put(x, format)` does that beforehand.
+      in_shardings: their `NamedSharding`s, likewise.
+      out_formats, out_shardings: those of the results, pytrees like the result.
+      input_formats, input_shardings: as ((positional, ...), {name: ...}), as jax has them.
+      output_formats, output_shardings: the results', under jax's names.
     """
 
     def __init__(self, lowered: Lowered, options: Options) -> None:
-        super().__init__(lowered.interface, lowered.stages, options, lowered.target)
+        super().__init__(lowered.request, lowered.stages, options, lowered.target)
         self.prices = lowered.prices  # what is known already
         target, emitted = self.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
@@ -152,7 +159,15 @@ class Compiled(Planned):
         if self._ahead:
             execute.check_no_callbacks(emitted)
             devices = devices_ahead(self.mesh, self._ahead)
-        self.boundary = Boundary(self.interface, emitted, devices)
+        self.boundary = Boundary(self.request, emitted, devices)
+        self.input_formats: Any = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
+        args, kwargs = self.input_formats
+        self.in_formats = self.input_formats if kwargs else args
+        self.out_formats: Any = jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
+        self.output_formats = self.out_formats
+        self.in_shardings = jax.tree.map(_SHARDING, self.in_formats)
+        self.input_shardings = jax.tree.map(_SHARDING, self.input_formats)
+        self.out_shardings = self.output_shardings = jax.tree.map(_SHARDING, self.out_formats)
         self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
         self._moved = 0
         doing("XLA")
@@ -178,8 +193,11 @@ class Compiled(Planned):
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the program on flat arguments, resharded if need be; returns flat results."""
         self._check_here()
-        refs = self._refs(leaves)
+        every = [*leaves, *self.request.closed_refs]
+        refs = [every[i] for i in self.boundary.refs]
         leaves = self._with_values(self.arrays(leaves))
+        if refs:
+            self.check(leaves)
         taken = self.boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
@@ -208,20 +226,7 @@ class Compiled(Planned):
 
     def arrays(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the program's arguments: what refs hold, and those that it closes over, too."""
-        return list(map(held, (*leaves, *self.interface.closed_refs)))
-
-    def _refs(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the refs that a call writes to; ArgumentError for one that is given twice."""
-        every, own = [*leaves, *self.interface.closed_refs], self.boundary.refs
-        if len({id(every[i]) for i in own}) < len(own):
-            raise ArgumentError(
-                f"{self.name} is given one jax.Ref twice",
-                source=caller(),
-                actual=f"refs: {some_of([self.request.arg_names[i] for i in own])}",
-                required="as for jax.jit: each once, and none that the function closes over",
-                fix="pass it once, or another one with the same value: jax.new_ref(ref[...])",
-            )
-        return [every[i] for i in own]
+        return list(map(held, (*leaves, *self.request.closed_refs)))
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
         """Moves arguments `which` of `taken` to the program's layout; the second time it warns."""
@@ -239,10 +244,8 @@ class Compiled(Planned):
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Returns arguments with zeros for structs; ArgumentError if the program reads them."""
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-        if not structs:
-            return leaves
         program, valued = self.stages.optimized.program, list(leaves)
-        read = Index(program).users
+        read = Index(program).users if structs else {}
         for i in structs:
             if read.get(program.body.args[i]):
                 raise ArgumentError(
@@ -250,8 +253,7 @@ class Compiled(Planned):
                     source=caller(),
                     actual=described(leaves[i]),
                     required="an array: the program reads it",
-                    fix="pass an array, or compile without running by .compile(...), which takes "
-                    "structs",
+                    fix="pass one, or compile without running: .compile(...) takes structs",
                 )
             valued[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
         return valued
@@ -259,8 +261,9 @@ class Compiled(Planned):
     def check(self, arrays: Sequence[Any]) -> None:
         """Raises ArgumentError for arrays that are deleted, or donated and given twice."""
         names = self.request.arg_names
-        if any(map(_IS_DELETED, arrays)):
-            gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
+        pairs = zip(names, arrays, strict=True)
+        gone = [name for name, a in pairs if isinstance(a, jax.Array) and a.is_deleted()]
+        if gone:
             raise ArgumentError(
                 f"argument {some_of(gone)} was deleted: an earlier call took its memory "
                 "(donate_argnums)",
@@ -272,13 +275,14 @@ class Compiled(Planned):
         for index, array in enumerate(arrays if self.donated else ()):
             first = seen.setdefault(id(array), index)
             if first != index and {first, index} & set(self.donated):
-                one, again = names[first], names[index]
+                kind = "jax.Ref" if index in self.boundary.refs else "array"
                 raise ArgumentError(
-                    f"one array is given as argument {one} and as argument {again}, and it is "
-                    "donated",
+                    f"one {kind} is given as argument {names[first]} and as argument "
+                    f"{names[index]}, and it is donated",
                     source=caller(),
                     required="a donated array is given once: its memory is taken over",
-                    fix="pass a copy of one, array.copy(), or donate nothing",
+                    fix="pass a copy of one, array.copy() or jax.new_ref(ref[...]), or donate "
+                    "nothing",
                 )
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
@@ -307,32 +311,6 @@ class Compiled(Planned):
                     "itself",
                 )
 
-    @property
-    def in_shardings(self) -> Any:
-        """The arguments' `NamedSharding`s: (positional, ...) or ((positional, ...), {name: ..})."""
-        return jax.tree.map(_SHARDING, self.in_formats)
-
-    @property
-    def out_shardings(self) -> Any:
-        """The results' `NamedSharding`s, a pytree like the result."""
-        return jax.tree.map(_SHARDING, self.out_formats)
-
-    @property
-    def in_formats(self) -> Any:
-        """The arguments' `Format`s (sharding and memory order), a pytree like `in_shardings`.
-
-        Donated arguments have the memory order that the program's collectives want, see
-        `Options.layouts`. An array that comes in another order is copied at each call;
-        `jax.device_put(x, format)` does that beforehand.
-        """
-        args, kwargs = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
-        return (args, kwargs) if kwargs else args
-
-    @property
-    def out_formats(self) -> Any:
-        """The results' `Format`s (sharding and memory order), a pytree like the result."""
-        return jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
-
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Computes an argument directly in the sharding and layout in which this program takes it.
 
@@ -345,10 +323,9 @@ class Compiled(Planned):
           `fn(*args)`, each shard on its devices.
         """
         self._check_here()
-        wanted, _ = jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
         # XLA's partitioner does here: there is nothing to exchange. Ours made the same parameters
         # and AdamW state of small Llamas, to the bit, but took up to twice as long to compile.
-        return plain_jit(fn, out_shardings=wanted[argnum])(*args)
+        return plain_jit(fn, out_shardings=self.input_formats[0][argnum])(*args)
 
     def verify(
         self, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
@@ -438,18 +415,6 @@ class Compiled(Planned):
         """Returns the runtime's executable, as `jax.stages.Compiled` does."""
         return self.executable.runtime_executable()
 
-    @property
-    def input_shardings(self) -> Any:
-        """The arguments' `NamedSharding`s, as ((positional, ...), {name: ...})."""
-        return jax.tree.map(_SHARDING, self.input_formats)
-
-    @property
-    def input_formats(self) -> Any:
-        """The arguments' `Format`s, as ((positional, ...), {name: ...})."""
-        return jax.tree.unflatten(self.in_tree, self.boundary.seen_arguments)
-
-    output_shardings, output_formats = out_shardings, out_formats
-
     # What `jax.experimental.serialize_executable.serialize` reads of a `jax.stages.Compiled`.
 
     _no_kwargs = False
@@ -502,15 +467,9 @@ class Compiled(Planned):
             )
 
 
-def _kind(planned: Planned) -> str:
-    leaves = jax.tree.leaves(planned.interface.args)
-    return kind_text(planned.name, planned.request.arg_names, leaves)
-
-
 def _running(local: Mapping[str, Any]) -> str | None:
     """Says which program `Compiled.run` runs, if other processes have to run it, too."""
-    compiled = local["self"]
-    return _kind(compiled) if len(processes_of(compiled.mesh)) > 1 else None
+    return local["self"].kind if len(processes_of(local["self"].mesh)) > 1 else None
 
 
 RUNS[Compiled.run.__code__] = _running
@@ -524,16 +483,18 @@ class Boundary:
     """
 
     def __init__(
-        self, interface: Interface, emitted: Emitted, devices: Sequence[Any] | None = None
+        self, request: Request, emitted: Emitted, devices: Sequence[Any] | None = None
     ) -> None:
-        mesh = jax_mesh(interface.request.mesh, devices, interface.axis_types)
-        taken, given = interface.flat
+        mesh = jax_mesh(request.mesh, devices, request.axis_types)
+        args, out = jax.tree.leaves(request.args), jax.tree.leaves(request.out)
+        taken = [*args, *map(type_of, request.closed_refs)]
+        given = [*out, *(struct for struct in taken if struct.is_ref)]  # refs at the end
         self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
         self.arguments = emitted.named(emitted.arguments, mesh)
         self.argument_formats = formats(self.arguments, self._orders)
         planned = emitted.named(emitted.results, mesh)
-        specs = interface.out_specs or (None,) * len(planned)
+        specs = request.out_specs or (None,) * len(planned)
         ranks = [type_.rank for type_ in emitted.result_types]
         results = formats(tuple(map(_as_told, planned, specs, ranks)), emitted.result_orders)
         # What jax is told; `devices` are descriptions of those that are not here.
@@ -543,7 +504,6 @@ class Boundary:
         self.is_dressed = any(map(_is_dressed, (*taken, *given)))
         self.refs = [i for i, struct in enumerate(taken) if struct.is_ref]
         # As callers see them, who have key arrays.
-        args, out = jax.tree.leaves(interface.args), jax.tree.leaves(interface.out)
         self.seen_arguments = tuple(map(_seen, self.argument_formats, args))
         self.seen_results = tuple(map(_seen, results, out))
         # As it came the last time: an argument with the very same object needs no look at it.

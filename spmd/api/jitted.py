@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from inspect import Parameter, Signature
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -15,19 +16,18 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api.arguments import (
+    Places,
     arg_specs,
-    by_number_and_name,
     check_memory,
     function_name,
     mesh_of,
     result_specs,
-    specified,
 )
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
 from spmd.api.pipelined import in_fastest_schedule
-from spmd.api.tracing import Call, Interface, Recipe, kind_of_call, take_apart, trace_call
+from spmd.api.tracing import Call, Recipe, kind_of_call, take_apart, trace_call
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError, described
 from spmd.explain.prices import costly_text
@@ -72,25 +72,7 @@ def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
 def jit(
     fn: None = None, **options: Unpack[JitOptions]
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-def jit(
-    fn: Any = None,
-    *,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None,
-    keep_unused: bool = False,
-    device: Any = None,
-    backend: Any = None,
-    inline: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-    options: Options | None = None,
-) -> Any:
+def jit(fn: Any = None, **given: Any) -> Any:
     """Compiles a single-device function for a mesh; takes what `jax.jit` takes, and a mesh.
 
     Called with values, it runs the partitioned program. Called inside of another program (under
@@ -132,8 +114,9 @@ def jit(
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
       >>> params, opt_state, loss = step(params, opt_state, batch)
     """
+    if unknown := given.keys() - JitOptions.__annotations__.keys():
+        raise TypeError(f"jit() got an unexpected keyword argument {min(unknown)!r}")
     if fn is None:
-        given = {name: value for name, value in locals().items() if name != "fn"}
         return functools.partial(jit, **given)
     if not callable(fn) or isinstance(fn, jax.sharding.Mesh):  # which is a decorator, too
         raise ArgumentError(
@@ -142,6 +125,8 @@ def jit(
             actual=described(fn),
             fix="write spmd.jit(fn, mesh=mesh), or @spmd.jit(mesh=mesh)",
         )
+    asked = dict.fromkeys(JitOptions.__annotations__) | given
+    mesh, options, backend = asked["mesh"], asked["options"], asked["backend"]
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(
             f"the options of spmd.jit are a {type(options).__name__}",
@@ -150,34 +135,39 @@ def jit(
             required="a spmd.Options",
             fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
         )
-    devices = f"jax.devices({backend!r})"
-    for name, value, own in (("device", device, "[device]"), ("backend", backend, devices)):
-        if value is not None:
+    for name, own in (("device", "[device]"), ("backend", f"jax.devices({backend!r})")):
+        if asked[name] is not None:
             raise ArgumentError(
                 f"spmd.jit has no {name}: a program runs on the devices of its mesh",
                 source=caller(),
-                actual=f"{name}={described(value)}",
+                actual=f"{name}={described(asked[name])}",
                 fix=f"pass mesh=spmd.make_mesh(data=len({own}), devices={own})",
             )
     if mesh is not None:
         as_mesh(mesh)
     options = options or Options()
-    if compiler_options:
-        both = {**options.compiler_options, **compiler_options}
-        options = replace(options, compiler_options=both)
+    if more := asked["compiler_options"]:
+        options = replace(options, compiler_options={**options.compiler_options, **more})
     return Jitted(
         Recipe(
             fn,
             mesh,
-            _one_of(in_specs, specified(in_shardings), "in"),
-            _one_of(out_specs, specified(out_shardings), "out"),
-            *by_number_and_name(fn, static_argnums, static_argnames),
-            *by_number_and_name(fn, donate_argnums, donate_argnames),
-            keep_unused,
-            inline,
+            _one_of(asked["in_specs"], asked["in_shardings"], "in"),
+            _one_of(asked["out_specs"], asked["out_shardings"], "out"),
+            Places.of(fn, asked["static_argnums"], asked["static_argnames"]),
+            Places.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
+            bool(asked["keep_unused"]),
+            bool(asked["inline"]),
             options,
         )
     )
+
+
+_OPTIONS = [
+    Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in JitOptions.__annotations__
+]
+_FUNCTION = Parameter("fn", Parameter.POSITIONAL_OR_KEYWORD, default=None)
+jit.__signature__ = Signature([_FUNCTION, *_OPTIONS])  # type: ignore[attr-defined]
 
 
 def _one_of(specs: Any, shardings: Any, name: str) -> Any:
@@ -200,7 +190,7 @@ class Jitted(Generic[P, R]):
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
         self._is_on_cpu = False
-        self._dispatched = self._new_dispatch()
+        self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns the function's result; compiles first for new shapes, dtypes or shardings."""
@@ -232,10 +222,10 @@ class Jitted(Generic[P, R]):
         recipe = self.recipe
         return plain_jit(
             functools.wraps(recipe.fn)(_marked(recipe)),
-            static_argnums=recipe.static_argnums,
-            static_argnames=recipe.static_argnames,
-            donate_argnums=recipe.donate_argnums,
-            donate_argnames=recipe.donate_argnames,
+            static_argnums=recipe.static.numbers,
+            static_argnames=recipe.static.names,
+            donate_argnums=recipe.donated.numbers,
+            donate_argnames=recipe.donated.names,
             keep_unused=recipe.keep_unused,
             inline=recipe.inline,
         )
@@ -252,7 +242,8 @@ class Jitted(Generic[P, R]):
         """Drops all compiled programs: the next calls compile again."""
         self._cache.clear()
         self.__dict__.pop("inlined", None)
-        self._dispatched = self._new_dispatch()
+        recipe = self.recipe
+        self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
 
     def compile(
         self, *args: Any, topology: Topology | str | None = None, **kwargs: Any
@@ -293,13 +284,7 @@ class Jitted(Generic[P, R]):
 
     def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
         """Traces the function for these arguments and returns the compiler's input."""
-        return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
-
-    def _new_dispatch(self) -> Callable[..., Any]:
-        recipe = self.recipe
-        donated = recipe.donate_argnums + recipe.donate_argnames
-        static = recipe.static_argnums, recipe.static_argnames
-        return dispatched(recipe.fn, self._miss, *static, donated)
+        return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology)
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = take_apart(self.recipe, args, kwargs)
@@ -323,8 +308,7 @@ class Jitted(Generic[P, R]):
         """Raises ArgumentError for arrays deleted or donated twice: the CPU runtime would crash."""
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
         is_gone = any(map(_IS_DELETED, arrays))
-        donates = self.recipe.donate_argnums or self.recipe.donate_argnames
-        if is_gone or (donates and len(set(map(id, arrays))) < len(arrays)):
+        if is_gone or (any(self.recipe.donated) and len(set(map(id, arrays))) < len(arrays)):
             call = take_apart(self.recipe, args, kwargs)
             compiled = self._compiled(call)
             compiled.check(compiled.arrays(call.leaves))
@@ -337,9 +321,7 @@ class Jitted(Generic[P, R]):
             if compiled.boundary.accepts(call.leaves):
                 return compiled
         kind = kind_of_call(self.recipe, *call.put_together(call.leaves))
-        shows = self.recipe.options.shows_progress
-        with progress(self.__name__, shows, kind=f"compiling {kind}"):
-            compiled = self._lower(call, None, kind).compile()
+        compiled = self._lower(call, None, kind).compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 
@@ -347,7 +329,7 @@ class Jitted(Generic[P, R]):
         recipe, options = self.recipe, self.recipe.options
         machine = None if topology is None else as_topology(topology)
 
-        def traced(may_reuse: bool) -> Interface:
+        def traced(may_reuse: bool) -> Request:
             """Traces the call, in the pipeline schedule that is being tried.
 
             `may_reuse` lets jax take a trace from its cache.
@@ -357,11 +339,12 @@ class Jitted(Generic[P, R]):
             asked = recipe if may_reuse else replace(recipe, fn=again)
             return trace_call(asked, call, machine)
 
-        def planned(interface: Interface) -> Lowered:
-            stages = compile_module(interface.request, options, together)
-            return Lowered(interface, stages, options, machine or interface.request.mesh.topology)
+        def planned(request: Request) -> Lowered:
+            stages = compile_module(request, options, together)
+            return Lowered(request, stages, options, machine)
 
-        with progress(self.__name__, options.shows_progress):
+        kind = together and f"compiling {together}"
+        with progress(self.__name__, options.shows_progress, kind=kind):
             lowered = in_fastest_schedule(traced, planned, options.memory_limit)
         plan = lowered.stages.plan
         if plan.choices and (idle := plan.idle_axes):

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from spmd.api.compiled import Lowered
 from spmd.api.marks import caller, mark_sharding, path_name, some_of
-from spmd.api.tracing import Interface
+from spmd.compiler import Request
 from spmd.errors import ArgumentError, MeshError, PlanError
 from spmd.frontend.importer.module import module_text
 from spmd.frontend.trace import mesh_at_hand
@@ -208,7 +208,8 @@ def _moved(leaf: Any, entering: Any, begins: Any, of: Pipeline, mesh: Mesh | Non
 def _layers(stacked: Any, chunks: int | None) -> int:
     if chunks is None:
         return _leading(stacked, "stacked", "(layers, ...)")
-    count = _leading(stacked, "stacked", "(chunks, layers / chunks, ...)")
+    shape = "(chunks, layers / chunks, ...)"
+    count = _leading(stacked, "stacked", shape)
     if count != chunks:
         raise ArgumentError(
             f"pipeline: chunks={chunks}, but the stack has {count} in dim 0",
@@ -216,19 +217,18 @@ def _layers(stacked: Any, chunks: int | None) -> int:
             required="with chunks=, leaves (chunks, layers / chunks, ...)",
             fix=f"reshape leaves to ({chunks}, layers / {chunks}, ...), or leave chunks out",
         )
-    inner = jax.tree.map(lambda leaf: jax.typeof(leaf).update(shape=leaf.shape[1:]), stacked)
-    return chunks * _leading(inner, "stacked", "(chunks, layers / chunks, ...)")
+    return chunks * _leading(stacked, "stacked", shape, dim=1)
 
 
-def _leading(tree: Any, what: str, shape: str) -> int:
-    """Returns the size of dim 0 of all leaves; ArgumentError if they differ, or if it is 0."""
+def _leading(tree: Any, what: str, shape: str, dim: int = 0) -> int:
+    """Returns the size of a dim of all leaves; ArgumentError if they differ, or if it is 0."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     sizes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
-    first = {shape[0] if shape else None for shape in sizes.values()}
+    first = {shape[dim] if len(shape) > dim else None for shape in sizes.values()}
     if len(first) == 1 and (found := first.pop()):
         return found
     raise ArgumentError(
-        f"pipeline: the leaves of {what} have no size of dim 0 in common",
+        f"pipeline: the leaves of {what} have no size of dim {dim} in common",
         source=caller(),
         actual=some_of([f"{name} {shape}" for name, shape in sizes.items()]) or "no leaves",
         required=f"leaves {shape}",
@@ -254,71 +254,61 @@ def _chosen_pipeline(
 
     `layers` and `batch` are the sizes of the stack and the batch. Errors are as for `pipeline`.
     """
-    for what, count in (("stages", of.stages), ("microbatches", of.microbatches)):
-        if count < 1:
-            raise ArgumentError(
-                f"pipeline: {what}={count}", source=caller(), required="a number of at least 1"
-            )
-    cuts, rest = divmod(batch, of.microbatches)
-    if rest:
-        raise ArgumentError(
-            f"pipeline: a batch of {batch} rows is not {of.microbatches} microbatches",
-            source=caller(),
-            actual=f"{batch} = {cuts} * {of.microbatches} + {rest}",
-            required="microbatches= that divides the batch",
-        )
-    if mesh is not None and of.axis not in mesh.shape:
+    size = 1 if mesh is None else mesh.shape.get(of.axis)
+    if size is None:
         raise MeshError(
             f"pipeline: the mesh has no axis {of.axis!r}",
             source=caller(),
             actual=f"({mesh})",
             fix=f"make the mesh with {of.axis}={of.stages}, or name another axis=",
         )
-    if mesh is not None and of.stages % (size := mesh.shape[of.axis]):
-        raise ArgumentError(
-            f"pipeline: {of.stages} stages are not split evenly over {of.axis}={size}",
-            source=caller(),
-            required=f"stages= a multiple of {size}; as many, for one stage on each device",
-        )
-    found = {
-        name: of._replace(chunks=(chunks or 2) if is_chunked else 1, is_lean=is_lean)
-        for name, (is_chunked, is_lean) in SCHEDULES.items()
-    }
-    if schedule is None:
-        possible = [name for name in found if not _refusal(name, found[name], chunks, layers)]
-        if possible:
-            taken = _TAKEN.get()
-            is_open = sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible)
-            return found[taken if taken in possible else possible[0]]._replace(open=is_open)
-        schedule = "interleaved" if chunks else DEFAULT
-    elif schedule not in SCHEDULES:
+    if schedule not in (None, *SCHEDULES):
         raise ArgumentError(
             f"pipeline: schedule={schedule!r} is none",
             source=caller(),
             required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
         )
-    if refusal := _refusal(schedule, found[schedule], chunks, layers):
-        raise refusal
+    found = {
+        name: of._replace(chunks=(chunks or 2) if is_chunked else 1, is_lean=is_lean)
+        for name, (is_chunked, is_lean) in SCHEDULES.items()
+    }
+    refusals = {name: _refusal(each, chunks, layers, batch, size) for name, each in found.items()}
+    possible = [name for name in found if refusals[name] is None]
+    if schedule is None and possible:
+        taken = _TAKEN.get()
+        is_open = sum(1 << i for i, name in enumerate(SCHEDULES) if name in possible)
+        return found[taken if taken in possible else possible[0]]._replace(open=is_open)
+    schedule = schedule or ("interleaved" if chunks else DEFAULT)
+    if refusal := refusals[schedule]:
+        what, required = refusal
+        raise ArgumentError(f"pipeline: {what}", source=caller(), required=required)
     return found[schedule]
 
 
-def _refusal(schedule: str, of: Pipeline, chunks: int | None, layers: int) -> ArgumentError | None:
-    """Returns the error for a schedule that a call cannot take, None for others."""
-    is_chunked, is_lean = SCHEDULES[schedule]
-    if chunks and not is_chunked:
-        what = f"chunks={chunks} with schedule={schedule!r}, in which a stage has one"
-        required = "schedule='interleaved', or no chunks"
-    elif layers % of.window:
+def _refusal(
+    of: Pipeline, chunks: int | None, layers: int, batch: int, size: int
+) -> tuple[str, str] | None:
+    """Says what a pipeline cannot be, and what it would need; None if it can be as it is."""
+    if min(of.stages, of.microbatches) < 1:
+        return f"stages={of.stages}, microbatches={of.microbatches}", "numbers of at least 1"
+    if batch % of.microbatches:
+        what = f"a batch of {batch} rows is not {of.microbatches} microbatches"
+        return what, "microbatches= that divides the batch"
+    if of.stages % size:
+        what = f"{of.stages} stages are not split evenly over {of.axis}={size}"
+        return what, f"stages= a multiple of {size}; as many, for one stage on each device"
+    if of.chunks < (chunks or 0):
+        what = f"chunks={chunks} with schedule={of.schedule!r}, in which a stage has one"
+        return what, "schedule='interleaved', or no chunks"
+    if layers % of.window:
         parts = f"{of.stages} stages" + (f" of {of.chunks} chunks" if of.chunks > 1 else "")
         what = f"{layers} layers are not split evenly over {parts}"
-        required = f"a number of layers that {of.window} divides"
-    elif (is_chunked or is_lean) and of.microbatches % of.stages:
+        return what, f"a number of layers that {of.window} divides"
+    if of.schedule != "gpipe" and of.microbatches % of.stages:
         groups = f"{of.microbatches} microbatches are not groups of {of.stages} stages"
-        what = f"{groups}, as schedule={schedule!r} takes them"
-        required = f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
-    else:
-        return None
-    return ArgumentError(f"pipeline: {what}", source=caller(), required=required)
+        what = f"{groups}, as schedule={of.schedule!r} takes them"
+        return what, f"microbatches= a multiple of {of.stages}; 'gpipe' takes any number"
+    return None
 
 
 class _Tried(NamedTuple):
@@ -336,8 +326,8 @@ class _Tried(NamedTuple):
 
 
 def in_fastest_schedule(
-    trace: Callable[[bool], Interface],
-    plan: Callable[[Interface], Lowered],
+    trace: Callable[[bool], Request],
+    plan: Callable[[Request], Lowered],
     memory_limit: int | None,
 ) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
@@ -347,18 +337,18 @@ def in_fastest_schedule(
     (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
     PlanError if there is a limit and none keeps to it.
     """
-    interface, tried = trace(True), []
+    request, tried = trace(True), []
     try:
-        tried = [_Tried(plan(interface))]
+        tried = [_Tried(plan(request))]
         scopes = {op.loc.scope for op in tried[0].lowered.stages.plan.program.walk()}
     except PlanError as error:
-        refused, scopes = error, {module_text(interface.request.module, has_locations=True)}
+        refused, scopes = error, {module_text(request.module, has_locations=True)}
     pipelines = [of for of in pipelines_in(" ".join(scopes)) if of.open]
     if not tried and (memory_limit is None or not pipelines):
         raise refused
     if not pipelines:
         return tried[0].lowered
-    search = Search(memory_for(interface.request.topology, memory_limit), tried)
+    search = Search(memory_for(request.topology, memory_limit), tried)
     names = {name for of in pipelines for name in of.open_schedules}
     names -= {min(of.schedule for of in pipelines)}  # that is what was traced
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from spmd.api.tracing import Interface
+from spmd.api.tracing import kind_text
 from spmd.compiler import Request, Stages
 from spmd.errors import ArgumentError
 from spmd.explain.costs import Collective, list_collectives
@@ -41,17 +41,17 @@ class Planned:
     """A program that is planned and partitioned, and the reports that need no run of it."""
 
     def __init__(
-        self, interface: Interface, stages: Stages, options: Options, target: Topology | None = None
+        self, request: Request, stages: Stages, options: Options, target: Topology | None = None
     ) -> None:
-        self.interface, self.stages, self.options = interface, stages, options
-        self.target = target
-        self.request: Request = interface.request
-        self.mesh, self.donated = self.request.mesh, self.request.donated
+        self.request, self.stages, self.options = request, stages, options
+        self.target = target or request.mesh.topology
+        self.mesh, self.donated = request.mesh, request.donated
         self.donate_argnums = self.donated
-        self.in_avals, self.out_avals = jax.tree.map(_aval, (interface.args, interface.out))
-        self.name = interface.name or stages.plan.program.name
-        self.in_tree: Any = jax.tree.structure(interface.args)
-        self.out_info, self.out_tree = interface.out, jax.tree.structure(interface.out)
+        self.in_avals, self.out_avals = jax.tree.map(_aval, (request.args, request.out))
+        self.name = request.name or stages.plan.program.name
+        self.in_tree: Any = jax.tree.structure(request.args)
+        self.kind = kind_text(self.name, request.arg_names, jax.tree.leaves(request.args))
+        self.out_info, self.out_tree = request.out, jax.tree.structure(request.out)
         self.measured: Measured | None = None
 
     @property

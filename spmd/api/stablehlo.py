@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from spmd.api.arguments import Specs, flat_entries
+from spmd.api.arguments import Specs, leaf_entries, one_for_each
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.tracing import Interface, axis_types_of, topology_of
+from spmd.api.tracing import axis_types_of, topology_of
 from spmd.compiler import Request, compile_module
 from spmd.errors import ArgumentError
 from spmd.frontend import refine
@@ -86,14 +86,7 @@ def lower_stablehlo(
     module = static_module(module_or_path, symbols, arg_shapes, platform_of(as_mesh(mesh)))
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
     with progress("module", options.shows_progress):
-        stages = compile_module(request, options)
-    # As if a function of as many arrays had been traced, which returns a tuple.
-    args, results = (
-        tuple(jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype)) for type_ in types)
-        for types in signature(module)
-    )
-    axis_types = axis_types_of(request.mesh, [mesh])
-    return Lowered(Interface(request, (args, {}), results, axis_types), stages, options)
+        return Lowered(request, compile_module(request, options), options)
 
 
 def module_request(
@@ -104,43 +97,53 @@ def module_request(
     options: Options,
     updates: Sequence[tuple[int, int]] = (),
 ) -> Request:
-    """Returns the compiler's input for a static module; arguments as for `lower_stablehlo`."""
+    """Returns the compiler's input for a static module; arguments as for `lower_stablehlo`.
+
+    It is as if a function of as many arrays had been traced, which returns a tuple.
+    """
     own = as_mesh(mesh)
-    args, results = signature(module)
-    arg_names, result_names = boundary_names(module)
-    _check_updates(updates, args, results)
+    _check_updates(updates, *signature(module))
+    names = boundary_names(module)
+    args, results = (
+        tuple(jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype)) for type_ in types)
+        for types in signature(module)
+    )
+
+    def entries(given: Specs, structs: Sequence[Any], names: Sequence[str], what: str) -> Any:
+        specs = one_for_each(given, names, f"{what}_specs", what)
+        parts = zip(specs, structs, names, strict=True)
+        return tuple(leaf_entries(spec, s, f"{what} {name}", own) for spec, s, name in parts)
+
     return Request(
         module,
         own,
         options.topology or topology_of(own),
-        arg_names,
-        result_names,
-        flat_entries(arg_specs, args, arg_names, own, "argument"),
-        flat_entries(result_specs, results, result_names, own, "result"),
+        *names,
+        entries(arg_specs, args, names[0], "argument"),
+        entries(result_specs, results, names[1], "result"),
         links=tuple(updates),
         donated=tuple(sorted(argument for _, argument in updates)),
         platform=platform_of(own),
+        args=(args, {}),
+        out=results,
+        axis_types=axis_types_of(own, [mesh]),
     )
 
 
 def _check_updates(
     updates: Sequence[tuple[int, int]], args: Sequence[TensorType], results: Sequence[TensorType]
 ) -> None:
+    replaced, replacing = [a for _, a in updates], [r for r, _ in updates]
     for result, argument in updates:
         known = 0 <= result < len(results) and 0 <= argument < len(args)
-        if not known or results[result] != args[argument]:
+        is_once = replaced.count(argument) == replacing.count(result) == 1
+        if not known or not is_once or results[result] != args[argument]:
             raise ArgumentError(
                 f"result {result} cannot take the place of argument {argument}",
                 actual=f"{results[result]} for {args[argument]}" if known else "there is none",
-                required="a result and an argument of one shape and dtype",
+                required="a result and an argument of one shape and dtype, each in one update",
                 fix="correct `updates`",
             )
-    if len(set(dict(updates).values())) != len(updates):
-        raise ArgumentError(
-            "a result or an argument is in two updates",
-            actual=str(list(updates)),
-            fix="name each at most once",
-        )
 
 
 def static_module(
@@ -173,7 +176,7 @@ def static_module(
         return module
     dims = refine.stated_dims(module) if exported is None else refine.exported_dims(exported)
     names = argument_names(module, start=len(refine.symbols_of(module)))
-    given = _given(shapes, names)
+    given = one_for_each(shapes, names, "arg_shapes", "argument")
     stated = [dim for argument in dims for dim in argument if dim is not None]
     known = {*symbols_in(stated), *refine.symbols_of(module)}
     if unknown := sorted(symbols.keys() - known):
@@ -189,37 +192,17 @@ def static_module(
     return refine.refine(module, sizes, symbols)
 
 
-def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
-    if isinstance(shapes, Mapping):
-        if unknown := sorted(shapes.keys() - set(names)):
-            raise ArgumentError(
-                f"arg_shapes has {unknown[0]!r}, which is no argument",
-                actual=f"arguments: {', '.join(names)}",
-            )
-        return [shapes.get(name) for name in names]
-    if shapes is not None and len(shapes) != len(names):
-        raise ArgumentError(
-            "arg_shapes needs one entry for each argument",
-            actual=f"{len(shapes)} entries",
-            required=f"{len(names)}: {', '.join(names)}",
-            fix="write None where the module says the shape",
-        )
-    return list(shapes or [None] * len(names))
-
-
 def _sizes(name: str, dims: refine.ArgumentDims, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    if None in dims:
-        shown = "x".join("?" if dim is None else str(dim) for dim in dims)
+    unknown = (
+        ["?"] if None in dims else [x for x in symbols_in(filter(None, dims)) if x not in symbols]
+    )
+    if unknown:
+        shown = ", ".join("?" if dim is None else str(dim) for dim in dims)
         example = tuple(8 if dim is None else dim for dim in dims)
         raise ArgumentError(
-            f"argument {name} has a dynamic shape, {shown}, and the module names no symbols for it",
-            fix=f"give its shape: arg_shapes={{{name!r}: {example}}}",
-        )
-    missing = [symbol for symbol in symbols_in(filter(None, dims)) if symbol not in symbols]
-    if missing:
-        raise ArgumentError(
-            f"argument {name} has the shape ({', '.join(map(str, dims))}), and {missing[0]} has no "
-            "value",
-            fix=f"give it: symbols={{{missing[0]!r}: 8}}",
+            f"argument {name} has the shape ({shown}), and {unknown[0]} has no value",
+            fix=f"give its shape: arg_shapes={{{name!r}: {example}}}"
+            if None in dims
+            else f"give it: symbols={{{unknown[0]!r}: 8}}",
         )
     return tuple(size_of(dim, symbols) for dim in dims if dim is not None)

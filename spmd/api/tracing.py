@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.api.arguments import (
     Argument,
     Parameters,
+    Places,
     arg_specs,
     donated_leaves,
     function_name,
@@ -26,7 +27,6 @@ from spmd.api.arguments import (
     leaf_names,
     like_parameters,
     mesh_sharding,
-    parameter_count,
     parameter_names,
     parameters_of,
     placement,
@@ -63,36 +63,21 @@ class Recipe:
     mesh: Any
     in_specs: Any
     out_specs: Any
-    static_argnums: tuple[int, ...]
-    static_argnames: tuple[str, ...]
-    donate_argnums: tuple[int, ...]
-    donate_argnames: tuple[str, ...]
+    static: Places
+    donated: Places
     keep_unused: bool  # this and `inline` matter where the function is traced into another
     inline: bool
     options: Options
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Argument, ...]:
         """Returns a call's arguments that are not static: positional ones, then sorted keywords."""
-        static, donated = (
-            {n + len(args) if n < 0 else n for n in numbers}
-            for numbers in (self.static_argnums, self.donate_argnums)
-        )
+        static, donated = self.static.keys(len(args)), self.donated.keys(len(args))
         names = parameter_names(self.parameters, len(args))
-        by_place = [
-            Argument(i, i, names[i], arg, i in donated)
-            for i, arg in enumerate(args)
-            if i not in static
-        ]
-        if not kwargs:
-            return tuple(by_place)
-        every = parameter_names(self.parameters, parameter_count(self.parameters))
-        places = {name: place for place, name in enumerate(every)}
-        by_name = [
-            Argument(name, places.get(name, name), name, arg, name in self.donate_argnames)
-            for name, arg in sorted(kwargs.items(), key=itemgetter(0))
-            if name not in self.static_argnames
-        ]
-        return (*by_place, *by_name)
+        return tuple(
+            Argument(key, key if isinstance(key, str) else names[key], value, key in donated)
+            for key, value in keyed(args, kwargs).items()
+            if key not in static
+        )
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -108,22 +93,21 @@ class Recipe:
         return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
-LeafType = tuple[tuple[int, ...], Any, bool, NamedSharding | None, bool]
-"""Shape, dtype, whether the dtype gives way to others, the sharding where jax has that in types (on
-a mesh with Explicit axes), and whether it is a `jax.Ref`."""
+def type_of(leaf: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array, struct or number; TypeError for all else.
 
-
-def type_of(leaf: Any, sharding: NamedSharding | None = None) -> LeafType:
-    """Returns the type of an array, struct or number; TypeError for all else."""
+    It has a `sharding` only where jax has that in types: on a mesh with Explicit axes.
+    """
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
-    if sharding is not None and not has_explicit_axes(sharding.mesh):
-        sharding = None
-    is_weak = bool(getattr(aval, "weak_type", False))
-    is_ref = isinstance(aval, AbstractRef) or bool(getattr(aval, "is_ref", False))
-    return tuple(aval.shape), dtype, is_weak, sharding, is_ref
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True),
+        weak_type=bool(getattr(aval, "weak_type", False)),
+        sharding=sharding if sharding is not None and has_explicit_axes(sharding.mesh) else None,
+        is_ref=isinstance(aval, AbstractRef) or bool(getattr(aval, "is_ref", False)),
+    )
 
 
 def order_of(leaf: Any) -> Order | None:
@@ -142,7 +126,7 @@ class Call(NamedTuple):
     # leaves, types, orders: the others, flat, the type of each, and in which order its dims lie in
     # memory, if not major to minor
     leaves: tuple[Any, ...]
-    types: tuple[LeafType, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...]
     orders: tuple[Order | None, ...]
     tree: Any  # the structure of ((positional, ...), {name: ...}), static ones left out
     settings: Any  # of jax, that decide how the function is traced
@@ -161,39 +145,16 @@ class Call(NamedTuple):
         return [static[i] if i in static else next(rest) for i in range(count)], named | by_name
 
 
-class Interface(NamedTuple):
-    """A traced call: the compiler's input, and the pytrees of its arguments and its result."""
-
-    request: Request
-    # args, out: pytrees of `ShapeDtypeStruct`s of ((positional, ...), {name: ...}), static
-    # arguments left out, and of the result
-    args: Any
-    out: Any
-    # jax's types of the mesh's axes, where they are not all Auto
-    axis_types: tuple[Any, ...] | None
-    name: str = ""
-    # for each flat result its spec as the user or jax's types have it, or None; they may name axes
-    # of size 1, which split nothing. None are known if empty
-    out_specs: tuple[PartitionSpec | None, ...] = ()
-    # the `jax.Ref`s that the function closes over: arguments behind those of the caller
-    closed_refs: tuple[Any, ...] = ()
-
-    @property
-    def flat(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-        """The program's arguments and results; the last results are what refs hold at the end."""
-        closed = [jax.ShapeDtypeStruct(*type_of(ref)[:2], is_ref=True) for ref in self.closed_refs]
-        taken = [*jax.tree.leaves(self.args), *closed]
-        return taken, [*jax.tree.leaves(self.out), *(struct for struct in taken if struct.is_ref)]
+def keyed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    """Returns a call's arguments by number, then sorted by name."""
+    return {**dict(enumerate(args)), **dict(sorted(kwargs.items(), key=itemgetter(0)))}
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Splits a call's arguments into static ones and array leaves; ArgumentError for others."""
     given = recipe.arguments(args, kwargs)
     dynamic = {argument.key: argument.value for argument in given}
-    every: dict[int | str, Any] = dict(enumerate(args)) | {
-        key: kwargs[key] for key in sorted(kwargs)
-    }
-    static = tuple((key, value) for key, value in every.items() if key not in dynamic)
+    static = tuple(item for item in keyed(args, kwargs).items() if item[0] not in dynamic)
     positional = tuple(value for key, value in dynamic.items() if isinstance(key, int))
     named = {key: value for key, value in dynamic.items() if isinstance(key, str)}
     leaves, tree = jax.tree.flatten((positional, named))
@@ -236,18 +197,15 @@ def kind_of_call(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any])
     return kind_text(function_name(recipe.fn), leaf_names(given), leaves)
 
 
-def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interface:
+def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request:
     """Traces a function at the arguments of a call; nothing is compiled yet.
 
     It is to be planned for `topology`, else that of the options, else that of the mesh's devices.
     MeshError: there is no mesh, or two that differ; SpecError: a spec that does not fit.
     """
-    leaves = [
-        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak, sharding=sharding, is_ref=is_ref)
-        for shape, dtype, is_weak, sharding, is_ref in call.types
-    ]
+    leaves = call.types
     symbolic = [(i, d) for i, s in enumerate(leaves) for d in s.shape if is_symbolic_dim(d)]
-    for i, dim in symbolic[:1]:
+    for i, dim in symbolic:
         symbols = {str(symbol): 8 for symbol in symbols_in([str(dim)])}
         raise ArgumentError(
             f"argument {i} of {function_name(recipe.fn)} has the symbolic dim {dim}",
@@ -263,16 +221,14 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     mesh_given = recipe.given_mesh or next(iter(placed), None)
     known = None if mesh_given is None else as_mesh(mesh_given)
     platform = (topology.platform if topology else None) or platform_of(known)
-    static_names = [name for name, _ in call.static if isinstance(name, str)]
-    static_numbers = [i for i, _ in call.static if isinstance(i, int)]
     with seen_meshes(known) as seen:
         traced = trace(
-            _warning_of_changes(recipe.fn, structs),
+            _warning_of_changes(recipe, structs),
             args,
             kwargs,
             platform=platform,
-            static_argnums=static_numbers,
-            static_argnames=static_names,
+            static_argnums=[key for key, _ in call.static if isinstance(key, int)],
+            static_argnames=[key for key, _ in call.static if isinstance(key, str)],
             on_callbacks=recipe.options.callbacks,
             mesh=known,
         )
@@ -323,10 +279,10 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
     for spec, what in zip(stated, whats, strict=True):
         check_reduced(getattr(spec, "unreduced", ()), what, caller())
     # What a ref holds next takes the memory of what it held, and lies as that did.
-    refs = [i for i, leaf in enumerate(taken) if type_of(leaf)[-1]]
+    refs = [i for i, leaf in enumerate(taken) if type_of(leaf).is_ref]
     links = {r: a for r, a in updates_of(given, traced.out) if a not in refs}
     links |= {len(results) + k: i for k, i in enumerate(refs)}
-    request = Request(
+    return Request(
         traced.module,
         mesh,
         topology or recipe.options.topology or topology_of(mesh),
@@ -341,48 +297,41 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Interfa
         platform,
         function_place(recipe.fn),
         traced.callbacks,
-    )
-    return Interface(
-        request,
+        function_name(recipe.fn),
         structs,
         traced.out,
         axis_types_of(mesh, [mesh_given, *placed, around]),
-        function_name(recipe.fn),
         tuple(spec if isinstance(spec, PartitionSpec) else None for spec in (*stated, *refs)),
         closed,
     )
 
 
-def _warning_of_changes(fn: Any, arguments: Any) -> Any:
-    """Returns a wrapper of `fn` that warns if `fn` changes an argument, such as a module, in place.
+def _warning_of_changes(recipe: Recipe, arguments: Any) -> Any:
+    """Returns the function so that it warns of an argument, such as a module, changed in place.
 
-    Arguments are copies when `fn` is traced: a change that is not returned is lost. Without objects
-    among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that it has made before,
-    as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer that `fn` makes) is
-    the same object as there.
+    Arguments are copies when it is traced: a change that is not returned is lost. Without objects
+    among `arguments`, a pytree, it is the function itself: then jax finds a trace that it has made
+    before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer that it
+    makes) is the same object as there.
     """
+    fn = recipe.fn
     if jax.tree_util.all_leaves(jax.tree.leaves(arguments, is_leaf=_is_object)):
         return fn
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        objects = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_object)
+        given = {argument.name: argument.value for argument in recipe.arguments(args, kwargs)}
+        objects = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_object)
         before = [jax.tree.leaves(value) for _, value in objects]
         results = fn(*args, **kwargs)
         returned = set(map(id, jax.tree.leaves(results)))
         for (path, value), had in zip(objects, before, strict=True):
             has = jax.tree.leaves(value)
             if len(has) < len(had) or {*map(id, has)} - {*map(id, had)} - returned:
-                kind, (where, first, *rest) = type(value).__name__, path
-                if where.idx == 0:  # among the positional ones
-                    head = parameter_names(parameters_of(fn), first.idx + 1)[first.idx]
-                else:
-                    head = str(first.key)
-                told = "/".join(filter(None, (head, path_name(rest))))
                 warnings.warn(
-                    f"{function_name(fn)} changes argument {told}, a {kind}, which is "
-                    "lost when it returns: return it, or, for modules of flax.nnx, use "
-                    "spmd.nnx.jit, which updates them in place",
+                    f"{function_name(fn)} changes argument {path_name(path)}, a "
+                    f"{type(value).__name__}, which is lost when it returns: return it, or, for "
+                    "modules of flax.nnx, use spmd.nnx.jit, which updates them in place",
                     stacklevel=2,
                 )
         return results

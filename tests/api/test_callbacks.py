@@ -1,5 +1,6 @@
 """Python functions that a partitioned program calls: once, in order, with whole values."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,14 +72,60 @@ def test_debug_print_prints_once(mesh: spmd.Mesh, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "the sum is 496.0 of 32\n"
 
 
-def test_every_kind_is_called_once_with_whole_values(mesh: spmd.Mesh, seen: Seen) -> None:
-    def fn(x: Any) -> Any:
-        jax.debug.callback(seen, x)
-        y = jax.pure_callback(seen, SAME, x + 1)
-        z = io_callback(seen, SAME, y + 1)
-        return y, z * 2, io_callback(seen, SAME, z + 1, ordered=True)
+def every_kind(seen: Seen, x: Any) -> Any:
+    jax.debug.callback(seen, x)
+    y = jax.pure_callback(seen, SAME, x + 1)
+    z = io_callback(seen, SAME, y + 1)
+    return y, z * 2, io_callback(seen, SAME, z + 1, ordered=True)
 
-    check(fn, mesh, seen, in_order=False)
+
+def by_row(seen: Seen, x: Any) -> Any:
+    def one(row: Any) -> Any:
+        jax.debug.callback(seen, row.sum())
+        type_ = jax.ShapeDtypeStruct(row.shape, row.dtype)
+        return jax.pure_callback(seen, type_, row, vmap_method="sequential")
+
+    return jax.vmap(one)(x)
+
+
+def effects_in_branches(seen: Seen, x: Any) -> Any:
+    """One that nobody reads stays in its branch."""
+    jax.lax.cond(x.sum() > 0, lambda: jax.debug.callback(seen, x.sum()), lambda: None)
+    jax.lax.cond(x.sum() < 0, lambda: jax.debug.callback(seen, x.sum()), lambda: None)
+    return x * 2
+
+
+def equal_calls(seen: Seen, x: Any) -> Any:
+    """They are not merged, and constant ones stay in their loop."""
+    total = x.sum()
+    jax.debug.callback(seen, total)
+    jax.debug.callback(seen, total)
+
+    def step(carry: Any, _: Any) -> Any:
+        jax.debug.callback(seen, x)
+        return carry + x, None
+
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+def recomputed(seen: Seen, x: Any) -> Any:
+    """As often as plain jax does: its own recomputation calls again."""
+
+    @jax.checkpoint
+    def block(x: Any) -> Any:
+        jax.debug.callback(seen, x.sum())
+        return jnp.sin(jnp.sin(x))
+
+    return jax.value_and_grad(lambda x: block(x).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [(every_kind, 4), (by_row, 16), (effects_in_branches, 1), (equal_calls, 5), (recomputed, 2)],
+)
+def test_calls_are_those_of_jax(mesh: spmd.Mesh, seen: Seen, fn: Any, count: int) -> None:
+    check(functools.partial(fn, seen), mesh, seen, in_order=False)
+    assert len(seen.calls) == count
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
@@ -121,15 +168,6 @@ def test_results_arrive_to_the_bit(mesh: spmd.Mesh) -> None:
         assert np.asarray(got).tobytes() == EXTREMES[name].tobytes(), name
 
 
-def test_vmap(mesh: spmd.Mesh, seen: Seen) -> None:
-    def one(row: Any) -> Any:
-        jax.debug.callback(seen, row.sum())
-        type_ = jax.ShapeDtypeStruct(row.shape, row.dtype)
-        return jax.pure_callback(seen, type_, row, vmap_method="sequential")
-
-    check(jax.vmap(one), mesh, seen, in_order=False)
-
-
 def test_pieces_where_they_are_asked_for(mesh: spmd.Mesh, seen: Seen) -> None:
     def fn(x: Any) -> Any:
         jax.debug.callback(seen, x, partitioned=True)
@@ -167,43 +205,6 @@ def test_loops_and_branches(mesh: spmd.Mesh, seen: Seen) -> None:
         return x, sums
 
     check(fn, mesh, seen)
-
-
-def test_an_effect_that_nobody_reads_stays_in_its_branch(mesh: spmd.Mesh, seen: Seen) -> None:
-    def fn(x: Any) -> Any:
-        jax.lax.cond(x.sum() > 0, lambda: jax.debug.callback(seen, x.sum()), lambda: None)
-        jax.lax.cond(x.sum() < 0, lambda: jax.debug.callback(seen, x.sum()), lambda: None)
-        return x * 2
-
-    check(fn, mesh, seen)
-    assert len(seen.calls) == 1
-
-
-def test_equal_calls_are_not_merged_and_constant_ones_stay(mesh: spmd.Mesh, seen: Seen) -> None:
-    def fn(x: Any) -> Any:
-        total = x.sum()
-        jax.debug.callback(seen, total)
-        jax.debug.callback(seen, total)
-
-        def step(carry: Any, _: Any) -> Any:
-            jax.debug.callback(seen, x)
-            return carry + x, None
-
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    check(fn, mesh, seen, in_order=False)
-    assert len(seen.calls) == 5
-
-
-def test_checkpoint(mesh: spmd.Mesh, seen: Seen) -> None:
-    """As often as plain jax does: its own recomputation calls again."""
-
-    @jax.checkpoint
-    def block(x: Any) -> Any:
-        jax.debug.callback(seen, x.sum())
-        return jnp.sin(jnp.sin(x))
-
-    check(jax.value_and_grad(lambda x: block(x).sum()), mesh, seen)
 
 
 def test_what_is_recomputed_is_not_called_again(mesh: spmd.Mesh, seen: Seen) -> None:

@@ -3,6 +3,9 @@
 import copy
 import functools
 import pickle
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -142,3 +145,38 @@ def test_it_is_copied_and_pickled_without_what_it_compiled(mesh: spmd.Mesh) -> N
             assert "for 0 kinds of call" in repr(again)
         np.testing.assert_array_equal(again(x), 2 * np.ones((8, 8)))
         assert x.is_deleted()
+
+
+def test_each_thread_takes_the_mesh_of_its_own_marks() -> None:
+    first, second = spmd.make_mesh(a=8), spmd.make_mesh(b=4, c=2)
+    is_tracing, other_is_done = threading.Event(), threading.Event()
+
+    def slow(x: Any) -> Any:
+        is_tracing.set()
+        assert other_is_done.wait(60)
+        return spmd.mark_sharding(x * 2, first, ("a",))
+
+    def quick(x: Any) -> Any:
+        return spmd.mark_sharding(x * 3, second, ("b",))
+
+    with ThreadPoolExecutor(1) as pool:
+        lowering = pool.submit(lambda: spmd.jit(slow).lower(jnp.ones(8)).mesh)
+        assert is_tracing.wait(60)
+        assert spmd.jit(quick).lower(jnp.ones(8)).mesh == second
+        other_is_done.set()
+        assert lowering.result() == first
+
+
+def test_an_axis_that_splits_nothing_is_named_once(devices8: Any) -> None:
+    def twice(x: Any) -> Any:
+        return jnp.tanh(x) * 2
+
+    x, said = jnp.ones((4, 3)), "nothing is split over axis model"
+    with pytest.warns(UserWarning, match=f"twice: {said}") as found:
+        idle = spmd.jit(twice, mesh=spmd.make_mesh(data=4, model=2), in_specs=(("data",),)).lower(x)
+    assert [warning.filename for warning in found] == [__file__]
+    assert said in idle.summary()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        used = spmd.jit(twice, mesh=spmd.make_mesh(data=4, one=1), in_specs=(("data",),)).lower(x)
+    assert "nothing is split" not in used.summary()

@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "duplicate symbol": (function() + function(), "'main'"),
     "dynamic shape": (
         "func.func @main(%x: tensor<?x4xf32>) -> tensor<?x4xf32> {\nreturn %x : tensor<?x4xf32>\n}",
-        "argument arg0 has a dynamic shape, ?x4"),
+        "argument arg0 has the shape (?, 4), and ? has no value"),
     "unranked": (
         "func.func @main(%x: tensor<*xf32>) -> tensor<*xf32> {\nreturn %x : tensor<*xf32>\n}",
         "tensor<*xf32>"),
