@@ -8,13 +8,14 @@ import os
 import platform
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 
 import jax
 
 from spmd.errors import LaunchError
 from spmd.installed import as_called, source_digest
-from spmd.launch.agree import by_package, check_same, imported
+from spmd.launch.agree import judged, refuse_differences, sources
 from spmd.launch.meet import meet
 from spmd.launch.peers import first_line, watch_peers
 from spmd.launch.store import (
@@ -132,22 +133,20 @@ def initialize(
         return
     watch_peers(store, heartbeat_timeout_s)
     if is_joined:
-        check_same(versions(), label="versions", timeout_s=timeout_s)
+        judge = partial(refuse_differences, may_lack=True)
+        judged({"checked": "versions", **versions()}, judge, timeout_s=timeout_s)
 
 
 def versions() -> dict[str, str]:
     """Returns name -> value of what must be equal in all processes: versions, hashes of sources."""
     # Hosts that read different checkouts of this package have the same version number. Its files
     # are compared whether they are imported yet or not.
-    hashes = by_package(imported()) | {"spmd": source_digest()[:12]}
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
         "version of jaxlib": metadata.version("jaxlib"),
-        **{
-            f"sources of {'the program' if top == '__main__' else top} (hash)": sha
-            for top, sha in hashes.items()
-        },
+        "sources of spmd (hash)": source_digest()[:12],
+        **sources(),
     }
 
 

@@ -24,14 +24,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from spmd.errors import SpmdError
-from spmd.launch.agree import ASK_S, AWAITED, excuse, is_open, who_has_what
+from spmd.launch.agree import ASK_S, AWAITED, awaited_occasion, excuse, who_has_what
 from spmd.launch.doing import Doing, doing_now, is_users
 from spmd.launch.restart import exit_code, hear_news
 from spmd.launch.store import JobStore, connected_to, this_process
@@ -45,8 +45,7 @@ EXIT_PEER_LOST = 76
 EXIT_HUNG = 77  # exit code of a process that its watchdog stopped: no progress within the limit
 
 VERDICT = "verdict"
-HEARD = "heard"  # folder of the processes that know the verdict, and end
-WHO = "who"  # folder of each process's host and process id, which messages name
+ALIVE = "alive"  # folder of signs of life: counter, process id and host, what the process does
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
@@ -54,7 +53,7 @@ COLLECTIVE_FAILED = re.compile(
 """Matches the text of an error that the end of another process has most likely caused."""
 
 
-LEFT = "left"  # sign of a process that ended normally: its silence afterwards means nothing
+LEFT = "left"  # sign of a process that ended, or is about to: its silence means nothing
 SHOWN = 4  # so many lost processes are named with their hosts
 
 
@@ -82,20 +81,15 @@ class Signs:
         }
 
 
-def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
-    """Returns `process 1 was lost: no sign of life for 12 s; it was pid 4711 on host; ...`.
-
-    `silent` is what `Signs.silent` returns, and `who` is process -> `pid 4711 on host`, if known.
-    """
-    names = ", ".join(str(process) for process in sorted(silent))
-    one = len(silent) == 1
-    known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
-    told = f"; it was {', '.join(known[:SHOWN])}" if known else ""
-    return (
-        f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s{told}; the end of its output or the scheduler's "
-        "log (killed, out of memory, preempted) says why"
+def lost(how: str, signs: Mapping[int, str], processes: Iterable[int]) -> str:
+    """Returns `process 1 was lost: <how>; it was pid 4711 on host`, the latter if signs say so."""
+    names = sorted(processes)
+    each = [signs[process].split("\n")[1] for process in names if signs.get(process, LEFT) != LEFT]
+    told = f"; it was {', '.join(each[:SHOWN])}" if each else ""
+    which = ("processes {} were" if names[1:] else "process {} was").format(
+        ", ".join("0, the coordinator," if process == 0 else str(process) for process in names)
     )
+    return f"{which} lost: {how}{told}"
 
 
 STOP_REQUEST = "stop/request"
@@ -169,34 +163,35 @@ class Absence:
     # A process that neither comes nor runs anything may come yet: then process 0 tells who does
     # what.
 
-    def __init__(self, store: JobStore, interval_s: float) -> None:
-        self.store, self.interval_s = store, interval_s
-        self._awaited, self._running, self._is_told = "", "", True
-        self._waited = self._ran = self._ran_before = 0  # looks
+    def __init__(self, store: JobStore) -> None:
+        self.store = store
+        self._awaited = self._running = ""
+        self._awaited_since = self._running_since = 0.0
+        self._is_told = True
 
-    def look(self, doing: Doing) -> None:
-        """Looks once whether others wait; `doing` is what this process does."""
-        is_same = doing.is_running and doing.text == self._running
-        self._ran = self._ran + 1 if is_same else 0
-        self._running = doing.text if doing.is_running else ""
+    def look(self, doing: Doing, now: float) -> None:
+        """Looks once, at `now` seconds, whether others wait; `doing` is what this process does."""
+        running = doing.text if doing.is_running else ""
+        if running != self._running:
+            self._running, self._running_since = running, now
         awaited = self.store.get(AWAITED) or ""
-        is_new, self._awaited = awaited != self._awaited, awaited
-        if is_new:
-            self._waited, self._is_told, self._ran_before = 0, not awaited, self._ran
-            return
-        self._waited += 1
-        is_sure = self._waited >= self._ran_before and self._waited * self.interval_s >= ASK_S
-        if awaited and self._ran and is_sure:
-            excuse(self.store, awaited, doing.text)
+        if awaited != self._awaited:
+            self._awaited, self._awaited_since, self._is_told = awaited, now, not awaited
+        ran_before = self._awaited_since - self._running_since
+        since = max(self._awaited_since, self._running_since)
+        if awaited and running and now - since >= max(ASK_S, ran_before):
+            excuse(awaited_occasion(self.store, awaited), running)
 
-    def tell(self, signs: Mapping[int, str]) -> None:
+    def tell(self, signs: Mapping[int, str], now: float) -> None:
         """Prints, as process 0, what all do while some wait for others; once for each occasion."""
-        if self._is_told or self._waited * self.interval_s < ASK_S:
+        if self._is_told or now - self._awaited_since < ASK_S:
             return
         self._is_told = True
-        if is_open(self.store, self._awaited):
-            doing = {p: sign.partition(" ")[2] for p, sign in signs.items() if sign != LEFT}
-            _say(f"note: processes of this job wait for others: {who_has_what(doing)}")
+        if self.store.get(awaited_occasion(self.store, self._awaited).outcome) is None:
+            doing = {p: sign.split("\n")[2] for p, sign in signs.items() if sign != LEFT}
+            with contextlib.suppress(Exception):
+                text = f"note: processes of this job wait for others: {who_has_what(doing)}"
+                print(text, file=sys.stderr, flush=True)
 
 
 class Peers:
@@ -218,12 +213,13 @@ class Peers:
         self.timeout_s = timeout_s
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
-        self.is_told = False  # whether the others need not hear from this process why they end
-        self.tell: Callable[[str], None] | None = None
+        self.others_know = False  # whether they need not hear from this process why they end
+        self.last_words: list[Callable[[str], object]] = []  # called with that reason
         self.form: Callable[[str], str] = str
         self.vote = StopVote(store, self.process, self.processes)
-        self.absence = Absence(store, self.interval_s)
-        self._coordinator = ""
+        self.absence = Absence(store)
+        self._who = f"pid {os.getpid()} on {socket.gethostname()}"
+        self._first: dict[int, str] = {}  # process 0's first sign, for when the store is gone
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
@@ -232,51 +228,51 @@ class Peers:
         self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):
-            self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
         count = 0
         while not self._gone.is_set():
             count += 1
+            verdict = None
             try:
                 verdict = self._look(signs, count)
             except Exception as error:
                 # One failed request is no verdict: hosts are busy and networks lose packets. A
                 # refused connection is, for nobody listens there any more; but the service also
                 # ends when all have met.
-                is_silent = time.monotonic() - self._contact >= self.timeout_s
-                is_leaving = self._leaving.is_set()
-                is_lost = not is_leaving and (is_silent or self.is_coordinator_gone())
-                verdict = self.coordinator_lost(first_line(error)) if is_lost else None
+                if not self._leaving.is_set() and self.is_coordinator_gone():
+                    verdict = self.coordinator_lost(first_line(error))
             if verdict is not None:
                 self.stop(verdict)
             if self._leaving.wait(self.interval_s):
                 self._gone.wait(self.interval_s)
 
     def _look(self, signs: Signs, count: int) -> str | None:
-        is_leaving = self._leaving.is_set()
+        is_leaving, now = self._leaving.is_set(), time.monotonic()
         doing = Doing("nothing more, it is at its end", True) if is_leaving else doing_now()
-        self.store.put(f"alive/{self.process}", LEFT if is_leaving else f"{count} {doing.text}")
-        self.absence.look(doing)
+        self._say(LEFT if is_leaving else f"{count}\n{self._who}\n{doing.text}")
+        self.absence.look(doing, now)
         if self.process == 0:
-            found = {int(name): sign for name, sign in self.store.all("alive").items()}
-            silent = signs.silent(time.monotonic(), found)
-            if silent:
-                self.store.claim(VERDICT, describe_silent(silent, self.store.all(WHO)))
-            self.absence.tell(found)
-        if not self._coordinator:
-            self._coordinator = self.store.get(f"{WHO}/0") or ""
+            found = self.store.all(ALIVE)
+            if silent := signs.silent(now, found):
+                how = f"no sign of life for {min(silent.values()):.0f} s"
+                advice = "the end of its output or the scheduler's log says why"
+                self.store.claim(VERDICT, f"{lost(how, found, silent)}; {advice}")
+            self.absence.tell(found, now)
+        if not self._first and (sign := self.store.get(f"{ALIVE}/0")):
+            self._first = {0: sign}
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
         if verdict is not None:
-            self.store.put(f"{HEARD}/{self.process}", "")
+            self._say(LEFT)
         return verdict
+
+    def _say(self, sign: str) -> None:
+        self.store.put(f"{ALIVE}/{self.process}", sign)
 
     def coordinator_lost(self, how: str) -> str:
         """Returns the text that process 0 was lost, with the cause `how`, its pid and host."""
-        told = f"; it was {self._coordinator}" if self._coordinator else ""
-        return f"process 0, the coordinator, was lost: {how}{told}"
+        return lost(how, self._first, [0])
 
     def _watch_store(self) -> None:
         """Runs in a thread: ends this process if the store has no answer for `timeout_s`."""
@@ -290,7 +286,7 @@ class Peers:
                 self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
 
     def is_coordinator_gone(self) -> bool:
-        """Whether process 0 refuses connections, or did not answer for `timeout_s` seconds."""
+        """Whether process 0 is another one, and refuses connections."""
         if self.process == 0:
             return False
         host, _, port = str(connected_to()).rpartition(":")
@@ -298,11 +294,11 @@ class Peers:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
             return True
-        return time.monotonic() - self._contact > self.timeout_s
+        return False
 
     def hear(self, news: str) -> NoReturn:
         """Stops this process, since the launcher says that another one was lost; all hear that."""
-        self.is_told = True
+        self.others_know = True
         self.stop(news)
 
     def stop(self, verdict: str) -> NoReturn:
@@ -316,17 +312,20 @@ class Peers:
             self._exit(EXIT_PEER_LOST if self.failed is None else self.failed)
 
     def _tell(self, verdict: str) -> None:
-        if self.tell is not None:
+        for say in self.last_words:
             with contextlib.suppress(Exception):
-                self.tell(verdict)
+                say(verdict)
 
     def _exit(self, code: int) -> NoReturn:
-        if self.process == 0 and self.tell is None and not self.is_told:
+        if self.process == 0 and not self.others_know:
             with contextlib.suppress(Exception):  # the others read the verdict from us
                 ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
                 end = time.monotonic() + 2 * self.interval_s + 0.5
-                others = {str(process) for process in range(1, self.processes)}
-                while time.monotonic() < end and others - self.store.all(HEARD).keys():
+                others = range(1, self.processes)
+                while time.monotonic() < end:
+                    signs = self.store.all(ALIVE)
+                    if all(signs.get(process) == LEFT for process in others):
+                        break
                     time.sleep(0.1)
         _flush()
         os._exit(code)
@@ -340,9 +339,13 @@ class Peers:
         that reason: its own error, which tells users nothing, is not shown.
         """
         if COLLECTIVE_FAILED.search(why):
-            time.sleep(self.timeout_s + 3 * self.interval_s)
-            with self._stopping:  # held by `stop` until the end: its message is the last
-                return
+            self.await_stop(self.timeout_s + 3 * self.interval_s)
+
+    def await_stop(self, seconds: float) -> None:
+        """Waits so long for another thread to `stop` this process."""
+        time.sleep(seconds)
+        with self._stopping:  # held by `stop` until the end: its message is the last
+            pass
 
     def fail(self, why: str, code: int) -> None:
         """Tells the others that this process fails with error `why`, and will exit with `code`."""
@@ -416,9 +419,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
             peers.stop(peers.coordinator_lost("its store is gone"))
         if threading.current_thread() is not threading.main_thread():
             # Most likely jax has noticed what our thread is about to say.
-            time.sleep(3 * peers.interval_s)
-            with peers._stopping:  # held by `stop` until the end
-                pass
+            peers.await_stop(3 * peers.interval_s)
         libc.signal(signal.SIGABRT, signal.SIG_DFL)
         libc.abort()
 
@@ -444,14 +445,24 @@ def fail_peers(why: str, code: int = 1) -> None:
         _peers.fail(why, code)
 
 
-def at_stop(tell: Callable[[str], None]) -> None:
-    """Sets `tell`, called with the reason before this process ends because one of the job failed.
+def end_hung(why: str) -> NoReturn:
+    """Ends this process, which hangs, with `EXIT_HUNG`; the others hear `why`."""
+    if _peers is not None:
+        _peers.fail(why, EXIT_HUNG)
+        _peers.leave()
+    _flush()
+    os._exit(EXIT_HUNG)
 
-    It runs on any thread, and has to pass the reason on to the other processes: process 0 no longer
-    waits until they have read it in the store. Does nothing where there is but one process.
+
+def at_stop(say: Callable[[str], object], tells_others: bool = True) -> None:
+    """Has `say` called with the reason before this process ends because one of the job failed.
+
+    It runs on any thread. If it `tells_others` the reason, process 0 no longer waits until they
+    have read it in the store. Does nothing where there is but one process.
     """
     if _peers is not None:
-        _peers.tell = tell
+        _peers.last_words.append(say)
+        _peers.others_know |= tells_others
 
 
 def form_last_line(form: Callable[[str], str]) -> None:
@@ -466,11 +477,12 @@ def form_last_line(form: Callable[[str], str]) -> None:
 def peer_lost(process: int, how: str) -> NoReturn:
     """Ends this process since `process` was lost; prints why: the store's reason, else `how`."""
     assert _peers is not None
-    verdict = f"process {process} was lost: {how}"
-    if process:  # with process 0 the store is gone
-        with contextlib.suppress(Exception):
-            _peers.store.claim(VERDICT, verdict)
-            verdict = _peers.store.get(VERDICT) or verdict
+    if process == 0:
+        _peers.stop(_peers.coordinator_lost(how))  # the store is gone
+    verdict = lost(how, {}, [process])
+    with contextlib.suppress(Exception):
+        _peers.store.claim(VERDICT, verdict)
+        verdict = _peers.store.get(VERDICT) or verdict
     _peers.stop(verdict)
 
 
@@ -529,11 +541,6 @@ def first_line(error: object) -> str:
     first, *rest = str(error).strip().splitlines() or [type(error).__name__]
     actual = [f" ({line.partition(': ')[2]})" for line in rest if line.startswith("  actual: ")]
     return "".join((first, *actual))[:1000]
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

@@ -49,11 +49,11 @@ class JobStore:
                 return None
             raise
 
-    def all(self, folder: str) -> dict[str, str]:
-        """Returns key -> value for all keys under `folder/`, which is left out of the keys."""
+    def all(self, folder: str) -> dict[int, str]:
+        """Returns process -> value of a folder in which each process has a value by its number."""
         start = f"{_PREFIX}{folder}/"
         found = self._client.key_value_dir_get(start)
-        return {key.removeprefix(start): value for key, value in found}
+        return {int(key.removeprefix(start)): value for key, value in found}
 
 
 @dataclass(frozen=True)

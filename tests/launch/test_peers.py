@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.launch import peers, stop_agreed
-from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, StopVote, describe_silent
+from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, StopVote, lost
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 
@@ -36,14 +36,15 @@ def test_one_who_never_came_is_dead():
 
 
 def test_the_dead_are_named_with_their_hosts():
-    who = {"0": "pid 1 on a", "1": "pid 2 on b"}
-    assert describe_silent({1: 12.3}).startswith("process 1 was lost: no sign of life for 12 s;")
-    assert describe_silent({3: 9.0, 1: 7.0}).startswith("processes 1, 3 were lost: no sign of life")
-    assert "for 12 s; it was pid 2 on b; the end" in describe_silent({1: 12.3}, who)
-    assert "for 12 s; the end" in describe_silent({2: 12.3}, who)
-    many = {str(i): f"pid {i} on h{i}" for i in range(9)}
-    text = describe_silent({i: 9.0 for i in range(9)}, many)
-    assert "pid 3 on h3;" in text and "pid 4" not in text
+    signs = {i: f"7\npid {i} on h{i}\nreading" for i in range(9)} | {8: LEFT}
+    assert lost("why", signs, [1]) == "process 1 was lost: why; it was pid 1 on h1"
+    assert (
+        lost("why", signs, [0]) == "process 0, the coordinator, was lost: why; it was pid 0 on h0"
+    )
+    assert lost("why", {}, [3, 1]) == "processes 1, 3 were lost: why"
+    assert lost("why", signs, [8]) == "process 8 was lost: why"
+    text = lost("why", signs, range(9))
+    assert "pid 3 on h3" in text and "pid 4" not in text
 
 
 @pytest.mark.parametrize(
