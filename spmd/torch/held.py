@@ -23,7 +23,7 @@ from spmd.torch.tracing import RANDOM, split
 
 
 class ModuleProgram(NamedTuple):
-    """A module's compiled program, the buffers that it changes, whether it draws random numbers.
+    """A module's compiled program, and the buffers that it changes.
 
     `outputs` says of a forward pass how its result is put together, `written` of a training step
     which tensors of the optimizer's state it writes (`TorchOptimizer.written`).
@@ -31,7 +31,6 @@ class ModuleProgram(NamedTuple):
 
     compiled: Compiled
     changed: tuple[str, ...]
-    draws: bool
     outputs: Any = None
     written: frozenset[str] = frozenset()
 
@@ -41,11 +40,9 @@ class Held:
 
     def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
         self._state = state = arrays.state_of(module)
-        # Its tensors are torch's until a program says how they lie, then on the mesh (`_placed`).
-        # What was loaded before waits.
-        self._placed: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}
-        # The type of each tensor inside a program.
+        # Each is a torch tensor until a program says how it lies, then an array on the mesh.
+        self._held: dict[str, Any] = dict(state.tensors)
+        # The type of each inside a program.
         self._structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
         as_mesh(mesh)
         self.module = module
@@ -94,9 +91,11 @@ class Held:
                 found[name] = own  # what a module adds by get_extra_state
                 continue
             if first not in tensors:
-                array = self._placed.get(first, self._loaded.get(first))
+                held = self._held[first]
                 tensors[first] = (
-                    own.detach().clone() if array is None else tensor_of(array, dtype=own.dtype)
+                    held.detach().clone()
+                    if isinstance(held, torch.Tensor)
+                    else tensor_of(held, dtype=own.dtype)
                 )
             found[name] = tensors[first]
         return found
@@ -137,35 +136,40 @@ class Held:
                     required=f"{own.dtype} of shape {tuple(own.shape)}",
                     fix="load the state dict of the same module",
                 )
-            new[first] = array_of(tensor.to(own.dtype), f"{name!r}")
-        for first, array in new.items():
-            if first in self._placed:
-                self._placed[first] = jax.device_put(array, self._placed[first].sharding)
+            tensor, held = tensor.detach().to(own.dtype), self._held[first]
+            if isinstance(held, torch.Tensor):
+                new[first] = tensor.clone()
             else:
-                self._loaded[first] = array
+                new[first] = jax.device_put(array_of(tensor, f"{name!r}"), held.sharding)
+        self._held |= new
         for name in extra:
             self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
             self._programs.clear()  # it may be a constant of them
 
     def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
-        return {name: self._placed[name] for name in names}
+        return {name: self._held[name] for name in names}
 
     def _place(self, shardings: Mapping[str, Any]) -> None:
         """Puts onto the mesh each tensor that is not there yet, with its entry of `shardings`."""
         for name, sharding in shardings.items():
-            if name not in self._placed:
-                array = self._loaded.pop(name, None)
-                if array is None:
-                    array = array_of(self._state.tensors[name], f"{name!r}")
-                self._placed[name] = jax.device_put(array, sharding)
+            if isinstance(tensor := self._held[name], torch.Tensor):
+                self._held[name] = jax.device_put(array_of(tensor, f"{name!r}"), sharding)
+
+    def _given(self) -> dict[str, Any]:
+        """Returns what a program is compiled for: types, or arrays as they lie on the mesh."""
+        return {
+            name: self._structs[name] if isinstance(held, torch.Tensor) else held
+            for name, held in self._held.items()
+        }
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
         """Returns the program for such inputs and the module's mode; compiles it at first use."""
         mode = tuple(part.training for part in self.module.modules())
         key = inputs.key, mode, self._more_key()
         if key not in self._programs:
-            self._programs[key] = self._compile(inputs)
+            specs = specs_of(self._rules, self._state, inputs.numbers, check=not self._programs)
+            self._programs[key] = self._compile(inputs, *specs)
         self._last = self._programs[key]
         return self._last
 
@@ -173,7 +177,7 @@ class Held:
         """Returns the rest of a program's key, besides inputs and the module's mode: None here."""
         return None
 
-    def _compile(self, inputs: Inputs) -> ModuleProgram:
+    def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         raise NotImplementedError
 
 
@@ -249,30 +253,29 @@ class Sharded(Held):
         """Returns the module's result, its tensors on the device of the first tensor given."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
-        random = tracing.random_arguments(self._seed, self.calls) if program.draws else ()
-        state = split(self._placed, program.changed)
+        random = tracing.random_arguments(self._seed, self.calls)
+        state = split(self._held, program.changed)
         leaves, changed = program.compiled(*state, inputs.arrays(), random)
-        self._placed.update(changed)
+        self._held |= changed
         self.calls += 1
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
         return program.outputs([tensor_of(leaf, device=device) for leaf in leaves])
 
-    def _compile(self, inputs: Inputs) -> ModuleProgram:
-        specs, given = specs_of(self._rules, self._state, inputs.numbers, not self._programs)
+    def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         noted: list[Any] = []
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
             ran = tracing.run(self.module, call, state, inputs, leaves, tracing.key_of(random))
             tensors, outputs = arrays.split_result(ran.result)
-            noted[:] = [outputs, ran.draws]
+            noted[:] = [outputs]
             return tracing.as_arrays(tensors), ran.changed
 
         traced = tracing.trace(forward, self._structs, inputs.structs(), RANDOM)
-        outputs, draws = noted
+        (outputs,) = noted
         changed = tuple(traced.results[1])
 
         def program(buffers: Any, state: Any, inputs: Any, random: Any) -> Any:
-            return traced.call(buffers | state, inputs, random or tracing.NO_RANDOM)
+            return traced.call(buffers | state, inputs, random)
 
         program.__name__ = type(self.module).__name__
         jitted = jit(
@@ -282,12 +285,10 @@ class Sharded(Held):
             donate_argnums=(0,),
             options=self._options,
         )
-        compiled = jitted.compile(
-            *split(self._structs | self._placed, changed), inputs.structs(), RANDOM if draws else ()
-        )
+        compiled = jitted.compile(*split(self._given(), changed), inputs.structs(), RANDOM)
         for shardings in compiled.in_shardings[:2]:
             self._place(shardings)
-        return ModuleProgram(compiled, changed, draws, outputs)
+        return ModuleProgram(compiled, changed, outputs)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -372,17 +373,16 @@ class TrainStep(Held):
         """
         inputs = take_apart(self._signature, batch, named)
         program = self._program(inputs)
-        trained, rest = split(self._placed, self._optimizer.trained)
-        random = tracing.random_arguments(self.seed, self.steps) if program.draws else ()
+        trained, rest = split(self._held, self._optimizer.trained)
         params, self._optimizer_state, buffers, loss = program.compiled(
             trained,
             self._optimizer_state,
             *split(rest, program.changed),
             inputs.arrays(),
-            random,
+            tracing.random_arguments(self.seed, self.steps),
             self._optimizer.scalars(self.steps),
         )
-        self._placed.update(params | buffers)
+        self._held |= params | buffers
         self.steps += 1
         self._optimizer.filled |= program.written
         if isinstance(self._optimizer, TorchOptimizer):
@@ -445,23 +445,20 @@ class TrainStep(Held):
                 )
             return jax.device_put(array.astype(leaf.dtype), leaf.sharding)
 
-        trained, _ = split(self._placed, self._optimizer.trained)
+        trained, _ = split(self._held, self._optimizer.trained)
         state = compiled.init(1, self._optimizer.init, trained)
         return jax.tree_util.tree_map_with_path(filled, state)
 
     def _more_key(self) -> Any:
         return self._optimizer.key
 
-    def _compile(self, inputs: Inputs) -> ModuleProgram:
+    def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         optimizer = self._optimizer
-        specs, given = specs_of(self._rules, self._state, inputs.numbers, not self._programs)
-        draws: list[bool] = []
 
         def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
             ran = tracing.run(
                 self.module, self._loss, params | others, inputs, leaves, tracing.key_of(random)
             )
-            draws[:] = [ran.draws]
             value = ran.result.jax() if hasattr(ran.result, "jax") else None
             if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
                 kind = type(ran.result).__name__
@@ -491,9 +488,7 @@ class TrainStep(Held):
         def step(
             params: Any, opt_state: Any, buffers: Any, state: Any, batch: Any, random: Any, now: Any
         ) -> Any:
-            (loss, new), grads = traced.call(
-                params, buffers | state, batch, random or tracing.NO_RANDOM
-            )
+            (loss, new), grads = traced.call(params, buffers | state, batch, random)
             grads = {name: None if unused[name] else grad for name, grad in grads.items()}
             params, opt_state = optimizer.update(grads, opt_state, params, now)
             return params, opt_state, new, loss
@@ -507,7 +502,7 @@ class TrainStep(Held):
             donate_argnums=(0, 1, 2),
             options=self._options,
         )
-        params, rest = split(self._structs | self._placed, optimizer.trained)
+        params, rest = split(self._given(), optimizer.trained)
         opt_state, known = jax.eval_shape(optimizer.init, params), self._initial
         if (old := self._optimizer_state) is not None:
             known = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
@@ -519,14 +514,14 @@ class TrainStep(Held):
             opt_state,
             *split(rest, changed),
             inputs.structs(),
-            RANDOM if draws[0] else (),
+            RANDOM,
             optimizer.scalars(0),
         )
         params, _, buffers, state, *_ = compiled.in_shardings
         self._place(params | buffers | state)
         if opt_state is not old:  # there is none yet, or not of all that the groups ask for now
             self._optimizer_state = self._first_state(compiled, known)
-        return ModuleProgram(compiled, changed, draws[0], written=frozenset(optimizer.written))
+        return ModuleProgram(compiled, changed, written=frozenset(optimizer.written))
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
