@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import sysconfig
 import threading
 import time
 import zlib
@@ -26,7 +25,7 @@ import jax
 
 from spmd import errors
 from spmd.errors import LaunchError, SpmdError
-from spmd.launch.doing import is_computing
+from spmd.launch.doing import Sign, all_signs, is_computing, is_users, sign_of
 from spmd.launch.store import JobStore, job_store, this_process
 from spmd.mesh.mesh import Mesh
 from spmd.progress import waiting
@@ -34,15 +33,12 @@ from spmd.progress import waiting
 TIMEOUT_S = 600.0
 """Seconds to wait for the slowest process: compiling takes minutes, and hosts differ."""
 
-ASK_S = 4.0  # so long a process waits before it asks what keeps the others
+ASK_S = 4.0  # so long a process waits before it looks what keeps the others
 LONGEST = 200  # characters of a value that a message shows
 LISTED = 8  # differences that a message shows
+OTHERS = "the other processes"  # for which a process waits
 Found = Mapping[int, Mapping[str, str]]  # process -> its `what`: name -> value
 
-AWAITED = "awaited"
-"""The occasion at which a process waits that does nothing else meanwhile."""
-
-ASIDE = "aside: "  # begins lines of other threads than the main one: these may do something else
 _line: ContextVar[str] = ContextVar("line of comparisons", default="")
 _numbers: Counter[tuple[tuple[int, ...], str]] = Counter()
 _counting = threading.Lock()
@@ -136,7 +132,7 @@ def made_by_first(
         return make()
     first = occasion.members[0]
     if this_process()[0] == first:
-        return str(deciding(make, occasion.tell, label))
+        return str(deciding(make, partial(occasion.store.put, occasion.outcome), label))
     with waiting(f"process {first}: {label}"):
         while (text := occasion.store.get(occasion.outcome, ASK_S)) is None:
             pass  # if that process is lost, this one is stopped by the thread that watches it
@@ -157,54 +153,32 @@ class Occasion(NamedTuple):
     #   all three raise the same error
     # Had 2 not come, the outcome would say so after `timeout_s`. The others wait half as long
     # again, so that 0's answer reaches them before their own patience ends.
-    # Records and outcomes are written once: those that `excuse` wrote stay.
 
     store: JobStore
     members: tuple[int, ...]
-    line: str
-    number: int
-
-    @property
-    def folder(self) -> str:
-        """The folder of the records."""
-        return f"same/{digest(f'{[*self.members]} {self.line}')}/{self.number}"
+    folder: str
+    is_aside: bool  # on a thread of its own: the main one may do what the others wait for
 
     @property
     def outcome(self) -> str:
         """The name of the outcome, which `heard` reads."""
         return f"{self.folder}.outcome"
 
-    def tell(self, outcome: str) -> None:
-        """Writes the outcome, as the first process."""
-        self.store.claim(self.outcome, outcome)
-
-    def say(self, process: int, what: Mapping[str, str]) -> None:
-        """Writes a process's record."""
-        self.store.claim(f"{self.folder}/{process}", _packed(dict(what)))
-
-    def ask(self) -> None:
-        """Says that this process can do nothing else before the others come."""
-        if not self.line.startswith(ASIDE) and not is_computing():
-            self.store.put(AWAITED, json.dumps(self[1:]))
-
     def judged(
-        self,
-        me: int,
-        what: Mapping[str, str],
-        judge: Callable[[Found], Any],
-        timeout_s: float,
+        self, me: int, what: Mapping[str, str], judge: Callable[[Found], Any], timeout_s: float
     ) -> Any:
         """Does what the function `judged` says."""
+        label = what["checked"]
 
         def come(process: int, name: str, timeout_s: float) -> str:
-            end = time.monotonic() + timeout_s
+            end, seen = time.monotonic() + timeout_s, None
             while (left := end - time.monotonic()) > 0:
                 if (text := self.store.get(name, min(left, ASK_S))) is not None:
                     return text
-                self.ask()
+                if not self.is_aside and not is_computing():
+                    seen = self.look_for(process, me, label, seen)
             raise LaunchError(
-                f"process {process} did not come to compare {what['checked']} within "
-                f"{timeout_s:g} s",
+                f"process {process} did not come to compare {label} within {timeout_s:g} s",
                 fix="see what it does: its output, or the files of a watchdog",
             )
 
@@ -214,11 +188,35 @@ class Occasion(NamedTuple):
             refuse_differences({p: {"checked": said["checked"]} for p, said in found.items()})
             return judge(found)
 
-        with waiting("the other processes"):
-            self.say(me, what)
+        with waiting(OTHERS):
+            self.store.put(f"{self.folder}/{me}", _packed(dict(what)))
             if me == self.members[0]:
-                return deciding(decide, self.tell, what["checked"])
+                return deciding(decide, partial(self.store.put, self.outcome), label)
             return heard(come(self.members[0], self.outcome, 1.5 * timeout_s))
+
+    def look_for(self, process: int, me: int, label: str, seen: Sign | None) -> Sign | None:
+        """Looks what `process` does, for which this one waits; `seen` is what it did at first.
+
+        Raises LaunchError if it cannot come, as it runs a program that this process does not run.
+        """
+        # Process 1 compiles for its last, smaller batch; 0 runs what was compiled for the others:
+        #   0 s   1 waits for 0 to compare what it compiles; 0 is inside a collective, and waits for
+        #         1, but 1 has nothing on its devices
+        #   4 s   1 reads what 0 does. It may be at the end of what 1 has finished
+        #  14 s   0 still runs that, and for longer than before 1 looked: 1 raises an error, and 0
+        #         stops since 1 failed
+        # A process that neither comes nor runs anything may come yet: then one of those that wait
+        # tells who does what.
+        if (now := sign_of(self.store, process)) is None:
+            return None
+        if seen is None and me in self.members[:2] and OTHERS not in now.doing:
+            told = who_has_what({p: sign.doing for p, sign in all_signs(self.store).items()})
+            print(f"note: processes of this job wait for others: {told}", file=sys.stderr)
+        if seen is None or not now.runs or now.look - now.runs != seen.look - seen.runs:
+            return now  # it runs none, or another one than at the first look
+        if now.look - seen.look >= seen.runs:
+            refuse_differences({process: {"checked": now.doing}, me: {"checked": label}})
+        return seen
 
 
 @contextlib.contextmanager
@@ -242,33 +240,12 @@ def _next(label: str, processes: Sequence[int] | None) -> Occasion | None:
     members = tuple(range(count) if processes is None else sorted(processes))
     if store is None or len(members) < 2 or me not in members:
         return None
-    is_main = threading.current_thread() is threading.main_thread()
-    own = _line.get() or ("" if is_main else f"{ASIDE}{label}")
+    is_aside = threading.current_thread() is not threading.main_thread() and not _line.get()
+    own = f"aside: {label}" if is_aside else _line.get()
     with _counting:
         _numbers[members, own] += 1
-        return Occasion(store, members, own, _numbers[members, own])
-
-
-def awaited_occasion(store: JobStore, awaited: str) -> Occasion:
-    """Returns the occasion that the store's `AWAITED` tells of."""
-    members, own, number = json.loads(awaited)
-    return Occasion(store, tuple(members), own, number)
-
-
-def excuse(occasion: Occasion, doing: str) -> None:
-    """Comes to an awaited occasion in place of the main thread, which cannot come any more.
-
-    What it does instead differs from what the others do, and so all of them hear of it.
-    """
-    store, members, own, number = occasion
-    me = this_process()[0]
-    if me not in members or _numbers[members, own] >= number:
-        return
-    occasion.say(me, {"checked": doing})
-    if me == members[0]:
-        found = {process: _unpacked(text) for process, text in store.all(occasion.folder).items()}
-        with contextlib.suppress(LaunchError):  # the main thread raises it, if it comes
-            deciding(partial(refuse_differences, found), occasion.tell, doing)
+        folder = f"same/{digest(f'{[*members]} {own}')}/{_numbers[members, own]}"
+    return Occasion(store, members, folder, is_aside)
 
 
 # What processes write for each other.
@@ -276,7 +253,7 @@ def excuse(occasion: Occasion, doing: str) -> None:
 
 def _packed(value: Any) -> str:
     """Returns as a short text what fits JSON; `_unpacked` returns it."""
-    return base64.b85encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
+    return base64.b85encode(zlib.compress(json.dumps(value, default=str).encode(), 1)).decode()
 
 
 def _unpacked(text: str) -> Any:
@@ -471,24 +448,19 @@ def settings() -> dict[str, str]:
 def sources() -> dict[str, str]:
     """Returns `sources of <name> (hash)` -> hash of the file of each imported module of the user's.
 
-    Such a module is no installed package's, nor of this one. The paths of files do not count.
+    The paths of files do not count.
     """
-    inside = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-    packages = {"site-packages", "dist-packages"}  # what is below them has a version
     found = {}
     for name, module in list(sys.modules.items()):
-        # `spmd.initialize` compares this package as a whole; `__mp_main__` is the program again,
-        # under the name that its workers use.
-        if name == "__mp_main__" or name.partition(".")[0] == "spmd":
-            continue
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith((".py", ".so")):
+        if not isinstance(file, str) or not file.endswith((".py", ".so")) or not is_users(file):
             continue
-        if not file.startswith(inside) and not packages & set(Path(file).parts):
-            name = "the program" if name == "__main__" else name
-            with contextlib.suppress(OSError):  # it is not there any more
-                sha = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-                found[f"sources of {name} (hash)"] = sha
+        if name == "__mp_main__":  # the program again, under the name that its workers use
+            continue
+        name = "the program" if name == "__main__" else name
+        with contextlib.suppress(OSError):  # it is not there any more
+            sha = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+            found[f"sources of {name} (hash)"] = sha
     return found
 
 

@@ -18,14 +18,7 @@ from spmd.installed import as_called, source_digest
 from spmd.launch.agree import judged, refuse_differences, sources
 from spmd.launch.meet import meet
 from spmd.launch.peers import first_line, watch_peers
-from spmd.launch.store import (
-    Place,
-    connected_to,
-    detect_cluster,
-    devices_are_open,
-    job_store,
-    this_process,
-)
+from spmd.launch.store import Place, detect_cluster, devices_are_open, job_store, this_process
 
 ENV_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 ENV_PROCESSES = "JAX_NUM_PROCESSES"
@@ -69,8 +62,7 @@ def initialize(
 
     Raises:
       LaunchError: the coordinator cannot be reached, too few or too many processes came, they run
-        different versions or sources, jax has used its devices already, or an earlier call was for
-        another job.
+        different versions or sources, or jax has used its devices already.
 
     Example:
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
@@ -81,16 +73,6 @@ def initialize(
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
-    if is_joined:
-        have = (connected_to(), *reversed(this_process()))
-        for name, was in zip(("coordinator", "processes", "process"), have, strict=True):
-            if (asked := getattr(given, name)) not in (None, was):
-                raise LaunchError(
-                    f"this process has joined a job before, with another {name}",
-                    actual=f"{name} {was} then, {asked} now",
-                    fix="call spmd.initialize once, and without arguments after "
-                    "jax.distributed.initialize",
-                )
     if _joined:
         return
     if not is_joined:

@@ -15,6 +15,7 @@ handles that signal, for a message and the same exit code.
 import atexit
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import re
@@ -31,8 +32,7 @@ from typing import Any, NoReturn
 import jax
 
 from spmd.errors import SpmdError
-from spmd.launch.agree import ASK_S, AWAITED, awaited_occasion, excuse, who_has_what
-from spmd.launch.doing import Doing, doing_now, is_users
+from spmd.launch.doing import ALIVE, LEFT, Sign, all_signs, is_users, sign_of
 from spmd.launch.restart import exit_code, hear_news
 from spmd.launch.store import JobStore, connected_to, this_process
 
@@ -45,7 +45,6 @@ EXIT_PEER_LOST = 76
 EXIT_HUNG = 77  # exit code of a process that its watchdog stopped: no progress within the limit
 
 VERDICT = "verdict"
-ALIVE = "alive"  # folder of signs of life: counter, process id and host, what the process does
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
@@ -53,7 +52,6 @@ COLLECTIVE_FAILED = re.compile(
 """Matches the text of an error that the end of another process has most likely caused."""
 
 
-LEFT = "left"  # sign of a process that ended, or is about to: its silence means nothing
 SHOWN = 4  # so many lost processes are named with their hosts
 
 
@@ -81,10 +79,10 @@ class Signs:
         }
 
 
-def lost(how: str, signs: Mapping[int, str], processes: Iterable[int]) -> str:
+def lost(how: str, processes: Iterable[int], signs: Mapping[int, Sign]) -> str:
     """Returns `process 1 was lost: <how>; it was pid 4711 on host`, the latter if signs say so."""
     names = sorted(processes)
-    each = [signs[process].split("\n")[1] for process in names if signs.get(process, LEFT) != LEFT]
+    each = [signs[process].who for process in names if process in signs]
     told = f"; it was {', '.join(each[:SHOWN])}" if each else ""
     which = ("processes {} were" if names[1:] else "process {} was").format(
         ", ".join("0, the coordinator," if process == 0 else str(process) for process in names)
@@ -92,8 +90,7 @@ def lost(how: str, signs: Mapping[int, str], processes: Iterable[int]) -> str:
     return f"{which} lost: {how}{told}"
 
 
-STOP_REQUEST = "stop/request"
-STOP_REACHED = "stop/reached"
+STOP_REACHED = "stop"  # folder of the steps that processes have reached when they are to stop
 
 
 class StopVote:
@@ -102,8 +99,8 @@ class StopVote:
     The thread that watches peers calls `look` every few seconds, the main thread `reached`.
     """
 
-    # A process that is asked to stop says so in the store. Then the thread of every process freezes
-    # the step that its main thread has reached, and publishes it; all stop at the step after the
+    # A process that is asked to stop freezes the step that it has reached, and publishes it. Then
+    # the thread of every other one does so for its main thread; all stop at the step after the
     # furthest. If process 0 is in step 7 and process 1 in step 9, both stop before step 10. No
     # process waits for a main thread, so a collective that it is in ends as always.
 
@@ -111,15 +108,11 @@ class StopVote:
         self.store, self.process, self.processes = store, process, processes
         self._step = -1
         self._stop_at: int | None = None
-        self._has_asked = False
         self._is_frozen = False
         self._change = threading.Condition()
 
     def reached(self, step: int, wanted: bool) -> bool:
         """Whether all processes stop before this step; if `wanted`, this one asks them to stop."""
-        if wanted and not self._has_asked:
-            self._has_asked = True
-            self.store.claim(STOP_REQUEST, str(self.process))
         # While steps are being counted this process must not go on to the next one, or the furthest
         # would be wrong. The wait is short: threads answer even while main threads compute.
         with self._change:
@@ -127,71 +120,26 @@ class StopVote:
             if self._stop_at is not None:
                 return step >= self._stop_at
             self._step = step
+            if wanted:
+                self._freeze()
             return False
 
+    def _freeze(self) -> None:
+        self._is_frozen = True
+        self.store.put(f"{STOP_REACHED}/{self.process}", str(self._step))
+
     def look(self) -> None:
-        """After a request to stop, publishes this process's step, then sets the step to stop at."""
-        if self._stop_at is not None:
-            return
-        if not self._is_frozen:
-            if self.store.get(STOP_REQUEST) is None:
-                return
-            with self._change:
-                self._is_frozen = True
-            self.store.put(f"{STOP_REACHED}/{self.process}", str(self._step))
-        reached = self.store.all(STOP_REACHED)
-        if len(reached) < self.processes:
+        """Once a process is to stop, publishes this one's step, then sets the step to stop at."""
+        if self._stop_at is not None or not (reached := self.store.all(STOP_REACHED)):
             return
         with self._change:
-            self._stop_at = max(map(int, reached.values())) + 1
-            self._is_frozen = False
-            self._change.notify_all()
-
-
-class Absence:
-    """Sees to a comparison that other processes wait for, where this one cannot come to it.
-
-    That is so if its main thread runs a program that the others have to run, too, but do not.
-    """
-
-    # Process 1 compiles for its last, smaller batch; 0 runs what was compiled for the others:
-    #   0 s   1 waits for 0 to compare what it compiles; 0 is inside a collective, and waits for 1
-    #   4 s   1 says that it waits, and has nothing on its devices
-    #   9 s   0's thread reads that. Its main thread may be at the end of what 1 has finished
-    #  14 s   it still runs, and has not run for longer than 1 waits: it says so in the comparison,
-    #         1 raises the error that they differ, and 0 stops since 1 failed
-    # A process that neither comes nor runs anything may come yet: then process 0 tells who does
-    # what.
-
-    def __init__(self, store: JobStore) -> None:
-        self.store = store
-        self._awaited = self._running = ""
-        self._awaited_since = self._running_since = 0.0
-        self._is_told = True
-
-    def look(self, doing: Doing, now: float) -> None:
-        """Looks once, at `now` seconds, whether others wait; `doing` is what this process does."""
-        running = doing.text if doing.is_running else ""
-        if running != self._running:
-            self._running, self._running_since = running, now
-        awaited = self.store.get(AWAITED) or ""
-        if awaited != self._awaited:
-            self._awaited, self._awaited_since, self._is_told = awaited, now, not awaited
-        ran_before = self._awaited_since - self._running_since
-        since = max(self._awaited_since, self._running_since)
-        if awaited and running and now - since >= max(ASK_S, ran_before):
-            excuse(awaited_occasion(self.store, awaited), running)
-
-    def tell(self, signs: Mapping[int, str], now: float) -> None:
-        """Prints, as process 0, what all do while some wait for others; once for each occasion."""
-        if self._is_told or now - self._awaited_since < ASK_S:
-            return
-        self._is_told = True
-        if self.store.get(awaited_occasion(self.store, self._awaited).outcome) is None:
-            doing = {p: sign.split("\n")[2] for p, sign in signs.items() if sign != LEFT}
-            with contextlib.suppress(Exception):
-                text = f"note: processes of this job wait for others: {who_has_what(doing)}"
-                print(text, file=sys.stderr, flush=True)
+            if not self._is_frozen:
+                self._freeze()
+                reached = self.store.all(STOP_REACHED)
+            if len(reached) == self.processes:
+                self._stop_at = max(map(int, reached.values())) + 1
+                self._is_frozen = False
+                self._change.notify_all()
 
 
 class Peers:
@@ -217,9 +165,7 @@ class Peers:
         self.last_words: list[Callable[[str], object]] = []  # called with that reason
         self.form: Callable[[str], str] = str
         self.vote = StopVote(store, self.process, self.processes)
-        self.absence = Absence(store)
-        self._who = f"pid {os.getpid()} on {socket.gethostname()}"
-        self._first: dict[int, str] = {}  # process 0's first sign, for when the store is gone
+        self._known: dict[int, Sign] = {}  # the first sign of process 0, kept for its end
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
@@ -228,13 +174,13 @@ class Peers:
         self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
     def _run(self) -> None:
-        signs = Signs(self.processes, self.timeout_s, time.monotonic())
-        count = 0
+        seen = Signs(self.processes, self.timeout_s, time.monotonic())
+        sign = Sign(0, "", "", 0)
         while not self._gone.is_set():
-            count += 1
             verdict = None
             try:
-                verdict = self._look(signs, count)
+                sign = sign.next(self._leaving.is_set())
+                verdict = self._look(seen, sign)
             except Exception as error:
                 # One failed request is no verdict: hosts are busy and networks lose packets. A
                 # refused connection is, for nobody listens there any more; but the service also
@@ -246,20 +192,16 @@ class Peers:
             if self._leaving.wait(self.interval_s):
                 self._gone.wait(self.interval_s)
 
-    def _look(self, signs: Signs, count: int) -> str | None:
-        is_leaving, now = self._leaving.is_set(), time.monotonic()
-        doing = Doing("nothing more, it is at its end", True) if is_leaving else doing_now()
-        self._say(LEFT if is_leaving else f"{count}\n{self._who}\n{doing.text}")
-        self.absence.look(doing, now)
+    def _look(self, seen: Signs, sign: Sign) -> str | None:
+        self._say(json.dumps(sign))
         if self.process == 0:
-            found = self.store.all(ALIVE)
-            if silent := signs.silent(now, found):
+            silent = seen.silent(time.monotonic(), self.store.all(ALIVE))
+            if silent:
                 how = f"no sign of life for {min(silent.values()):.0f} s"
-                advice = "the end of its output or the scheduler's log says why"
-                self.store.claim(VERDICT, f"{lost(how, found, silent)}; {advice}")
-            self.absence.tell(found, now)
-        if not self._first and (sign := self.store.get(f"{ALIVE}/0")):
-            self._first = {0: sign}
+                told = lost(how, silent, all_signs(self.store))
+                self.store.claim(VERDICT, f"{told}; its output or the scheduler's log says why")
+        if not self._known and (first := sign_of(self.store, 0)):
+            self._known = {0: first}
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
@@ -272,7 +214,7 @@ class Peers:
 
     def coordinator_lost(self, how: str) -> str:
         """Returns the text that process 0 was lost, with the cause `how`, its pid and host."""
-        return lost(how, self._first, [0])
+        return lost(how, [0], self._known)
 
     def _watch_store(self) -> None:
         """Runs in a thread: ends this process if the store has no answer for `timeout_s`."""
@@ -433,7 +375,7 @@ def users_calls(trace: TracebackType | None) -> TracebackType | None:
     if trace is None:
         return None
     rest = users_calls(trace.tb_next)
-    if not is_users(trace.tb_frame):
+    if not is_users(trace.tb_frame.f_code.co_filename):
         return rest
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
@@ -443,15 +385,6 @@ def fail_peers(why: str, code: int = 1) -> None:
     if _peers is not None:
         _peers.wait_for_cause(why)
         _peers.fail(why, code)
-
-
-def end_hung(why: str) -> NoReturn:
-    """Ends this process, which hangs, with `EXIT_HUNG`; the others hear `why`."""
-    if _peers is not None:
-        _peers.fail(why, EXIT_HUNG)
-        _peers.leave()
-    _flush()
-    os._exit(EXIT_HUNG)
 
 
 def at_stop(say: Callable[[str], object], tells_others: bool = True) -> None:
@@ -475,22 +408,27 @@ def form_last_line(form: Callable[[str], str]) -> None:
 
 
 def peer_lost(process: int, how: str) -> NoReturn:
-    """Ends this process since `process` was lost; prints why: the store's reason, else `how`."""
+    """Ends this process since `process` was lost, by cause `how`, or by the store's verdict."""
     assert _peers is not None
-    if process == 0:
-        _peers.stop(_peers.coordinator_lost(how))  # the store is gone
-    verdict = lost(how, {}, [process])
-    with contextlib.suppress(Exception):
-        _peers.store.claim(VERDICT, verdict)
-        verdict = _peers.store.get(VERDICT) or verdict
-    _peers.stop(verdict)
+    if process == 0:  # the store is gone
+        stop_now(_peers.coordinator_lost(how))
+    stop_now(lost(how, [process], {}), tells_others=True)
 
 
-def stop_now(verdict: str, code: int = EXIT_PEER_LOST) -> NoReturn:
-    """Prints `verdict`, why the job ends, and ends this process; the others are not told."""
-    assert _peers is not None
-    _peers.failed = code
-    _peers.stop(verdict)
+def stop_now(verdict: str, code: int = EXIT_PEER_LOST, *, tells_others: bool = False) -> NoReturn:
+    """Prints `verdict`, why the job ends, and ends this process, whatever its threads do.
+
+    If it `tells_others` they end, too; if they know a verdict already, that one is printed.
+    """
+    if _peers is not None:
+        if tells_others:
+            with contextlib.suppress(Exception):
+                _peers.store.claim(VERDICT, verdict)
+                verdict = _peers.store.get(VERDICT) or verdict
+        _peers.failed = code
+        _peers.stop(verdict)
+    _flush()
+    os._exit(code)
 
 
 def stop_agreed(step: int, wanted: bool) -> bool:

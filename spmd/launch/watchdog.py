@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from spmd.launch.peers import at_stop, end_hung
+from spmd.launch.peers import EXIT_HUNG, at_stop, stop_now
 from spmd.launch.store import this_process
 
 REMEMBERED = 100  # how many of the last beats a file shows
@@ -180,7 +180,7 @@ class Watchdog:
         why += f"; stacks are in {self.folder / 'process-*.txt' if all_end else self.path}"
         print(f"error: {why}", file=sys.stderr, flush=True)
         if self.stop:
-            end_hung(why)
+            stop_now(why, EXIT_HUNG, tells_others=True)
 
     def _on_stop(self, why: str) -> None:
         """Writes this process's file as it ends because of another one."""

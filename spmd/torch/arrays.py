@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils._pytree as torch_tree  # torchax's own, which knows transformers' outputs
@@ -40,11 +39,8 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
         )
     if not tensor.is_cpu:
         return jax.dlpack.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))
-    tensor = tensor.contiguous()
-    if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
-        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.itemsize]
-        return np.array(tensor.view(bits).numpy()).view(mappings.t2j_dtype(dtype))
-    return np.array(tensor.numpy())
+    data = tensor.reshape(-1).view(torch.uint8).numpy()  # numpy alone knows no bfloat16
+    return np.array(data.view(mappings.t2j_dtype(dtype)).reshape(tensor.shape))
 
 
 def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
@@ -77,12 +73,8 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) 
         tensor = torch.from_dlpack(jax.device_put(array, first)).to(device)
     else:
         found = np.array(array)
-        own = mappings.j2t_dtype(jnp.dtype(found.dtype))
-        if own in mappings.NUMPY_UNSUPPORTED_DTYPES:
-            bits = found.view(np.dtype(f"u{found.dtype.itemsize}"))
-            tensor = torch.from_numpy(bits).view(own)
-        else:
-            tensor = torch.from_numpy(found)
+        data = torch.from_numpy(found.reshape(-1).view(np.uint8))
+        tensor = data.view(mappings.j2t_dtype(found.dtype)).reshape(found.shape)
     return tensor if dtype is None else tensor.to(dtype)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
 from typing import Any, NamedTuple
@@ -19,7 +18,9 @@ from spmd.options import Options
 from spmd.torch import arrays, tracing
 from spmd.torch.arrays import Inputs, Rules, array_of, specs_of, take_apart, tensor_of
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
-from spmd.torch.tracing import RANDOM, split
+from spmd.torch.tracing import split
+
+RANDOM = tracing.random_arguments(0, 0)
 
 
 class ModuleProgram(NamedTuple):
@@ -86,10 +87,10 @@ class Held:
         tensors: dict[str, torch.Tensor] = {}  # tied names share one
         found = {}
         for name, own in self.module.state_dict(keep_vars=True).items():
-            first = self._state.aliases.get(name)
-            if first is None:
+            if name not in self._state.aliases:
                 found[name] = own  # what a module adds by get_extra_state
                 continue
+            first = self._state.aliases[name]
             if first not in tensors:
                 held = self._held[first]
                 tensors[first] = (
@@ -103,48 +104,38 @@ class Held:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces parameters and buffers, all or none; they lie on the mesh as before.
 
-        What a part of the module adds by `get_extra_state` goes to its `set_extra_state`.
-
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
         """
-        state = self._state
-        known = self.module.state_dict(keep_vars=True)
-        extra = [name for name in state_dict if name in known and name not in state.aliases]
-        unknown = [name for name in state_dict if name not in {*state.aliases, *extra}]
-        missing = [name for name in known if name in state.aliases and name not in state_dict]
+        aliases, known = self._state.aliases, self.module.state_dict(keep_vars=True)
+        unknown = [name for name in state_dict if name not in aliases and name not in known]
+        missing = [name for name in known if name in aliases and name not in state_dict]
         if unknown or missing:
             raise ArgumentError(
                 "the state dict has other names than the module",
-                actual="; ".join(
-                    f"{what} {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-                    for what, names in (("unknown", unknown), ("missing", missing))
-                    if names
-                ),
+                actual=f"unknown {', '.join(unknown) or 'none'}; "
+                f"missing {', '.join(missing) or 'none'}",
                 fix="load it into the module first if it may differ, with strict=False",
             )
         new = {}
-        for name in (name for name in state_dict if name not in extra):
-            first, tensor = state.aliases[name], state_dict[name]
-            own = state.tensors[first]
-            is_tensor = isinstance(tensor, torch.Tensor)
-            if not is_tensor or tensor.shape != own.shape:
-                shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if is_tensor else ""
+        for name, given in state_dict.items():
+            if name not in aliases:  # extra state stays the module's
+                continue
+            first = aliases[name]
+            own, held = self._state.tensors[first], self._held[first]
+            if not isinstance(given, torch.Tensor) or given.shape != own.shape:
                 raise ArgumentError(
                     f"{name!r} cannot be loaded",
-                    actual=shape or described(tensor),
-                    required=f"{own.dtype} of shape {tuple(own.shape)}",
+                    actual=described(given),
+                    required=described(own),
                     fix="load the state dict of the same module",
                 )
-            tensor, held = tensor.detach().to(own.dtype), self._held[first]
+            tensor = given.detach().to(own.dtype)
             if isinstance(held, torch.Tensor):
                 new[first] = tensor.clone()
             else:
                 new[first] = jax.device_put(array_of(tensor, f"{name!r}"), held.sharding)
         self._held |= new
-        for name in extra:
-            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
-            self._programs.clear()  # it may be a constant of them
 
     def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
@@ -540,10 +531,4 @@ def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable
 
         return criterion, module.forward
 
-    def batch(*args: Any, **kwargs: Any) -> None: ...
-
-    with contextlib.suppress(TypeError, ValueError):  # of what has no signature
-        signature = inspect.signature(loss)
-        parameters = list(signature.parameters.values())[1:]
-        batch.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return loss, batch
+    return loss, functools.partial(loss, module)  # without its first parameter

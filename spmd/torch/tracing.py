@@ -345,10 +345,6 @@ def random_arguments(seed: int, call: int) -> tuple[Any, Any]:
     return np.uint32(seed % 2**32), np.uint32(call % 2**32)
 
 
-RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
-"""The shapes and dtypes of `random_arguments`."""
-
-
 def key_of(random: Any) -> Any:
     """Returns the jax random key of a call, inside a program, from its `random_arguments`."""
     seed, call = random

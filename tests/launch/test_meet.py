@@ -1,9 +1,7 @@
 """Where a process belongs, and meeting: who is missing, too many or differs is said to all."""
 
 import contextlib
-import re
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -197,25 +195,6 @@ def test_bad_arguments(arguments: tuple, says: str):
 def test_too_late(devices8):
     with pytest.raises(spmd.LaunchError, match="comes too late: jax has opened its devices"):
         initialize("localhost:1", 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("other:1", 2, 1), "another coordinator\n  actual: coordinator host:1 then, other:1 now"),
-        ((None, 3), "another processes\n  actual: processes 2 then, 3 now"),
-        ((None, None, 0), "another process\n  actual: process 1 then, 0 now"),
-    ],
-)
-def test_another_place_than_jax_was_told(
-    arguments: tuple, says: str, monkeypatch: pytest.MonkeyPatch
-):
-    module = sys.modules[initialize.__module__]
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(module, "connected_to", lambda: "host:1")
-    monkeypatch.setattr(module, "this_process", lambda: (1, 2))
-    with pytest.raises(spmd.LaunchError, match=re.escape(says)):
-        initialize(*arguments)
 
 
 def test_a_variable_that_is_no_number():

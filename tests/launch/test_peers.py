@@ -8,42 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.launch import peers, stop_agreed
-from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, StopVote, lost
+from spmd.launch.doing import LEFT, Sign
+from spmd.launch.peers import COLLECTIVE_FAILED, Signs, StopVote, lost
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 
 
-def test_a_sign_that_changes_is_life():
-    signs = Signs(2, timeout_s=5, started=0)
+def test_a_sign_that_changes_is_life_and_one_that_stays_is_death():
+    """Process 1 gives its last sign after 1 s, 2 says then that it leaves, and 3 never came."""
+    signs = Signs(4, timeout_s=5, started=0)
     for now in range(1, 20):
-        assert signs.silent(now, {0: str(now), 1: str(now)}) == {}
-
-
-def test_a_sign_that_stays_is_death_and_an_end_is_not():
-    signs = Signs(2, timeout_s=5, started=0)
-    signs.silent(1, {0: "1", 1: "1"})
-    assert signs.silent(6, {0: "2", 1: "1"}) == {}
-    assert signs.silent(7, {0: "3", 1: "1"}) == {1: 6}
-    signs.silent(8, {0: "4", 1: LEFT})
-    assert signs.silent(10, {0: "5", 1: LEFT}) == {}
-    assert signs.silent(100, {0: "6", 1: LEFT}) == {}
-
-
-def test_one_who_never_came_is_dead():
-    signs = Signs(3, timeout_s=5, started=10)
-    assert signs.silent(15, {0: "1", 1: "1"}) == {}
-    assert signs.silent(16, {0: "2", 1: "2"}) == {2: 6}
+        silent = signs.silent(now, {0: str(now), 1: "1", 2: LEFT if now > 1 else "1"})
+        assert silent == {p: now - last for p, last in {1: 1, 3: 0}.items() if now - last > 5}
 
 
 def test_the_dead_are_named_with_their_hosts():
-    signs = {i: f"7\npid {i} on h{i}\nreading" for i in range(9)} | {8: LEFT}
-    assert lost("why", signs, [1]) == "process 1 was lost: why; it was pid 1 on h1"
-    assert (
-        lost("why", signs, [0]) == "process 0, the coordinator, was lost: why; it was pid 0 on h0"
-    )
-    assert lost("why", {}, [3, 1]) == "processes 1, 3 were lost: why"
-    assert lost("why", signs, [8]) == "process 8 was lost: why"
-    text = lost("why", signs, range(9))
+    signs = {i: Sign(7, f"pid {i} on h{i}", "reading", 0) for i in range(8)}
+    assert lost("why", [1], signs) == "process 1 was lost: why; it was pid 1 on h1"
+    assert lost("why", [0], signs).startswith("process 0, the coordinator, was lost: why; it was")
+    assert lost("why", [3, 1], {}) == "processes 1, 3 were lost: why"
+    assert lost("why", [8], signs) == "process 8 was lost: why"
+    text = lost("why", range(9), signs)
     assert "pid 3 on h3" in text and "pid 4" not in text
 
 
