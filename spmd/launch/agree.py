@@ -26,7 +26,7 @@ import jax
 from spmd import errors
 from spmd.errors import LaunchError, SpmdError
 from spmd.launch.doing import Sign, all_signs, is_computing, is_users, sign_of
-from spmd.launch.store import JobStore, job_store, this_process
+from spmd.launch.store import JobStore, job_store, listed, this_process
 from spmd.mesh.mesh import Mesh
 from spmd.progress import waiting
 
@@ -329,10 +329,7 @@ def who_has_what(values: Mapping[int, str]) -> str:
     rest = [f"process {process}: {_short(v)}" for v, those in having.items() for process in those]
     if len(rest) > LISTED:
         rest[LISTED:] = [f"{len(rest) - LISTED} more differ"]
-    who = f"process{'es' * (len(many) > 1)} {', '.join(map(str, many))}"
-    if len(many) > LISTED:
-        who = f"{len(many)} others"
-    return "; ".join([*rest, f"{who}: {_short(common)}"])
+    return "; ".join([*rest, f"{listed(many)}: {_short(common)}"])
 
 
 def _short(value: str) -> str:

@@ -10,9 +10,10 @@ import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType
+from traceback import walk_stack
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -74,10 +75,12 @@ def doing_now() -> tuple[str, bool]:
     """
     if work := under_way():
         return work, False
-    frames = list(_frames())
-    place = next((f" at {_line(f)}" for f in frames if is_users(f.f_code.co_filename)), "")
-    for frame in frames:
-        said = RUNS[frame.f_code](frame.f_locals) if frame.f_code in RUNS else None
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = [(frame, frame.f_code, line) for frame, line in walk_stack(main)] if main else []
+    of_user = ((code, line) for _, code, line in calls if is_users(code.co_filename))
+    place = next((f" at {c.co_filename}:{line} ({c.co_qualname})" for c, line in of_user), "")
+    for frame, code, _ in calls:
+        said = RUNS[code](frame.f_locals) if code in RUNS else None
         if said is not None:
             return f"running {said}{place}", True
     if is_computing():
@@ -98,18 +101,6 @@ def is_computing() -> bool:
     return False
 
 
-def _frames() -> Iterator[FrameType]:
-    """Calls of the main thread, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def is_users(file: str) -> bool:
     """Whether a file is the user's code: not of this package, and not of what is installed."""
     return not file.startswith(("<frozen", *_OTHERS)) and not _PACKAGES & set(Path(file).parts)
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from spmd.errors import LaunchError
 from spmd.launch.agree import deciding, heard, refuse_differences
+from spmd.launch.store import listed
 
 _SLOW_S = 10.0  # seconds that process 0 may be late with its answer
 _HELLO_S = 2.0  # seconds that process 0 waits for a connection's first message before the next one
@@ -57,11 +58,9 @@ def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: fl
             try:
                 line, _ = server.accept()
             except TimeoutError:
-                missing = [str(p) for p in range(processes) if p not in came]
-                names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+                missing = [process for process in range(processes) if process not in came]
                 raise LaunchError(
-                    f"process{'es' if len(missing) > 1 else ''} {names} did not come to "
-                    f"{coordinator} within {timeout_s:g} s",
+                    f"{listed(missing)} did not come to {coordinator} within {timeout_s:g} s",
                     actual=f"{len(came)} of {processes} processes came",
                     fix="see why it did not start, or whether a firewall closes the port",
                 ) from None

@@ -31,10 +31,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmd.errors import SpmdError
-from spmd.launch.doing import ALIVE, LEFT, Sign, all_signs, is_users, sign_of
+from spmd.launch.doing import ALIVE, LEFT, Sign, all_signs, sign_of
 from spmd.launch.restart import exit_code, hear_news
-from spmd.launch.store import JobStore, connected_to, this_process
+from spmd.launch.store import JobStore, connected_to, listed, this_process
 
 EXIT_PREEMPTED = 75
 """Exit code after SIGTERM if the state was saved: start it again (`EX_TEMPFAIL` of sysexits.h)."""
@@ -84,10 +83,7 @@ def lost(how: str, processes: Iterable[int], signs: Mapping[int, Sign]) -> str:
     names = sorted(processes)
     each = [signs[process].who for process in names if process in signs]
     told = f"; it was {', '.join(each[:SHOWN])}" if each else ""
-    which = ("processes {} were" if names[1:] else "process {} was").format(
-        ", ".join("0, the coordinator," if process == 0 else str(process) for process in names)
-    )
-    return f"{which} lost: {how}{told}"
+    return f"{listed(names)} {'were' if len(names) > 1 else 'was'} lost: {how}{told}"
 
 
 STOP_REACHED = "stop"  # folder of the steps that processes have reached when they are to stop
@@ -340,8 +336,6 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
             return
         why = "".join(traceback.format_exception_only(kind, error)).strip()
         peers.wait_for_cause(why)
-        if isinstance(error, SpmdError):
-            error.__traceback__ = trace = users_calls(trace) or trace
         show(kind, error, trace)
         peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else exit_code(error))
 
@@ -368,16 +362,6 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
     _handlers.append(handler)
     libc.signal(signal.SIGABRT, handler)
-
-
-def users_calls(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the calls that are not of the user's code."""
-    if trace is None:
-        return None
-    rest = users_calls(trace.tb_next)
-    if not is_users(trace.tb_frame.f_code.co_filename):
-        return rest
-    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def fail_peers(why: str, code: int = 1) -> None:

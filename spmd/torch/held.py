@@ -39,7 +39,11 @@ class ModuleProgram(NamedTuple):
 class Held:
     """The base of `Sharded` and `TrainStep`: a module's tensors on a mesh and compiled programs."""
 
-    def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
+    _optimizer: Any = None  # of a `TrainStep`
+
+    def __init__(
+        self, module: Any, mesh: Any, rules: Rules | None, seed: int, options: Options | None
+    ) -> None:
         self._state = state = arrays.state_of(module)
         # Each is a torch tensor until a program says how it lies, then an array on the mesh.
         self._held: dict[str, Any] = dict(state.tensors)
@@ -47,7 +51,8 @@ class Held:
         self._structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
         as_mesh(mesh)
         self.module = module
-        self._mesh, self._rules, self._options = mesh, rules, options
+        self.seed = seed
+        self._mesh, self._rules, self._options = mesh, rules or {}, options
         self._signature: Callable[..., Any] = module.forward  # its parameters name the inputs
         self._programs: dict[Any, ModuleProgram] = {}
         self._last: ModuleProgram | None = None
@@ -157,16 +162,12 @@ class Held:
     def _program(self, inputs: Inputs) -> ModuleProgram:
         """Returns the program for such inputs and the module's mode; compiles it at first use."""
         mode = tuple(part.training for part in self.module.modules())
-        key = inputs.key, mode, self._more_key()
+        key = inputs.key, mode, self._optimizer and self._optimizer.key
         if key not in self._programs:
             specs = specs_of(self._rules, self._state, inputs.numbers, check=not self._programs)
             self._programs[key] = self._compile(inputs, *specs)
         self._last = self._programs[key]
         return self._last
-
-    def _more_key(self) -> Any:
-        """Returns the rest of a program's key, besides inputs and the module's mode: None here."""
-        return None
 
     def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         raise NotImplementedError
@@ -213,7 +214,7 @@ def shard(
       >>> sharded = spmd.torch.shard(model.eval(), mesh, rules)
       >>> logits = sharded(input_ids=tokens, use_cache=False).logits
     """
-    sharded = Sharded(module, mesh, rules or {}, seed, options)
+    sharded = Sharded(module, mesh, rules, seed, options)
     if isinstance(example_inputs, Mapping):
         sharded.compile(**example_inputs)
     elif len(example_inputs):
@@ -230,21 +231,17 @@ class Sharded(Held):
 
     Attributes:
       module: the module that was given. Its own tensors never change.
+      seed: the seed of random numbers.
       calls: the number of calls so far; random numbers depend on it and on `seed`.
     """
 
-    def __init__(
-        self, module: Any, mesh: Any, rules: Rules, seed: int = 0, options: Options | None = None
-    ) -> None:
-        super().__init__(module, mesh, rules, options)
-        self.calls = 0
-        self._seed = seed
+    calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's result, its tensors on the device of the first tensor given."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
-        random = tracing.random_arguments(self._seed, self.calls)
+        random = tracing.random_arguments(self.seed, self.calls)
         state = split(self._held, program.changed)
         leaves, changed = program.compiled(*state, inputs.arrays(), random)
         self._held |= changed
@@ -323,7 +320,7 @@ def train_step(
       >>> print(float(step(x, y)))
       >>> model.load_state_dict(step.state_dict())
     """
-    return TrainStep(module, loss, optimizer, mesh, rules or {}, seed, options)
+    return TrainStep(module, loss, optimizer, mesh, rules, seed, options)
 
 
 class TrainStep(Held):
@@ -339,21 +336,11 @@ class TrainStep(Held):
       seed: the seed of random numbers.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        loss: Callable[..., Any],
-        optimizer: Any,
-        mesh: Any,
-        rules: Rules,
-        seed: int = 0,
-        options: Options | None = None,
-    ) -> None:
-        super().__init__(module, mesh, rules, options)
-        self.seed = seed
+    def __init__(self, module: Any, loss: Any, optimizer: Any, *more: Any) -> None:
+        super().__init__(module, *more)
         self._loss, self._signature = _loss_function(module, loss)
         self._optimizer = optimizer_of(optimizer, self._state)
-        self._initial, self.steps = self._optimizer.loaded()
+        self._initial, self.steps = self._optimizer.load(None)
         self._optimizer_state: Any = None
 
     def __call__(self, *batch: Any, **named: Any) -> jax.Array:
@@ -408,14 +395,13 @@ class TrainStep(Held):
           ArgumentError: the state is of another optimizer.
         """
         try:
-            self._optimizer.load(state_dict)
+            self._initial, self.steps = self._optimizer.load(state_dict)
         except (KeyError, ValueError, AttributeError) as error:
             raise ArgumentError(
                 "the optimizer's state dict does not fit",
                 actual=str(error),
                 fix="load what .optimizer_state_dict() gave for the same module and optimizer",
             ) from error
-        self._initial, self.steps = self._optimizer.loaded()
         ours = state_dict.get("spmd", {})
         self.seed, self.steps = ours.get("seed", self.seed), ours.get("steps", self.steps)
         if self._optimizer_state is not None:
@@ -440,9 +426,6 @@ class TrainStep(Held):
         state = compiled.init(1, self._optimizer.init, trained)
         return jax.tree_util.tree_map_with_path(filled, state)
 
-    def _more_key(self) -> Any:
-        return self._optimizer.key
-
     def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         optimizer = self._optimizer
 
@@ -452,10 +435,9 @@ class TrainStep(Held):
             )
             value = ran.result.jax() if hasattr(ran.result, "jax") else None
             if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-                kind = type(ran.result).__name__
                 raise ArgumentError(
                     "the loss is no number to minimize",
-                    actual=kind if value is None else f"{value.dtype}{list(value.shape)}",
+                    actual=described(ran.result if value is None else value),
                     required="one float that the parameters decide",
                     fix="return a scalar tensor, as in torch.nn.functional.mse_loss(model(x), y)",
                 )

@@ -77,7 +77,7 @@ def test_several_names_are_all_said():
 
 def test_the_many_are_counted():
     text = differing({p: {"a": "2" if p == 40 else "1"} for p in range(100)})
-    assert "process 40: 2; 99 others: 1" in text
+    assert "process 40: 2; processes 0, 1, 2, 3, 4, 5, 6, 7, ...: 1\n" in text
     text = differing({p: {"a": str(p)} for p in range(20)})
     assert "process 8: 8; 11 more differ; process 0: 0" in text
 
