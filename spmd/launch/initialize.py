@@ -68,13 +68,13 @@ def initialize(
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
     """
     global _joined
+    if _joined:
+        return
     devices = None if local_device_ids is None else tuple(local_device_ids)
     given = Place(coordinator_address, num_processes, process_id, devices)
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
-    if _joined:
-        return
     if not is_joined:
         place = find_place(given, os.environ, timeout_s)
         if place is None:

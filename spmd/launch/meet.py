@@ -31,8 +31,6 @@ def meet(
     `coordinator` is `host:port` of process 0. LaunchError if it cannot be reached, a process did
     not come, came twice or expects another number of processes, or something in `about` differs.
     """
-    if processes < 2:
-        return
     about = {_COUNT: str(processes), **about}
     if process:
         heard(_ask(coordinator, process, about, timeout_s))

@@ -81,7 +81,6 @@ class Watchdog:
         self._last = time.monotonic()
         self._written_at = -1
         self._file: IO[str] | None = None
-        self._empty_size = 0
         self._is_new = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
@@ -91,9 +90,6 @@ class Watchdog:
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w")
-            text = f"{self._who()}\nnothing happened, or it was killed first"
-            print(text, file=self._file, flush=True)
-            self._empty_size = self.path.stat().st_size
         self._last = time.monotonic()
         self._arm()
         at_stop(self._on_stop, tells_others=False)
@@ -107,7 +103,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-            if self.path.stat().st_size == self._empty_size:  # neither thread wrote
+            if not self.path.stat().st_size:  # neither thread wrote
                 self.path.unlink()
                 if self._is_new:
                     self.folder.rmdir()  # unless another process has something to say
@@ -194,10 +190,6 @@ class Watchdog:
             return f"{begun}nothing was finished yet"
         return f"{begun}last finished: {what}" + ("" if step is None else f", step {step}")
 
-    def _who(self) -> str:
-        now = datetime.datetime.now().isoformat(" ", "seconds")
-        return f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
-
     def _write(self, why: str) -> None:
         """Writes this process's file anew; `faulthandler`'s thread may append to it later."""
         self._written_at = self._beats
@@ -210,7 +202,9 @@ class Watchdog:
         self._write_to(sys.stderr, why)
 
     def _write_to(self, file: IO[str], why: str) -> None:
-        lines = [self._who(), why, "", "finished, as the host saw it:"]
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        who = f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
+        lines = [who, why, "", "finished, as the host saw it:"]
         lines += [f"  {mark}" for mark in tuple(self._marks)]
         print("\n".join([*lines, "", "stacks, innermost call first:"]), file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)

@@ -48,7 +48,8 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         super().__init__()
         self.draws = False
         self._key = key
-        self.override_op_definition(torch.nn.functional.batch_norm, _batch_norm)
+        for norm in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit):
+            self.override_op_definition(norm.default, _batch_norm)
         for op in (torch.ops.aten.detach.default, torch.Tensor.detach, torch.detach):
             self.override_op_definition(
                 op, lambda tensor: Tensor(jax.lax.stop_gradient(tensor.jax()), tensor._env)
@@ -99,19 +100,11 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
 
 
 def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: float
 ) -> Any:
-    """Computes `torch.nn.functional.batch_norm` by PyTorch's own decomposition."""
-    statistics = (running_mean, running_var)
-    result = native_batch_norm(input, weight, bias, *statistics, training, momentum, eps)[0]
-    for running in statistics if training else ():
+    """Computes `native_batch_norm` by PyTorch's own decomposition, which updates statistics."""
+    result = native_batch_norm(x, weight, bias, mean, variance, training, *more)
+    for running in (mean, variance) if training else ():
         if running is not None:
             running._elem = jax.lax.stop_gradient(running._elem)
     return result

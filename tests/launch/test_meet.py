@@ -60,10 +60,6 @@ def test_all_come_in_any_order():
     assert told([(2, 3), (1, 3), (0, 3)]) == ["", "", ""]
 
 
-def test_alone_there_is_nobody_to_meet():
-    meet("nowhere.invalid:1", 1, 0, {}, 0.1)
-
-
 def test_who_is_missing_is_named():
     answers = told([(2, 4), (0, 4)], host_waits_s=2.0)
     for answer in answers:

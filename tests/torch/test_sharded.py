@@ -71,17 +71,6 @@ def test_keyword_inputs_and_structured_results(mesh):
     close(found["y"], module(inputs)["y"])
 
 
-def test_plain_values_are_constants_of_the_program(mesh):
-    class Scaled(nn.Linear):  # type: ignore[misc]
-        def forward(self, x, factor):
-            return super().forward(x) * factor
-
-    module = Scaled(16, 16)
-    sharded = spmd.torch.shard(module, mesh, {"weight": ("model",), "x": ("data",)})
-    close(sharded(x(), 2), module(x(), 2))
-    close(sharded(x(), 3), module(x(), 3))
-
-
 def inplace(self, x):
     y = self.lin(x).clone()
     y[:, 0] = 0
