@@ -160,8 +160,9 @@ class Peers:
         self.others_know = False  # whether they need not hear from this process why they end
         self.last_words: list[Callable[[str], object]] = []  # called with that reason
         self.form: Callable[[str], str] = str
+        self.on_abort: Any = None
         self.vote = StopVote(store, self.process, self.processes)
-        self._known: dict[int, Sign] = {}  # the first sign of process 0, kept for its end
+        self.known: dict[int, Sign] = {}  # the first sign of process 0, kept for its end
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
@@ -196,8 +197,8 @@ class Peers:
                 how = f"no sign of life for {min(silent.values()):.0f} s"
                 told = lost(how, silent, all_signs(self.store))
                 self.store.claim(VERDICT, f"{told}; its output or the scheduler's log says why")
-        if not self._known and (first := sign_of(self.store, 0)):
-            self._known = {0: first}
+        if not self.known and (first := sign_of(self.store, 0)):
+            self.known = {0: first}
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
@@ -210,7 +211,7 @@ class Peers:
 
     def coordinator_lost(self, how: str) -> str:
         """Returns the text that process 0 was lost, with the cause `how`, its pid and host."""
-        return lost(how, [0], self._known)
+        return lost(how, [0], self.known)
 
     def _watch_store(self) -> None:
         """Runs in a thread: ends this process if the store has no answer for `timeout_s`."""
@@ -314,7 +315,6 @@ class Peers:
 
 
 _peers: Peers | None = None
-_handlers: list[Any] = []  # keeps the C function that handles aborts alive
 
 
 def watch_peers(store: JobStore, timeout_s: float) -> None:
@@ -360,7 +360,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
         libc.abort()
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
-    _handlers.append(handler)
+    peers.on_abort = handler  # keeps it alive
     libc.signal(signal.SIGABRT, handler)
 
 
@@ -394,9 +394,8 @@ def form_last_line(form: Callable[[str], str]) -> None:
 def peer_lost(process: int, how: str) -> NoReturn:
     """Ends this process since `process` was lost, by cause `how`, or by the store's verdict."""
     assert _peers is not None
-    if process == 0:  # the store is gone
-        stop_now(_peers.coordinator_lost(how))
-    stop_now(lost(how, [process], {}), tells_others=True)
+    # With process 0 the store is gone.
+    stop_now(lost(how, [process], _peers.known), tells_others=process != 0)
 
 
 def stop_now(verdict: str, code: int = EXIT_PEER_LOST, *, tells_others: bool = False) -> NoReturn:

@@ -47,7 +47,7 @@ class Held:
         self._state = state = arrays.state_of(module)
         # Each is a torch tensor until a program says how it lies, then an array on the mesh.
         self._held: dict[str, Any] = dict(state.tensors)
-        # The type of each inside a program.
+        # The type of each inside a program, with the sharding of those on the mesh.
         self._structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
         as_mesh(mesh)
         self.module = module
@@ -89,22 +89,18 @@ class Held:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the present parameters and buffers as `module.state_dict()` does, on the CPU."""
-        tensors: dict[str, torch.Tensor] = {}  # tied names share one
-        found = {}
-        for name, own in self.module.state_dict(keep_vars=True).items():
-            if name not in self._state.aliases:
-                found[name] = own  # what a module adds by get_extra_state
-                continue
-            first = self._state.aliases[name]
-            if first not in tensors:
-                held = self._held[first]
-                tensors[first] = (
-                    held.detach().clone()
-                    if isinstance(held, torch.Tensor)
-                    else tensor_of(held, dtype=own.dtype)
-                )
-            found[name] = tensors[first]
-        return found
+        aliases, own = self._state.aliases, self._state.tensors
+        tensors = {
+            name: held.detach().clone()
+            if isinstance(held, torch.Tensor)
+            else tensor_of(held, dtype=own[name].dtype)
+            for name, held in self._held.items()
+        }
+        # Tied names share one. What a module adds by get_extra_state stays as it is.
+        return {
+            name: tensors[aliases[name]] if name in aliases else extra
+            for name, extra in self.module.state_dict(keep_vars=True).items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces parameters and buffers, all or none; they lie on the mesh as before.
@@ -151,13 +147,7 @@ class Held:
         for name, sharding in shardings.items():
             if isinstance(tensor := self._held[name], torch.Tensor):
                 self._held[name] = jax.device_put(array_of(tensor, f"{name!r}"), sharding)
-
-    def _given(self) -> dict[str, Any]:
-        """Returns what a program is compiled for: types, or arrays as they lie on the mesh."""
-        return {
-            name: self._structs[name] if isinstance(held, torch.Tensor) else held
-            for name, held in self._held.items()
-        }
+                self._structs[name] = self._structs[name].update(sharding=sharding)
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
         """Returns the program for such inputs and the module's mode; compiles it at first use."""
@@ -273,7 +263,7 @@ class Sharded(Held):
             donate_argnums=(0,),
             options=self._options,
         )
-        compiled = jitted.compile(*split(self._given(), changed), inputs.structs(), RANDOM)
+        compiled = jitted.compile(*split(self._structs, changed), inputs.structs(), RANDOM)
         for shardings in compiled.in_shardings[:2]:
             self._place(shardings)
         return ModuleProgram(compiled, changed, outputs)
@@ -475,13 +465,12 @@ class TrainStep(Held):
             donate_argnums=(0, 1, 2),
             options=self._options,
         )
-        params, rest = split(self._given(), optimizer.trained)
-        opt_state, known = jax.eval_shape(optimizer.init, params), self._initial
-        if (old := self._optimizer_state) is not None:
-            known = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
-            has: Any = jax.tree.structure(old)
-            if has == jax.tree.structure(opt_state):
-                opt_state = old
+        params, rest = split(self._structs, optimizer.trained)
+        opt_state, old = jax.eval_shape(optimizer.init, params), self._optimizer_state
+        leaves = jax.tree_util.tree_leaves_with_path(old)
+        known = self._initial if old is None else {path_name(p): leaf for p, leaf in leaves}
+        if jax.tree.structure(old) == jax.tree.structure(opt_state):
+            opt_state = old
         compiled = jitted.compile(
             params,
             opt_state,
