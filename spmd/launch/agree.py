@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import sysconfig
 import threading
 import time
 import zlib
@@ -20,30 +19,28 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from spmd import errors
-from spmd.errors import LaunchError, PlanError, SpmdError
-from spmd.launch.doing import is_computing
-from spmd.launch.store import JobStore, job_store, this_process
+from spmd.errors import LaunchError, SpmdError
+from spmd.launch.doing import Sign, all_signs, is_computing, is_users, sign_of
+from spmd.launch.store import JobStore, job_store, listed, this_process
 from spmd.mesh.mesh import Mesh
 from spmd.progress import waiting
 
 TIMEOUT_S = 600.0
 """Seconds to wait for the slowest process: compiling takes minutes, and hosts differ."""
 
-ASK_S = 4.0  # so long a process waits before it asks what keeps the others
+ASK_S = 4.0  # so long a process waits before it looks what keeps the others
 LONGEST = 200  # characters of a value that a message shows
+LISTED = 8  # differences that a message shows
+OTHERS = "the other processes"  # for which a process waits
 Found = Mapping[int, Mapping[str, str]]  # process -> its `what`: name -> value
-
-AWAITED = "awaited"
-"""The occasion at which a process waits that does nothing else meanwhile."""
 
 _line: ContextVar[str] = ContextVar("line of comparisons", default="")
 _numbers: Counter[tuple[tuple[int, ...], str]] = Counter()
-_excused: set[str] = set()  # folders of occasions to which this process said that it does not come
 _counting = threading.Lock()
 
 
@@ -118,62 +115,108 @@ def judged(
     names the call and has to be the same in all. None if alone or not in `processes`. LaunchError
     on all if `judge` raises one, these names differ, or a process does not come in time.
     """
-    store, (me, count) = job_store(), this_process()
-    members = tuple(range(count) if processes is None else sorted(processes))
-    if store is None or len(members) < 2 or me not in members:
-        return None
-    folder, is_excused, ask = _next(store, members, what["checked"])
-    return gathered(store, folder, members, me, what, judge, timeout_s, is_excused, ask)
+    occasion, me = _next(what["checked"], processes), this_process()[0]
+    return occasion and occasion.judged(me, what, judge, timeout_s)
 
 
-def gathered(
-    store: JobStore,
-    folder: str,
-    members: Sequence[int],
-    me: int,
-    what: Mapping[str, str],
-    judge: Callable[[Found], Any],
-    timeout_s: float,
-    is_excused: bool = False,
-    ask: Callable[[], None] = lambda: None,
-) -> Any:
-    """Does what `judged` says in `folder`, calling `ask` as it waits; one excused only listens."""
+def made_by_first(
+    make: Callable[[], str], *, label: str, processes: Sequence[int] | None = None
+) -> str:
+    """Returns what the first process makes; the others wait for it, as long as that takes.
+
+    All call it, in the same order, once a comparison has shown that all are there. What `make`
+    raises is raised on all of them; a LaunchError says so if that is none of ours.
+    """
+    occasion = _next(label, processes)
+    if occasion is None:
+        return make()
+    first = occasion.members[0]
+    if this_process()[0] == first:
+        return str(deciding(make, partial(occasion.store.put, occasion.outcome), label))
+    with waiting(f"process {first}: {label}"):
+        while (text := occasion.store.get(occasion.outcome, ASK_S)) is None:
+            pass  # if that process is lost, this one is stopped by the thread that watches it
+    return str(heard(text))
+
+
+class Occasion(NamedTuple):
+    """Some processes that agree on something: each leaves a record, the first one the outcome.
+
+    Occasions of one line are counted, and those of the same number belong together, so processes
+    that come to different ones find out at once. The main thread is a line, and so is what runs
+    inside of `line`. On other threads nobody knows the order: there each label is a line.
+    """
+
     # Processes 0 1 2 with --steps 100 100 90:
     #   each writes same/.../1/<its number>; 0 waits for all three
-    #   0 writes same/.../1/outcome: "process 2: 90; processes 0, 1: 100"
-    #   all three read that, and raise the same error
+    #   0 writes same/.../1.outcome: "process 2: 90; processes 0, 1: 100"
+    #   all three raise the same error
     # Had 2 not come, the outcome would say so after `timeout_s`. The others wait half as long
     # again, so that 0's answer reaches them before their own patience ends.
 
-    def come(process: int, name: object, timeout_s: float) -> str:
-        end = time.monotonic() + timeout_s
-        while (left := end - time.monotonic()) > 0:
-            text = store.get(f"{folder}/{name}", min(left, ASK_S))
-            if text is not None:
-                return text
-            ask()
-        raise LaunchError(
-            f"process {process} did not come to compare {what['checked']} within {timeout_s:g} s",
-            fix="see what it does: its output, or the files of a watchdog",
-        )
+    store: JobStore
+    members: tuple[int, ...]
+    folder: str
+    is_aside: bool  # on a thread of its own: the main one may do what the others wait for
 
-    def outcome() -> Any:
-        found = {process: json.loads(come(process, process, timeout_s)) for process in members}
-        refuse_differences({p: {"checked": said["checked"]} for p, said in found.items()})
-        return judge(found)
+    @property
+    def outcome(self) -> str:
+        """The name of the outcome, which `heard` reads."""
+        return f"{self.folder}.outcome"
 
-    with waiting("the other processes"):
-        if not is_excused:
-            store.put(f"{folder}/{me}", json.dumps(what))
-            if me == members[0]:
-                store.put(f"{folder}/outcome", written(outcome))
-        return heard(come(members[0], "outcome", 1.5 * timeout_s))
+    def judged(
+        self, me: int, what: Mapping[str, str], judge: Callable[[Found], Any], timeout_s: float
+    ) -> Any:
+        """Does what the function `judged` says."""
+        label = what["checked"]
 
+        def come(process: int, name: str, timeout_s: float) -> str:
+            end, seen = time.monotonic() + timeout_s, None
+            while (left := end - time.monotonic()) > 0:
+                if (text := self.store.get(name, min(left, ASK_S))) is not None:
+                    return text
+                if not self.is_aside and not is_computing():
+                    seen = self.look_for(process, me, label, seen)
+            raise LaunchError(
+                f"process {process} did not come to compare {label} within {timeout_s:g} s",
+                fix="see what it does: its output, or the files of a watchdog",
+            )
 
-# Occasions: which comparisons of the processes belong together. Comparisons of one line are
-# counted, and those of the same number belong together, so processes that come to different ones
-# find out at once. The main thread is a line, and so is what runs inside of `line`. On other
-# threads nobody knows the order: there each label is a line.
+        def decide() -> Any:
+            names = {process: f"{self.folder}/{process}" for process in self.members}
+            found = {p: _unpacked(come(p, name, timeout_s)) for p, name in names.items()}
+            refuse_differences({p: {"checked": said["checked"]} for p, said in found.items()})
+            return judge(found)
+
+        with waiting(OTHERS):
+            self.store.put(f"{self.folder}/{me}", _packed(dict(what)))
+            if me == self.members[0]:
+                return deciding(decide, partial(self.store.put, self.outcome), label)
+            return heard(come(self.members[0], self.outcome, 1.5 * timeout_s))
+
+    def look_for(self, process: int, me: int, label: str, seen: Sign | None) -> Sign | None:
+        """Looks what `process` does, for which this one waits; `seen` is what it did at first.
+
+        Raises LaunchError if it cannot come, as it runs a program that this process does not run.
+        """
+        # Process 1 compiles for its last, smaller batch; 0 runs what was compiled for the others:
+        #   0 s   1 waits for 0 to compare what it compiles; 0 is inside a collective, and waits for
+        #         1, but 1 has nothing on its devices
+        #   4 s   1 reads what 0 does. It may be at the end of what 1 has finished
+        #  14 s   0 still runs that, and for longer than before 1 looked: 1 raises an error, and 0
+        #         stops since 1 failed
+        # A process that neither comes nor runs anything may come yet: then one of those that wait
+        # tells who does what.
+        if (now := sign_of(self.store, process)) is None:
+            return None
+        if seen is None and me in self.members[:2] and OTHERS not in now.doing:
+            told = who_has_what({p: sign.doing for p, sign in all_signs(self.store).items()})
+            print(f"note: processes of this job wait for others: {told}", file=sys.stderr)
+        if seen is None or not now.runs or now.look - now.runs != seen.look - seen.runs:
+            return now  # it runs none, or another one than at the first look
+        if now.look - seen.look >= seen.runs:
+            refuse_differences({process: {"checked": now.doing}, me: {"checked": label}})
+        return seen
 
 
 @contextlib.contextmanager
@@ -191,155 +234,102 @@ def line(name: str) -> Iterator[None]:
         _line.reset(token)
 
 
-def _next(
-    store: JobStore, members: tuple[int, ...], label: str
-) -> tuple[str, bool, Callable[[], None]]:
-    """Returns the next occasion's folder, whether this process is excused, and a way to ask."""
-    is_main = threading.current_thread() is threading.main_thread()
-    own = _line.get() or ("" if is_main else f"aside: {label}")
-    with _counting:
-        _numbers[members, own] += 1
-        number = _numbers[members, own]
-        folder = _folder(members, own, number)
-        is_excused = folder in _excused
-
-    def ask() -> None:
-        """Says that this process can do nothing else before the others come."""
-        if (is_main or _line.get()) and not is_computing():
-            store.put(AWAITED, json.dumps([members, own, number]))
-
-    return folder, is_excused, ask
-
-
-def _folder(members: Sequence[int], own: str, number: int) -> str:
-    return f"same/{digest(f'{[*members]} {own}')}/{number}"
-
-
-def excuse(store: JobStore, awaited: str, doing: str) -> None:
-    """Comes to an awaited occasion in place of the main thread, which cannot come any more.
-
-    What it does instead differs from what the others do, and so all of them hear of it.
-    """
-    listed, own, number = json.loads(awaited)
-    members, (me, _) = tuple(listed), this_process()
-    folder = _folder(members, own, number)
-    with _counting:
-        if me not in members or _numbers[members, own] >= number or folder in _excused:
-            return
-        _excused.add(folder)
-    store.put(f"{folder}/{me}", json.dumps({"checked": doing}))
-    if me == members[0]:
-        said = store.all(folder).items()
-        found = {int(name): json.loads(text) for name, text in said if name.isdigit()}
-        store.put(f"{folder}/outcome", written(lambda: refuse_differences(found)))
-
-
-def is_open(store: JobStore, awaited: str) -> bool:
-    """Whether an awaited occasion has no outcome yet."""
-    return store.get(f"{_folder(*json.loads(awaited))}/outcome") is None
-
-
-def made_by_first(
-    make: Callable[[], str], *, label: str, processes: Sequence[int] | None = None
-) -> str:
-    """Returns what the first process makes; the others wait for it, as long as that takes.
-
-    All call it, in the same order, once a comparison has shown that all are there. What `make`
-    raises is raised on all of them; a LaunchError says so if that is none of ours.
-    """
+def _next(label: str, processes: Sequence[int] | None) -> Occasion | None:
+    """Returns the next occasion of these processes (all: None); None if this one agrees alone."""
     store, (me, count) = job_store(), this_process()
     members = tuple(range(count) if processes is None else sorted(processes))
     if store is None or len(members) < 2 or me not in members:
-        return make()
-    key = f"{_next(store, members, label)[0]}/made"
-    if me == members[0]:
-        try:
-            made = make()
-        except BaseException as error:
-            failed = LaunchError(f"process {me} failed at {label}", actual=_short(repr(error)))
-            store.put(key, _error_text(error if isinstance(error, SpmdError) else failed))
-            raise
-        store.put(key, json.dumps([packed(made)]))
-        return made
-    with waiting(f"process {members[0]}: {label}"):
-        while (text := store.get(key, ASK_S)) is None:
-            pass  # if that process is lost, this one is stopped by the thread that watches it
-    return unpacked(heard(text))
+        return None
+    is_aside = threading.current_thread() is not threading.main_thread() and not _line.get()
+    own = f"aside: {label}" if is_aside else _line.get()
+    with _counting:
+        _numbers[members, own] += 1
+        folder = f"same/{digest(f'{[*members]} {own}')}/{_numbers[members, own]}"
+    return Occasion(store, members, folder, is_aside)
 
 
-def packed(text: str) -> str:
-    """Returns a long text as a short one: `unpacked` returns it."""
-    return base64.b85encode(zlib.compress(text.encode(), 1)).decode()
+# What processes write for each other.
 
 
-def unpacked(text: str) -> str:
-    """Returns the text that was `packed`."""
-    return zlib.decompress(base64.b85decode(text)).decode()
+def _packed(value: Any) -> str:
+    """Returns as a short text what fits JSON; `_unpacked` returns it."""
+    return base64.b85encode(zlib.compress(json.dumps(value, default=str).encode(), 1)).decode()
 
 
-def written(work: Callable[[], Any]) -> str:
-    """Returns as JSON `[what work returns]`, or the `SpmdError` that it raises; see `heard`."""
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b85decode(text)))
+
+
+def deciding(decide: Callable[[], Any], tell: Callable[[str], None], label: str) -> Any:
+    """Returns or raises what `decide` does, after `tell` got that for other processes' `heard`."""
     try:
-        return json.dumps([work()])
-    except SpmdError as error:
-        return _error_text(error)
-
-
-def _error_text(error: SpmdError) -> str:
-    names = ("what", "op", "source", "actual", "required", "fix")
-    fields = {name: getattr(error, name) for name in names}
-    kind, least = type(error).__name__, getattr(error, "least_bytes", 0)
-    return json.dumps({"kind": kind, "fields": fields, "least_bytes": least})
+        result = decide()
+    except BaseException as error:
+        told = error
+        if not isinstance(error, SpmdError):
+            failed = f"process {this_process()[0]} failed at {label}"
+            told = LaunchError(failed, actual=_short(repr(error)))
+        tell(_packed({"kind": type(told).__name__, **vars(told)}))
+        raise
+    tell(_packed([result]))
+    return result
 
 
 def heard(text: str) -> Any:
-    """Returns what another process has `written`, or raises its `SpmdError`."""
-    found = json.loads(text)
+    """Returns what another process has decided (see `deciding`), or raises its `SpmdError`."""
+    found = _unpacked(text)
     if not isinstance(found, dict):
         return found[0]
-    error = getattr(errors, found["kind"], LaunchError)(**found["fields"])
-    if isinstance(error, PlanError):
-        error.least_bytes = found["least_bytes"]
+    error = getattr(errors, found.pop("kind"), LaunchError)("")
+    vars(error).update(found)
+    error.at(None)  # its message, of these fields
     raise error
 
 
-def refuse_differences(found: Found) -> None:
-    """Raises LaunchError if processes differ in a value; it tells which process has which."""
+def refuse_differences(found: Found, may_lack: bool = False) -> None:
+    """Raises LaunchError if processes differ in a value; it tells which process has which.
+
+    If `may_lack`, a name that only some processes have is compared among those.
+    """
     parts = {}
     for name in dict.fromkeys(name for what in found.values() for name in what):
-        values = {process: what.get(name, "(not set)") for process, what in found.items()}
+        values = {
+            process: what.get(name, "(not set)")
+            for process, what in found.items()
+            if name in what or not may_lack
+        }
         if len(set(values.values())) > 1:
             parts[name] = who_has_what(values)
     if not parts:
         return
-    fix = "start every process with the same program, flags and versions"
+    fix = "start every process with the same program, files, flags and versions"
     if "checked" in parts:  # they are at different places: nothing else can be compared
         parts = {"what they do next": parts["checked"]}
         fix = (
             "let every process make the same calls, in one order and with arguments of the same "
             "shapes: pad or drop a last, smaller batch, and evaluate on all of them"
         )
-    each = parts.values() if len(parts) == 1 else (f"{n}: {text}" for n, text in parts.items())
+    names = [*parts][:LISTED]
+    texts = [f"{n}: {parts[n]}" for n in names] if len(parts) > 1 else [*parts.values()]
+    more = [f"{len(parts) - LISTED} more"] if len(parts) > LISTED else []
     raise LaunchError(
-        f"the processes of this job differ in {', '.join(parts)}",
-        actual="; ".join(each),
+        f"the processes of this job differ in {', '.join(names + more)}",
+        actual="; ".join(texts),
         fix=fix,
     )
 
 
 def who_has_what(values: Mapping[int, str]) -> str:
     """Says who has which value: `process 1: b; processes 0, 2: a`, the most common value last."""
-    counts = Counter(values.values())
-    common = max(counts, key=lambda value: counts[value])  # of equals the first: process 0's
-    rest = [process for process, value in values.items() if value != common]
-    texts = [f"process {process}: {_short(values[process])}" for process in rest[:8]]
-    if len(rest) > 8:
-        texts.append(f"{len(rest) - 8} more differ")
-    many = [str(process) for process, value in values.items() if value == common]
-    who = f"process {many[0]}" if len(many) == 1 else f"processes {', '.join(many)}"
-    if len(many) > 8:
-        who = f"{len(many)} others"
-    return "; ".join([*texts, f"{who}: {_short(common)}"])
+    having: dict[str, list[int]] = {}
+    for process, value in values.items():
+        having.setdefault(value, []).append(process)
+    common = max(having, key=lambda value: len(having[value]))  # of equals the first: process 0's
+    many = having.pop(common)
+    rest = [f"process {process}: {_short(v)}" for v, those in having.items() for process in those]
+    if len(rest) > LISTED:
+        rest[LISTED:] = [f"{len(rest) - LISTED} more differ"]
+    return "; ".join([*rest, f"{listed(many)}: {_short(common)}"])
 
 
 def _short(value: str) -> str:
@@ -384,7 +374,7 @@ def check_same_program(
     if other:
         name, process = other
         has_it = this_process()[0] in (min(processes), process)
-        says = {"checked": label, "text": packed(texts[name][1]()) if has_it else ""}
+        says = {"checked": label, "text": texts[name][1]() if has_it else ""}
         judged(says, partial(_refuse_lines, name, process, label), processes=processes)
 
 
@@ -401,7 +391,7 @@ def _other_text(names: Iterable[str], found: Found) -> tuple[str, int] | None:
 def _refuse_lines(name: str, process: int, label: str, found: Found) -> None:
     """Raises LaunchError with the first line in which a process's text differs."""
     first = min(found)
-    pair = (_lines(unpacked(found[p]["text"])) for p in (first, process))
+    pair = (_lines(found[p]["text"]) for p in (first, process))
     both = zip_longest(*pair, fillvalue=("nothing", None))
     ours, theirs = next((a, b) for a, b in both if a[0] != b[0])
     raise LaunchError(
@@ -452,64 +442,30 @@ def settings() -> dict[str, str]:
 # that read different ones would train different things, or hang.
 
 
-def imported() -> dict[str, str]:
-    """Returns name -> hash of the file of each imported module that is no installed package's.
+def sources() -> dict[str, str]:
+    """Returns `sources of <name> (hash)` -> hash of the file of each imported module of the user's.
 
-    The program itself is `__main__`. The standard library and the paths of files do not count.
+    The paths of files do not count.
     """
-    inside = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-    packages = {"site-packages", "dist-packages"}  # what is below them has a version
     found = {}
     for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith((".py", ".so")) or not is_users(file):
+            continue
         if name == "__mp_main__":  # the program again, under the name that its workers use
             continue
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith((".py", ".so")):
-            continue
-        if not file.startswith(inside) and not packages & set(Path(file).parts):
-            found[name] = hash_of([Path(file)])
+        name = "the program" if name == "__main__" else name
+        with contextlib.suppress(OSError):  # it is not there any more
+            sha = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+            found[f"sources of {name} (hash)"] = sha
     return found
 
 
-def by_package(modules: Mapping[str, str]) -> dict[str, str]:
-    """Returns top-level package -> one hash for its modules, given a hash for each module."""
-    tops: dict[str, list[str]] = {}
-    for name, sha in sorted(modules.items()):
-        tops.setdefault(name.partition(".")[0], []).append(f"{name} {sha}")
-    return {top: digest("\n".join(modules)) for top, modules in tops.items()}
-
-
-def hash_of(files: Iterable[Path]) -> str:
-    """Returns a hash of the contents of files; a file that is not there any more adds nothing."""
-    hashed = hashlib.sha256()
-    for path in files:
-        with contextlib.suppress(OSError):
-            hashed.update(path.read_bytes())
-    return hashed.hexdigest()[:12]
-
-
 def check_same_sources() -> None:
-    """Raises LaunchError on all processes if one has imported other source files than process 0.
+    """Raises LaunchError on all processes if two have imported different source files.
 
     `spmd.initialize` has compared what was imported by then; this finds what came later. Modules
-    that only some processes have imported are not compared. All processes have to call it.
+    that some processes have not imported are compared among the others. All processes have to
+    call it.
     """
-    judged({"checked": "sources", **imported()}, refuse_other_sources)
-
-
-def refuse_other_sources(found: Found) -> None:
-    """Raises LaunchError if a module differs between process 0 and another that has it, too."""
-    different: dict[str, int] = {}
-    for process, theirs in found.items():
-        for name in found[0].keys() & theirs.keys():
-            if theirs[name] != found[0][name]:
-                different.setdefault(name, process)
-    if not different:
-        return
-    names = sorted(different)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    raise LaunchError(
-        f"the processes of this job run different sources of {', '.join(names[:3])}{more}",
-        actual=f"process {different[names[0]]} has another {names[0]} than process 0",
-        fix="give every host the same files",
-    )
+    judged({"checked": "sources", **sources()}, partial(refuse_differences, may_lack=True))

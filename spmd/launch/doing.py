@@ -4,18 +4,21 @@ Nothing is noted where programs are called, for that is where time counts: a thr
 main thread's stack.
 """
 
+import json
 import os
+import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType
+from traceback import walk_stack
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
 
-from spmd.launch.store import devices_are_open
+from spmd.launch.store import JobStore, devices_are_open
 from spmd.progress import under_way
 
 Locals = Mapping[str, Any]
@@ -27,30 +30,62 @@ _OTHERS = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+_PACKAGES = {"site-packages", "dist-packages"}  # what is below them is installed
 
 
-class Doing(NamedTuple):
-    """What a process is doing."""
-
-    text: str
-    # Whether it runs a program that others have to run, too, and does nothing else meanwhile: it
-    # comes to nothing else before that ends.
-    is_running: bool
+ALIVE = "alive"  # folder of the signs of life in the job's store
+LEFT = "left"  # sign of a process that knows why the job ends: its silence means nothing
+AT_END = "nothing more, it is at its end"
+WHO = f"pid {os.getpid()} on {socket.gethostname()}"
 
 
-def doing_now() -> Doing:
-    """Reads what this process is doing: compiling, running, or at which line its program is."""
+class Sign(NamedTuple):
+    """A sign of life."""
+
+    look: int  # how often this process has looked after the others
+    who: str
+    doing: str
+    # Looks in which it ran this program, which others have to run, too: it comes to nothing else
+    # before that ends. 0 if it runs none.
+    runs: int
+
+    def next(self, is_leaving: bool) -> "Sign":
+        """Returns the sign of the next look: what this process is doing now."""
+        doing, is_running = (AT_END, True) if is_leaving else doing_now()
+        runs = (self.runs if doing == self.doing else 0) + 1 if is_running else 0
+        return Sign(self.look + 1, WHO, doing, runs)
+
+
+def sign_of(store: JobStore, process: int) -> Sign | None:
+    """Returns a process's sign; None if it has given none, or has left."""
+    text = store.get(f"{ALIVE}/{process}")
+    return None if text in (None, LEFT) else Sign(*json.loads(text))
+
+
+def all_signs(store: JobStore) -> dict[int, Sign]:
+    """Returns the sign of each process that has given one, and has not left."""
+    found = store.all(ALIVE).items()
+    return {process: Sign(*json.loads(text)) for process, text in found if text != LEFT}
+
+
+def doing_now() -> tuple[str, bool]:
+    """Reads what this process is doing: compiling, running, or at which line its program is.
+
+    The bool says whether it runs a program of several processes, and so does nothing else.
+    """
     if work := under_way():
-        return Doing(work, False)
-    frames = list(_frames())
-    place = next((f" at {_line(f)}" for f in frames if is_users(f)), "")
-    for frame in frames:
-        said = RUNS[frame.f_code](frame.f_locals) if frame.f_code in RUNS else None
+        return work, False
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = [(frame, frame.f_code, line) for frame, line in walk_stack(main)] if main else []
+    of_user = ((code, line) for _, code, line in calls if is_users(code.co_filename))
+    place = next((f" at {c.co_filename}:{line} ({c.co_qualname})" for c, line in of_user), "")
+    for frame, code, _ in calls:
+        said = RUNS[code](frame.f_locals) if code in RUNS else None
         if said is not None:
-            return Doing(f"running {said}{place}", True)
+            return f"running {said}{place}", True
     if is_computing():
-        return Doing(f"waiting for its devices{place}", True)
-    return Doing(place.strip(), False)
+        return f"waiting for its devices{place}", True
+    return place.strip(), False
 
 
 def is_computing() -> bool:
@@ -66,18 +101,6 @@ def is_computing() -> bool:
     return False
 
 
-def _frames() -> Iterator[FrameType]:
-    """Calls of the main thread, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def is_users(frame: FrameType) -> bool:
-    """Whether a call is of the user's code: not of this package, and not of what is installed."""
-    return not frame.f_code.co_filename.startswith(("<frozen", *_OTHERS))
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+def is_users(file: str) -> bool:
+    """Whether a file is the user's code: not of this package, and not of what is installed."""
+    return not file.startswith(("<frozen", *_OTHERS)) and not _PACKAGES & set(Path(file).parts)

@@ -8,23 +8,17 @@ import os
 import platform
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 
 import jax
 
 from spmd.errors import LaunchError
 from spmd.installed import as_called, source_digest
-from spmd.launch.agree import by_package, check_same, imported
+from spmd.launch.agree import judged, refuse_differences, sources
 from spmd.launch.meet import meet
 from spmd.launch.peers import first_line, watch_peers
-from spmd.launch.store import (
-    Place,
-    connected_to,
-    detect_cluster,
-    devices_are_open,
-    job_store,
-    this_process,
-)
+from spmd.launch.store import Place, detect_cluster, devices_are_open, job_store, this_process
 
 ENV_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 ENV_PROCESSES = "JAX_NUM_PROCESSES"
@@ -68,30 +62,19 @@ def initialize(
 
     Raises:
       LaunchError: the coordinator cannot be reached, too few or too many processes came, they run
-        different versions or sources, jax has used its devices already, or an earlier call was for
-        another job.
+        different versions or sources, or jax has used its devices already.
 
     Example:
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
     """
     global _joined
+    if _joined:
+        return
     devices = None if local_device_ids is None else tuple(local_device_ids)
     given = Place(coordinator_address, num_processes, process_id, devices)
     # `meet` compares versions before jax connects the processes. Where the caller connected them by
     # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
-    if is_joined:
-        have = (connected_to(), *reversed(this_process()))
-        for name, was in zip(("coordinator", "processes", "process"), have, strict=True):
-            if (asked := getattr(given, name)) not in (None, was):
-                raise LaunchError(
-                    f"this process has joined a job before, with another {name}",
-                    actual=f"{name} {was} then, {asked} now",
-                    fix="call spmd.initialize once, and without arguments after "
-                    "jax.distributed.initialize",
-                )
-    if _joined:
-        return
     if not is_joined:
         place = find_place(given, os.environ, timeout_s)
         if place is None:
@@ -132,22 +115,20 @@ def initialize(
         return
     watch_peers(store, heartbeat_timeout_s)
     if is_joined:
-        check_same(versions(), label="versions", timeout_s=timeout_s)
+        judge = partial(refuse_differences, may_lack=True)
+        judged({"checked": "versions", **versions()}, judge, timeout_s=timeout_s)
 
 
 def versions() -> dict[str, str]:
     """Returns name -> value of what must be equal in all processes: versions, hashes of sources."""
     # Hosts that read different checkouts of this package have the same version number. Its files
     # are compared whether they are imported yet or not.
-    hashes = by_package(imported()) | {"spmd": source_digest()[:12]}
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
         "version of jaxlib": metadata.version("jaxlib"),
-        **{
-            f"sources of {'the program' if top == '__main__' else top} (hash)": sha
-            for top, sha in hashes.items()
-        },
+        "sources of spmd (hash)": source_digest()[:12],
+        **sources(),
     }
 
 

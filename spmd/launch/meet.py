@@ -10,22 +10,16 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from typing import IO
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import heard, refuse_differences, written
+from spmd.launch.agree import deciding, heard, refuse_differences
+from spmd.launch.store import listed
 
 _SLOW_S = 10.0  # seconds that process 0 may be late with its answer
-
-_HELLO_S = 2.0
-"""Seconds that process 0 waits for a connection's first message before it goes to the next one."""
-
-_GREETING = b"spmd process 0\n"
-_GREETING_S = 8.0
-"""A program that accepts connections for so many seconds but never greets is not process 0."""
-
-_LONGEST = 1 << 16  # bytes of a message
-
+_HELLO_S = 2.0  # seconds that process 0 waits for a connection's first message before the next one
+_GREETING = "spmd process 0"
+_GREETING_S = 8.0  # who accepts a connection but does not greet for so long is not process 0
+_LONGEST = 1 << 20  # bytes of a message
 _COUNT = "number of processes"
 
 
@@ -37,24 +31,19 @@ def meet(
     `coordinator` is `host:port` of process 0. LaunchError if it cannot be reached, a process did
     not come, came twice or expects another number of processes, or something in `about` differs.
     """
-    if processes < 2:
-        return
     about = {_COUNT: str(processes), **about}
     if process:
         heard(_ask(coordinator, process, about, timeout_s))
     else:
-        heard(_host(coordinator, processes, about, timeout_s))
+        _host(coordinator, processes, about, timeout_s)
 
 
-# Process 0.
-
-
-def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: float) -> str:
-    """As process 0: waits for all others, sends them the outcome (see `written`), returns it."""
+def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: float) -> None:
+    """As process 0: waits for all others, and tells them what is raised here (see `deciding`)."""
     # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
-    #              1 -> 0 {"process": 1, "about": {number of processes, versions}}
-    #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
-    #              0 -> 1, 2  [null]: all agree; else the error as JSON
+    #              1 -> 0 [1, {number of processes, versions}]
+    #              2 -> 0 [2, {...}]          connections stay open meanwhile
+    #              0 -> 1, 2  all agree, or the error
     # All are answered at once and alike, so that either all go on to jax's own connection or
     # all raise. The socket is closed by then: jax's coordinator listens at the same port.
     deadline = time.monotonic() + timeout_s
@@ -67,22 +56,18 @@ def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: fl
             try:
                 line, _ = server.accept()
             except TimeoutError:
-                missing = [str(p) for p in range(processes) if p not in came]
-                names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+                missing = [process for process in range(processes) if process not in came]
                 raise LaunchError(
-                    f"process{'es' if len(missing) > 1 else ''} {names} did not come to "
-                    f"{coordinator} within {timeout_s:g} s",
+                    f"{listed(missing)} did not come to {coordinator} within {timeout_s:g} s",
                     actual=f"{len(came)} of {processes} processes came",
                     fix="see why it did not start, or whether a firewall closes the port",
                 ) from None
             try:
                 line.settimeout(_HELLO_S)
-                line.sendall(_GREETING)
-                with line.makefile("rb") as file:
-                    hello = json.loads(_read_line(file))
-                its_own = {str(name): str(value) for name, value in hello["about"].items()}
-                process, its_own = int(hello["process"]), {_COUNT: "", **its_own}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                line.sendall(f"{_GREETING}\n".encode())
+                number, its_own = json.loads(_read_line(line))
+                process, its_own = int(number), {_COUNT: "", **its_own}
+            except (OSError, ValueError, TypeError):
                 line.close()  # somebody else's connection
                 continue
             lines.append(line)
@@ -94,14 +79,15 @@ def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: fl
             came[process] = its_own
             if its_own[_COUNT] != about[_COUNT]:
                 break  # nobody knows for whom to wait
-        refuse_differences(came)
+        refuse_differences(came, may_lack=True)
 
-    with listen(int(coordinator.rpartition(":")[2]), processes) as server:
-        outcome = written(collect)
+    def tell(outcome: str) -> None:
         for line in lines:
             with contextlib.suppress(OSError), line:
                 line.sendall(f"{outcome}\n".encode())
-    return outcome
+
+    with listen(int(coordinator.rpartition(":")[2]), processes) as server:
+        deciding(collect, tell, "meeting the others")
 
 
 def listen(port: int, backlog: int) -> socket.socket:
@@ -122,52 +108,36 @@ def listen(port: int, backlog: int) -> socket.socket:
         ) from None
 
 
-# The others.
-
-
 def _ask(coordinator: str, process: int, about: dict[str, str], timeout_s: float) -> str:
     """Connects to process 0, waiting until it is there, sends `about`, and returns its answer."""
-    start = time.monotonic()
+    deadline = time.monotonic() + timeout_s
     host, _, port = coordinator.rpartition(":")
-    hello = json.dumps({"process": process, "about": about})
-    strange: float | None = None  # since when somebody listens there who is not process 0
     while True:
-        left = max(0.1, start + timeout_s - time.monotonic())
+        left = max(0.1, deadline - time.monotonic())
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as line:
-                strange = strange or time.monotonic()
                 line.settimeout(min(left, _GREETING_S))
-                with line.makefile("rb") as file:
-                    if file.readline(len(_GREETING)) != _GREETING:
-                        raise ConnectionError("what listens there is not process 0")
-                    strange = None
-                    line.sendall(f"{hello}\n".encode())
-                    line.settimeout(timeout_s + _SLOW_S)
-                    return _read_line(file)
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError):
-                strange = None
-            now = time.monotonic()
-            if strange is not None and now - strange >= min(timeout_s, _GREETING_S):
-                raise LaunchError(
-                    f"process {process} found another program at {coordinator}, where "
-                    "process 0 should listen",
-                    fix="give a free port in the coordinator's address, or end what runs there",
-                ) from None
-            if now - start >= timeout_s:
+                if _read_line(line, len(_GREETING) + 1) != _GREETING:
+                    raise ConnectionError("another program listens there")
+                line.sendall(f"{json.dumps([process, about])}\n".encode())
+                line.settimeout(timeout_s + _SLOW_S)
+                return _read_line(line)
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"process {process} cannot reach process 0 at {coordinator} within "
                     f"{timeout_s:g} s",
                     actual=str(error),
                     fix="see whether process 0 runs and why it ended, whether this machine knows "
-                    "its name, and whether a firewall closes the port",
+                    "its name, whether a firewall closes the port or another program has it",
                 ) from None
         time.sleep(0.2)
 
 
-def _read_line(file: IO[bytes]) -> str:
+def _read_line(line: socket.socket, longest: int = _LONGEST) -> str:
     """Reads one line, without its end; OSError if the other side ended before it was whole."""
-    data = file.readline(_LONGEST)
+    with line.makefile("rb") as file:
+        data = file.readline(longest)
     if not data.endswith(b"\n"):
         raise ConnectionError("the connection was closed")
     return data[:-1].decode()

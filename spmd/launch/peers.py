@@ -15,6 +15,7 @@ handles that signal, for a message and the same exit code.
 import atexit
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import re
@@ -24,17 +25,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
-from spmd.errors import SpmdError
-from spmd.launch.agree import ASK_S, AWAITED, excuse, is_open, who_has_what
-from spmd.launch.doing import Doing, doing_now, is_users
+from spmd.launch.doing import ALIVE, LEFT, Sign, all_signs, sign_of
 from spmd.launch.restart import exit_code, hear_news
-from spmd.launch.store import JobStore, connected_to, this_process
+from spmd.launch.store import JobStore, connected_to, listed, this_process
 
 EXIT_PREEMPTED = 75
 """Exit code after SIGTERM if the state was saved: start it again (`EX_TEMPFAIL` of sysexits.h)."""
@@ -45,8 +44,6 @@ EXIT_PEER_LOST = 76
 EXIT_HUNG = 77  # exit code of a process that its watchdog stopped: no progress within the limit
 
 VERDICT = "verdict"
-HEARD = "heard"  # folder of the processes that know the verdict, and end
-WHO = "who"  # folder of each process's host and process id, which messages name
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
@@ -54,7 +51,6 @@ COLLECTIVE_FAILED = re.compile(
 """Matches the text of an error that the end of another process has most likely caused."""
 
 
-LEFT = "left"  # sign of a process that ended normally: its silence afterwards means nothing
 SHOWN = 4  # so many lost processes are named with their hosts
 
 
@@ -82,24 +78,15 @@ class Signs:
         }
 
 
-def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
-    """Returns `process 1 was lost: no sign of life for 12 s; it was pid 4711 on host; ...`.
-
-    `silent` is what `Signs.silent` returns, and `who` is process -> `pid 4711 on host`, if known.
-    """
-    names = ", ".join(str(process) for process in sorted(silent))
-    one = len(silent) == 1
-    known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
-    told = f"; it was {', '.join(known[:SHOWN])}" if known else ""
-    return (
-        f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s{told}; the end of its output or the scheduler's "
-        "log (killed, out of memory, preempted) says why"
-    )
+def lost(how: str, processes: Iterable[int], signs: Mapping[int, Sign]) -> str:
+    """Returns `process 1 was lost: <how>; it was pid 4711 on host`, the latter if signs say so."""
+    names = sorted(processes)
+    each = [signs[process].who for process in names if process in signs]
+    told = f"; it was {', '.join(each[:SHOWN])}" if each else ""
+    return f"{listed(names)} {'were' if len(names) > 1 else 'was'} lost: {how}{told}"
 
 
-STOP_REQUEST = "stop/request"
-STOP_REACHED = "stop/reached"
+STOP_REACHED = "stop"  # folder of the steps that processes have reached when they are to stop
 
 
 class StopVote:
@@ -108,8 +95,8 @@ class StopVote:
     The thread that watches peers calls `look` every few seconds, the main thread `reached`.
     """
 
-    # A process that is asked to stop says so in the store. Then the thread of every process freezes
-    # the step that its main thread has reached, and publishes it; all stop at the step after the
+    # A process that is asked to stop freezes the step that it has reached, and publishes it. Then
+    # the thread of every other one does so for its main thread; all stop at the step after the
     # furthest. If process 0 is in step 7 and process 1 in step 9, both stop before step 10. No
     # process waits for a main thread, so a collective that it is in ends as always.
 
@@ -117,15 +104,11 @@ class StopVote:
         self.store, self.process, self.processes = store, process, processes
         self._step = -1
         self._stop_at: int | None = None
-        self._has_asked = False
         self._is_frozen = False
         self._change = threading.Condition()
 
     def reached(self, step: int, wanted: bool) -> bool:
         """Whether all processes stop before this step; if `wanted`, this one asks them to stop."""
-        if wanted and not self._has_asked:
-            self._has_asked = True
-            self.store.claim(STOP_REQUEST, str(self.process))
         # While steps are being counted this process must not go on to the next one, or the furthest
         # would be wrong. The wait is short: threads answer even while main threads compute.
         with self._change:
@@ -133,70 +116,26 @@ class StopVote:
             if self._stop_at is not None:
                 return step >= self._stop_at
             self._step = step
+            if wanted:
+                self._freeze()
             return False
 
+    def _freeze(self) -> None:
+        self._is_frozen = True
+        self.store.put(f"{STOP_REACHED}/{self.process}", str(self._step))
+
     def look(self) -> None:
-        """After a request to stop, publishes this process's step, then sets the step to stop at."""
-        if self._stop_at is not None:
-            return
-        if not self._is_frozen:
-            if self.store.get(STOP_REQUEST) is None:
-                return
-            with self._change:
-                self._is_frozen = True
-            self.store.put(f"{STOP_REACHED}/{self.process}", str(self._step))
-        reached = self.store.all(STOP_REACHED)
-        if len(reached) < self.processes:
+        """Once a process is to stop, publishes this one's step, then sets the step to stop at."""
+        if self._stop_at is not None or not (reached := self.store.all(STOP_REACHED)):
             return
         with self._change:
-            self._stop_at = max(map(int, reached.values())) + 1
-            self._is_frozen = False
-            self._change.notify_all()
-
-
-class Absence:
-    """Sees to a comparison that other processes wait for, where this one cannot come to it.
-
-    That is so if its main thread runs a program that the others have to run, too, but do not.
-    """
-
-    # Process 1 compiles for its last, smaller batch; 0 runs what was compiled for the others:
-    #   0 s   1 waits for 0 to compare what it compiles; 0 is inside a collective, and waits for 1
-    #   4 s   1 says that it waits, and has nothing on its devices
-    #   9 s   0's thread reads that. Its main thread may be at the end of what 1 has finished
-    #  14 s   it still runs, and has not run for longer than 1 waits: it says so in the comparison,
-    #         1 raises the error that they differ, and 0 stops since 1 failed
-    # A process that neither comes nor runs anything may come yet: then process 0 tells who does
-    # what.
-
-    def __init__(self, store: JobStore, interval_s: float) -> None:
-        self.store, self.interval_s = store, interval_s
-        self._awaited, self._running, self._is_told = "", "", True
-        self._waited = self._ran = self._ran_before = 0  # looks
-
-    def look(self, doing: Doing) -> None:
-        """Looks once whether others wait; `doing` is what this process does."""
-        is_same = doing.is_running and doing.text == self._running
-        self._ran = self._ran + 1 if is_same else 0
-        self._running = doing.text if doing.is_running else ""
-        awaited = self.store.get(AWAITED) or ""
-        is_new, self._awaited = awaited != self._awaited, awaited
-        if is_new:
-            self._waited, self._is_told, self._ran_before = 0, not awaited, self._ran
-            return
-        self._waited += 1
-        is_sure = self._waited >= self._ran_before and self._waited * self.interval_s >= ASK_S
-        if awaited and self._ran and is_sure:
-            excuse(self.store, awaited, doing.text)
-
-    def tell(self, signs: Mapping[int, str]) -> None:
-        """Prints, as process 0, what all do while some wait for others; once for each occasion."""
-        if self._is_told or self._waited * self.interval_s < ASK_S:
-            return
-        self._is_told = True
-        if is_open(self.store, self._awaited):
-            doing = {p: sign.partition(" ")[2] for p, sign in signs.items() if sign != LEFT}
-            _say(f"note: processes of this job wait for others: {who_has_what(doing)}")
+            if not self._is_frozen:
+                self._freeze()
+                reached = self.store.all(STOP_REACHED)
+            if len(reached) == self.processes:
+                self._stop_at = max(map(int, reached.values())) + 1
+                self._is_frozen = False
+                self._change.notify_all()
 
 
 class Peers:
@@ -218,12 +157,12 @@ class Peers:
         self.timeout_s = timeout_s
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
-        self.is_told = False  # whether the others need not hear from this process why they end
-        self.tell: Callable[[str], None] | None = None
+        self.others_know = False  # whether they need not hear from this process why they end
+        self.last_words: list[Callable[[str], object]] = []  # called with that reason
         self.form: Callable[[str], str] = str
+        self.on_abort: Any = None
         self.vote = StopVote(store, self.process, self.processes)
-        self.absence = Absence(store, self.interval_s)
-        self._coordinator = ""
+        self.known: dict[int, Sign] = {}  # the first sign of process 0, kept for its end
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
@@ -232,51 +171,47 @@ class Peers:
         self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):
-            self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
-        signs = Signs(self.processes, self.timeout_s, time.monotonic())
-        count = 0
+        seen = Signs(self.processes, self.timeout_s, time.monotonic())
+        sign = Sign(0, "", "", 0)
         while not self._gone.is_set():
-            count += 1
+            verdict = None
             try:
-                verdict = self._look(signs, count)
+                sign = sign.next(self._leaving.is_set())
+                verdict = self._look(seen, sign)
             except Exception as error:
                 # One failed request is no verdict: hosts are busy and networks lose packets. A
                 # refused connection is, for nobody listens there any more; but the service also
                 # ends when all have met.
-                is_silent = time.monotonic() - self._contact >= self.timeout_s
-                is_leaving = self._leaving.is_set()
-                is_lost = not is_leaving and (is_silent or self.is_coordinator_gone())
-                verdict = self.coordinator_lost(first_line(error)) if is_lost else None
+                if not self._leaving.is_set() and self.is_coordinator_gone():
+                    verdict = self.coordinator_lost(first_line(error))
             if verdict is not None:
                 self.stop(verdict)
             if self._leaving.wait(self.interval_s):
                 self._gone.wait(self.interval_s)
 
-    def _look(self, signs: Signs, count: int) -> str | None:
-        is_leaving = self._leaving.is_set()
-        doing = Doing("nothing more, it is at its end", True) if is_leaving else doing_now()
-        self.store.put(f"alive/{self.process}", LEFT if is_leaving else f"{count} {doing.text}")
-        self.absence.look(doing)
+    def _look(self, seen: Signs, sign: Sign) -> str | None:
+        self._say(json.dumps(sign))
         if self.process == 0:
-            found = {int(name): sign for name, sign in self.store.all("alive").items()}
-            silent = signs.silent(time.monotonic(), found)
+            silent = seen.silent(time.monotonic(), self.store.all(ALIVE))
             if silent:
-                self.store.claim(VERDICT, describe_silent(silent, self.store.all(WHO)))
-            self.absence.tell(found)
-        if not self._coordinator:
-            self._coordinator = self.store.get(f"{WHO}/0") or ""
+                how = f"no sign of life for {min(silent.values()):.0f} s"
+                told = lost(how, silent, all_signs(self.store))
+                self.store.claim(VERDICT, f"{told}; its output or the scheduler's log says why")
+        if not self.known and (first := sign_of(self.store, 0)):
+            self.known = {0: first}
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
         if verdict is not None:
-            self.store.put(f"{HEARD}/{self.process}", "")
+            self._say(LEFT)
         return verdict
+
+    def _say(self, sign: str) -> None:
+        self.store.put(f"{ALIVE}/{self.process}", sign)
 
     def coordinator_lost(self, how: str) -> str:
         """Returns the text that process 0 was lost, with the cause `how`, its pid and host."""
-        told = f"; it was {self._coordinator}" if self._coordinator else ""
-        return f"process 0, the coordinator, was lost: {how}{told}"
+        return lost(how, [0], self.known)
 
     def _watch_store(self) -> None:
         """Runs in a thread: ends this process if the store has no answer for `timeout_s`."""
@@ -290,7 +225,7 @@ class Peers:
                 self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
 
     def is_coordinator_gone(self) -> bool:
-        """Whether process 0 refuses connections, or did not answer for `timeout_s` seconds."""
+        """Whether process 0 is another one, and refuses connections."""
         if self.process == 0:
             return False
         host, _, port = str(connected_to()).rpartition(":")
@@ -298,11 +233,11 @@ class Peers:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
             return True
-        return time.monotonic() - self._contact > self.timeout_s
+        return False
 
     def hear(self, news: str) -> NoReturn:
         """Stops this process, since the launcher says that another one was lost; all hear that."""
-        self.is_told = True
+        self.others_know = True
         self.stop(news)
 
     def stop(self, verdict: str) -> NoReturn:
@@ -316,17 +251,20 @@ class Peers:
             self._exit(EXIT_PEER_LOST if self.failed is None else self.failed)
 
     def _tell(self, verdict: str) -> None:
-        if self.tell is not None:
+        for say in self.last_words:
             with contextlib.suppress(Exception):
-                self.tell(verdict)
+                say(verdict)
 
     def _exit(self, code: int) -> NoReturn:
-        if self.process == 0 and self.tell is None and not self.is_told:
+        if self.process == 0 and not self.others_know:
             with contextlib.suppress(Exception):  # the others read the verdict from us
                 ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
                 end = time.monotonic() + 2 * self.interval_s + 0.5
-                others = {str(process) for process in range(1, self.processes)}
-                while time.monotonic() < end and others - self.store.all(HEARD).keys():
+                others = range(1, self.processes)
+                while time.monotonic() < end:
+                    signs = self.store.all(ALIVE)
+                    if all(signs.get(process) == LEFT for process in others):
+                        break
                     time.sleep(0.1)
         _flush()
         os._exit(code)
@@ -340,9 +278,13 @@ class Peers:
         that reason: its own error, which tells users nothing, is not shown.
         """
         if COLLECTIVE_FAILED.search(why):
-            time.sleep(self.timeout_s + 3 * self.interval_s)
-            with self._stopping:  # held by `stop` until the end: its message is the last
-                return
+            self.await_stop(self.timeout_s + 3 * self.interval_s)
+
+    def await_stop(self, seconds: float) -> None:
+        """Waits so long for another thread to `stop` this process."""
+        time.sleep(seconds)
+        with self._stopping:  # held by `stop` until the end: its message is the last
+            pass
 
     def fail(self, why: str, code: int) -> None:
         """Tells the others that this process fails with error `why`, and will exit with `code`."""
@@ -373,7 +315,6 @@ class Peers:
 
 
 _peers: Peers | None = None
-_handlers: list[Any] = []  # keeps the C function that handles aborts alive
 
 
 def watch_peers(store: JobStore, timeout_s: float) -> None:
@@ -395,8 +336,6 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
             return
         why = "".join(traceback.format_exception_only(kind, error)).strip()
         peers.wait_for_cause(why)
-        if isinstance(error, SpmdError):
-            error.__traceback__ = trace = users_calls(trace) or trace
         show(kind, error, trace)
         peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else exit_code(error))
 
@@ -416,25 +355,13 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
             peers.stop(peers.coordinator_lost("its store is gone"))
         if threading.current_thread() is not threading.main_thread():
             # Most likely jax has noticed what our thread is about to say.
-            time.sleep(3 * peers.interval_s)
-            with peers._stopping:  # held by `stop` until the end
-                pass
+            peers.await_stop(3 * peers.interval_s)
         libc.signal(signal.SIGABRT, signal.SIG_DFL)
         libc.abort()
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
-    _handlers.append(handler)
+    peers.on_abort = handler  # keeps it alive
     libc.signal(signal.SIGABRT, handler)
-
-
-def users_calls(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the calls that are not of the user's code."""
-    if trace is None:
-        return None
-    rest = users_calls(trace.tb_next)
-    if not is_users(trace.tb_frame):
-        return rest
-    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def fail_peers(why: str, code: int = 1) -> None:
@@ -444,14 +371,15 @@ def fail_peers(why: str, code: int = 1) -> None:
         _peers.fail(why, code)
 
 
-def at_stop(tell: Callable[[str], None]) -> None:
-    """Sets `tell`, called with the reason before this process ends because one of the job failed.
+def at_stop(say: Callable[[str], object], tells_others: bool = True) -> None:
+    """Has `say` called with the reason before this process ends because one of the job failed.
 
-    It runs on any thread, and has to pass the reason on to the other processes: process 0 no longer
-    waits until they have read it in the store. Does nothing where there is but one process.
+    It runs on any thread. If it `tells_others` the reason, process 0 no longer waits until they
+    have read it in the store. Does nothing where there is but one process.
     """
     if _peers is not None:
-        _peers.tell = tell
+        _peers.last_words.append(say)
+        _peers.others_know |= tells_others
 
 
 def form_last_line(form: Callable[[str], str]) -> None:
@@ -464,21 +392,26 @@ def form_last_line(form: Callable[[str], str]) -> None:
 
 
 def peer_lost(process: int, how: str) -> NoReturn:
-    """Ends this process since `process` was lost; prints why: the store's reason, else `how`."""
+    """Ends this process since `process` was lost, by cause `how`, or by the store's verdict."""
     assert _peers is not None
-    verdict = f"process {process} was lost: {how}"
-    if process:  # with process 0 the store is gone
-        with contextlib.suppress(Exception):
-            _peers.store.claim(VERDICT, verdict)
-            verdict = _peers.store.get(VERDICT) or verdict
-    _peers.stop(verdict)
+    # With process 0 the store is gone.
+    stop_now(lost(how, [process], _peers.known), tells_others=process != 0)
 
 
-def stop_now(verdict: str, code: int = EXIT_PEER_LOST) -> NoReturn:
-    """Prints `verdict`, why the job ends, and ends this process; the others are not told."""
-    assert _peers is not None
-    _peers.failed = code
-    _peers.stop(verdict)
+def stop_now(verdict: str, code: int = EXIT_PEER_LOST, *, tells_others: bool = False) -> NoReturn:
+    """Prints `verdict`, why the job ends, and ends this process, whatever its threads do.
+
+    If it `tells_others` they end, too; if they know a verdict already, that one is printed.
+    """
+    if _peers is not None:
+        if tells_others:
+            with contextlib.suppress(Exception):
+                _peers.store.claim(VERDICT, verdict)
+                verdict = _peers.store.get(VERDICT) or verdict
+        _peers.failed = code
+        _peers.stop(verdict)
+    _flush()
+    os._exit(code)
 
 
 def stop_agreed(step: int, wanted: bool) -> bool:
@@ -529,11 +462,6 @@ def first_line(error: object) -> str:
     first, *rest = str(error).strip().splitlines() or [type(error).__name__]
     actual = [f" ({line.partition(': ')[2]})" for line in rest if line.startswith("  actual: ")]
     return "".join((first, *actual))[:1000]
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

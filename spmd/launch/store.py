@@ -5,8 +5,8 @@ jax's client of this service is private; this file is the only one that uses it.
 
 import re
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed, xla_bridge
@@ -49,15 +49,14 @@ class JobStore:
                 return None
             raise
 
-    def all(self, folder: str) -> dict[str, str]:
-        """Returns key -> value for all keys under `folder/`, which is left out of the keys."""
+    def all(self, folder: str) -> dict[int, str]:
+        """Returns process -> value of a folder in which each process has a value by its number."""
         start = f"{_PREFIX}{folder}/"
         found = self._client.key_value_dir_get(start)
-        return {key.removeprefix(start): value for key, value in found}
+        return {int(key.removeprefix(start)): value for key, value in found}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Which process of which job a process is, with None for what is unknown.
 
     `coordinator` is `host:port` of process 0, `devices` are the local accelerators that it may use.
@@ -85,6 +84,12 @@ def this_process() -> tuple[int, int]:
     """Returns this process's number and how many there are, without touching a device."""
     state = distributed.global_state
     return state.process_id, (state.num_processes or 1) if state.client is not None else 1
+
+
+def listed(processes: Sequence[int]) -> str:
+    """Returns `process 1`, `processes 1, 2` or, of more than 8, `processes 1, 2, ...`."""
+    shown = ", ".join(map(str, processes[:8])) + ", ..." * (len(processes) > 8)
+    return f"process{'es' if len(processes) > 1 else ''} {shown}"
 
 
 def connected_to() -> str | None:

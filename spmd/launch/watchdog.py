@@ -1,8 +1,9 @@
 """`Watchdog`: if a run hangs, it writes down what every process was doing, then ends the run.
 
-Two threads watch, as neither can do all. One, in Python, writes what was finished last, makes other
-processes write their stacks and chooses the exit code, but it needs the interpreter's lock. That of
-`faulthandler`, in C, needs no lock: it writes the stacks even when the other cannot run.
+Two threads watch, as neither can do all. One, in Python, writes what was finished last, ends the
+job and chooses the exit code, but it needs the interpreter's lock. That of `faulthandler`, in C,
+needs no lock: it writes the stacks even when the other cannot run. The other processes write theirs
+as they end, when they hear why the job does (`spmd.launch.peers`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from spmd.launch.peers import EXIT_HUNG, fail_peers
-from spmd.launch.store import job_store, this_process
+from spmd.launch.peers import EXIT_HUNG, at_stop, stop_now
+from spmd.launch.store import this_process
 
 REMEMBERED = 100  # how many of the last beats a file shows
 
@@ -28,17 +29,13 @@ LONG = 10.0
 """Where no other limit is given, `may_take`, and all before the first beat (programs are compiled
 then), may take `timeout_s` times this."""
 
-REQUEST = "watchdog/dump"
-ANSWER = "watchdog/dumped"
-PATIENCE_S = 10.0  # how long a hung process waits for the others to write their files
-
 
 class Watchdog:
     """Ends a run that makes no progress, after writing down what every process was doing.
 
     Each process writes `process-<number>.txt` into the folder: why, the last finished step, the
-    last beats and the stack of every thread. With several processes one that hangs makes all of
-    them write, and they stop together.
+    last beats and the stack of every thread. With several processes one that hangs ends all of
+    them, and they write as they end; so they do where one of them is lost or fails.
 
     Args:
       timeout_s: the most seconds between two calls of `beat`.
@@ -77,16 +74,13 @@ class Watchdog:
         self.stop = stop
         self.process, self.processes = this_process()
         self.path = self.folder / f"process-{self.process}.txt"
-        self._store = job_store()
         self._marks: deque[str] = deque(maxlen=REMEMBERED)
         self._begun: list[tuple[str, float]] = []
         self._finished: tuple[str, int | None] = ("", None)
         self._beats = 0
         self._last = time.monotonic()
         self._written_at = -1
-        self._answered: str | None = None
         self._file: IO[str] | None = None
-        self._empty_size = 0
         self._is_new = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
@@ -96,13 +90,9 @@ class Watchdog:
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w")
-            text = f"{self._who()}\nnothing happened, or it was killed first"
-            print(text, file=self._file, flush=True)
-            self._empty_size = self.path.stat().st_size
         self._last = time.monotonic()
-        if self._store is not None:
-            self._answered = self._store.get(REQUEST)
         self._arm()
+        at_stop(self._on_stop, tells_others=False)
         self._thread.start()
         return self
 
@@ -113,7 +103,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-            if self.path.stat().st_size == self._empty_size:  # neither thread wrote
+            if not self.path.stat().st_size:  # neither thread wrote
                 self.path.unlink()
                 if self._is_new:
                     self.folder.rmdir()  # unless another process has something to say
@@ -178,56 +168,20 @@ class Watchdog:
             silence = time.monotonic() - self._last
             if silence > self.limit_s and self._written_at != self._beats:
                 self._on_hang(silence)
-            with contextlib.suppress(Exception):  # the store may be gone: peers see to that
-                self._answer()
 
     def _on_hang(self, silence: float) -> None:
-        self._written_at = self._beats
         why = f"process {self.process} made no progress for {silence:.0f} s ({self._last_mark()})"
         self._write(why)
-        asked = False
-        with contextlib.suppress(Exception):
-            asked = self._ask(why)
-        told = f"{self.folder}/process-*.txt" if asked else str(self.path)
-        print(f"error: {why}; stacks are in {told}", file=sys.stderr, flush=True)
-        if not self.stop:
-            return
-        if asked:
-            fail_peers(f"{why}; stacks are in {told}", EXIT_HUNG)
-            time.sleep(2.0 if self.process == 0 else 0.0)  # the others read why
-        sys.stdout.flush()
-        os._exit(EXIT_HUNG)
+        all_end = self.stop and self.processes > 1
+        why += f"; stacks are in {self.folder / 'process-*.txt' if all_end else self.path}"
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        if self.stop:
+            stop_now(why, EXIT_HUNG, tells_others=True)
 
-    def _ask(self, why: str) -> bool:
-        """Makes the other processes write their files, and waits; False if there are none."""
-        if self._store is None:
-            return False
-        # The token names this hang: answers to an earlier one don't count, and a process answers
-        # each request once. Its own answer is set first, or it would answer itself.
-        token = f"{self.process}.{self._beats}: {why}"
-        self._answered = token
-        self._store.put(REQUEST, token)
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            answers = self._store.all(ANSWER)
-            if sum(answer == token for answer in answers.values()) >= self.processes - 1:
-                break
-            self._answer()  # where both hang, both ask
-            time.sleep(0.1)
-        return True
-
-    def _answer(self) -> None:
-        """Writes this process's file if another one asks, unless it did since the last beat."""
-        if self._store is None:
-            return
-        token = self._store.get(REQUEST)
-        if token is None or token == self._answered:
-            return
-        self._answered = token
-        if self._written_at != self._beats:
-            why = token.partition(": ")[2]
-            self._write(f"asked: {why}; here: {self._last_mark()}")
-        self._store.put(f"{ANSWER}/{self.process}", token)
+    def _on_stop(self, why: str) -> None:
+        """Writes this process's file as it ends because of another one."""
+        if not self._end.is_set() and self._written_at != self._beats:
+            self._write(f"{why}; here: {self._last_mark()}")
 
     def _last_mark(self) -> str:
         what, step = self._finished
@@ -236,12 +190,9 @@ class Watchdog:
             return f"{begun}nothing was finished yet"
         return f"{begun}last finished: {what}" + ("" if step is None else f", step {step}")
 
-    def _who(self) -> str:
-        now = datetime.datetime.now().isoformat(" ", "seconds")
-        return f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
-
     def _write(self, why: str) -> None:
         """Writes this process's file anew; `faulthandler`'s thread may append to it later."""
+        self._written_at = self._beats
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.seek(0)
@@ -251,7 +202,9 @@ class Watchdog:
         self._write_to(sys.stderr, why)
 
     def _write_to(self, file: IO[str], why: str) -> None:
-        lines = [self._who(), why, "", "finished, as the host saw it:"]
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        who = f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
+        lines = [who, why, "", "finished, as the host saw it:"]
         lines += [f"  {mark}" for mark in tuple(self._marks)]
         print("\n".join([*lines, "", "stacks, innermost call first:"]), file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)

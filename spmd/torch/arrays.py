@@ -4,11 +4,10 @@
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils._pytree as torch_tree  # torchax's own, which knows transformers' outputs
@@ -40,11 +39,8 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
         )
     if not tensor.is_cpu:
         return jax.dlpack.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))
-    tensor = tensor.contiguous()
-    if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
-        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.itemsize]
-        return np.array(tensor.view(bits).numpy()).view(mappings.t2j_dtype(dtype))
-    return np.array(tensor.numpy())
+    data = tensor.reshape(-1).view(torch.uint8).numpy()  # numpy alone knows no bfloat16
+    return np.array(data.view(mappings.t2j_dtype(dtype)).reshape(tensor.shape))
 
 
 def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
@@ -77,12 +73,8 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) 
         tensor = torch.from_dlpack(jax.device_put(array, first)).to(device)
     else:
         found = np.array(array)
-        own = mappings.j2t_dtype(jnp.dtype(found.dtype))
-        if own in mappings.NUMPY_UNSUPPORTED_DTYPES:
-            bits = found.view(np.dtype(f"u{found.dtype.itemsize}"))
-            tensor = torch.from_numpy(bits).view(own)
-        else:
-            tensor = torch.from_numpy(found)
+        data = torch.from_numpy(found.reshape(-1).view(np.uint8))
+        tensor = data.view(mappings.j2t_dtype(found.dtype)).reshape(found.shape)
     return tensor if dtype is None else tensor.to(dtype)
 
 
@@ -155,33 +147,33 @@ def specs_of(
                     fix="name the input, or count positional arguments from 0",
                 )
 
-    def spec(key: str | int | None) -> Any:
-        if key is None:
-            return None
-        return () if rules[key] is None else rules[key]
+    def spec(rule: Any) -> Any:
+        return () if rules[rule] is None else rules[rule]
 
-    def tied(first: str) -> str | None:
-        """Returns the rule that matches any name of a tensor; SpecError if rules' specs differ."""
-        names = [name for name, known in state.aliases.items() if known == first]
-        found = {name: first_match(name, patterns) for name in names}
-        ruled = {name: key for name, key in found.items() if key is not None}
-        if len({repr(spec(key)) for key in ruled.values()}) > 1:
+    own: dict[str, Any] = {}
+    for name, first in state.aliases.items():
+        if (rule := first_match(name, patterns)) is None:
+            continue
+        if repr(own.setdefault(first, spec(rule))) != repr(spec(rule)):
             raise SpecError(
-                f"{' and '.join(ruled)} are one tensor, and rules split it in different ways",
+                f"{first} and {name} are one tensor, and rules split it in different ways",
                 source=caller(),
-                actual=", ".join(f"{key!r}: {rules[key]}" for key in ruled.values()),
+                actual=f"{own[first]} and {spec(rule)}",
                 fix="give them the same spec, or name one of them only",
             )
-        return next(iter(ruled.values()), None)
-
-    return {name: spec(tied(name)) for name in state.tensors}, {
-        name: spec(number if number in rules else first_match(name, patterns))
+    given = {
+        name: number if number in rules else first_match(name, patterns)
         for name, number in inputs.items()
+    }
+    return {name: own.get(name) for name in state.tensors}, {
+        name: None if rule is None else spec(rule) for name, rule in given.items()
     }
 
 
 # ---------------------------------------------------------------------------------------------
 # What a call is given.
+
+TENSOR = object()
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """The types of values that a module's result may have beside tensors."""
@@ -193,7 +185,7 @@ class Inputs(NamedTuple):
     # name of each tensor -> number of the positional argument that it is in, None for others
     numbers: dict[str, int | None]
     leaves: tuple[Any, ...]  # the tensors
-    rest: tuple[tuple[int, Any], ...]  # (position, value) of every other leaf
+    every: tuple[Any, ...]  # all leaves, with `TENSOR` in place of tensors
     tree: Any  # the structure of (args, kwargs)
 
     @property
@@ -201,11 +193,11 @@ class Inputs(NamedTuple):
         """What of a call its program depends on: shapes and dtypes, other values, structure."""
         types = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
         # Equal constants may differ, as 1, 1.0 and True, or 0.0 and -0.0, and NaN equals nothing.
-        rest = tuple(
-            (i, type(leaf), repr(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf)
-            for i, leaf in self.rest
+        every = tuple(
+            (type(leaf), repr(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf)
+            for leaf in self.every
         )
-        return types, rest, str(self.tree)
+        return types, every, str(self.tree)
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of each tensor inside the program, by name."""
@@ -223,7 +215,7 @@ class Inputs(NamedTuple):
     def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call's (args, kwargs) with `values[name]` in place of each tensor `name`."""
         leaves = [values[name] for name in self.numbers]
-        args, kwargs = torch_tree.tree_unflatten(_merged(self.rest, leaves), self.tree)
+        args, kwargs = torch_tree.tree_unflatten(_filled(self.every, leaves), self.tree)
         return tuple(args), dict(kwargs)
 
 
@@ -238,16 +230,17 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     others = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "input")
     heads = heads[: len(args)] + [f"{others}.{i}" for i in range(len(args) - len(heads))]
     numbers: dict[str, int | None] = {}
-    leaves, rest = [], []
-    for position, (path, leaf) in enumerate(found):
+    leaves, every = [], []
+    for path, leaf in found:
         keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
-        head = heads[keys[1]] if keys[0] == 0 else str(keys[1])
-        name = ".".join([head, *map(str, keys[2:])])  # `batch.labels`, which is in argument `batch`
+        head, number = (heads[keys[1]], keys[1]) if keys[0] == 0 else (keys[1], None)
+        name = ".".join(map(str, (head, *keys[2:])))  # `batch.labels`, which is in argument `batch`
         if isinstance(leaf, torch.Tensor | np.ndarray | jax.Array):
-            numbers[name] = path[1].idx if path[0].idx == 0 else None
+            numbers[name] = number
             leaves.append(leaf)
+            every.append(TENSOR)
             continue
-        rest.append((position, leaf))
+        every.append(leaf)
         try:
             hash(leaf)
         except TypeError as error:
@@ -258,25 +251,24 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
                 fix="pass a tensor, or a number, a text or None, which become constants of the "
                 "program",
             ) from error
-    return Inputs(numbers, tuple(leaves), tuple(rest), tree)
+    return Inputs(numbers, tuple(leaves), tuple(every), tree)
 
 
-def _merged(rest: Sequence[tuple[int, Any]], leaves: Sequence[Any]) -> list[Any]:
-    """Returns a list with each (position, value) of `rest` in place, and `leaves` in the gaps."""
-    fixed, others = dict(rest), iter(leaves)
-    return [fixed[i] if i in fixed else next(others) for i in range(len(fixed) + len(leaves))]
+def _filled(every: Sequence[Any], tensors: Iterable[Any]) -> list[Any]:
+    following = iter(tensors)
+    return [next(following) if leaf is TENSOR else leaf for leaf in every]
 
 
 def split_result(result: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns (a result's tensors, a function that makes such a result of other tensors)."""
     leaves, tree = torch_tree.tree_flatten(result)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    rest = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
-    for _, leaf in rest:
-        if not isinstance(leaf, PLAIN):
+    every = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    for leaf in every:
+        if leaf is not TENSOR and not isinstance(leaf, PLAIN):
             raise ArgumentError(
                 f"the module returns a {type(leaf).__name__}, which is no tensor",
                 required="tensors in tuples, lists, dicts and what else PyTorch's pytrees know",
                 fix="switch it off, as in model(..., use_cache=False), or return its tensors",
             )
-    return tensors, lambda leaves: torch_tree.tree_unflatten(_merged(rest, leaves), tree)
+    return tensors, lambda tensors: torch_tree.tree_unflatten(_filled(every, tensors), tree)

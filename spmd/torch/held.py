@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
 from typing import Any, NamedTuple
@@ -19,11 +18,13 @@ from spmd.options import Options
 from spmd.torch import arrays, tracing
 from spmd.torch.arrays import Inputs, Rules, array_of, specs_of, take_apart, tensor_of
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
-from spmd.torch.tracing import RANDOM, split
+from spmd.torch.tracing import split
+
+RANDOM = tracing.random_arguments(0, 0)
 
 
 class ModuleProgram(NamedTuple):
-    """A module's compiled program, the buffers that it changes, whether it draws random numbers.
+    """A module's compiled program, and the buffers that it changes.
 
     `outputs` says of a forward pass how its result is put together, `written` of a training step
     which tensors of the optimizer's state it writes (`TorchOptimizer.written`).
@@ -31,7 +32,6 @@ class ModuleProgram(NamedTuple):
 
     compiled: Compiled
     changed: tuple[str, ...]
-    draws: bool
     outputs: Any = None
     written: frozenset[str] = frozenset()
 
@@ -39,17 +39,20 @@ class ModuleProgram(NamedTuple):
 class Held:
     """The base of `Sharded` and `TrainStep`: a module's tensors on a mesh and compiled programs."""
 
-    def __init__(self, module: Any, mesh: Any, rules: Rules, options: Options | None) -> None:
+    _optimizer: Any = None  # of a `TrainStep`
+
+    def __init__(
+        self, module: Any, mesh: Any, rules: Rules | None, seed: int, options: Options | None
+    ) -> None:
         self._state = state = arrays.state_of(module)
-        # Its tensors are torch's until a program says how they lie, then on the mesh (`_placed`).
-        # What was loaded before waits.
-        self._placed: dict[str, Any] = {}
-        self._loaded: dict[str, Any] = {}
-        # The type of each tensor inside a program.
+        # Each is a torch tensor until a program says how it lies, then an array on the mesh.
+        self._held: dict[str, Any] = dict(state.tensors)
+        # The type of each inside a program, with the sharding of those on the mesh.
         self._structs = {n: arrays.struct_of(t, f"{n!r}") for n, t in state.tensors.items()}
         as_mesh(mesh)
         self.module = module
-        self._mesh, self._rules, self._options = mesh, rules, options
+        self.seed = seed
+        self._mesh, self._rules, self._options = mesh, rules or {}, options
         self._signature: Callable[..., Any] = module.forward  # its parameters name the inputs
         self._programs: dict[Any, ModuleProgram] = {}
         self._last: ModuleProgram | None = None
@@ -86,94 +89,77 @@ class Held:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the present parameters and buffers as `module.state_dict()` does, on the CPU."""
-        tensors: dict[str, torch.Tensor] = {}  # tied names share one
-        found = {}
-        for name, own in self.module.state_dict(keep_vars=True).items():
-            first = self._state.aliases.get(name)
-            if first is None:
-                found[name] = own  # what a module adds by get_extra_state
-                continue
-            if first not in tensors:
-                array = self._placed.get(first, self._loaded.get(first))
-                tensors[first] = (
-                    own.detach().clone() if array is None else tensor_of(array, dtype=own.dtype)
-                )
-            found[name] = tensors[first]
-        return found
+        aliases, own = self._state.aliases, self._state.tensors
+        tensors = {
+            name: held.detach().clone()
+            if isinstance(held, torch.Tensor)
+            else tensor_of(held, dtype=own[name].dtype)
+            for name, held in self._held.items()
+        }
+        # Tied names share one. What a module adds by get_extra_state stays as it is.
+        return {
+            name: tensors[aliases[name]] if name in aliases else extra
+            for name, extra in self.module.state_dict(keep_vars=True).items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces parameters and buffers, all or none; they lie on the mesh as before.
 
-        What a part of the module adds by `get_extra_state` goes to its `set_extra_state`.
-
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
         """
-        state = self._state
-        known = self.module.state_dict(keep_vars=True)
-        extra = [name for name in state_dict if name in known and name not in state.aliases]
-        unknown = [name for name in state_dict if name not in {*state.aliases, *extra}]
-        missing = [name for name in known if name in state.aliases and name not in state_dict]
+        aliases, known = self._state.aliases, self.module.state_dict(keep_vars=True)
+        unknown = [name for name in state_dict if name not in aliases and name not in known]
+        missing = [name for name in known if name in aliases and name not in state_dict]
         if unknown or missing:
             raise ArgumentError(
                 "the state dict has other names than the module",
-                actual="; ".join(
-                    f"{what} {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-                    for what, names in (("unknown", unknown), ("missing", missing))
-                    if names
-                ),
+                actual=f"unknown {', '.join(unknown) or 'none'}; "
+                f"missing {', '.join(missing) or 'none'}",
                 fix="load it into the module first if it may differ, with strict=False",
             )
         new = {}
-        for name in (name for name in state_dict if name not in extra):
-            first, tensor = state.aliases[name], state_dict[name]
-            own = state.tensors[first]
-            is_tensor = isinstance(tensor, torch.Tensor)
-            if not is_tensor or tensor.shape != own.shape:
-                shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if is_tensor else ""
+        for name, given in state_dict.items():
+            if name not in aliases:  # extra state stays the module's
+                continue
+            first = aliases[name]
+            own, held = self._state.tensors[first], self._held[first]
+            if not isinstance(given, torch.Tensor) or given.shape != own.shape:
                 raise ArgumentError(
                     f"{name!r} cannot be loaded",
-                    actual=shape or described(tensor),
-                    required=f"{own.dtype} of shape {tuple(own.shape)}",
+                    actual=described(given),
+                    required=described(own),
                     fix="load the state dict of the same module",
                 )
-            new[first] = array_of(tensor.to(own.dtype), f"{name!r}")
-        for first, array in new.items():
-            if first in self._placed:
-                self._placed[first] = jax.device_put(array, self._placed[first].sharding)
+            tensor = given.detach().to(own.dtype)
+            if isinstance(held, torch.Tensor):
+                new[first] = tensor.clone()
             else:
-                self._loaded[first] = array
-        for name in extra:
-            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
-            self._programs.clear()  # it may be a constant of them
+                new[first] = jax.device_put(array_of(tensor, f"{name!r}"), held.sharding)
+        self._held |= new
 
     def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie
-        return {name: self._placed[name] for name in names}
+        return {name: self._held[name] for name in names}
 
     def _place(self, shardings: Mapping[str, Any]) -> None:
         """Puts onto the mesh each tensor that is not there yet, with its entry of `shardings`."""
         for name, sharding in shardings.items():
-            if name not in self._placed:
-                array = self._loaded.pop(name, None)
-                if array is None:
-                    array = array_of(self._state.tensors[name], f"{name!r}")
-                self._placed[name] = jax.device_put(array, sharding)
+            if isinstance(tensor := self._held[name], torch.Tensor):
+                self._held[name] = jax.device_put(array_of(tensor, f"{name!r}"), sharding)
+                self._structs[name] = self._structs[name].update(sharding=sharding)
 
     def _program(self, inputs: Inputs) -> ModuleProgram:
         """Returns the program for such inputs and the module's mode; compiles it at first use."""
         mode = tuple(part.training for part in self.module.modules())
-        key = inputs.key, mode, self._more_key()
+        key = inputs.key, mode, self._optimizer and self._optimizer.key
         if key not in self._programs:
-            self._programs[key] = self._compile(inputs)
+            specs = specs_of(self._rules, self._state, inputs.numbers, check=not self._programs)
+            self._programs[key] = self._compile(inputs, *specs)
         self._last = self._programs[key]
         return self._last
 
-    def _more_key(self) -> Any:
-        """Returns the rest of a program's key, besides inputs and the module's mode: None here."""
-        return None
-
-    def _compile(self, inputs: Inputs) -> ModuleProgram:
+    def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         raise NotImplementedError
 
 
@@ -218,7 +204,7 @@ def shard(
       >>> sharded = spmd.torch.shard(model.eval(), mesh, rules)
       >>> logits = sharded(input_ids=tokens, use_cache=False).logits
     """
-    sharded = Sharded(module, mesh, rules or {}, seed, options)
+    sharded = Sharded(module, mesh, rules, seed, options)
     if isinstance(example_inputs, Mapping):
         sharded.compile(**example_inputs)
     elif len(example_inputs):
@@ -235,44 +221,39 @@ class Sharded(Held):
 
     Attributes:
       module: the module that was given. Its own tensors never change.
+      seed: the seed of random numbers.
       calls: the number of calls so far; random numbers depend on it and on `seed`.
     """
 
-    def __init__(
-        self, module: Any, mesh: Any, rules: Rules, seed: int = 0, options: Options | None = None
-    ) -> None:
-        super().__init__(module, mesh, rules, options)
-        self.calls = 0
-        self._seed = seed
+    calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's result, its tensors on the device of the first tensor given."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
-        random = tracing.random_arguments(self._seed, self.calls) if program.draws else ()
-        state = split(self._placed, program.changed)
+        random = tracing.random_arguments(self.seed, self.calls)
+        state = split(self._held, program.changed)
         leaves, changed = program.compiled(*state, inputs.arrays(), random)
-        self._placed.update(changed)
+        self._held |= changed
         self.calls += 1
         device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
         return program.outputs([tensor_of(leaf, device=device) for leaf in leaves])
 
-    def _compile(self, inputs: Inputs) -> ModuleProgram:
-        specs, given = specs_of(self._rules, self._state, inputs.numbers, not self._programs)
+    def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         noted: list[Any] = []
 
         def forward(state: Any, leaves: Any, random: Any) -> Any:
             ran = tracing.run(self.module, call, state, inputs, leaves, tracing.key_of(random))
             tensors, outputs = arrays.split_result(ran.result)
-            noted[:] = [outputs, ran.draws]
+            noted[:] = [outputs]
             return tracing.as_arrays(tensors), ran.changed
 
         traced = tracing.trace(forward, self._structs, inputs.structs(), RANDOM)
-        outputs, draws = noted
+        (outputs,) = noted
         changed = tuple(traced.results[1])
 
         def program(buffers: Any, state: Any, inputs: Any, random: Any) -> Any:
-            return traced.call(buffers | state, inputs, random or tracing.NO_RANDOM)
+            return traced.call(buffers | state, inputs, random)
 
         program.__name__ = type(self.module).__name__
         jitted = jit(
@@ -282,12 +263,10 @@ class Sharded(Held):
             donate_argnums=(0,),
             options=self._options,
         )
-        compiled = jitted.compile(
-            *split(self._structs | self._placed, changed), inputs.structs(), RANDOM if draws else ()
-        )
+        compiled = jitted.compile(*split(self._structs, changed), inputs.structs(), RANDOM)
         for shardings in compiled.in_shardings[:2]:
             self._place(shardings)
-        return ModuleProgram(compiled, changed, draws, outputs)
+        return ModuleProgram(compiled, changed, outputs)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -331,7 +310,7 @@ def train_step(
       >>> print(float(step(x, y)))
       >>> model.load_state_dict(step.state_dict())
     """
-    return TrainStep(module, loss, optimizer, mesh, rules or {}, seed, options)
+    return TrainStep(module, loss, optimizer, mesh, rules, seed, options)
 
 
 class TrainStep(Held):
@@ -347,21 +326,11 @@ class TrainStep(Held):
       seed: the seed of random numbers.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        loss: Callable[..., Any],
-        optimizer: Any,
-        mesh: Any,
-        rules: Rules,
-        seed: int = 0,
-        options: Options | None = None,
-    ) -> None:
-        super().__init__(module, mesh, rules, options)
-        self.seed = seed
+    def __init__(self, module: Any, loss: Any, optimizer: Any, *more: Any) -> None:
+        super().__init__(module, *more)
         self._loss, self._signature = _loss_function(module, loss)
         self._optimizer = optimizer_of(optimizer, self._state)
-        self._initial, self.steps = self._optimizer.loaded()
+        self._initial, self.steps = self._optimizer.load(None)
         self._optimizer_state: Any = None
 
     def __call__(self, *batch: Any, **named: Any) -> jax.Array:
@@ -372,17 +341,16 @@ class TrainStep(Held):
         """
         inputs = take_apart(self._signature, batch, named)
         program = self._program(inputs)
-        trained, rest = split(self._placed, self._optimizer.trained)
-        random = tracing.random_arguments(self.seed, self.steps) if program.draws else ()
+        trained, rest = split(self._held, self._optimizer.trained)
         params, self._optimizer_state, buffers, loss = program.compiled(
             trained,
             self._optimizer_state,
             *split(rest, program.changed),
             inputs.arrays(),
-            random,
+            tracing.random_arguments(self.seed, self.steps),
             self._optimizer.scalars(self.steps),
         )
-        self._placed.update(params | buffers)
+        self._held |= params | buffers
         self.steps += 1
         self._optimizer.filled |= program.written
         if isinstance(self._optimizer, TorchOptimizer):
@@ -417,14 +385,13 @@ class TrainStep(Held):
           ArgumentError: the state is of another optimizer.
         """
         try:
-            self._optimizer.load(state_dict)
+            self._initial, self.steps = self._optimizer.load(state_dict)
         except (KeyError, ValueError, AttributeError) as error:
             raise ArgumentError(
                 "the optimizer's state dict does not fit",
                 actual=str(error),
                 fix="load what .optimizer_state_dict() gave for the same module and optimizer",
             ) from error
-        self._initial, self.steps = self._optimizer.loaded()
         ours = state_dict.get("spmd", {})
         self.seed, self.steps = ours.get("seed", self.seed), ours.get("steps", self.steps)
         if self._optimizer_state is not None:
@@ -445,29 +412,22 @@ class TrainStep(Held):
                 )
             return jax.device_put(array.astype(leaf.dtype), leaf.sharding)
 
-        trained, _ = split(self._placed, self._optimizer.trained)
+        trained, _ = split(self._held, self._optimizer.trained)
         state = compiled.init(1, self._optimizer.init, trained)
         return jax.tree_util.tree_map_with_path(filled, state)
 
-    def _more_key(self) -> Any:
-        return self._optimizer.key
-
-    def _compile(self, inputs: Inputs) -> ModuleProgram:
+    def _compile(self, inputs: Inputs, specs: Any, given: Any) -> ModuleProgram:
         optimizer = self._optimizer
-        specs, given = specs_of(self._rules, self._state, inputs.numbers, not self._programs)
-        draws: list[bool] = []
 
         def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
             ran = tracing.run(
                 self.module, self._loss, params | others, inputs, leaves, tracing.key_of(random)
             )
-            draws[:] = [ran.draws]
             value = ran.result.jax() if hasattr(ran.result, "jax") else None
             if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-                kind = type(ran.result).__name__
                 raise ArgumentError(
                     "the loss is no number to minimize",
-                    actual=kind if value is None else f"{value.dtype}{list(value.shape)}",
+                    actual=described(ran.result if value is None else value),
                     required="one float that the parameters decide",
                     fix="return a scalar tensor, as in torch.nn.functional.mse_loss(model(x), y)",
                 )
@@ -491,9 +451,7 @@ class TrainStep(Held):
         def step(
             params: Any, opt_state: Any, buffers: Any, state: Any, batch: Any, random: Any, now: Any
         ) -> Any:
-            (loss, new), grads = traced.call(
-                params, buffers | state, batch, random or tracing.NO_RANDOM
-            )
+            (loss, new), grads = traced.call(params, buffers | state, batch, random)
             grads = {name: None if unused[name] else grad for name, grad in grads.items()}
             params, opt_state = optimizer.update(grads, opt_state, params, now)
             return params, opt_state, new, loss
@@ -507,26 +465,25 @@ class TrainStep(Held):
             donate_argnums=(0, 1, 2),
             options=self._options,
         )
-        params, rest = split(self._structs | self._placed, optimizer.trained)
-        opt_state, known = jax.eval_shape(optimizer.init, params), self._initial
-        if (old := self._optimizer_state) is not None:
-            known = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
-            has: Any = jax.tree.structure(old)
-            if has == jax.tree.structure(opt_state):
-                opt_state = old
+        params, rest = split(self._structs, optimizer.trained)
+        opt_state, old = jax.eval_shape(optimizer.init, params), self._optimizer_state
+        leaves = jax.tree_util.tree_leaves_with_path(old)
+        known = self._initial if old is None else {path_name(p): leaf for p, leaf in leaves}
+        if jax.tree.structure(old) == jax.tree.structure(opt_state):
+            opt_state = old
         compiled = jitted.compile(
             params,
             opt_state,
             *split(rest, changed),
             inputs.structs(),
-            RANDOM if draws[0] else (),
+            RANDOM,
             optimizer.scalars(0),
         )
         params, _, buffers, state, *_ = compiled.in_shardings
         self._place(params | buffers | state)
         if opt_state is not old:  # there is none yet, or not of all that the groups ask for now
             self._optimizer_state = self._first_state(compiled, known)
-        return ModuleProgram(compiled, changed, draws[0], written=frozenset(optimizer.written))
+        return ModuleProgram(compiled, changed, written=frozenset(optimizer.written))
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -545,10 +502,4 @@ def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable
 
         return criterion, module.forward
 
-    def batch(*args: Any, **kwargs: Any) -> None: ...
-
-    with contextlib.suppress(TypeError, ValueError):  # of what has no signature
-        signature = inspect.signature(loss)
-        parameters = list(signature.parameters.values())[1:]
-        batch.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return loss, batch
+    return loss, functools.partial(loss, module)  # without its first parameter

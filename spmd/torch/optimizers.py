@@ -43,7 +43,6 @@ class OptaxOptimizer:
     def __init__(self, optimizer: Any, state: State) -> None:
         self._optimizer = optimizer
         self.trained = tuple(n for n, p in state.parameters.items() if p.requires_grad)
-        self._loaded: dict[str, Any] = {}
 
     def init(self, params: dict[str, Any]) -> Any:
         """Returns the optimizer's state before the first step."""
@@ -64,16 +63,10 @@ class OptaxOptimizer:
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         return {"state": {path_name(path): tensor_of(leaf) for path, leaf in leaves}}
 
-    def load(self, given: Mapping[str, Any]) -> None:
-        """Keeps what `saved` returned, as arrays, for `loaded`."""
-        self._loaded = {
-            name: array_of(tensor, f"optimizer state {name!r}")
-            for name, tensor in given["state"].items()
-        }
-
-    def loaded(self) -> tuple[dict[str, Any], int]:
-        """Returns ({path in the state: array} of the last `load`, 0 for the number of steps)."""
-        return self._loaded, 0
+    def load(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
+        """Returns ({path in the state: array} of what `saved` returned, 0 for the steps taken)."""
+        tensors = given["state"] if given else {}
+        return {n: array_of(t, f"optimizer state {n!r}") for n, t in tensors.items()}, 0
 
 
 class _Rule(NamedTuple):
@@ -244,12 +237,13 @@ class TorchOptimizer:
                 found["state"][number] = step | tensors
         return found
 
-    def load(self, given: Mapping[str, Any]) -> None:
-        """Loads what `saved`, or its own `state_dict()`, returned into the torch optimizer."""
-        self.optimizer.load_state_dict({k: given[k] for k in ("state", "param_groups")})
+    def load(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
+        """Loads what `saved`, or its own `state_dict()`, returned into the torch optimizer.
 
-    def loaded(self) -> tuple[dict[str, Any], int]:
-        """Returns ({"slot/parameter": array} of the torch optimizer, the number of steps taken)."""
+        Returns ({"slot/parameter": array} of what that holds now, the number of steps taken).
+        """
+        if given:
+            self.optimizer.load_state_dict({k: given[k] for k in ("state", "param_groups")})
         arrays, steps = {}, set()
         for name in self.trained:
             own = self.optimizer.state.get(self._parameters[name], {})

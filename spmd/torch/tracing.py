@@ -6,12 +6,12 @@ numbers come from a key that is an argument, and tensors made without a device, 
 attribute, can be used together with those that are traced.
 """
 
-import functools
 import sysconfig
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,6 +24,8 @@ import torch.utils._pytree as torch_tree  # torchax's own, which knows transform
 import torchax
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
+from torch._decomp.decompositions import native_batch_norm
+from torch.nn.utils.stateless import _reparametrize_module
 from torchax.tensor import Environment, OperatorNotFound, Tensor
 from torchax.view import View
 
@@ -46,16 +48,8 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         super().__init__()
         self.draws = False
         self._key = key
-        for op in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit):
-            self.override_op_definition(
-                op.default,
-                lambda x, weight, bias, mean, var, *more: _batch_norm(
-                    x, mean, var, weight, bias, *more
-                ),
-            )
-        self.override_op_definition(
-            torch.nn.functional.batch_norm, lambda *args, **named: _batch_norm(*args, **named)[0]
-        )
+        for norm in (torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit):
+            self.override_op_definition(norm.default, _batch_norm)
         for op in (torch.ops.aten.detach.default, torch.Tensor.detach, torch.detach):
             self.override_op_definition(
                 op, lambda tensor: Tensor(jax.lax.stop_gradient(tensor.jax()), tensor._env)
@@ -106,44 +100,14 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
 
 
 def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple[Any, Any, Any]:
-    """Returns torch's (batch norm, mean, 1 / deviation); training updates running statistics."""
-
-    def move(running: Any, new: Any) -> None:
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: float
+) -> Any:
+    """Computes `native_batch_norm` by PyTorch's own decomposition, which updates statistics."""
+    result = native_batch_norm(x, weight, bias, mean, variance, training, *more)
+    for running in (mean, variance) if training else ():
         if running is not None:
-            old = running._elem
-            moved = (1 - momentum) * old + momentum * jax.lax.stop_gradient(new)
-            running._elem = moved.astype(old.dtype)
-
-    def along(values: Any) -> Any:
-        return jnp.reshape(values, (1, -1) + (1,) * (x.ndim - 2))
-
-    x = input.jax()
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    dims = (0, *range(2, x.ndim))
-    if training:
-        mean, var = jnp.mean(wide, dims), jnp.var(wide, dims)
-        count = x.size // x.shape[1]
-        # Normalizing divides by `count`, the running variance by `count - 1`.
-        move(running_mean, mean)
-        move(running_var, var * (count / max(count - 1, 1)))
-    else:
-        mean, var = running_mean.jax(), running_var.jax()
-    scale = jax.lax.rsqrt(var + eps)
-    y = (wide - along(mean)) * along(scale)
-    if weight is not None:
-        y = y * along(weight.jax())
-    if bias is not None:
-        y = y + along(bias.jax())
-    return input._env.j2t_iso((y.astype(x.dtype), mean, scale))  # type: ignore[no-any-return]
+            running._elem = jax.lax.stop_gradient(running._elem)
+    return result
 
 
 class ModuleRun(NamedTuple):
@@ -152,18 +116,6 @@ class ModuleRun(NamedTuple):
     result: Any
     changed: dict[str, Any]
     draws: bool
-
-
-class _Call(torch.nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
-    """A module that calls `fn(module, ...)`: `torch.func.functional_call` takes modules only."""
-
-    def __init__(self, module: Any, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.fn = fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(self.module, *args, **kwargs)
 
 
 def run(
@@ -180,11 +132,10 @@ def run(
     by name. Random numbers come from `key`. FrontendError if a parameter is changed.
     """
     env = ModuleTrace(key)
-    state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
+    state = {name: Tensor(array, env) for name, array in arrays.items()}
     args, kwargs = inputs.rebuild(
         {name: Tensor(jnp.asarray(leaf), env) for name, leaf in leaves.items()}
     )
-    call = _Call(module, fn)
     with (
         _LOCK,
         _left_alone(module),
@@ -193,11 +144,12 @@ def run(
         _refusals(),
         torch.enable_grad(),
         env,
+        _reparametrize_module(module, state, tie_weights=True),
     ):
-        result = torch.func.functional_call(call, state, args, kwargs, tie_weights=True)
+        result = fn(module, *args, **kwargs)
     changed = {}
     for name, array in arrays.items():
-        (new,) = env.t2j_iso([state[f"module.{name}"]])
+        (new,) = env.t2j_iso([state[name]])
         if new is array:
             continue
         if new.shape != array.shape:
@@ -257,28 +209,23 @@ def _left_alone(module: Any) -> Iterator[None]:
 @contextmanager
 def _scopes(module: Any) -> Iterator[None]:
     """Puts the ops of each part of a module in a `jax.named_scope` of its name, for reports."""
-    around: list[tuple[str, Any]] = []
-    handles = []
+    names = {id(part): name for name, part in module.named_modules()}
+    around, call = [""], torch.nn.Module.__call__
 
-    def enter(name: str, *_: Any) -> None:
-        inside = name.removeprefix(f"{around[-1][0]}.") if around else name
-        scope = jax.named_scope(inside.replace(".", "/"))
-        scope.__enter__()
-        around.append((name, scope))
+    def scoped(part: Any, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(part))
+        if not name:  # the module itself, or none of its parts
+            return call(part, *args, **kwargs)
+        inside = name.removeprefix(f"{around[-1]}.")
+        around.append(name)
+        try:
+            with jax.named_scope(inside.replace(".", "/")):
+                return call(part, *args, **kwargs)
+        finally:
+            around.pop()
 
-    def leave(*_: Any) -> None:
-        around.pop()[1].__exit__(None, None, None)
-
-    try:
-        for name, part in module.named_modules():
-            if name:
-                begin = functools.partial(enter, name)
-                handles.append(part.register_forward_pre_hook(begin, prepend=True))
-                handles.append(part.register_forward_hook(leave, always_call=True))
+    with mock.patch.object(torch.nn.Module, "__call__", scoped):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -339,13 +286,13 @@ def _explained() -> Iterator[None]:
 
 def _line_of(traceback: TracebackType | None) -> str | None:
     """Returns `file:line (function)` of the innermost frame outside spmd, torch, torchax, jax."""
-    found, skipped = None, (*_LIBRARIES, *COMPILER, sysconfig.get_path("stdlib") + "/contextlib")
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not code.co_filename.startswith(skipped):
-            found = f"{code.co_filename}:{traceback.tb_lineno} ({code.co_qualname})"
-        traceback = traceback.tb_next
-    return found
+    skipped = (*_LIBRARIES, *COMPILER, sysconfig.get_path("stdlib") + "/contextlib")
+    found = [
+        f"{code.co_filename}:{line} ({code.co_qualname})"
+        for frame, line in walk_tb(traceback)
+        if not (code := frame.f_code).co_filename.startswith(skipped)
+    ]
+    return found[-1] if found else None
 
 
 # From a module's function to that of a program.
@@ -389,12 +336,6 @@ def _is_zero(jaxpr: Any) -> Iterator[bool]:
 def random_arguments(seed: int, call: int) -> tuple[Any, Any]:
     """Returns (seed, number of the call) as uint32: the arguments of which `key_of` makes a key."""
     return np.uint32(seed % 2**32), np.uint32(call % 2**32)
-
-
-RANDOM = (jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.uint32))
-"""The shapes and dtypes of `random_arguments`."""
-
-NO_RANDOM = (np.uint32(0), np.uint32(0))  # in place of them where no random numbers are drawn
 
 
 def key_of(random: Any) -> Any:

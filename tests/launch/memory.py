@@ -26,7 +26,7 @@ class Memory(JobStore):
             self.changed.wait_for(lambda: key in self.values, timeout_s)
             return self.values.get(key)
 
-    def all(self, folder: str) -> dict[str, str]:
+    def all(self, folder: str) -> dict[int, str]:
         start = f"{folder}/"
         with self.changed:
-            return {k[len(start) :]: v for k, v in self.values.items() if k.startswith(start)}
+            return {int(k[len(start) :]): v for k, v in self.values.items() if k.startswith(start)}

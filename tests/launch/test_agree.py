@@ -1,26 +1,23 @@
 """Comparing values and sources: who differs and in what, without processes."""
 
-import importlib
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from spmd.errors import LaunchError
+from spmd.errors import LaunchError, MeshError, SpmdError
 from spmd.launch.agree import (
-    by_package,
+    Occasion,
     check_same,
     check_same_sources,
-    gathered,
+    deciding,
     heard,
-    imported,
     refuse_differences,
-    refuse_other_sources,
     settings,
+    sources,
     without_locations,
-    written,
 )
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
@@ -28,7 +25,8 @@ from tests.waiting import PATIENCE
 
 def compare(store: Memory, members, me: int, what: dict[str, str], timeout_s: float) -> None:
     """One comparison, as `check_same` makes it."""
-    gathered(store, "x", members, me, what, refuse_differences, timeout_s)
+    occasion = Occasion(store, tuple(members), "x", is_aside=True)
+    occasion.judged(me, what, refuse_differences, timeout_s)
 
 
 def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
@@ -46,11 +44,8 @@ def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> l
         return list(pool.map(run, members))
 
 
-def test_equal_values_pass():
-    assert told_by({0: {"--a": "1"}, 2: {"--a": "1"}, 5: {"--a": "1"}}) == ["", "", ""]
-
-
 def test_everyone_hears_who_differs():
+    assert told_by({0: {"--a": "1"}, 2: {"--a": "1"}, 5: {"--a": "1"}}) == ["", "", ""]
     told = told_by({0: {"--a": "1"}, 1: {"--a": "1"}, 2: {"--a": "2"}})
     assert len(set(told)) == 1
     assert told[0].splitlines()[:2] == [
@@ -82,7 +77,7 @@ def test_several_names_are_all_said():
 
 def test_the_many_are_counted():
     text = differing({p: {"a": "2" if p == 40 else "1"} for p in range(100)})
-    assert "process 40: 2; 99 others: 1" in text
+    assert "process 40: 2; processes 0, 1, 2, 3, 4, 5, 6, 7, ...: 1\n" in text
     text = differing({p: {"a": str(p)} for p in range(20)})
     assert "process 8: 8; 11 more differ; process 0: 0" in text
 
@@ -107,51 +102,27 @@ def test_flags_that_are_a_process_own_do_not_count(monkeypatch: pytest.MonkeyPat
     found = {name: value for name, value in settings().items() if name.startswith("XLA_FLAGS")}
     assert found == {"XLA_FLAGS --xla_a": "1", "XLA_FLAGS --xla_b": "(given)"}
     assert settings()["jax_enable_x64"] == "False"
-    assert json.dumps(settings())
 
 
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A user's own package with one module, imported."""
-    package = tmp_path / "own_package_of_a_user"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "data.py").write_text("seed = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module(f"{package.name}.data")
-    yield package
-    for name in [name for name in sys.modules if name.startswith(package.name)]:
-        del sys.modules[name]
-
-
-def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(own: Path):
-    before = imported()
-    assert {own.name, f"{own.name}.data", "spmd", "spmd.launch.agree"} <= before.keys()
-    assert not {"jax", "numpy", "json", "pytest"} & before.keys()
-    (own / "data.py").write_text("seed = 2\n")
-    after = imported()
-    assert [name for name in before if before[name] != after[name]] == [f"{own.name}.data"]
-    packages = by_package(before)
-    changed = {top for top, sha in by_package(after).items() if packages[top] != sha}
-    assert changed == {own.name}
-
-
-def test_who_has_other_files_is_named():
-    found = {
-        0: {"checked": "sources", "models": "a", "models.data": "1", "main_only": "x"},
-        1: {"checked": "sources", "models": "a", "models.data": "1"},
-        2: {"checked": "sources", "models": "a", "models.data": "2", "own": "y"},
-    }
-    with pytest.raises(LaunchError) as error:
-        refuse_other_sources(found)
-    assert str(error.value).splitlines()[:2] == [
-        "the processes of this job run different sources of models.data",
-        "  actual: process 2 has another models.data than process 0",
-    ]
+def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file, own = tmp_path / "data.py", "sources of own.data (hash)"
+    file.write_text("seed = 1\n")
+    monkeypatch.setitem(sys.modules, "own.data", SimpleNamespace(__file__=str(file)))
+    before = sources()
+    unwanted = {"jax", "numpy", "json", "pytest", "spmd", "spmd.launch.agree"}
+    assert not {f"sources of {name} (hash)" for name in unwanted} & before.keys()
+    file.write_text("seed = 2\n")
+    after = sources()
+    assert [name for name in before if before[name] != after[name]] == [own]
 
 
 def test_a_module_that_only_some_have_imported_is_no_difference():
-    refuse_other_sources({0: {"a": "1", "report": "2"}, 1: {"a": "1"}})
+    found = {0: {"a": "1", "b": "2"}, 1: {"a": "1"}, 2: {"a": "1", "b": "3"}}
+    with pytest.raises(LaunchError, match=r"differ in b\n  actual: process 2: 3; process 0: 2\n"):
+        refuse_differences(found, may_lack=True)
+    refuse_differences({0: found[0], 1: found[1]}, may_lack=True)
 
 
 def test_alone_there_is_nobody_to_differ():
@@ -160,5 +131,22 @@ def test_alone_there_is_nobody_to_differ():
 
 
 @pytest.mark.parametrize("result", [None, "text", {"what": "is no error"}, ["a"]])
-def test_what_is_written_is_heard(result: object):
-    assert heard(written(lambda: result)) == result
+def test_what_is_decided_is_heard(result: object):
+    told: list[str] = []
+    assert deciding(lambda: result, told.append, "it") == heard(told[0]) == result
+
+
+def test_what_is_raised_is_heard():
+    """The same error, where it is one of ours; of a bug what it was."""
+
+    def fail(error: Exception) -> str:
+        told: list[str] = []
+        with pytest.raises(type(error)):
+            deciding(lambda: (_ for _ in ()).throw(error), told.append, "planning")
+        with pytest.raises(SpmdError) as other:
+            heard(told[0])
+        return f"{type(other.value).__name__}: {other.value}"
+
+    error = MeshError("no such mesh", fix="make one")
+    assert fail(error) == f"MeshError: {error}"
+    assert fail(KeyError("a")).startswith("LaunchError: process 0 failed at planning\n")

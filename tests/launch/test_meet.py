@@ -1,10 +1,7 @@
 """Where a process belongs, and meeting: who is missing, too many or differs is said to all."""
 
 import contextlib
-import re
 import socket
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -63,10 +60,6 @@ def test_all_come_in_any_order():
     assert told([(2, 3), (1, 3), (0, 3)]) == ["", "", ""]
 
 
-def test_alone_there_is_nobody_to_meet():
-    meet("nowhere.invalid:1", 1, 0, {}, 0.1)
-
-
 def test_who_is_missing_is_named():
     answers = told([(2, 4), (0, 4)], host_waits_s=2.0)
     for answer in answers:
@@ -114,28 +107,12 @@ def test_strangers_are_ignored(stranger: bytes):
     assert told([(0, 2), (1, 2)], stranger=stranger) == ["", ""]
 
 
-@pytest.mark.parametrize("answers", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_another_program_at_the_port_is_named_soon(answers: bytes, monkeypatch):
-    """One that says nothing, as one that says something else."""
-    monkeypatch.setattr("spmd.launch.meet._GREETING_S", 0.5)
-    with socket.create_server(("localhost", 0), backlog=50) as server:
-        port = server.getsockname()[1]
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while answers:
-                    line, _ = server.accept()
-                    with line:
-                        line.sendall(answers)
-
-        with ThreadPoolExecutor(1) as pool:
-            served = pool.submit(serve)
-            started = time.monotonic()
-            with pytest.raises(LaunchError, match=f"another program at localhost:{port}"):
-                meet(f"localhost:{port}", 2, 1, {}, PATIENCE)
-            assert time.monotonic() - started < PATIENCE / 10
-            server.shutdown(socket.SHUT_RDWR)
-            served.result()
+def test_another_program_at_the_port():
+    with (
+        socket.create_server(("localhost", 0)) as server,
+        pytest.raises(LaunchError, match="process 1 cannot reach process 0"),
+    ):
+        meet(f"localhost:{server.getsockname()[1]}", 2, 1, {}, 0.3)
 
 
 def test_port_in_use():
@@ -214,25 +191,6 @@ def test_bad_arguments(arguments: tuple, says: str):
 def test_too_late(devices8):
     with pytest.raises(spmd.LaunchError, match="comes too late: jax has opened its devices"):
         initialize("localhost:1", 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("other:1", 2, 1), "another coordinator\n  actual: coordinator host:1 then, other:1 now"),
-        ((None, 3), "another processes\n  actual: processes 2 then, 3 now"),
-        ((None, None, 0), "another process\n  actual: process 1 then, 0 now"),
-    ],
-)
-def test_another_place_than_jax_was_told(
-    arguments: tuple, says: str, monkeypatch: pytest.MonkeyPatch
-):
-    module = sys.modules[initialize.__module__]
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(module, "connected_to", lambda: "host:1")
-    monkeypatch.setattr(module, "this_process", lambda: (1, 2))
-    with pytest.raises(spmd.LaunchError, match=re.escape(says)):
-        initialize(*arguments)
 
 
 def test_a_variable_that_is_no_number():

@@ -8,75 +8,55 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.launch import peers, stop_agreed
-from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, StopVote, describe_silent
+from spmd.launch.doing import LEFT, Sign
+from spmd.launch.peers import COLLECTIVE_FAILED, Signs, StopVote, lost
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 
 
-def test_a_sign_that_changes_is_life():
-    signs = Signs(2, timeout_s=5, started=0)
+def test_a_sign_that_changes_is_life_and_one_that_stays_is_death():
+    """Process 1 gives its last sign after 1 s, 2 says then that it leaves, and 3 never came."""
+    signs = Signs(4, timeout_s=5, started=0)
     for now in range(1, 20):
-        assert signs.silent(now, {0: str(now), 1: str(now)}) == {}
-
-
-def test_a_sign_that_stays_is_death_and_an_end_is_not():
-    signs = Signs(2, timeout_s=5, started=0)
-    signs.silent(1, {0: "1", 1: "1"})
-    assert signs.silent(6, {0: "2", 1: "1"}) == {}
-    assert signs.silent(7, {0: "3", 1: "1"}) == {1: 6}
-    signs.silent(8, {0: "4", 1: LEFT})
-    assert signs.silent(10, {0: "5", 1: LEFT}) == {}
-    assert signs.silent(100, {0: "6", 1: LEFT}) == {}
-
-
-def test_one_who_never_came_is_dead():
-    signs = Signs(3, timeout_s=5, started=10)
-    assert signs.silent(15, {0: "1", 1: "1"}) == {}
-    assert signs.silent(16, {0: "2", 1: "2"}) == {2: 6}
+        silent = signs.silent(now, {0: str(now), 1: "1", 2: LEFT if now > 1 else "1"})
+        assert silent == {p: now - last for p, last in {1: 1, 3: 0}.items() if now - last > 5}
 
 
 def test_the_dead_are_named_with_their_hosts():
-    who = {"0": "pid 1 on a", "1": "pid 2 on b"}
-    assert describe_silent({1: 12.3}).startswith("process 1 was lost: no sign of life for 12 s;")
-    assert describe_silent({3: 9.0, 1: 7.0}).startswith("processes 1, 3 were lost: no sign of life")
-    assert "for 12 s; it was pid 2 on b; the end" in describe_silent({1: 12.3}, who)
-    assert "for 12 s; the end" in describe_silent({2: 12.3}, who)
-    many = {str(i): f"pid {i} on h{i}" for i in range(9)}
-    text = describe_silent({i: 9.0 for i in range(9)}, many)
-    assert "pid 3 on h3;" in text and "pid 4" not in text
+    signs = {i: Sign(7, f"pid {i} on h{i}", "reading", 0) for i in range(8)}
+    assert lost("why", [1], signs) == "process 1 was lost: why; it was pid 1 on h1"
+    assert lost("why", [3, 1], {}) == "processes 1, 3 were lost: why"
+    assert lost("why", [8], signs) == "process 8 was lost: why"
+    text = lost("why", range(9), signs)
+    assert "pid 3 on h3" in text and "pid 4" not in text
+
+
+def test_errors_of_collectives_are_known():
+    for error in (
+        "ValueError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
+        "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error",
+    ):
+        assert COLLECTIVE_FAILED.search(error)
+    for error in ("RuntimeError: the disk is full", "RESOURCE_EXHAUSTED: Out of memory"):
+        assert not COLLECTIVE_FAILED.search(error)
 
 
 @pytest.mark.parametrize(
-    ("error", "is_one"),
+    ("code", "cause", "told"),
     [
-        ("ValueError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer", True),
-        ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error", True),
-        ("RuntimeError: the disk is full", False),
-        ("RESOURCE_EXHAUSTED: Out of memory", False),
+        ("error: no such file", ValueError("no such folder"), [("error: no such file", 1)]),
+        (3, None, [("3", 3)]),
+        (3, ValueError("no such folder"), [("no such folder", 3)]),
+        (0, None, []),
     ],
 )
-def test_errors_of_collectives_are_known(error: str, is_one: bool):
-    assert bool(COLLECTIVE_FAILED.search(error)) == is_one
-
-
-@pytest.mark.parametrize(
-    ("end", "told"),
-    [
-        (SystemExit("error: no such file"), ("error: no such file", 1)),
-        (SystemExit(3), ("3", 3)),
-        (SystemExit(0), None),
-    ],
-)
-@pytest.mark.parametrize("cause", [None, ValueError("no such folder")])
-def test_others_are_told_why_a_program_ends(end, told, cause, monkeypatch):
+def test_others_are_told_why_a_program_ends(code, cause, told, monkeypatch):
     """By the exit's own message, or by what an exit without one was raised from."""
     heard = []
     monkeypatch.setattr(peers, "fail_peers", lambda why, code=1: heard.append((why, code)))
     with pytest.raises(SystemExit), peers.stopping_peers():
-        raise end from cause
-    if told == ("3", 3) and cause is not None:
-        told = (str(cause), 3)
-    assert heard == ([] if told is None else [told])
+        raise SystemExit(code) from cause
+    assert heard == told
 
 
 @pytest.mark.parametrize("asked", [(1,), (0, 2)])

@@ -143,7 +143,7 @@ def grieve(victim: int, how: str, folder: Path) -> Outcome:
     ("victim", "says"),
     [
         (1, r"error: process 0 of 2 stops: process 1 was lost: no sign of life for \d+ s"),
-        (0, "error: process 1 of 2 stops: process 0, the coordinator, was lost"),
+        (0, "error: process 1 of 2 stops: process 0 was lost: "),
     ],
 )
 def test_stops_when_another_is_killed(victim: int, says: str, tmp_path: Path):
@@ -176,9 +176,6 @@ def test_a_process_that_compiles_alone_is_told(victim: int, alone: str, tmp_path
     for text in outcome.outputs:
         assert "the processes of this job differ in what they do next" in text
         assert f"process {victim}: {alone}" in text and re.search(runs, text), text
-    lines = outcome.outputs[victim].splitlines()
-    files = [line for line in lines if line.startswith('  File "')]
-    assert files and not any("/spmd/" in line for line in files)  # the user's lines alone
 
 
 def test_stops_when_another_exits_with_an_error(tmp_path: Path):
