@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func, sdy
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.contents import (
-    MARKS,
     Contents,
     cloned,
     defining_op,
@@ -37,7 +36,7 @@ from spmd.frontend.importer.contents import (
     stated_of,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME, is_manual_call
+from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.sizes import LONGEST, Dim, size_of
@@ -96,7 +95,7 @@ def refine(
         module.operation.write_bytecode(data)
         copy = ir.Module.parse(data.getvalue())
         main = Contents(copy).main()
-        _bind(copy, _symbols(main), symbols)
+        _bind(main, symbols)
         types = function_type(main)[0]
         if len(types) != len(shapes):
             raise FrontendError(
@@ -104,8 +103,8 @@ def refine(
                 required="one for each argument",
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
-        taken = _take_apart(copy, main)
-        _announce(main)
+        taken = _take_apart(copy, main, symbols)
+        _announce(copy.operation)
         try:
             PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
         except ir.MLIRError as error:
@@ -118,9 +117,8 @@ def refine(
                 else text.strip().replace("\n", " ")[:400],
                 fix="correct the sizes of its symbolic dims",
             ) from error
-        _settle(main, named_ops(copy, "func.func"))
-        for region in main.regions if taken else ():
-            _put_together(copy, region, taken)
+        _settle(copy.operation, named_ops(copy, "func.func"))
+        _put_back(copy, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
         for op in ops_in(copy.operation):
             dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
@@ -239,7 +237,7 @@ def _shape(text: str) -> ArgumentDims:
 
 
 # ---------------------------------------------------------------------------------------------
-# Symbols that are arguments: they become constants, and no function takes them any more.
+# Symbols that are arguments of `main` become constants; the passes fold what calls get of them.
 
 
 def _symbols(function: Any) -> dict[int, str]:
@@ -248,8 +246,9 @@ def _symbols(function: Any) -> dict[int, str]:
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
-def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
-    """Replaces arguments that are symbols' values by constants, in all functions and calls."""
+def _bind(function: Any, symbols: Mapping[str, int]) -> None:
+    """Replaces a function's arguments that are symbols' values by constants."""
+    own = _symbols(function)
     missing = [name for name in own.values() if name not in symbols]
     if PLATFORM in missing:
         raise FrontendError(
@@ -264,42 +263,17 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
         )
     if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
         return
-
-    def sized(attr: Any) -> Any:
-        """Returns a composite's attribute, or if it is a symbolic dim (`DIM`) its size instead."""
-        if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
-            return attr
-        size = size_of(attr.value.removeprefix(DIM), symbols)
-        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
-
-    gone: dict[str, set[int]] = {}
-    for name, function in named_ops(module, "func.func").items():
-        found = _symbols(function)
-        if found:
-            _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
-            gone[name] = set(found)
-    for op in ops_in(module.operation):
-        if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
-            stated = items_of(op.attributes["composite_attributes"])
-            attrs = {name: sized(attr) for name, attr in stated.items()}
-            op.attributes["composite_attributes"] = ir.DictAttr.get(attrs)
-        if dropped := gone.get(_callee(op)):
-            operands = [value for i, value in enumerate(op.operands) if i not in dropped]
-            _replace(op, Taken.of(op), operands)
-
-
-def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
     block = function.regions[0].blocks[0]
     with ir.InsertionPoint.at_block_begin(block):
-        for position, value in values.items():
+        for position, name in own.items():
             argument = block.arguments[position]
-            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, value)
+            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, symbols[name])
             constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(argument.type, number))
             argument.replace_all_uses_with(constant.result)
-    for position in sorted(values, reverse=True):
+    for position in sorted(own, reverse=True):
         block.erase_argument(position)
     inputs, results = function_type(function)
-    kept = [i for i in range(len(inputs)) if i not in values]
+    kept = [i for i in range(len(inputs)) if i not in own]
     type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
     attrs = list(function.attributes["arg_attrs"])
     function.attributes["function_type"] = ir.TypeAttr.get(type_)
@@ -307,23 +281,22 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Calls and composites are written out for the passes, and composites put together again.
+# Calls are inlined, so that the passes fold what functions compute for sizes. Composites, which
+# they do not know, are calls meanwhile, each of a function of its own, whose types they find:
 #
-#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0 {begin 7}; ops of @f on %a;
-#                                            %1 = barrier of what it returns {end 7}
+#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0; %1 = call @f.7(%a)
 #
-# The passes see one function and compute the type of every value in it, as often as it takes. What
-# is then between two barriers is the decomposition at these shapes. Shardy's marks, which the
-# passes do not know either, are barriers meanwhile, too.
+# Behind a barrier, an operand that is constant stays one. Shardy's marks, which the passes do not
+# know either, are barriers meanwhile, too.
 
-BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
+TAKEN = "spmd.taken"  # attribute of such a barrier: the number of the mark, "" before a call
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Name of an op that calls a function -> its attribute that names the function."""
 
 
 class Taken(NamedTuple):
-    """Holds name, attributes and location of an op that barriers replace while the passes run."""
+    """Holds name, attributes and location of an op that others replace while the passes run."""
 
     name: str
     attributes: Mapping[str, Any]
@@ -333,10 +306,6 @@ class Taken(NamedTuple):
     def of(op: Any, **more: Any) -> Taken:
         """Returns what `op` is, with attributes `more`."""
         return Taken(op.name, {**dict(entries_of(op)), **more}, op.location)
-
-
-def _callee(op: Any) -> str:
-    return str(op.attributes[_CALLEES[op.name]].value) if op.name in _CALLEES else ""
 
 
 def _is_static(type_: Any) -> bool:
@@ -357,151 +326,85 @@ def _replace_results(op: Any, values: Sequence[Any]) -> None:
     op.erase()
 
 
-def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
-    """Inlines the functions that `main` calls, then erases those that nothing names any more.
+def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
+    """Returns a composite's attributes, if it has any, with sizes for symbolic dims (`DIM`)."""
+    name = "composite_attributes"
+    found = items_of(composite.attributes[name]) if name in composite.attributes else {}
+    for key, attr in found.items():
+        if isinstance(attr, ir.StringAttr) and attr.value.startswith(DIM):
+            size = size_of(attr.value.removeprefix(DIM), symbols)
+            found[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
+    return {name: ir.DictAttr.get(found)} if found else {}
 
-    Barriers replace Shardy ops with dynamic results, and enclose the ops inlined for a composite;
-    `_put_together` restores both. Functions are erased, unless a call of a `shard_map`'s body
-    remains. FrontendError: a function without a body, recursion, or too many ops.
+
+def _take_apart(module: ir.Module, main: Any, values: Mapping[str, int]) -> dict[str, Taken]:
+    """Inlines calls, and replaces composites by calls, Shardy's marks by barriers.
+
+    Returns what they were by the names of their functions, or the numbers of their barriers.
+    FrontendError: a function without a body, recursion, or too many ops.
     """
-    functions, count = named_ops(module, "func.func"), 0
-    taken: dict[int, Taken] = {}
-    own = main.attributes["sym_name"].value
+    functions, taken = named_ops(module, "func.func"), dict[str, Taken]()
+    calls: list[tuple[Any, Any]] = []  # each with a function that nothing else calls
+    own, count = main.attributes["sym_name"].value, 0
+    kept = {own}  # and bodies of custom calls
     waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in ops_in(main)]
     while waiting:
         op, around = waiting.pop()
         count += 1
         if op.name in SAME and op.results and not _is_static(op.results[0].type):
-            taken[len(taken)] = Taken.of(op)
-            _replace_results(op, _barrier(op, END, len(taken) - 1, op.operands))
-        elif (callee := _callee(op)) and not is_manual_call(op):
-            problem = None
-            if callee in around:
-                problem = "calls itself"
-            elif callee not in functions or not functions[callee].regions[0].blocks:
-                problem = "has no body in the module"
-            elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
-                problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
-            if problem:
-                raise FrontendError(f"function @{callee} {problem}")
-            inside = _written_out(op, functions[callee], taken)
-            waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
-    left = dict(functions)
-    reached = [left.pop(own)]
-    for function in reached:  # which grows: bodies of custom calls, and manual calls, stay
-        for op in ops_in(function):
-            named = [attr.value for attr in op.attributes.get("called_computations", ())]
-            reached += [left.pop(name) for name in (*named, _callee(op)) if name in left]
-    for function in left.values():
+            taken[str(count)] = Taken.of(op)
+            stands_for = {TAKEN: ir.StringAttr.get(str(count))}
+            by = Taken("stablehlo.optimization_barrier", stands_for, op.location)
+            _replace(op, by, list(op.operands))
+            continue
+        kept.update(body.value for body in op.attributes.get("called_computations", ()))
+        if op.name not in _CALLEES:
+            continue
+        callee = op.attributes[_CALLEES[op.name]].value
+        problem = None
+        if callee in around:
+            problem = "calls itself"
+        elif callee not in functions or not functions[callee].regions[0].blocks:
+            problem = "has no body in the module"
+        elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
+            problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
+        if problem:
+            raise FrontendError(f"function @{callee} {problem}")
+        with ir.InsertionPoint(module.body):
+            function = functions[callee].clone().operation
+        name = f"{callee}.{count}"
+        function.attributes["sym_name"] = ir.StringAttr.get(name)
+        named = ir.FlatSymbolRefAttr.get(name)
+        if op.name == "func.call":
+            calls.append((op, function))
+        else:
+            taken[name] = Taken.of(op, decomposition=named, **_sized(op, values))
+            operands, symbols = list(op.operands), len(_symbols(function))
+            if operands[symbols:]:
+                with ir.InsertionPoint(op), op.location:
+                    barrier = hlo.OptimizationBarrierOp(operands[symbols:])
+                barrier.operation.attributes[TAKEN] = ir.StringAttr.get("")
+                operands[symbols:] = barrier.operation.results
+            _replace(op, Taken("func.call", {"callee": named}, op.location), operands)
+        waiting += [(item, (*around, callee)) for item in ops_in(function)]
+    for op, function in reversed(calls):  # the innermost first
+        with ir.InsertionPoint(op):
+            _replace_results(op, _jax_mlir_ext.inlined_func_call(function, list(op.operands)))
+        function.erase()
+    for function in (function for name, function in functions.items() if name not in kept):
         function.erase()
     return taken
 
 
-def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
-    """Replaces a call by its function's ops, a composite's between barriers; returns these ops."""
-    made: list[Any] = []
-
-    def marked(values: Sequence[Any], name: str) -> list[Any]:
-        found = []
-        for value, attrs in zip(values, stated_of(function, name), strict=True):
-            if MARKS[0] in attrs:
-                with ir.InsertionPoint(op):
-                    made.append(sdy.ShardingConstraintOp(value, attrs[MARKS[0]]).operation)
-                value = made[-1].results[0]
-            found.append(value)
-        return found
-
-    operands, number = list(op.operands), None
-    if op.name == "stablehlo.composite" and operands and op.results:
-        number = len(taken)
-        taken[number] = Taken.of(op)
-        operands = _barrier(op, BEGIN, number, operands)
-    block = function.regions[0].blocks[0]
-    values = dict(zip(block.arguments, marked(operands, "arg_attrs"), strict=True))
-    returned: list[Any] = []
-    with ir.InsertionPoint(op):
-        for item in block.operations:
-            if item.operation.name == "func.return":
-                returned = [values[value] for value in item.operands]
-            else:
-                made.append(cloned(item.operation, values))
-    results = marked(returned, "res_attrs")
-    _replace_results(op, results if number is None else _barrier(op, END, number, results))
-    return made
-
-
-def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
-    """Inserts a barrier with the attribute `name` = `number` before an op; returns its results."""
-    with ir.InsertionPoint(op):
-        barrier = hlo.OptimizationBarrierOp(list(operands))
-    number_type = ir.IntegerType.get_signless(64)
-    barrier.operation.attributes[name] = ir.IntegerAttr.get(number_type, number)
-    return list(barrier.operation.results)
-
-
-def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) -> None:
-    """Replaces the numbered barriers in a region by the ops in `taken`, now with static shapes."""
-    for block in region.blocks:
-        line: list[Any] = []
-        begins: dict[int, int] = {}  # number -> where its first barrier is in the line
-        for op in [item.operation for item in block.operations]:
-            for inner in op.regions:
-                _put_together(module, inner, taken)
-            if BEGIN in op.attributes:
-                begins[op.attributes[BEGIN].value] = len(line)
-            if END not in op.attributes:
-                line.append(op)
-                continue
-            number = op.attributes[END].value
-            if number not in begins:
-                line.append(_replace(op, taken[number], list(op.operands)))
-                continue
-            first, *inside = line[begins[number] :]
-            composite = _composite(module, first, inside, op, taken[number], number)
-            left = []  # what others read, too, such as constants, stays
-            for other in (*reversed(inside), first):
-                if other.results and not any(True for v in other.results for _ in v.uses):
-                    other.erase()
-                else:
-                    left.append(other)
-            line[begins[number] :] = [*reversed(left), composite]
-
-
-def _composite(
-    module: ir.Module, first: Any, inside: list[Any], last: Any, taken: Taken, number: int
-) -> Any:
-    """Replaces the barrier `last` by a composite op, whose function gets the ops `inside`."""
-    returned = list(last.operands)
-    needed, ops = set(returned), []
-    for op in reversed(inside):
-        if any(value in needed for value in op.results):
-            ops.append(op)
-            needed |= _read(op)
-    made = {value for op in (first, *ops) for value in op.results}
-    outside = [defining_op(value) for value in needed - made]
-    if not all(op is not None and op.name == "stablehlo.constant" for op in outside):
-        raise FrontendError(f"the decomposition of {taken.name} reads a value from around it")
-    name = f"{taken.attributes['decomposition'].value}.{number}"
-    ends = [value.type for value in first.operands], [value.type for value in returned]
-    builder: Any = func  # its stub lacks the extensions of the class
-    with ir.InsertionPoint(module.body):
-        block = builder.FuncOp(name, ends, visibility="private").add_entry_block()
-    values = dict(zip(first.results, block.arguments, strict=True))
-    with ir.InsertionPoint(block):
-        for op in (*outside, *reversed(ops)):
-            cloned(op, values)
-        func.ReturnOp([values[value] for value in returned])
-    attributes = {**taken.attributes, "decomposition": ir.FlatSymbolRefAttr.get(name)}
-    return _replace(last, taken._replace(attributes=attributes), list(first.operands))
-
-
-def _read(op: Any) -> set[Any]:
-    """Returns the values that an op or its regions read, and that are not made inside them."""
-    items = ops_in(op)
-    blocks = [block for item in items for region in item.regions for block in region.blocks]
-    own = {value for item in items for value in item.results}
-    own |= {argument for block in blocks for argument in block.arguments}
-    return {value for item in items for value in item.operands} - own
+def _put_back(module: ir.Module, taken: Mapping[str, Taken]) -> None:
+    """Makes composites and marks of their calls and barriers, which have static shapes now."""
+    for op in ops_in(module.operation):
+        callee = op.attributes["callee"].value if op.name == "func.call" else ""
+        if TAKEN in op.attributes and not op.attributes[TAKEN].value:
+            _replace_results(op, list(op.operands))
+        elif TAKEN in op.attributes or callee in taken:
+            by = taken[callee or op.attributes[TAKEN].value]
+            _replace(op, by, list(op.operands))
 
 
 # ---------------------------------------------------------------------------------------------
