@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from spmd.cli.flags import Parser, Switch
-from spmd.frontend.importer.handlers import ENTERS, LEAVES, SAME
+from spmd.frontend.importer.handlers import SAME
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS_PAGE = ROOT / "docs" / "coverage.md"
@@ -113,8 +113,6 @@ def how(name: str) -> str:
     has_rule = name in registry.registered_ops() and name in local.registered_ops()
     if name in REFUSED and has_rule:
         return "rule + local lowering in `jax.shard_map`; refused outside, unless of one device"
-    if name in (f"custom_call:{ENTERS}", f"custom_call:{LEAVES}"):
-        return "an end of `jax.shard_map`; refused elsewhere"
     if name in REFUSED:
         return f"refused: {REFUSED[name].reason}"
     if name in CANONICAL:

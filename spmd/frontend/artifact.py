@@ -61,7 +61,7 @@ def artifact_version() -> str:
 
 
 def calls_of(module: Any) -> CustomCalls:
-    """Counts a module's composites, and its custom calls without those of marks and `shard_map`."""
+    """Counts a module's composites, and its custom calls without those of marks."""
     custom: Counter[str] = Counter()
     composites: Counter[str] = Counter()
     with module.context:
@@ -70,8 +70,7 @@ def calls_of(module: Any) -> CustomCalls:
                 custom[ir.StringAttr(op.attributes["call_target_name"]).value] += 1
             if op.name == "stablehlo.composite":
                 composites[ir.StringAttr(op.attributes["name"]).value] += 1
-    for mark in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"):
-        custom.pop(mark, None)
+    custom.pop("Sharding", None)
     return CustomCalls(dict(sorted(custom.items())), dict(sorted(composites.items())))
 
 

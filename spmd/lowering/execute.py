@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
-from spmd.errors import MeshError, UnsupportedOpError
+from spmd.errors import MeshError
 from spmd.frontend.importer.contents import MARKS, ops_in, tensor_type
-from spmd.frontend.importer.handlers import LEAVES, SAME
+from spmd.frontend.importer.handlers import SAME
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
@@ -321,15 +321,7 @@ def _runner(
 
 
 def without_shardings(module: ir.Module) -> str:
-    """Returns a module's text without sharding annotations, except those of a `jax.shard_map`.
-
-    Raises UnsupportedOpError if a `jax.shard_map` is in GSPMD's form, which only GSPMD can run.
-    """
-    if any(_target(op) == LEAVES for op in ops_in(module.operation)):
-        raise UnsupportedOpError(
-            "a jax.shard_map in a module for GSPMD cannot be run unpartitioned",
-            fix="lower the program with jax_use_shardy_partitioner=True, and verify that",
-        )
+    """Returns a module's text without sharding annotations, except those of a `jax.shard_map`."""
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
         ops = ops_in(copy.operation)

@@ -515,15 +515,6 @@ def _tiled(text: str, rank: int) -> Stated | None:
     return Stated(mesh, dims, closed, unreduced)
 
 
-def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
-    """Returns the mesh of a GSPMD text and its manual axes; None for `{manual}`: all axes."""
-    found = _TILES.fullmatch(_NOTES.sub("", text))
-    if found is None:
-        return None
-    mesh, _ = _tiles_mesh(found)
-    return mesh, tuple((name, 1, 0) for name in mesh.axis_names if name.startswith("manual"))
-
-
 def _tiles_mesh(found: re.Match[str]) -> tuple[Mesh, list[str]]:
     """Returns a GSPMD tiling's mesh, and the kinds (`replicated`) of its axes that split no dim."""
     tiles = _numbers(found["tiles"])

@@ -400,8 +400,8 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
         "compile the program as one device would run it, and let the marks place the collectives",
     ): ("stablehlo.collective_reduce", "stablehlo.cross-replica-sum"),
     Refusal(
-        "it is not beside a call of one device's program, as jax.shard_map writes it",
-        "lower the program with jax_use_shardy_partitioner=True, or leave the region out",
+        "it is an end of a jax.shard_map that jax lowered for GSPMD",
+        "lower the program with jax_use_shardy_partitioner=True",
     ): ("custom_call:SPMDFullToShardShape", "custom_call:SPMDShardToFullShape"),
     Refusal(
         "it talks to the host or to another program while it runs",
