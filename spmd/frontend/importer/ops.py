@@ -4,6 +4,7 @@ Most ops become one op of the same name. Handlers import ops that become others 
 ops that StableHLO's own passes rewrite (`LEGALIZED`). Some ops are errors (`REFUSED`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -305,9 +306,18 @@ hlo.register_stablehlo_passes()
 # `refine-shapes` folds the sizes and amounts, which the pass for dynamic ops reads from constants.
 _PASSES = (
     "builtin.module(stablehlo-refine-shapes,func.func(chlo-legalize-to-stablehlo,"
-    "stablehlo-legalize-deprecated-ops,stablehlo-canonicalize-dynamism,cse))"
+    "stablehlo-legalize-deprecated-ops,canonicalize,shape-legalize-to-stablehlo,"
+    "stablehlo-canonicalize-dynamism,cse))"
 )
+_BROADCASTING = (
+    "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply",
+    "next_after", "or", "polygamma", "power", "remainder", "select", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "subtract", "xor", "zeta",
+)  # fmt: skip
+"""Ops that CHLO has with implicit broadcasts, too; all of their operands are data."""
 _DATA = {
+    **{f"chlo.broadcast_{name}": 3 for name in _BROADCASTING},
+    "chlo.constant": 0,
     "chlo.constant_like": 1,
     "chlo.mulhi": 2,
     "stablehlo.broadcast": 1,
@@ -348,13 +358,14 @@ def _legalize(importer: Importer, op: Any, env: Env) -> None:
                 copies = [cloned(item, values) for item in chain]
                 return list(copies[-1].results)
 
-        PassManager.parse(_PASSES).run(module.operation)  # `module` keeps its block alive
+        with contextlib.suppress(ir.MLIRError):
+            PassManager.parse(_PASSES).run(module.operation)
     block = module.body.operations[0].regions[0].blocks[0]
     if any(item.name in LEGALIZED for item in block.operations):
         types = ", ".join(str(value.type) for value in op.operands)
         raise refusal(
             op.name,
-            "its sizes, amounts or strides are computed at run time",
+            "its sizes, amounts or strides are computed at run time, or it broadcasts unlike numpy",
             "make these operands constants (refine the shapes, or fold constants first)",
             importer.loc(op.location),
             op=f"{op.name}({types}) -> {op.results[0].type}",
