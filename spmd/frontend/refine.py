@@ -3,8 +3,8 @@
     func @main(%n: i32, %x: ?x4) { %1 = composite "f" %n, %x {@f} }       and n = 8, x 8x4
     func @main(%x: 8x4) { %1 = composite "f" %x {@f} : 8x4 }              with @f for 8x4, too
 
-StableHLO's own passes compute the shapes; jax runs the same to compile an export with symbolic
-dims. `jax.extend.mlir.refine_polymorphic_shapes` runs them in one call, but refuses composites.
+`jax.extend.mlir.refine_polymorphic_shapes` computes the shapes, as jax compiles an export with
+symbolic dims, but refuses composites.
 """
 
 from __future__ import annotations
@@ -14,35 +14,32 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import numpy as np
+from jax.extend.mlir import refine_polymorphic_shapes
 from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+from jaxlib.mlir.dialects import func
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.contents import (
     Contents,
-    cloned,
-    defining_op,
     entries_of,
     function_type,
     items_of,
     location_of,
     named_ops,
     ops_in,
+    replace_op,
     stated_of,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME
+from spmd.frontend.importer.handlers import DEEPEST_CALLS
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.sizes import LONGEST, Dim, size_of
 from spmd.ir.program import Loc
-
-hlo.register_stablehlo_passes()
 
 NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 
@@ -53,10 +50,7 @@ PLATFORM = "_platform_index"  # jax's symbol for the number of the platform that
 
 DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
-_PASSES = (
-    "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"
-    "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions))"
-)
+_ARGUMENTS = "builtin.module(stablehlo-refine-arguments{{types={}}})"
 
 ArgumentDims = tuple[Dim | None, ...]
 """The sizes of an argument's dims: a number, an expression such as `2*n`, or None if unknown."""
@@ -91,10 +85,9 @@ def refine(
     fit, or a dim that depends on data.
     """
     with module.context, ir.Location.unknown():
-        data = io.BytesIO()
-        module.operation.write_bytecode(data)
-        copy = ir.Module.parse(data.getvalue())
+        copy = ir.Module.parse(_bytes(module))
         main = Contents(copy).main()
+        _check_calls(named_ops(copy, "func.func"), main.attributes["sym_name"].value)
         _bind(main, symbols)
         types = function_type(main)[0]
         if len(types) != len(shapes):
@@ -103,11 +96,12 @@ def refine(
                 required="one for each argument",
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
-        taken = _take_apart(copy, main, symbols)
-        _announce(copy.operation)
+        taken = _to_calls(copy, symbols)
         try:
-            PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
-        except ir.MLIRError as error:
+            PassManager.parse(_ARGUMENTS.format(",".join(static))).run(copy.operation)
+            refined = refine_polymorphic_shapes(_bytes(copy), validate_static_shapes=False)
+            copy = ir.Module.parse(refined)
+        except (ir.MLIRError, ValueError, RuntimeError) as error:
             text = str(error)
             _, found, assertion = text.partition("Input shapes do not match")
             raise FrontendError(
@@ -117,9 +111,7 @@ def refine(
                 else text.strip().replace("\n", " ")[:400],
                 fix="correct the sizes of its symbolic dims",
             ) from error
-        _settle(copy.operation, named_ops(copy, "func.func"))
-        _put_back(copy, taken)
-        PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
+        _to_composites(copy, taken)
         for op in ops_in(copy.operation):
             dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
             if dynamic is not None:
@@ -131,6 +123,12 @@ def refine(
                     fix="compute sizes from shapes alone",
                 )
     return copy
+
+
+def _bytes(module: ir.Module) -> bytes:
+    data = io.BytesIO()
+    module.operation.write_bytecode(data)
+    return data.getvalue()
 
 
 def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
@@ -281,221 +279,102 @@ def _bind(function: Any, symbols: Mapping[str, int]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Calls are inlined, so that the passes fold what functions compute for sizes. Composites, which
-# they do not know, are calls meanwhile, each of a function of its own, whose types they find:
+# Composites, which jaxlib refuses, are calls meanwhile, each of a function of its own:
 #
 #   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0; %1 = call @f.7(%a)
 #
-# Behind a barrier, an operand that is constant stays one. Shardy's marks, which the passes do not
-# know either, are barriers meanwhile, too.
+# Behind a barrier, an operand that is constant stays an operand.
 
-TAKEN = "spmd.taken"  # attribute of such a barrier: the number of the mark, "" before a call
+BEHIND = "spmd.composite"  # attribute of such a barrier
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Name of an op that calls a function -> its attribute that names the function."""
 
 
 class Taken(NamedTuple):
-    """Holds name, attributes and location of an op that others replace while the passes run."""
+    """Holds attributes and location of a composite that is a call while shapes are refined."""
 
-    name: str
-    attributes: Mapping[str, Any]
+    attributes: dict[str, Any]
     location: Any
-
-    @staticmethod
-    def of(op: Any, **more: Any) -> Taken:
-        """Returns what `op` is, with attributes `more`."""
-        return Taken(op.name, {**dict(entries_of(op)), **more}, op.location)
 
 
 def _is_static(type_: Any) -> bool:
     return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
 
-def _replace(op: Any, by: Taken, operands: Sequence[Any], regions: int = 0) -> Any:
-    types, at = [value.type for value in op.results], {"loc": by.location}
-    at |= {"ip": ir.InsertionPoint(op), "regions": regions}
-    made = ir.Operation.create(by.name, types, operands, dict(by.attributes), **at)
-    _replace_results(op, made.results)
-    return made
+def _callee(op: Any) -> str:
+    return str(op.attributes[_CALLEES[op.name]].value) if op.name in _CALLEES else ""
 
 
-def _replace_results(op: Any, values: Sequence[Any]) -> None:
-    for old, new in zip(op.results, values, strict=True):
-        old.replace_all_uses_with(new)
-    op.erase()
+def _check_calls(functions: Mapping[str, Any], main: str) -> None:
+    """Raises FrontendError for recursion, a function without a body, or what is too much."""
+    sizes: dict[str, int] = {}  # in ops, with all calls inlined
+
+    def size(name: str, around: tuple[str, ...]) -> int:
+        problem = None
+        if name in around:
+            problem = "calls itself"
+        elif name not in functions or not functions[name].regions[0].blocks:
+            problem = "has no body in the module"
+        elif name not in sizes:
+            ops = ops_in(functions[name])
+            inside = (size(callee, (*around, name)) for callee in filter(None, map(_callee, ops)))
+            sizes[name] = len(ops) + sum(inside)
+        if len(around) > DEEPEST_CALLS or sizes.get(name, 0) > MOST_OPS:
+            problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
+        if problem:
+            raise FrontendError(f"function @{name} {problem}")
+        return sizes[name]
+
+    size(main, ())
 
 
 def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a composite's attributes, if it has any, with sizes for symbolic dims (`DIM`)."""
-    name = "composite_attributes"
-    found = items_of(composite.attributes[name]) if name in composite.attributes else {}
+    """Returns a composite's attributes, with sizes in place of symbolic dims (`DIM`)."""
+    attributes, name = dict(entries_of(composite)), "composite_attributes"
+    found = items_of(attributes.get(name, ()))
     for key, attr in found.items():
         if isinstance(attr, ir.StringAttr) and attr.value.startswith(DIM):
             size = size_of(attr.value.removeprefix(DIM), symbols)
             found[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
-    return {name: ir.DictAttr.get(found)} if found else {}
+    return attributes | ({name: ir.DictAttr.get(found)} if found else {})
 
 
-def _take_apart(module: ir.Module, main: Any, values: Mapping[str, int]) -> dict[str, Taken]:
-    """Inlines calls, and replaces composites by calls, Shardy's marks by barriers.
-
-    Returns what they were by the names of their functions, or the numbers of their barriers.
-    FrontendError: a function without a body, recursion, or too many ops.
-    """
-    functions, taken = named_ops(module, "func.func"), dict[str, Taken]()
-    calls: list[tuple[Any, Any]] = []  # each with a function that nothing else calls
-    own, count = main.attributes["sym_name"].value, 0
-    kept = {own}  # and bodies of custom calls
-    waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in ops_in(main)]
-    while waiting:
-        op, around = waiting.pop()
-        count += 1
-        if op.name in SAME and op.results and not _is_static(op.results[0].type):
-            taken[str(count)] = Taken.of(op)
-            stands_for = {TAKEN: ir.StringAttr.get(str(count))}
-            by = Taken("stablehlo.optimization_barrier", stands_for, op.location)
-            _replace(op, by, list(op.operands))
+def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> dict[str, Taken]:
+    """Replaces composites by calls; returns what they were, by the names of the functions."""
+    functions, taken, builder = named_ops(module, "func.func"), dict[str, Taken](), cast(Any, func)
+    for op in ops_in(module.operation):
+        if op.name != "stablehlo.composite":
             continue
-        kept.update(body.value for body in op.attributes.get("called_computations", ()))
-        if op.name not in _CALLEES:
-            continue
-        callee = op.attributes[_CALLEES[op.name]].value
-        problem = None
-        if callee in around:
-            problem = "calls itself"
-        elif callee not in functions or not functions[callee].regions[0].blocks:
-            problem = "has no body in the module"
-        elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
-            problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
-        if problem:
-            raise FrontendError(f"function @{callee} {problem}")
+        name = f"{_callee(op)}.{len(taken)}"
+        taken[name] = Taken(_sized(op, symbols), op.location)
+        operands, results = list(op.operands), [result.type for result in op.results]
+        first = len(_symbols(functions[_callee(op)]))  # these are constants and become none
+        with ir.InsertionPoint(op), op.location:
+            if operands[first:]:
+                barrier = hlo.OptimizationBarrierOp(operands[first:]).operation
+                barrier.attributes[BEHIND] = ir.UnitAttr.get()
+                operands[first:] = barrier.results
+            call = builder.CallOp(results, name, operands)
         with ir.InsertionPoint(module.body):
-            function = functions[callee].clone().operation
-        name = f"{callee}.{count}"
-        function.attributes["sym_name"] = ir.StringAttr.get(name)
-        named = ir.FlatSymbolRefAttr.get(name)
-        if op.name == "func.call":
-            calls.append((op, function))
-        else:
-            taken[name] = Taken.of(op, decomposition=named, **_sized(op, values))
-            operands, symbols = list(op.operands), len(_symbols(function))
-            if operands[symbols:]:
-                with ir.InsertionPoint(op), op.location:
-                    barrier = hlo.OptimizationBarrierOp(operands[symbols:])
-                barrier.operation.attributes[TAKEN] = ir.StringAttr.get("")
-                operands[symbols:] = barrier.operation.results
-            _replace(op, Taken("func.call", {"callee": named}, op.location), operands)
-        waiting += [(item, (*around, callee)) for item in ops_in(function)]
-    for op, function in reversed(calls):  # the innermost first
-        with ir.InsertionPoint(op):
-            _replace_results(op, _jax_mlir_ext.inlined_func_call(function, list(op.operands)))
-        function.erase()
-    for function in (function for name, function in functions.items() if name not in kept):
-        function.erase()
+            types = [value.type for value in operands], results
+            function = builder.FuncOp(name, types, visibility="private")
+        function.attributes["no_inline"] = ir.UnitAttr.get()
+        with ir.InsertionPoint(function.add_entry_block()) as at:
+            inner = builder.CallOp(results, _callee(op), list(at.block.arguments))
+            func.ReturnOp(list(inner.results))
+        replace_op(op, call.results)
     return taken
 
 
-def _put_back(module: ir.Module, taken: Mapping[str, Taken]) -> None:
-    """Makes composites and marks of their calls and barriers, which have static shapes now."""
+def _to_composites(module: ir.Module, taken: Mapping[str, Taken]) -> None:
+    """Replaces the calls of functions in `taken` by the composites that they were."""
     for op in ops_in(module.operation):
-        callee = op.attributes["callee"].value if op.name == "func.call" else ""
-        if TAKEN in op.attributes and not op.attributes[TAKEN].value:
-            _replace_results(op, list(op.operands))
-        elif TAKEN in op.attributes or callee in taken:
-            by = taken[callee or op.attributes[TAKEN].value]
-            _replace(op, by, list(op.operands))
-
-
-# ---------------------------------------------------------------------------------------------
-# Calls by which jax writes ops whose attributes would be symbolic dims become these ops again.
-#
-#   for any n:   %3 = custom_call @stablehlo.dynamic_reduce_window(%x, %zero, %window, ...) : ?x4
-#   for n = 8:   %3 = reduce_window(%x, %zero) {window_dimensions = [8, 1], ...} : 8x4
-#
-# The passes do not know these calls. So the shapes of their results are added as operands, by which
-# the passes find the types of all values; then the ops are made.
-
-_APPROX_TOP_K, _TOP_K = "stablehlo.dynamic_approx_top_k", "stablehlo.dynamic_top_k"
-_RANDOM, _WINDOW = "stablehlo.dynamic_rng_bit_generator", "stablehlo.dynamic_reduce_window"
-_AMOUNTS = {_APPROX_TOP_K: 1, _RANDOM: 1, _TOP_K: 1, _WINDOW: 5}
-"""Call -> how many of its last operands are attributes of the op."""
-
-_ELEMENTS: Any = ir.DenseElementsAttr  # its stub does not know arrays
-
-
-def _announce(root: Any) -> None:
-    """Adds the shapes of their results to the dynamic calls inside an op, as operands."""
-    stated = "indices_of_shape_operands"
-    for op in ops_in(root):
-        if _target(op) in _AMOUNTS and stated not in op.attributes:
-            with ir.InsertionPoint(op), op.location:
-                operands = [*op.operands, *_call_shapes(op)]
-            numbers = _ELEMENTS.get(np.arange(len(op.operands), len(operands)))
-            _replace(op, Taken.of(op, **{stated: numbers}), operands)
-
-
-def _settle(root: Any, functions: Mapping[str, Any]) -> None:
-    """Makes the ops that the dynamic calls inside an op stand for, once their dims are known."""
-    for op in ops_in(root):
-        count = _AMOUNTS.get(_target(op), 0)
-        makers = [defining_op(value) for value in list(op.operands)[-count:]] if count else []
-        if not makers or any(m is None or m.name != "stablehlo.constant" for m in makers):
-            continue
-        name, attributes = _settled(op, [np.asarray(m.attributes["value"]) for m in makers])
-        bodies = op.attributes["called_computations"] if name == "stablehlo.reduce_window" else ()
-        sources = [functions[body.value].regions[0].blocks[0] for body in bodies]
-        by = Taken(name, attributes, op.location)
-        made = _replace(op, by, list(op.operands)[:-count], len(sources))
-        for source, region in zip(sources, made.regions, strict=True):
-            block = region.blocks.append(*[argument.type for argument in source.arguments])
-            values = dict(zip(source.arguments, block.arguments, strict=True))
-            *ops, returns = source.operations
-            with ir.InsertionPoint(block):
-                for item in ops:
-                    cloned(item.operation, values)
-                hlo.ReturnOp([values[value] for value in returns.operands])
-
-
-def _target(op: Any) -> str:
-    is_call = op.name == "stablehlo.custom_call"
-    return str(op.attributes["call_target_name"].value) if is_call else ""
-
-
-def _call_shapes(op: Any) -> Sequence[Any]:
-    """Appends ops that compute the shapes of a call's results, which the passes fold."""
-    x, rank = op.operands[0], op.operands[0].type.rank
-    one = ir.RankedTensorType.get([1], ir.IntegerType.get_signless(32))
-    sizes = [hlo.reshape(one, hlo.get_dimension_size(x, dim)) for dim in range(rank)]
-    if _target(op) == _RANDOM:
-        return [hlo.concatenate(sizes, 0), op.operands[1]]
-    if _target(op) == _TOP_K:
-        k = hlo.convert(ir.RankedTensorType.get([], one.element_type), op.operands[1])
-        return [hlo.concatenate([*sizes[:-1], hlo.reshape(one, k)], 0)] * 2
-    window, strides, base, dilation, padding = list(op.operands)[-5:]
-    ends = (hlo.slice(padding, [0, i], [rank, i + 1], [1, 1]) for i in (0, 1))
-    low, high = (hlo.reshape(window.type, end) for end in ends)
-    ones = hlo.constant(_ELEMENTS.get(np.ones(rank, np.int32)))
-
-    def spread(size: Any, by: Any) -> Any:
-        return hlo.add(hlo.multiply(hlo.subtract(size, ones), by), ones)
-
-    padded = hlo.add(spread(hlo.concatenate(sizes, 0), base), hlo.add(low, high))
-    steps = hlo.divide(hlo.subtract(padded, spread(window, dilation)), strides)
-    return [hlo.add(steps, ones)] * len(op.results)
-
-
-def _settled(op: Any, amounts: list[Any]) -> tuple[str, dict[str, Any]]:
-    if _target(op) == _RANDOM:
-        return "stablehlo.rng_bit_generator", {"rng_algorithm": op.attributes["rng_algorithm"]}
-    if _target(op) == _WINDOW:
-        names = ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
-        arrays = [ir.DenseI64ArrayAttr.get(amount.tolist()) for amount in amounts[:-1]]
-        own = {"padding": _ELEMENTS.get(amounts[-1].astype(np.int64))}
-        return "stablehlo.reduce_window", {**dict(zip(names, arrays, strict=True)), **own}
-    k = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), int(amounts[0]))
-    if _target(op) == _TOP_K:
-        return "chlo.top_k", {"k": k}
-    config = ir.DictAttr.get({**items_of(op.attributes["mhlo.backend_config"]), "top_k": k})
-    own = {"mhlo.backend_config": config, "call_target_name": ir.StringAttr.get("ApproxTopK")}
-    return op.name, {**dict(entries_of(op)), **own}
+        if BEHIND in op.attributes:
+            replace_op(op, op.operands)
+        elif by := taken.get(_callee(op)):
+            attributes = {**by.attributes, "decomposition": op.attributes["callee"]}
+            types, at = [value.type for value in op.results], ir.InsertionPoint(op)
+            options = {"attributes": attributes, "loc": by.location, "ip": at}
+            made = ir.Operation.create("stablehlo.composite", types, list(op.operands), **options)
+            replace_op(op, made.results)

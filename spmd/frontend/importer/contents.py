@@ -212,6 +212,13 @@ def ops_in(root: Any) -> list[Any]:
     return found
 
 
+def replace_op(op: Any, values: Iterable[Any]) -> None:
+    """Erases an op; what read its results reads `values`."""
+    for result, value in zip(op.results, values, strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()
+
+
 def cloned(op: Any, values: dict[Any, Any]) -> Any:
     """Inserts and returns a copy of an op; `values` (old -> new) maps operands, gets results."""
     copy = op.clone().operation
