@@ -365,8 +365,7 @@ def _replayed(
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
     if record["stacks"]:
         program = _problem(request, imported, program, clock).program
-        stacks = [Stack(*stack) for stack in record["stacks"]]
-        program = clock("stack", stacked, program, stacks)
+        program = clock("stack", stacked, program, record["stacks"])
     if record["is_written_out"]:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)

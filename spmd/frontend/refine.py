@@ -211,13 +211,8 @@ def _specifications(module: ir.Module) -> list[ArgumentDims]:
 
 
 def _shape(text: str) -> ArgumentDims:
-    """Parses a shape up to its closing bracket: `n, 4), ...` -> `("n", 4)`; () if it is none."""
-    depth = 1
-    for position, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if not depth:
-            text = text[:position]
-            break
+    """Parses a shape up to the last bracket: `n, 4), ...` -> `("n", 4)`; () if it is none."""
+    text = text.rpartition(")")[0]
     try:
         if len(text) > LONGEST:
             return ()

@@ -2,7 +2,6 @@
 
 import io
 import random
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,14 +176,6 @@ def test_a_hanging_reader(binary: bytes, tmp_path: Path, monkeypatch: pytest.Mon
     refused(binary, "still reading")
 
 
-def test_a_reader_that_waits(binary: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    refused(binary, "after 600 seconds")
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(150))
 def test_mutated_bytecode(binary: bytes, artifact: bytes, seed: int) -> None:
@@ -198,34 +189,17 @@ WRONG: dict[str, tuple[str, str]] = {
     "nothing": ("\n", "no function to compile"),
     "no MLIR": ("hello\nworld\n", "cannot be read"),
     "unknown dialect": (unary(f'%y = "torch.relu"(%x) : ({TENSOR}) -> {TENSOR}'), "torch.relu"),
-    "unknown op": (unary(f'%y = "stablehlo.relu"(%x) : ({TENSOR}) -> {TENSOR}'), "relu"),
-    "wrong type": (unary(f"%y = stablehlo.add %x, %x : {TENSOR.replace('8', '9')}"), "8x4xf32"),
-    "wrong element type": (unary("%y = stablehlo.add %x, %x : tensor<8x4xi32>"), "8x4xf32"),
-    "use before definition": (unary(f"%y = stablehlo.add %z, %z : {TENSOR}"), "%z"),
-    "missing terminator": ("func.func @main() {\n}\nfunc.func @f() {\n", "cannot be read"),
-    "returns too little": (function("return"), "cannot be read"),
-    "duplicate symbol": (function() + function(), "'main'"),
     "dynamic shape": (
         "func.func @main(%x: tensor<?x4xf32>) -> tensor<?x4xf32> {\nreturn %x : tensor<?x4xf32>\n}",
         "argument arg0 has a dynamic shape, ?x4"),
     "unranked": (
         "func.func @main(%x: tensor<*xf32>) -> tensor<*xf32> {\nreturn %x : tensor<*xf32>\n}",
         "tensor<*xf32>"),
-    "dynamic inside": (
-        unary(
-            "%n = stablehlo.constant dense<8> : tensor<i32>\n"
-            f"%z = stablehlo.set_dimension_size %x, %n, dim = 0 : ({TENSOR}, tensor<i32>) -> "
-            "tensor<?x4xf32>\n"
-            f"%y = stablehlo.real_dynamic_slice %z : {TENSOR}"
-        ),
-        "cannot be read"),
     "attribute of another kind": (
         unary(f'%y = "stablehlo.transpose"(%x) {{permutation = "hello"}} : ({TENSOR}) -> {TENSOR}'),
         ""),
     "too few elements": (unary('%y = stablehlo.constant dense<"0x00000000"> : tensor<8x4xf64>'),
         ""),
-    "negative size": (function("return %x : tensor<-8x4xf32>"), "cannot be read"),
-    "size beyond 64 bits": (unary("%y = stablehlo.abs %x : tensor<99999999999999999999xf32>"), ""),
     "calls itself": (unary(f"%y = func.call @main(%x) : ({TENSOR}) -> {TENSOR}"),
         "@main calls itself"),
     "call each other": (
