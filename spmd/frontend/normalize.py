@@ -46,9 +46,7 @@ They are put on devices once, when the program is compiled, and passed at each c
 (`spmd.lowering.execute`). Constants inside a manual region stay: they are one device's own.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from spmd.frontend.importer.module import Imported
 from spmd.ir.control_flow import held_atoms, producers_of, users_of
@@ -71,13 +69,6 @@ from spmd.ir.types import Dense, DotDims, TensorType
 # Unflatten.
 
 
-class DimGroup(NamedTuple):
-    """Holds adjacent dims of a reshape's operand, and the dims of its result that they become."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
 def unflatten(program: Program) -> Program:
     """Lets reductions and inner products of flattened tensors run over the dims before that."""
     producers = producers_of(program)
@@ -87,8 +78,7 @@ def unflatten(program: Program) -> Program:
         made = producers.get(value)
         if made is None or made.name != RESHAPE:
             return None
-        groups = _groups(made.kind.operands[0].shape, made.kind.results[0].shape)
-        found = _dims_in(groups, dims)
+        found = _dims_before(made.kind.operands[0].shape, made.kind.results[0].shape, set(dims))
         return None if found is None else (made.operands[0], found)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
@@ -120,41 +110,32 @@ def _edited(program: Program, edit: Edit) -> Program:
     return program if new is program else remove_dead(new)
 
 
-def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...] | None:
-    """Returns the dims that a reshape, given by its groups, turns into its result's dims `after`.
+def _dims_before(
+    before: Sequence[int], after: Sequence[int], dims: set[int]
+) -> tuple[int, ...] | None:
+    """Returns the dims of the shape `before` that a reshape to `after` turns into its dims `dims`.
 
-    None if no dims are flattened there, or if `after` has only some of the dims of a group.
+    None if none is flattened, or only with dims that are not in `dims`: for 8x16x4 -> 128x4, whose
+    shortest runs of equal size are (0, 1) -> (0) and (2) -> (1), these are (0, 1) for {0}.
     """
-    dims: list[int] = []
-    taken, is_flattened = set(after), False
-    for group in groups:
-        if taken.isdisjoint(group.after):
-            continue
-        if not taken.issuperset(group.after):
-            return None
-        dims += group.before
-        is_flattened |= len(group.before) > 1
-    return tuple(dims) if is_flattened else None
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """Pairs the dims of a reshape in the shortest runs of equal size; [] for empty tensors.
-
-    For 8x16x4 -> 128x4 the groups are (0, 1) -> (0) and (2) -> (1), since 8 * 16 = 128 and 4 = 4.
-    """
-    if not math.prod(before):
-        return []
-    found, i, j = [], 0, 0
-    while i < len(before) or j < len(after):
+    found: list[int] = []
+    is_flattened, i, j = False, 0, 0
+    while 0 not in before and (i < len(before) or j < len(after)):
         start, left, right = (i, j), 1, 1
-        # One dim of a side first, the other side up to it; dims of one element end a group.
+        # One dim of a side first, the other side up to it; dims of one element end a run.
         while (i, j) == start or left != right:
             if left <= right and i < len(before):
                 left, i = left * before[i], i + 1
             else:
                 right, j = right * after[j], j + 1
-        found.append(DimGroup(tuple(range(start[0], i)), tuple(range(start[1], j))))
-    return found
+        run = range(start[1], j)
+        if dims.isdisjoint(run):
+            continue
+        if not dims.issuperset(run):
+            return None
+        found += range(start[0], i)
+        is_flattened |= i - start[0] > 1
+    return tuple(found) if is_flattened else None
 
 
 # ---------------------------------------------------------------------------------------------
