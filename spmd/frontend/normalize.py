@@ -49,7 +49,7 @@ They are put on devices once, when the program is compiled, and passed at each c
 from collections.abc import Iterable, Sequence
 
 from spmd.frontend.importer.module import Imported
-from spmd.ir.control_flow import held_atoms, producers_of, users_of
+from spmd.ir.control_flow import Index, held_atoms, producers_of
 from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
 from spmd.ir.dialect.bodies import separated, with_identity
 from spmd.ir.dialect.builder import Builder
@@ -82,9 +82,9 @@ def unflatten(program: Program) -> Program:
         return None if found is None else (made.operands[0], found)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        attrs, (result, *others) = op.kind.attrs, op.kind.results or (None,)
-        if result is None or others:
+        if len(op.results) != 1:
             return None
+        attrs, (result,) = op.kind.attrs, op.kind.results
         if op.name == REDUCE and (flat := before(op.operands[0], attrs["dimensions"])):
             whole, dims = now(flat[0]), flat[1]
             shape = tuple(n for d, n in enumerate(b.types[whole].shape) if d not in dims)
@@ -144,23 +144,23 @@ def _dims_before(
 
 def accumulate(program: Program) -> Program:
     """Rewrites `x + scatter_add(zeros, i, u)`, with unique indices, as `scatter_add(x, i, u)`."""
-    producers, users = producers_of(program), users_of(program)
+    index = Index(program)
 
     def is_apart(value: Value) -> bool:
         """Returns whether a value is a scatter-add at unique indices of zeros, and read once."""
-        made = producers.get(value)
+        made = index.producers.get(value)
         if made is None or made.name != SCATTER or len(made.results) > 1:
             return False
-        attrs = made.kind.attrs
-        is_sum = attrs["reducer"] == "add" and attrs.get("unique_indices")
-        is_read_once = len(users[value]) == 1
-        return is_sum and is_read_once and is_identity(made.operands[0], producers, "add")
+        attrs, is_read_once = made.kind.attrs, len(index.users[value]) == 1
+        if not is_read_once or attrs["reducer"] != "add" or not attrs.get("unique_indices"):
+            return False
+        return is_identity(made.operands[0], index.producers, "add")
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
         parts = [v for v in op.operands if is_apart(v)] if op.name == "stablehlo.add" else []
         if len(parts) != 1:
             return None
-        made = producers[parts[0]]
+        made = index.producers[parts[0]]
         (whole,) = set(op.operands) - set(parts)
         read = (whole, *map(now, made.operands[1:]))
         return b.op(made.name, read, made.kind.results, made.kind.attrs)

@@ -436,15 +436,9 @@ class _OwnCallbacks:
         label = f"{label} of {name}" if name else label
         callback = Callback(function, label, is_debug, has_effect, is_ordered, inspects)
         self.callbacks.append(callback)
-        return {
-            "number": len(self.callbacks) - 1,
-            "called": label,
-            "ordered": is_ordered,
-            "partitioned": bool(params.get("partitioned", False)),
-            "is_pure": label == "jax.pure_callback",
-            "inspects": inspects,
-            "results": (),
-        }
+        partitioned = bool(params.get("partitioned", False))
+        number = len(self.callbacks) - 1
+        return {"number": number, "callback": callback, "partitioned": partitioned, "results": ()}
 
 
 class _OfJax(NamedTuple):
@@ -493,24 +487,25 @@ def _own_effects(effects: Any) -> Any:
 
 
 @_callback.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
-def _callback_type(*_: Any, results: Any, is_pure: bool, **__: Any) -> Any:
-    return list(results), frozenset() if is_pure else frozenset({_of_jax().own})
+def _callback_type(*_: Any, results: Any, callback: Callback, **__: Any) -> Any:
+    is_kept = callback.has_effect or callback.inspects
+    return list(results), frozenset({_of_jax().own} if is_kept else ())
 
 
 def _lower_callback(
-    ctx: Any, *args: Any, number: int, called: str, inspects: bool, **params: Any
+    ctx: Any, *args: Any, number: int, callback: Callback, partitioned: bool, results: Any
 ) -> Any:
     outs = [((), numpy_dtype(FLAG.dtype)), *((a.shape, a.dtype) for a in ctx.avals_out)]
     call = hlo.CustomCallOp(
         [ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(dtype)) for shape, dtype in outs],
         list(args),
-        call_target_name=ir.StringAttr.get(INSPECT if inspects else CALLBACK),
+        call_target_name=ir.StringAttr.get(INSPECT if callback.inspects else CALLBACK),
         has_side_effect=ir.BoolAttr.get(True),
     )
     call.attributes["number"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-    call.attributes["called"] = ir.StringAttr.get(called)
-    for name in ("ordered", "partitioned"):
-        call.attributes[name] = ir.BoolAttr.get(params[name])
+    call.attributes["called"] = ir.StringAttr.get(callback.label)
+    call.attributes["ordered"] = ir.BoolAttr.get(callback.is_ordered)
+    call.attributes["partitioned"] = ir.BoolAttr.get(partitioned)
     return list(call.results)[1:]
 
 

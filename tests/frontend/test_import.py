@@ -131,11 +131,6 @@ def test_argument_and_result_shardings_are_kept():
     assert found.result_marks[0] == ShardingAttr(((), (("model", 1, 0),)), (False, False))
 
 
-def test_a_module_without_marks_has_no_mesh():
-    found = imported(lambda x: x, X)
-    assert (found.arg_marks, found.result_marks) == ((None,), (None,))
-
-
 # What the importer makes of ops: locations, scalar bodies, regions.
 
 

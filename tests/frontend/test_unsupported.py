@@ -58,7 +58,8 @@ def test_refused_by_name_and_reason(name: str) -> None:
     if name not in TEXTS:
         op, _, target = name.partition(":")
         with parsed.context, ir.Location.unknown():
-            attributes = {"call_target_name": ir.StringAttr.get(target)} if target else {}
+            called = ir.StringAttr.get(target)
+            attributes: dict[str, ir.Attribute] = {"call_target_name": called} if target else {}
             first = parsed.body.operations[0].regions[0].blocks[0].operations[0]
             ir.Operation.create(
                 "stablehlo.custom_call" if target else op,

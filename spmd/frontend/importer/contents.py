@@ -511,32 +511,22 @@ def _tiled(text: str, rank: int) -> Stated | None:
     found = _TILES.fullmatch(text)
     if found is None:
         raise FrontendError(f"cannot read the sharding {text[:100]}")
-    mesh, kinds = _tiles_mesh(found)
-    if mesh.size == 1 or "manual" in kinds:
-        return None
-    if len(mesh.sizes) - len(kinds) != rank:
-        raise FrontendError(f"the sharding {text[:100]} is not of a tensor of rank {rank}")
-    names = mesh.axis_names
-    dims = tuple(((names[d], 1, 0),) if mesh.sizes[d] > 1 else () for d in range(rank))
-    unreduced = tuple((name, 1, 0) for name in names[rank:] if name.startswith("unreduced"))
-    return Stated(mesh, dims, closed, unreduced)
-
-
-def _tiles_mesh(found: re.Match[str]) -> tuple[Mesh, list[str]]:
-    """Returns a GSPMD tiling's mesh, and the kinds (`replicated`) of its axes that split no dim."""
-    tiles = _numbers(found["tiles"])
-    kinds = ["replicated"] * bool(found["replicated"])
+    tiles, kinds = _numbers(found["tiles"]), ["replicated"] * bool(found["replicated"])
     kinds += found["kinds"].split(", ") if found["kinds"] else []
-    names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
-    names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
-    devices: Any
-    if found["ids"]:
-        devices = _numbers(found["ids"])
-    else:
+    if len(tiles) - len(kinds) != rank:
+        raise FrontendError(f"the sharding {text[:100]} is not of a tensor of rank {rank}")
+    names = [*(f"dim {d}" for d in range(rank)), *(f"{kind} {i}" for i, kind in enumerate(kinds))]
+    devices: Any = _numbers(found["ids"] or "")
+    if not devices:
         shape = _numbers(found["shape"])
         order = _numbers(found["order"]) if found["order"] else range(len(shape))
         devices = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)
-    return Mesh(devices, tiles, names), kinds
+    mesh = Mesh(devices, tiles, names)
+    if mesh.size == 1:
+        return None
+    dims = tuple(((names[d], 1, 0),) if tiles[d] > 1 else () for d in range(rank))
+    unreduced = tuple((name, 1, 0) for name in names[rank:] if name.startswith("unreduced"))
+    return Stated(mesh, dims, closed, unreduced)
 
 
 def _numbers(text: str) -> list[int]:

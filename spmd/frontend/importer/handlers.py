@@ -131,21 +131,25 @@ def _inline(importer: Importer, op: Any, env: Env, stated: str = "callee") -> No
     outer = importer.call_loc
     importer.call_loc = importer.loc(op.location)
     importer.calls.append(callee)
-    block = function.regions[0].blocks[0]
     sides = "argument", "result"
-    args, ends = (importer.contents.boundary_marks(function, side) for side in sides)
-    arguments = _marked(importer, [env[v] for v in op.operands], args, importer.call_loc)
-    results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
-    results = _marked(importer, results, ends, importer.call_loc)
-    env.update(zip(op.results, results, strict=True))
+    ends = [importer.contents.boundary_marks(function, side) for side in sides]
+    _written_out(importer, op, env, function, ends, importer.call_loc)
     importer.calls.pop()
     importer.call_loc = outer
 
 
-def _marked(
-    importer: Importer, values: Sequence[Value], marks: Marks, loc: Loc
-) -> tuple[Value, ...]:
-    return tuple([importer.mark(v, mark, loc) for v, mark in zip(values, marks, strict=True)])
+def _written_out(
+    importer: Importer, op: Any, env: Env, function: Any, ends: Sequence[Marks], loc: Loc
+) -> None:
+    """Appends the ops in a function, or an op with a region, between marks, in place of `op`."""
+    block = function.regions[0].blocks[0]
+
+    def marked(values: Sequence[Value], marks: Marks) -> list[Value]:
+        return [importer.mark(v, mark, loc) for v, mark in zip(values, marks, strict=True)]
+
+    entered = marked([env[v] for v in op.operands], ends[0])
+    returned = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
+    env.update(zip(op.results, marked(returned, ends[1]), strict=True))
 
 
 def _callback(importer: Importer, op: Any, env: Env, target: str) -> None:
@@ -393,18 +397,14 @@ def _marks(importer: Importer, op: Any, env: Env) -> None:
 def _named(importer: Importer, op: Any, env: Env) -> None:
     """Imports the ops in an `sdy.named_computation`, with marks by its in and out shardings."""
 
-    def marked(values: Sequence[Value], name: str) -> Sequence[Value]:
+    def marks(name: str, values: Sequence[Any]) -> Marks:
         if name not in op.attributes:
-            return values
-        ranks = [importer.b.types[v].rank for v in values]
-        pairs = zip(shardings_of(op.attributes[name]), ranks, strict=True)
-        marks = [importer.contents.mark(attr, rank) for attr, rank in pairs]
-        return _marked(importer, values, marks, importer.loc(op.location))
+            return [None] * len(values)
+        pairs = zip(shardings_of(op.attributes[name]), values, strict=True)
+        return [importer.contents.mark(attr, importer.type(v.type).rank) for attr, v in pairs]
 
-    block = op.regions[0].blocks[0]
-    entered = marked([env[v] for v in op.operands], "in_shardings")
-    results = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
-    env.update(zip(op.results, marked(results, "out_shardings"), strict=True))
+    ends = marks("in_shardings", op.operands), marks("out_shardings", op.results)
+    _written_out(importer, op, env, op, ends, importer.loc(op.location))
 
 
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
