@@ -14,7 +14,7 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from jax.extend.mlir import refine_polymorphic_shapes
 from jaxlib.mlir import ir
@@ -25,6 +25,7 @@ from jaxlib.mlir.passmanager import PassManager
 from spmd.errors import FrontendError
 from spmd.frontend.importer.contents import (
     Contents,
+    callees,
     entries_of,
     function_type,
     items_of,
@@ -35,9 +36,7 @@ from spmd.frontend.importer.contents import (
     stated_of,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import DEEPEST_CALLS
 from spmd.frontend.importer.module import malformed
-from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.sizes import LONGEST, Dim, size_of
 from spmd.ir.program import Loc
 
@@ -86,8 +85,9 @@ def refine(
     """
     with module.context, ir.Location.unknown():
         copy = ir.Module.parse(_bytes(module))
-        main = Contents(copy).main()
-        _check_calls(named_ops(copy, "func.func"), main.attributes["sym_name"].value)
+        contents = Contents(copy)
+        contents.check_calls()
+        main = contents.main()
         _bind(main, symbols)
         types = function_type(main)[0]
         if len(types) != len(shapes):
@@ -282,46 +282,12 @@ def _bind(function: Any, symbols: Mapping[str, int]) -> None:
 
 BEHIND = "spmd.composite"  # attribute of such a barrier
 
-_CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
-"""Name of an op that calls a function -> its attribute that names the function."""
-
-
-class Taken(NamedTuple):
-    """Holds attributes and location of a composite that is a call while shapes are refined."""
-
-    attributes: dict[str, Any]
-    location: Any
+Taken = dict[str, tuple[dict[str, Any], Any]]
+"""Function -> attributes and location of the composite that is a call of it meanwhile."""
 
 
 def _is_static(type_: Any) -> bool:
     return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
-
-
-def _callee(op: Any) -> str:
-    return str(op.attributes[_CALLEES[op.name]].value) if op.name in _CALLEES else ""
-
-
-def _check_calls(functions: Mapping[str, Any], main: str) -> None:
-    """Raises FrontendError for recursion, a function without a body, or what is too much."""
-    sizes: dict[str, int] = {}  # in ops, with all calls inlined
-
-    def size(name: str, around: tuple[str, ...]) -> int:
-        problem = None
-        if name in around:
-            problem = "calls itself"
-        elif name not in functions or not functions[name].regions[0].blocks:
-            problem = "has no body in the module"
-        elif name not in sizes:
-            ops = ops_in(functions[name])
-            inside = (size(callee, (*around, name)) for callee in filter(None, map(_callee, ops)))
-            sizes[name] = len(ops) + sum(inside)
-        if len(around) > DEEPEST_CALLS or sizes.get(name, 0) > MOST_OPS:
-            problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
-        if problem:
-            raise FrontendError(f"function @{name} {problem}")
-        return sizes[name]
-
-    size(main, ())
 
 
 def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
@@ -335,16 +301,17 @@ def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
     return attributes | ({name: ir.DictAttr.get(found)} if found else {})
 
 
-def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> dict[str, Taken]:
+def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> Taken:
     """Replaces composites by calls; returns what they were, by the names of the functions."""
-    functions, taken, builder = named_ops(module, "func.func"), dict[str, Taken](), cast(Any, func)
+    functions, taken, builder = named_ops(module, "func.func"), Taken(), cast(Any, func)
     for op in ops_in(module.operation):
         if op.name != "stablehlo.composite":
             continue
-        name = f"{_callee(op)}.{len(taken)}"
-        taken[name] = Taken(_sized(op, symbols), op.location)
+        (callee,) = callees(op)
+        name = f"{callee}.{len(taken)}"
+        taken[name] = _sized(op, symbols), op.location
         operands, results = list(op.operands), [result.type for result in op.results]
-        first = len(_symbols(functions[_callee(op)]))  # these are constants and become none
+        first = len(_symbols(functions[callee]))  # these are constants and become none
         with ir.InsertionPoint(op), op.location:
             if operands[first:]:
                 barrier = hlo.OptimizationBarrierOp(operands[first:]).operation
@@ -356,20 +323,20 @@ def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> dict[str, Taken]
             function = builder.FuncOp(name, types, visibility="private")
         function.attributes["no_inline"] = ir.UnitAttr.get()
         with ir.InsertionPoint(function.add_entry_block()) as at:
-            inner = builder.CallOp(results, _callee(op), list(at.block.arguments))
+            inner = builder.CallOp(results, callee, list(at.block.arguments))
             func.ReturnOp(list(inner.results))
         replace_op(op, call.results)
     return taken
 
 
-def _to_composites(module: ir.Module, taken: Mapping[str, Taken]) -> None:
+def _to_composites(module: ir.Module, taken: Taken) -> None:
     """Replaces the calls of functions in `taken` by the composites that they were."""
     for op in ops_in(module.operation):
         if BEHIND in op.attributes:
             replace_op(op, op.operands)
-        elif by := taken.get(_callee(op)):
-            attributes = {**by.attributes, "decomposition": op.attributes["callee"]}
-            types, at = [value.type for value in op.results], ir.InsertionPoint(op)
-            options = {"attributes": attributes, "loc": by.location, "ip": at}
-            made = ir.Operation.create("stablehlo.composite", types, list(op.operands), **options)
+        elif op.name == "func.call" and (by := taken.get(op.attributes["callee"].value)):
+            attributes, at = {**by[0], "decomposition": op.attributes["callee"]}, by[1]
+            types, operands = [value.type for value in op.results], list(op.operands)
+            with ir.InsertionPoint(op), at:
+                made = ir.Operation.create("stablehlo.composite", types, operands, attributes)
             replace_op(op, made.results)

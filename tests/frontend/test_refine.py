@@ -188,7 +188,7 @@ def body(text: str) -> str:
             [(8, 4), (2,)],
             "function @f has no body in the module",
         ),
-        (chain(40, 2).replace("8x4", "?x4"), [(8, 4)], "leads to more than 250000 ops"),
+        (chain(40, 2).replace("8x4", "?x4"), [(8, 4)], "the module has more than 250000 ops"),
     ],
     ids=["static dim", "rank", "count", "data", "recursion", "symbol", "body", "calls"],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,9 @@ from spmd.ir.types import (
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs, part_atoms
 from spmd.mesh.spec import check_reduced
+
+DEEPEST_CALLS = 100  # how many functions may call each other in turn
+MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
 
 MARKS = ("sdy.sharding", "mhlo.sharding")
 """Names of the attributes with the sharding of an op's results, an argument or a result."""
@@ -277,6 +280,33 @@ class Contents:
             )
         return main
 
+    def check_calls(self, whole: Container[str] = ()) -> None:
+        """Raises FrontendError for recursion, a call of no function, and too many calls or ops.
+
+        Composites whose names are in `whole` call nothing.
+        """
+        sizes: dict[str, int] = {}  # of functions, in ops with all calls inlined
+
+        def size(name: str, around: tuple[str, ...]) -> int:
+            if name in around:
+                raise FrontendError(f"function @{name} calls itself")
+            if name not in self.functions or not self.functions[name].regions[0].blocks:
+                raise FrontendError(f"function @{name} has no body in the module")
+            if len(around) > DEEPEST_CALLS:
+                raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
+            if name not in sizes:
+                ops = ops_in(self.functions[name])
+                called = (callee for op in ops for callee in callees(op, whole))
+                sizes[name] = len(ops) + sum(size(callee, (*around, name)) for callee in called)
+            if sizes[name] > MOST_OPS:
+                raise FrontendError(
+                    f"the module has more than {MOST_OPS} ops with its calls inlined",
+                    fix="keep repeated parts in a loop",
+                )
+            return sizes[name]
+
+        size(self.main().attributes["sym_name"].value, ())
+
     @property
     def mesh(self) -> Mesh:
         """Returns the mesh to translate shardings to; its ids are the module's device numbers."""
@@ -379,6 +409,18 @@ class Contents:
             is_placed = is_main and stated and stated.mesh == NO_AXES and self._is_of_one_device
             found.append(None if stated is None or is_placed else self.mark(attr, rank))
         return tuple(found)
+
+
+def callees(op: Any, whole: Container[str] = ()) -> list[str]:
+    """Returns the names of the functions that an op calls, none if it is a composite in `whole`."""
+    if op.name == "func.call":
+        return [op.attributes["callee"].value]
+    if op.name == "stablehlo.composite":
+        is_whole = op.attributes["name"].value in whole
+        return [] if is_whole else [op.attributes["decomposition"].value]
+    is_call = op.name == "stablehlo.custom_call"
+    bodies = op.attributes.get("called_computations", ()) if is_call else ()
+    return [body.value for body in bodies]
 
 
 def named_ops(module: Any, kind: str) -> dict[str, Any]:

@@ -37,9 +37,7 @@ from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
-DEEPEST_CALLS = 100  # how many functions may call each other in turn
-
-_CHLO_COMPOSITES = {
+CHLO_COMPOSITES = {
     f"chlo.{name}"
     for name in (
         "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf",
@@ -68,7 +66,7 @@ def _composite(importer: Importer, op: Any, env: Env) -> None:
     name = op.attributes["name"].value
     has_own = "composite_attributes" in op.attributes
     own = items_of(op.attributes["composite_attributes"]) if has_own else {}
-    if name in _CHLO_COMPOSITES:
+    if name in CHLO_COMPOSITES:
         attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
         importer.op(op, env, name, attrs)
     elif name in importer.composites:
@@ -120,21 +118,12 @@ def _inline(importer: Importer, op: Any, env: Env, stated: str = "callee") -> No
     # after:  %5 = tanh %4; %6 = tanh %5
     # The body is imported anew for each call: two calls may get different shardings, and their ops
     # carry the line of their own call.
-    callee = op.attributes[stated].value
-    function = importer.contents.functions.get(callee)
-    if callee in importer.calls or function is None or not function.regions[0].blocks:
-        problem = "calls itself" if callee in importer.calls else "has no body in the module"
-        source = importer.loc(op.location).source
-        raise FrontendError(f"function @{callee} {problem}", source=source)
-    if len(importer.calls) >= DEEPEST_CALLS:
-        raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
+    function = importer.contents.functions[op.attributes[stated].value]
     outer = importer.call_loc
     importer.call_loc = importer.loc(op.location)
-    importer.calls.append(callee)
     sides = "argument", "result"
     ends = [importer.contents.boundary_marks(function, side) for side in sides]
     _written_out(importer, op, env, function, ends, importer.call_loc)
-    importer.calls.pop()
     importer.call_loc = outer
 
 

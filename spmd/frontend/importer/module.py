@@ -30,7 +30,7 @@ from spmd.frontend.importer.contents import (
     result_names,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import HANDLERS
+from spmd.frontend.importer.handlers import CHLO_COMPOSITES, HANDLERS
 from spmd.frontend.importer.ops import Importer
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
@@ -73,6 +73,7 @@ def import_module(
     """
     with module.context, malformed():
         contents = Contents(module, mesh)
+        contents.check_calls({*composites, *CHLO_COMPOSITES})
         main = contents.main()
         importer = Importer(contents, HANDLERS, function, composites, len(callbacks))
         body = importer.region(main.regions[0].blocks[0], {})

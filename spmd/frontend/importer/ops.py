@@ -38,7 +38,6 @@ from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 from spmd.mesh.sharding import axes_text
 
 DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
-MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
 _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
@@ -70,12 +69,10 @@ class Importer:
         self.b = Builder()  # appends ops; has the type of each value so far
         self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
-        self.calls: list[str] = []  # functions that are being inlined, outermost first
         self.call_loc = Loc()
         self.scopes: list[Scope] = []  # manual regions around the op, outermost first
         self.in_bodies = 0  # how many scalar bodies are around the op
         self._handlers = handlers
-        self._count = 0
         self._depth = 0
         self._producers: dict[Value, Op] = {}
         self._loc_cache: dict[Any, Loc] = {}
@@ -125,12 +122,6 @@ class Importer:
         """Appends the ops of a block; returns the values that the block's terminator returns."""
         for item in block.operations:
             op = item.operation
-            self._count += 1
-            if self._count > MOST_OPS:
-                raise FrontendError(
-                    f"the module has more than {MOST_OPS} ops with its calls inlined",
-                    fix="keep repeated parts in a loop",
-                )
             if op.name in _RETURNS:
                 return tuple([env[v] for v in op.operands])
             try:
