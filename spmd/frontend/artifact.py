@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxlib import _jax
+from jax.extend.mlir import serialize_portable_artifact
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -45,7 +45,7 @@ def module_artifact(module: Any) -> bytes:
     composites; marks are kept. FrontendError: the module has an op that artifacts cannot hold.
     """
     try:
-        return bytes(_jax.mlir.serialize_portable_artifact(module, artifact_version(), True))
+        return bytes(serialize_portable_artifact(module, artifact_version(), True))
     except (ir.MLIRError, ValueError, RuntimeError) as error:
         raise FrontendError(
             "the module cannot be written as a portable artifact",
