@@ -380,7 +380,7 @@ def _replayed(
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
     if stacks:
         program = _problem(request, imported, program, clock).program
-        program = clock("stack", stacked, program, [Stack(*stack) for stack in stacks])
+        program = clock("stack", stacked, program, stacks)
     if is_written_out:
         program = clock("unroll", unroll, program, MOST_TRIPS)
     problem = _problem(request, imported, program, clock)

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jaxlib.mlir.dialects import chlo, stablehlo
+
 from spmd.cli.flags import Parser, Switch
-from spmd.frontend.importer.handlers import ENTERS, LEAVES, SAME
+from spmd.frontend.importer.handlers import SAME
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS_PAGE = ROOT / "docs" / "coverage.md"
@@ -113,8 +115,6 @@ def how(name: str) -> str:
     has_rule = name in registry.registered_ops() and name in local.registered_ops()
     if name in REFUSED and has_rule:
         return "rule + local lowering in `jax.shard_map`; refused outside, unless of one device"
-    if name in (f"custom_call:{ENTERS}", f"custom_call:{LEAVES}"):
-        return "an end of `jax.shard_map`; refused elsewhere"
     if name in REFUSED:
         return f"refused: {REFUSED[name].reason}"
     if name in CANONICAL:
@@ -124,6 +124,13 @@ def how(name: str) -> str:
     if has_rule:
         return "rule + local lowering"
     return STRUCTURE.get(name, "")
+
+
+def dialect_ops() -> set[str]:
+    """The names of all ops of StableHLO and CHLO in the installed jaxlib."""
+    items = [*vars(stablehlo).values(), *vars(chlo).values()]
+    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
+    return {name for name in names if name.startswith(("stablehlo.", "chlo."))}
 
 
 def names_of(dialects: tuple[str, ...]) -> set[str]:
@@ -182,8 +189,6 @@ def rows(names: Iterable[str], ran: set[str]) -> str:
 
 def ops() -> str:
     """The page about ops and custom calls."""
-    from spmd.frontend.importer.module import dialect_ops
-
     ran = executed()
     names = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))})
     calls = sorted(names_of(("custom_call:",)))

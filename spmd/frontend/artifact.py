@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxlib import _jax
+from jax.extend.mlir import serialize_portable_artifact
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -45,7 +45,7 @@ def module_artifact(module: Any) -> bytes:
     composites; marks are kept. FrontendError: the module has an op that artifacts cannot hold.
     """
     try:
-        return bytes(_jax.mlir.serialize_portable_artifact(module, artifact_version(), True))
+        return bytes(serialize_portable_artifact(module, artifact_version(), True))
     except (ir.MLIRError, ValueError, RuntimeError) as error:
         raise FrontendError(
             "the module cannot be written as a portable artifact",
@@ -61,7 +61,7 @@ def artifact_version() -> str:
 
 
 def calls_of(module: Any) -> CustomCalls:
-    """Counts a module's composites, and its custom calls without those of marks and `shard_map`."""
+    """Counts a module's composites, and its custom calls without those of marks."""
     custom: Counter[str] = Counter()
     composites: Counter[str] = Counter()
     with module.context:
@@ -70,8 +70,7 @@ def calls_of(module: Any) -> CustomCalls:
                 custom[ir.StringAttr(op.attributes["call_target_name"]).value] += 1
             if op.name == "stablehlo.composite":
                 composites[ir.StringAttr(op.attributes["name"]).value] += 1
-    for mark in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"):
-        custom.pop(mark, None)
+    custom.pop("Sharding", None)
     return CustomCalls(dict(sorted(custom.items())), dict(sorted(composites.items())))
 
 

@@ -1,6 +1,6 @@
 """Canonicalize: rewrites rare ops as common ones, so that later stages handle fewer kinds of ops.
 
-Rewritten are CHLO's broadcasts and scans, old and dynamic ops, custom calls that compute what an op
+Rewritten are CHLO's scans, old and dynamic ops, custom calls that compute what an op
 does, batch norms, and FFTs of several dims.
 
 before: `%2 = stablehlo.batch_norm_inference %x, ...`
@@ -34,16 +34,20 @@ from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import TO_MANUAL
 from spmd.ir.program import Body, Op, Program, Value, has_effect
-from spmd.ir.rewrite import append_ops, rewrite_ops
+from spmd.ir.rewrite import Now, append_ops, edit_ops
 from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
 
 
 class Site(NamedTuple):
-    """Holds an op to rewrite, the builder of the new program, and the op's operands there."""
+    """Holds an op to rewrite, which reads values of the new program, and that program's builder."""
 
     b: Builder
     op: Op
-    operands: tuple[Value, ...]
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """Returns the op's operands, in the new program."""
+        return self.op.operands
 
     @property
     def attrs(self) -> Mapping[str, Attribute]:
@@ -76,7 +80,6 @@ Canonical = Callable[[Site], Sequence[Value]]
 
 CANONICAL: dict[str, Canonical] = {
     "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
-    "chlo.constant": lambda s: s.b.op("stablehlo.constant", (), (s.result,), s.attrs),
     # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
     "stablehlo.dynamic_broadcast_in_dim": lambda s: (
         s.b.broadcast(s.operands[0], s.result.shape, s.attrs["broadcast_dimensions"]),
@@ -106,59 +109,21 @@ def canonicalize(program: Program) -> Program:
 
 
 def _rewritten(program: Program, function_of: Callable[[Op], Canonical | None]) -> Program:
-    if not any(function_of(op) for op in program.walk()):
-        return program
-
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         function = function_of(op)
         if function is None:
             return None
-        results = function(Site(b, op, operands))
+        results = function(Site(b, op))
         for value, wanted in zip(results, op.kind.results, strict=True):
             if b.types[value] != wanted:
                 raise SpmdError(f"{op.name} was rewritten to {b.types[value]}, not {wanted}")
         return results
 
-    return rewrite_ops(program, rewrite)
+    return edit_ops(program, edit)
 
 
 # ---------------------------------------------------------------------------------------------
-# CHLO's implicit broadcasts, and scans.
-#
-# before: `%2 = chlo.broadcast_add %0, %1 : (tensor<4x6xf32>, tensor<6xf32>) -> tensor<4x6xf32>`
-# after:  `%2 = broadcast_in_dim %1; %3 = stablehlo.add %0, %2`
-
-_STABLEHLO = (
-    "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply", "or",
-    "power", "remainder", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-    "subtract", "xor",
-)  # fmt: skip
-BROADCASTING = {
-    **{f"chlo.broadcast_{name}": f"stablehlo.{name}" for name in _STABLEHLO},
-    **{f"chlo.broadcast_{name}": f"chlo.{name}" for name in ("next_after", "polygamma", "zeta")},
-}
-"""Name of a CHLO op that broadcasts its operands -> name of the op that does not broadcast."""
-
-
-@canonical(*BROADCASTING)
-def _broadcasting(site: Site) -> Sequence[Value]:
-    b, shape = site.b, site.result.shape
-    given: Any = site.attrs.get("broadcast_dimensions")
-
-    def spread(x: Value) -> Value:
-        """Broadcasts an operand to the result's shape; as in numpy, unless the op says the dims."""
-        rank = b.types[x].rank
-        if b.types[x].shape == shape:
-            return x
-        is_stated = given is not None and len(given) == rank
-        return b.broadcast(x, shape, given if is_stated else range(len(shape) - rank, len(shape)))
-
-    attrs = {  # CHLO has its own spelling of comparisons
-        n: Opaque(a.text.replace("#chlo<", "#stablehlo<")) if isinstance(a, Opaque) else a
-        for n, a in site.attrs.items()
-        if n != "broadcast_dimensions"
-    }
-    return b.op(BROADCASTING[site.op.name], list(map(spread, site.operands)), (site.result,), attrs)
+# CHLO's scans.
 
 
 @canonical("chlo.scan")

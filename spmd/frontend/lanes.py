@@ -17,7 +17,6 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,15 +31,8 @@ OUTSIDE = -1
 """In `Block.users`: for an op, the program's results; for an operand, the op's regions."""
 
 
-class Stack(NamedTuple):
-    """Holds rows of equal ops, each to become a batched op; an op is given by its first result."""
-
-    rows: tuple[tuple[Value, ...], ...]
-
-    @property
-    def lanes(self) -> int:
-        """Returns the number of ops in a row, that is of the equal computations (lanes)."""
-        return len(self.rows[0])
+Stack = tuple[tuple[Value, ...], ...]
+"""Rows of equal ops, each to become a batched op; an op is given by its first result."""
 
 
 def described(program: Program, stack: Stack) -> str:
@@ -49,10 +41,10 @@ def described(program: Program, stack: Stack) -> str:
     For instance `16 times dot_general and 56 more ops (muon.py:12 (step))`.
     """
     first = {op.results[0]: op for op in program.body.ops if op.results}
-    ops = [first[row[0]] for row in stack.rows]
+    ops = [first[row[0]] for row in stack]
     more = f" and {len(ops) - 1} more op{'s' if ops[2:] else ''}" if ops[1:] else ""
     work = ops[0]  # rows are found from it
-    return f"{stack.lanes} times {work.label}{more} ({work.loc.source or 'unknown'})"
+    return f"{len(stack[0])} times {work.label}{more} ({work.loc.source or 'unknown'})"
 
 
 class Block:
@@ -107,7 +99,7 @@ class Block:
 
     def rows(self, stack: Stack) -> list[Row]:
         """Returns the rows of equal ops in a stack, each op by its index in the body."""
-        return [tuple(self.places[v] for v in row) for row in stack.rows]
+        return [tuple(self.places[v] for v in row) for row in stack]
 
     # What does the same.
 

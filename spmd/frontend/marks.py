@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from spmd.errors import SpecError
-from spmd.frontend.importer.contents import atoms_of_refs
 from spmd.frontend.importer.module import Imported
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr
@@ -88,20 +86,10 @@ def atoms_of_attr(
     `what` and `source` (`file:line`) are for errors. SpecError: an axis or part of one is not in
     the mesh, or (if `even`) does not divide its dim.
     """
+    entries = tuple(
+        tuple(f"{name}:({pre}){size}" if size else name for name, pre, size in axes)
+        for axes in attr.dims
+    )
     if not any(size for axes in attr.dims for _, _, size in axes):
-        entries = tuple(tuple(name for name, _, _ in axes) for axes in attr.dims)
         spec_entries(entries, len(shape), mesh, what=what, source=source)
-        return dims_of(entries, shape, mesh, what=what, source=source, even=even)[0]
-    dims = []
-    for size, refs in zip(shape, attr.dims, strict=True):
-        for name, pre, part in refs:
-            if part and mesh.extent(atoms_of_refs([(name, pre, part)], mesh)) != part:
-                raise SpecError(f"sub-axis {name}:({pre}){part} does not exist in ({mesh})")
-        atoms = atoms_of_refs(refs, mesh)
-        if even and size % mesh.extent(atoms):
-            raise SpecError(
-                f"a dim of {what} has size {size}, which {mesh.extent(atoms)} does not divide",
-                source=source,
-            )
-        dims.append(atoms)
-    return tuple(dims)
+    return dims_of(entries, shape, mesh, what=what, source=source, even=even)[0]

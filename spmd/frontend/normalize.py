@@ -46,12 +46,10 @@ They are put on devices once, when the program is compiled, and passed at each c
 (`spmd.lowering.execute`). Constants inside a manual region stay: they are one device's own.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from spmd.frontend.importer.module import Imported
-from spmd.ir.control_flow import held_atoms, producers_of, users_of
+from spmd.ir.control_flow import Index, held_atoms, producers_of
 from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
 from spmd.ir.dialect.bodies import separated, with_identity
 from spmd.ir.dialect.builder import Builder
@@ -63,108 +61,81 @@ from spmd.ir.dialect.reducers import (
     is_identity,
     is_neutral,
 )
-from spmd.ir.program import Body, Op, Program, Region, Value
-from spmd.ir.rewrite import Now, edit_ops, rewrite_ops
+from spmd.ir.program import Body, Op, Program, Value
+from spmd.ir.rewrite import Edit, Now, edit_ops, remove_dead
 from spmd.ir.types import Dense, DotDims, TensorType
 
 # ---------------------------------------------------------------------------------------------
 # Unflatten.
 
 
-class DimGroup(NamedTuple):
-    """Holds adjacent dims of a reshape's operand, and the dims of its result that they become."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
 def unflatten(program: Program) -> Program:
     """Lets reductions and inner products of flattened tensors run over the dims before that."""
     producers = producers_of(program)
-    flattened: dict[Value, list[DimGroup]] = {}  # of reshapes in which several dims become one
-    for value, op in producers.items():
-        if op.name == RESHAPE:
-            groups = _groups(op.kind.operands[0].shape, op.kind.results[0].shape)
-            if any(len(group.before) > 1 for group in groups):
-                flattened[value] = groups
 
-    def is_sum(op: Op) -> bool:
-        """Returns whether an op reduces whole flattened dims, or is a dot of flattened tensors."""
-        if op.name == "stablehlo.reduce":
-            groups = flattened.get(op.operands[0], [])
-            is_single = len(op.operands) == 2
-            return is_single and _dims_in(groups, op.kind.attrs["dimensions"]) is not None
-        if op.name != "stablehlo.dot_general" or any(v not in flattened for v in op.operands):
-            return False
-        left, right = (producers[v].kind.operands[0].shape for v in op.operands)
-        is_inner = op.kind.attrs["dot_dimension_numbers"] == DotDims((), (), (0,), (0,))
-        return is_inner and not op.kind.results[0].shape and left == right
-
-    sums = {id(op): op.results for op in program.walk() if is_sum(op)}
-    if not sums:
-        return program
-    # A reshape that only such sums read goes with them: one that nobody reads would be planned for.
-    users = users_of(program)
-    unread = {v for v in flattened if all(id(op) in sums for op, _ in users.get(v, ()))}
-    rewritten = set(sums.values())
-    new: dict[Value, Value] = {}  # result of a reshape -> its operand, in the new program
-
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        if op.results[0] in flattened:
-            new[op.results[0]] = operands[0]
-            return operands if op.results[0] in unread else None
-        if op.results not in rewritten:
+    def before(value: Value, dims: Iterable[int]) -> tuple[Value, tuple[int, ...]] | None:
+        """Returns what a reshape flattened, and which dims of that became all of `dims`."""
+        made = producers.get(value)
+        if made is None or made.name != RESHAPE:
             return None
-        wholes = [new[v] for v in op.operands if v in flattened]
-        type_, (result,) = b.types[wholes[0]], op.kind.results
-        if op.name == "stablehlo.reduce":
-            dims = _dims_in(flattened[op.operands[0]], op.kind.attrs["dimensions"]) or ()
-            kept = result.with_shape(tuple(n for d, n in enumerate(type_.shape) if d not in dims))
-            attrs = {**op.kind.attrs, "dimensions": dims}
-            (made,) = b.op(op.name, (wholes[0], operands[1]), (kept,), attrs)
+        found = _dims_before(made.kind.operands[0].shape, made.kind.results[0].shape, set(dims))
+        return None if found is None else (made.operands[0], found)
+
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
+        if len(op.results) != 1:
+            return None
+        attrs, (result,) = op.kind.attrs, op.kind.results
+        if op.name == REDUCE and (flat := before(op.operands[0], attrs["dimensions"])):
+            whole, dims = now(flat[0]), flat[1]
+            shape = tuple(n for d, n in enumerate(b.types[whole].shape) if d not in dims)
+            attrs, kept = {**attrs, "dimensions": dims}, result.with_shape(shape)
+            (made,) = b.op(op.name, (whole, op.operands[1]), (kept,), attrs)
             return (b.reshape(made, result.shape),)
-        every = tuple(range(type_.rank))
-        attrs = {**op.kind.attrs, "dot_dimension_numbers": DotDims((), (), every, every)}
-        return b.op(op.name, wholes, op.kind.results, attrs)
-
-    return rewrite_ops(program, rewrite)
-
-
-def _dims_in(groups: Sequence[DimGroup], after: Iterable[int]) -> tuple[int, ...] | None:
-    """Returns the dims that a reshape, given by its groups, turns into its result's dims `after`.
-
-    None if no dims are flattened there, or if `after` has only some of the dims of a group.
-    """
-    dims: list[int] = []
-    taken, is_flattened = set(after), False
-    for group in groups:
-        if taken.isdisjoint(group.after):
-            continue
-        if not taken.issuperset(group.after):
+        if attrs.get("dot_dimension_numbers") != DotDims((), (), (0,), (0,)) or result.rank:
             return None
-        dims += group.before
-        is_flattened |= len(group.before) > 1
-    return tuple(dims) if is_flattened else None
+        flats = [flat for v in op.operands if (flat := before(v, (0,)))]
+        wholes = [now(value) for value, _ in flats]
+        if len(wholes) < 2 or b.types[wholes[0]].shape != b.types[wholes[1]].shape:
+            return None
+        every = flats[0][1]
+        attrs = {**attrs, "dot_dimension_numbers": DotDims((), (), every, every)}
+        return b.op(op.name, wholes, (result,), attrs)
+
+    return _edited(program, edit)
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """Pairs the dims of a reshape in the shortest runs of equal size; [] for empty tensors.
+def _edited(program: Program, edit: Edit) -> Program:
+    """Returns a program after `edit_ops`, without what nothing reads any more."""
+    new = edit_ops(program, edit)
+    return program if new is program else remove_dead(new)
 
-    For 8x16x4 -> 128x4 the groups are (0, 1) -> (0) and (2) -> (1), since 8 * 16 = 128 and 4 = 4.
+
+def _dims_before(
+    before: Sequence[int], after: Sequence[int], dims: set[int]
+) -> tuple[int, ...] | None:
+    """Returns the dims of the shape `before` that a reshape to `after` turns into its dims `dims`.
+
+    None if none is flattened, or only with dims that are not in `dims`: for 8x16x4 -> 128x4, whose
+    shortest runs of equal size are (0, 1) -> (0) and (2) -> (1), these are (0, 1) for {0}.
     """
-    if not math.prod(before):
-        return []
-    found, i, j = [], 0, 0
-    while i < len(before) or j < len(after):
+    found: list[int] = []
+    is_flattened, i, j = False, 0, 0
+    while 0 not in before and (i < len(before) or j < len(after)):
         start, left, right = (i, j), 1, 1
-        # One dim of a side first, the other side up to it; dims of one element end a group.
+        # One dim of a side first, the other side up to it; dims of one element end a run.
         while (i, j) == start or left != right:
             if left <= right and i < len(before):
                 left, i = left * before[i], i + 1
             else:
                 right, j = right * after[j], j + 1
-        found.append(DimGroup(tuple(range(start[0], i)), tuple(range(start[1], j))))
-    return found
+        run = range(start[1], j)
+        if dims.isdisjoint(run):
+            continue
+        if not dims.issuperset(run):
+            return None
+        found += range(start[0], i)
+        is_flattened |= i - start[0] > 1
+    return tuple(found) if is_flattened else None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,49 +144,28 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 def accumulate(program: Program) -> Program:
     """Rewrites `x + scatter_add(zeros, i, u)`, with unique indices, as `scatter_add(x, i, u)`."""
-    if not any(_adds_apart(op) for op in program.walk()):
-        return program
-    producers, users = producers_of(program), users_of(program)
-    sums = {
-        op.results[0]: made
-        for op, made in _sums_in(program.body)
-        if len(users[made.results[0]]) == 1 and is_identity(made.operands[0], producers, "add")
-    }
-    scattered = {made.results[0] for made in sums.values()}
-    parts: dict[Value, tuple[Value, ...]] = {}  # result of a scatter -> what it reads, in the new
+    index = Index(program)
 
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        result = op.results[0] if op.results else None
-        if result in scattered:
-            parts[result] = operands
-            return operands[:1]
-        if result not in sums:
+    def is_apart(value: Value) -> bool:
+        """Returns whether a value is a scatter-add at unique indices of zeros, and read once."""
+        made = index.producers.get(value)
+        if made is None or made.name != SCATTER or len(made.results) > 1:
+            return False
+        attrs, is_read_once = made.kind.attrs, len(index.users[value]) == 1
+        if not is_read_once or attrs["reducer"] != "add" or not attrs.get("unique_indices"):
+            return False
+        return is_identity(made.operands[0], index.producers, "add")
+
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
+        parts = [v for v in op.operands if is_apart(v)] if op.name == "stablehlo.add" else []
+        if len(parts) != 1:
             return None
-        made = sums[result]
-        (whole,) = [new for v, new in zip(op.operands, operands, strict=True) if v not in parts]
-        read = (whole, *parts[made.results[0]][1:])
+        made = index.producers[parts[0]]
+        (whole,) = set(op.operands) - set(parts)
+        read = (whole, *map(now, made.operands[1:]))
         return b.op(made.name, read, made.kind.results, made.kind.attrs)
 
-    return rewrite_ops(program, rewrite) if sums else program
-
-
-def _adds_apart(op: Op) -> bool:
-    """Returns whether an op is a scatter-add at unique indices, with one result."""
-    attrs = op.kind.attrs
-    is_alone = op.name == SCATTER and len(op.results) == 1
-    return is_alone and attrs["reducer"] == "add" and bool(attrs.get("unique_indices"))
-
-
-def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
-    """Yields (add, scatter): each `add`, nested too, of a value and a scatter-add of its region."""
-    made: dict[Value, Op] = {}
-    for op in region.ops:
-        if _adds_apart(op):
-            made[op.results[0]] = op
-        if op.name == "stablehlo.add" and len(found := made.keys() & set(op.operands)) == 1:
-            yield op, made[found.pop()]
-        for inner in op.regions:
-            yield from _sums_in(inner)
+    return _edited(program, edit)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -224,37 +174,31 @@ def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
 
 def separate(program: Program) -> Program:
     """Splits barriers, and reductions with independent results, into one op for each result."""
-
-    def bodies_of(op: Op) -> tuple[Body, ...]:
-        """Returns a body for each result of a reduction; () if results share operands."""
-        # A sort has a body, too, but its body has one result: the order of all of its operands.
-        body = op.kind.attrs.get("body")
-        if not isinstance(body, Body) or len(body.region.results) != len(op.results):
-            return ()
-        return separated(body, len(op.results))
-
-    several = [op for op in program.walk() if len(op.results) > 1]
-    if not any(op.name == BARRIER or bodies_of(op) for op in several):
-        return program
     producers = producers_of(program)
 
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        count, types = len(op.results), op.kind.results
-        if count > 1 and op.name == BARRIER:
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        count, types, operands = len(op.results), op.kind.results, op.operands
+        if count < 2:
+            return None
+        if op.name == BARRIER:
             pairs = zip(operands, types, strict=True)
             return [b.op(op.name, (value,), (type_,))[0] for value, type_ in pairs]
+        # A sort has a body, too, but its body has one result: the order of all of its operands.
+        body = op.kind.attrs.get("body")
+        if not isinstance(body, Body) or len(body.region.results) != count:
+            return None
         # What is reduced comes first, what it is reduced with last, a scatter's indices between.
         made: list[Value] = []
         shared = operands[count : len(operands) - count]
-        for k, body in enumerate(bodies_of(op) if count > 1 else ()):
-            attrs = {**op.kind.attrs, "body": body, "reducer": body_reducer(body)}
+        for k, own in enumerate(separated(body, count)):
+            attrs = {**op.kind.attrs, "body": own, "reducer": body_reducer(own)}
             if NEUTRAL in attrs:
-                attrs[NEUTRAL] = is_neutral([op.operands[k - count]], producers, body)
-            own = (operands[k], *shared, operands[k - count])
-            made += b.op(op.name, own, (types[k],), attrs)
+                attrs[NEUTRAL] = is_neutral([operands[k - count]], producers, own)
+            read = (operands[k], *shared, operands[k - count])
+            made += b.op(op.name, read, (types[k],), attrs)
         return made or None
 
-    return rewrite_ops(program, rewrite)
+    return edit_ops(program, edit)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -264,15 +208,13 @@ def separate(program: Program) -> Program:
 def start_neutral(program: Program) -> Program:
     """Lets reductions start from an identity; other initial values join their results, once."""
 
-    def starts(op: Op) -> bool:
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         reduces = op.name in (REDUCE, "stablehlo.reduce_window")
-        return reduces and op.kind.attrs.get(NEUTRAL) is False
-
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        if not starts(op):
+        if not reduces or op.kind.attrs.get(NEUTRAL) is not False:
             return None
         types, attrs = op.kind.results, {**op.kind.attrs, NEUTRAL: True}
-        xs, inits, shape = operands[: len(types)], operands[len(types) :], types[0].shape
+        xs, inits = op.operands[: len(types)], op.operands[len(types) :]
+        shape = types[0].shape
         if reducer := attrs["reducer"]:
             identity = b.constant(identity_element(reducer, types[0].dtype), types[0].dtype)
             made = b.op(op.name, (*xs, identity), types, attrs)
@@ -290,7 +232,7 @@ def start_neutral(program: Program) -> Program:
         attrs = {"dimensions": (0,), "body": body, "reducer": "", NEUTRAL: True}
         return b.op(REDUCE, (*rows, *starts_from), [b.types[v] for v in terms], attrs)[:-1]
 
-    return rewrite_ops(program, rewrite) if any(map(starts, program.walk())) else program
+    return edit_ops(program, edit)
 
 
 # ---------------------------------------------------------------------------------------------

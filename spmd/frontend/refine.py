@@ -3,8 +3,8 @@
     func @main(%n: i32, %x: ?x4) { %1 = composite "f" %n, %x {@f} }       and n = 8, x 8x4
     func @main(%x: 8x4) { %1 = composite "f" %x {@f} : 8x4 }              with @f for 8x4, too
 
-StableHLO's own passes compute the shapes; jax runs the same to compile an export with symbolic
-dims. `jax.extend.mlir.refine_polymorphic_shapes` runs them in one call, but refuses composites.
+`jax.extend.mlir.refine_polymorphic_shapes` computes the shapes, as jax compiles an export with
+symbolic dims, but refuses composites.
 """
 
 from __future__ import annotations
@@ -14,36 +14,31 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, cast
 
-import numpy as np
+from jax.extend.mlir import refine_polymorphic_shapes
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func, sdy
+from jaxlib.mlir.dialects import func
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.contents import (
-    MARKS,
     Contents,
-    cloned,
-    defining_op,
+    callees,
     entries_of,
     function_type,
     items_of,
     location_of,
     named_ops,
     ops_in,
+    replace_op,
     stated_of,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import DEEPEST_CALLS, SAME, is_manual_call
 from spmd.frontend.importer.module import malformed
-from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.sizes import LONGEST, Dim, size_of
 from spmd.ir.program import Loc
-
-hlo.register_stablehlo_passes()
 
 NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 
@@ -54,10 +49,7 @@ PLATFORM = "_platform_index"  # jax's symbol for the number of the platform that
 
 DIM = "spmd.dim: "  # begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`
 
-_PASSES = (
-    "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"
-    "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions))"
-)
+_ARGUMENTS = "builtin.module(stablehlo-refine-arguments{{types={}}})"
 
 ArgumentDims = tuple[Dim | None, ...]
 """The sizes of an argument's dims: a number, an expression such as `2*n`, or None if unknown."""
@@ -92,11 +84,11 @@ def refine(
     fit, or a dim that depends on data.
     """
     with module.context, ir.Location.unknown():
-        data = io.BytesIO()
-        module.operation.write_bytecode(data)
-        copy = ir.Module.parse(data.getvalue())
-        main = Contents(copy).main()
-        _bind(copy, _symbols(main), symbols)
+        copy = ir.Module.parse(_bytes(module))
+        contents = Contents(copy)
+        contents.check_calls()
+        main = contents.main()
+        _bind(main, symbols)
         types = function_type(main)[0]
         if len(types) != len(shapes):
             raise FrontendError(
@@ -104,11 +96,12 @@ def refine(
                 required="one for each argument",
             )
         static = [_refined(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
-        taken = _take_apart(copy, main)
-        _announce(main)
+        taken = _to_calls(copy, symbols)
         try:
-            PassManager.parse(_PASSES.format(types=",".join(static))).run(copy.operation)
-        except ir.MLIRError as error:
+            PassManager.parse(_ARGUMENTS.format(",".join(static))).run(copy.operation)
+            refined = refine_polymorphic_shapes(_bytes(copy), validate_static_shapes=False)
+            copy = ir.Module.parse(refined)
+        except (ir.MLIRError, ValueError, RuntimeError) as error:
             text = str(error)
             _, found, assertion = text.partition("Input shapes do not match")
             raise FrontendError(
@@ -118,10 +111,7 @@ def refine(
                 else text.strip().replace("\n", " ")[:400],
                 fix="correct the sizes of its symbolic dims",
             ) from error
-        _settle(main, named_ops(copy, "func.func"))
-        for region in main.regions if taken else ():
-            _put_together(copy, region, taken)
-        PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
+        _to_composites(copy, taken)
         for op in ops_in(copy.operation):
             dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
             if dynamic is not None:
@@ -133,6 +123,12 @@ def refine(
                     fix="compute sizes from shapes alone",
                 )
     return copy
+
+
+def _bytes(module: ir.Module) -> bytes:
+    data = io.BytesIO()
+    module.operation.write_bytecode(data)
+    return data.getvalue()
 
 
 def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
@@ -215,13 +211,8 @@ def _specifications(module: ir.Module) -> list[ArgumentDims]:
 
 
 def _shape(text: str) -> ArgumentDims:
-    """Parses a shape up to its closing bracket: `n, 4), ...` -> `("n", 4)`; () if it is none."""
-    depth = 1
-    for position, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if not depth:
-            text = text[:position]
-            break
+    """Parses a shape up to the last bracket: `n, 4), ...` -> `("n", 4)`; () if it is none."""
+    text = text.rpartition(")")[0]
     try:
         if len(text) > LONGEST:
             return ()
@@ -239,7 +230,7 @@ def _shape(text: str) -> ArgumentDims:
 
 
 # ---------------------------------------------------------------------------------------------
-# Symbols that are arguments: they become constants, and no function takes them any more.
+# Symbols that are arguments of `main` become constants; the passes fold what calls get of them.
 
 
 def _symbols(function: Any) -> dict[int, str]:
@@ -248,8 +239,9 @@ def _symbols(function: Any) -> dict[int, str]:
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
-def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
-    """Replaces arguments that are symbols' values by constants, in all functions and calls."""
+def _bind(function: Any, symbols: Mapping[str, int]) -> None:
+    """Replaces a function's arguments that are symbols' values by constants."""
+    own = _symbols(function)
     missing = [name for name in own.values() if name not in symbols]
     if PLATFORM in missing:
         raise FrontendError(
@@ -264,42 +256,17 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
         )
     if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
         return
-
-    def sized(attr: Any) -> Any:
-        """Returns a composite's attribute, or if it is a symbolic dim (`DIM`) its size instead."""
-        if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
-            return attr
-        size = size_of(attr.value.removeprefix(DIM), symbols)
-        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
-
-    gone: dict[str, set[int]] = {}
-    for name, function in named_ops(module, "func.func").items():
-        found = _symbols(function)
-        if found:
-            _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
-            gone[name] = set(found)
-    for op in ops_in(module.operation):
-        if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
-            stated = items_of(op.attributes["composite_attributes"])
-            attrs = {name: sized(attr) for name, attr in stated.items()}
-            op.attributes["composite_attributes"] = ir.DictAttr.get(attrs)
-        if dropped := gone.get(_callee(op)):
-            operands = [value for i, value in enumerate(op.operands) if i not in dropped]
-            _replace(op, Taken.of(op), operands)
-
-
-def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
     block = function.regions[0].blocks[0]
     with ir.InsertionPoint.at_block_begin(block):
-        for position, value in values.items():
+        for position, name in own.items():
             argument = block.arguments[position]
-            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, value)
+            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, symbols[name])
             constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(argument.type, number))
             argument.replace_all_uses_with(constant.result)
-    for position in sorted(values, reverse=True):
+    for position in sorted(own, reverse=True):
         block.erase_argument(position)
     inputs, results = function_type(function)
-    kept = [i for i in range(len(inputs)) if i not in values]
+    kept = [i for i in range(len(inputs)) if i not in own]
     type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
     attrs = list(function.attributes["arg_attrs"])
     function.attributes["function_type"] = ir.TypeAttr.get(type_)
@@ -307,292 +274,69 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Calls and composites are written out for the passes, and composites put together again.
+# Composites, which jaxlib refuses, are calls meanwhile, each of a function of its own:
 #
-#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0 {begin 7}; ops of @f on %a;
-#                                            %1 = barrier of what it returns {end 7}
+#   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0; %1 = call @f.7(%a)
 #
-# The passes see one function and compute the type of every value in it, as often as it takes. What
-# is then between two barriers is the decomposition at these shapes. Shardy's marks, which the
-# passes do not know either, are barriers meanwhile, too.
+# Behind a barrier, an operand that is constant stays an operand.
 
-BEGIN, END = "spmd.begin", "spmd.end"  # attributes of barriers: the number of what they stand for
+BEHIND = "spmd.composite"  # attribute of such a barrier
 
-_CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
-"""Name of an op that calls a function -> its attribute that names the function."""
-
-
-class Taken(NamedTuple):
-    """Holds name, attributes and location of an op that barriers replace while the passes run."""
-
-    name: str
-    attributes: Mapping[str, Any]
-    location: Any
-
-    @staticmethod
-    def of(op: Any, **more: Any) -> Taken:
-        """Returns what `op` is, with attributes `more`."""
-        return Taken(op.name, {**dict(entries_of(op)), **more}, op.location)
-
-
-def _callee(op: Any) -> str:
-    return str(op.attributes[_CALLEES[op.name]].value) if op.name in _CALLEES else ""
+Taken = dict[str, tuple[dict[str, Any], Any]]
+"""Function -> attributes and location of the composite that is a call of it meanwhile."""
 
 
 def _is_static(type_: Any) -> bool:
     return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
 
-def _replace(op: Any, by: Taken, operands: Sequence[Any], regions: int = 0) -> Any:
-    types, at = [value.type for value in op.results], {"loc": by.location}
-    at |= {"ip": ir.InsertionPoint(op), "regions": regions}
-    made = ir.Operation.create(by.name, types, operands, dict(by.attributes), **at)
-    _replace_results(op, made.results)
-    return made
+def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
+    """Returns a composite's attributes, with sizes in place of symbolic dims (`DIM`)."""
+    attributes, name = dict(entries_of(composite)), "composite_attributes"
+    found = items_of(attributes.get(name, ()))
+    for key, attr in found.items():
+        if isinstance(attr, ir.StringAttr) and attr.value.startswith(DIM):
+            size = size_of(attr.value.removeprefix(DIM), symbols)
+            found[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
+    return attributes | ({name: ir.DictAttr.get(found)} if found else {})
 
 
-def _replace_results(op: Any, values: Sequence[Any]) -> None:
-    for old, new in zip(op.results, values, strict=True):
-        old.replace_all_uses_with(new)
-    op.erase()
-
-
-def _take_apart(module: ir.Module, main: Any) -> dict[int, Taken]:
-    """Inlines the functions that `main` calls, then erases those that nothing names any more.
-
-    Barriers replace Shardy ops with dynamic results, and enclose the ops inlined for a composite;
-    `_put_together` restores both. Functions are erased, unless a call of a `shard_map`'s body
-    remains. FrontendError: a function without a body, recursion, or too many ops.
-    """
-    functions, count = named_ops(module, "func.func"), 0
-    taken: dict[int, Taken] = {}
-    own = main.attributes["sym_name"].value
-    waiting: list[tuple[Any, tuple[str, ...]]] = [(op, (own,)) for op in ops_in(main)]
-    while waiting:
-        op, around = waiting.pop()
-        count += 1
-        if op.name in SAME and op.results and not _is_static(op.results[0].type):
-            taken[len(taken)] = Taken.of(op)
-            _replace_results(op, _barrier(op, END, len(taken) - 1, op.operands))
-        elif (callee := _callee(op)) and not is_manual_call(op):
-            problem = None
-            if callee in around:
-                problem = "calls itself"
-            elif callee not in functions or not functions[callee].regions[0].blocks:
-                problem = "has no body in the module"
-            elif len(around) > DEEPEST_CALLS or count > MOST_OPS:
-                problem = f"leads to more than {MOST_OPS} ops, or {DEEPEST_CALLS} calls in turn"
-            if problem:
-                raise FrontendError(f"function @{callee} {problem}")
-            inside = _written_out(op, functions[callee], taken)
-            waiting += [(item, (*around, callee)) for made in inside for item in ops_in(made)]
-    left = dict(functions)
-    reached = [left.pop(own)]
-    for function in reached:  # which grows: bodies of custom calls, and manual calls, stay
-        for op in ops_in(function):
-            named = [attr.value for attr in op.attributes.get("called_computations", ())]
-            reached += [left.pop(name) for name in (*named, _callee(op)) if name in left]
-    for function in left.values():
-        function.erase()
+def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> Taken:
+    """Replaces composites by calls; returns what they were, by the names of the functions."""
+    functions, taken, builder = named_ops(module, "func.func"), Taken(), cast(Any, func)
+    for op in ops_in(module.operation):
+        if op.name != "stablehlo.composite":
+            continue
+        (callee,) = callees(op)
+        name = f"{callee}.{len(taken)}"
+        taken[name] = _sized(op, symbols), op.location
+        operands, results = list(op.operands), [result.type for result in op.results]
+        first = len(_symbols(functions[callee]))  # these are constants and become none
+        with ir.InsertionPoint(op), op.location:
+            if operands[first:]:
+                barrier = hlo.OptimizationBarrierOp(operands[first:]).operation
+                barrier.attributes[BEHIND] = ir.UnitAttr.get()
+                operands[first:] = barrier.results
+            call = builder.CallOp(results, name, operands)
+        with ir.InsertionPoint(module.body):
+            types = [value.type for value in operands], results
+            function = builder.FuncOp(name, types, visibility="private")
+        function.attributes["no_inline"] = ir.UnitAttr.get()
+        with ir.InsertionPoint(function.add_entry_block()) as at:
+            inner = builder.CallOp(results, callee, list(at.block.arguments))
+            func.ReturnOp(list(inner.results))
+        replace_op(op, call.results)
     return taken
 
 
-def _written_out(op: Any, function: Any, taken: dict[int, Taken]) -> list[Any]:
-    """Replaces a call by its function's ops, a composite's between barriers; returns these ops."""
-    made: list[Any] = []
-
-    def marked(values: Sequence[Any], name: str) -> list[Any]:
-        found = []
-        for value, attrs in zip(values, stated_of(function, name), strict=True):
-            if MARKS[0] in attrs:
-                with ir.InsertionPoint(op):
-                    made.append(sdy.ShardingConstraintOp(value, attrs[MARKS[0]]).operation)
-                value = made[-1].results[0]
-            found.append(value)
-        return found
-
-    operands, number = list(op.operands), None
-    if op.name == "stablehlo.composite" and operands and op.results:
-        number = len(taken)
-        taken[number] = Taken.of(op)
-        operands = _barrier(op, BEGIN, number, operands)
-    block = function.regions[0].blocks[0]
-    values = dict(zip(block.arguments, marked(operands, "arg_attrs"), strict=True))
-    returned: list[Any] = []
-    with ir.InsertionPoint(op):
-        for item in block.operations:
-            if item.operation.name == "func.return":
-                returned = [values[value] for value in item.operands]
-            else:
-                made.append(cloned(item.operation, values))
-    results = marked(returned, "res_attrs")
-    _replace_results(op, results if number is None else _barrier(op, END, number, results))
-    return made
-
-
-def _barrier(op: Any, name: str, number: int, operands: Any) -> list[Any]:
-    """Inserts a barrier with the attribute `name` = `number` before an op; returns its results."""
-    with ir.InsertionPoint(op):
-        barrier = hlo.OptimizationBarrierOp(list(operands))
-    number_type = ir.IntegerType.get_signless(64)
-    barrier.operation.attributes[name] = ir.IntegerAttr.get(number_type, number)
-    return list(barrier.operation.results)
-
-
-def _put_together(module: ir.Module, region: Any, taken: Mapping[int, Taken]) -> None:
-    """Replaces the numbered barriers in a region by the ops in `taken`, now with static shapes."""
-    for block in region.blocks:
-        line: list[Any] = []
-        begins: dict[int, int] = {}  # number -> where its first barrier is in the line
-        for op in [item.operation for item in block.operations]:
-            for inner in op.regions:
-                _put_together(module, inner, taken)
-            if BEGIN in op.attributes:
-                begins[op.attributes[BEGIN].value] = len(line)
-            if END not in op.attributes:
-                line.append(op)
-                continue
-            number = op.attributes[END].value
-            if number not in begins:
-                line.append(_replace(op, taken[number], list(op.operands)))
-                continue
-            first, *inside = line[begins[number] :]
-            composite = _composite(module, first, inside, op, taken[number], number)
-            left = []  # what others read, too, such as constants, stays
-            for other in (*reversed(inside), first):
-                if other.results and not any(True for v in other.results for _ in v.uses):
-                    other.erase()
-                else:
-                    left.append(other)
-            line[begins[number] :] = [*reversed(left), composite]
-
-
-def _composite(
-    module: ir.Module, first: Any, inside: list[Any], last: Any, taken: Taken, number: int
-) -> Any:
-    """Replaces the barrier `last` by a composite op, whose function gets the ops `inside`."""
-    returned = list(last.operands)
-    needed, ops = set(returned), []
-    for op in reversed(inside):
-        if any(value in needed for value in op.results):
-            ops.append(op)
-            needed |= _read(op)
-    made = {value for op in (first, *ops) for value in op.results}
-    outside = [defining_op(value) for value in needed - made]
-    if not all(op is not None and op.name == "stablehlo.constant" for op in outside):
-        raise FrontendError(f"the decomposition of {taken.name} reads a value from around it")
-    name = f"{taken.attributes['decomposition'].value}.{number}"
-    ends = [value.type for value in first.operands], [value.type for value in returned]
-    builder: Any = func  # its stub lacks the extensions of the class
-    with ir.InsertionPoint(module.body):
-        block = builder.FuncOp(name, ends, visibility="private").add_entry_block()
-    values = dict(zip(first.results, block.arguments, strict=True))
-    with ir.InsertionPoint(block):
-        for op in (*outside, *reversed(ops)):
-            cloned(op, values)
-        func.ReturnOp([values[value] for value in returned])
-    attributes = {**taken.attributes, "decomposition": ir.FlatSymbolRefAttr.get(name)}
-    return _replace(last, taken._replace(attributes=attributes), list(first.operands))
-
-
-def _read(op: Any) -> set[Any]:
-    """Returns the values that an op or its regions read, and that are not made inside them."""
-    items = ops_in(op)
-    blocks = [block for item in items for region in item.regions for block in region.blocks]
-    own = {value for item in items for value in item.results}
-    own |= {argument for block in blocks for argument in block.arguments}
-    return {value for item in items for value in item.operands} - own
-
-
-# ---------------------------------------------------------------------------------------------
-# Calls by which jax writes ops whose attributes would be symbolic dims become these ops again.
-#
-#   for any n:   %3 = custom_call @stablehlo.dynamic_reduce_window(%x, %zero, %window, ...) : ?x4
-#   for n = 8:   %3 = reduce_window(%x, %zero) {window_dimensions = [8, 1], ...} : 8x4
-#
-# The passes do not know these calls. So the shapes of their results are added as operands, by which
-# the passes find the types of all values; then the ops are made.
-
-_APPROX_TOP_K, _TOP_K = "stablehlo.dynamic_approx_top_k", "stablehlo.dynamic_top_k"
-_RANDOM, _WINDOW = "stablehlo.dynamic_rng_bit_generator", "stablehlo.dynamic_reduce_window"
-_AMOUNTS = {_APPROX_TOP_K: 1, _RANDOM: 1, _TOP_K: 1, _WINDOW: 5}
-"""Call -> how many of its last operands are attributes of the op."""
-
-_ELEMENTS: Any = ir.DenseElementsAttr  # its stub does not know arrays
-
-
-def _announce(root: Any) -> None:
-    """Adds the shapes of their results to the dynamic calls inside an op, as operands."""
-    stated = "indices_of_shape_operands"
-    for op in ops_in(root):
-        if _target(op) in _AMOUNTS and stated not in op.attributes:
-            with ir.InsertionPoint(op), op.location:
-                operands = [*op.operands, *_call_shapes(op)]
-            numbers = _ELEMENTS.get(np.arange(len(op.operands), len(operands)))
-            _replace(op, Taken.of(op, **{stated: numbers}), operands)
-
-
-def _settle(root: Any, functions: Mapping[str, Any]) -> None:
-    """Makes the ops that the dynamic calls inside an op stand for, once their dims are known."""
-    for op in ops_in(root):
-        count = _AMOUNTS.get(_target(op), 0)
-        makers = [defining_op(value) for value in list(op.operands)[-count:]] if count else []
-        if not makers or any(m is None or m.name != "stablehlo.constant" for m in makers):
-            continue
-        name, attributes = _settled(op, [np.asarray(m.attributes["value"]) for m in makers])
-        bodies = op.attributes["called_computations"] if name == "stablehlo.reduce_window" else ()
-        sources = [functions[body.value].regions[0].blocks[0] for body in bodies]
-        by = Taken(name, attributes, op.location)
-        made = _replace(op, by, list(op.operands)[:-count], len(sources))
-        for source, region in zip(sources, made.regions, strict=True):
-            block = region.blocks.append(*[argument.type for argument in source.arguments])
-            values = dict(zip(source.arguments, block.arguments, strict=True))
-            *ops, returns = source.operations
-            with ir.InsertionPoint(block):
-                for item in ops:
-                    cloned(item.operation, values)
-                hlo.ReturnOp([values[value] for value in returns.operands])
-
-
-def _target(op: Any) -> str:
-    is_call = op.name == "stablehlo.custom_call"
-    return str(op.attributes["call_target_name"].value) if is_call else ""
-
-
-def _call_shapes(op: Any) -> Sequence[Any]:
-    """Appends ops that compute the shapes of a call's results, which the passes fold."""
-    x, rank = op.operands[0], op.operands[0].type.rank
-    one = ir.RankedTensorType.get([1], ir.IntegerType.get_signless(32))
-    sizes = [hlo.reshape(one, hlo.get_dimension_size(x, dim)) for dim in range(rank)]
-    if _target(op) == _RANDOM:
-        return [hlo.concatenate(sizes, 0), op.operands[1]]
-    if _target(op) == _TOP_K:
-        k = hlo.convert(ir.RankedTensorType.get([], one.element_type), op.operands[1])
-        return [hlo.concatenate([*sizes[:-1], hlo.reshape(one, k)], 0)] * 2
-    window, strides, base, dilation, padding = list(op.operands)[-5:]
-    ends = (hlo.slice(padding, [0, i], [rank, i + 1], [1, 1]) for i in (0, 1))
-    low, high = (hlo.reshape(window.type, end) for end in ends)
-    ones = hlo.constant(_ELEMENTS.get(np.ones(rank, np.int32)))
-
-    def spread(size: Any, by: Any) -> Any:
-        return hlo.add(hlo.multiply(hlo.subtract(size, ones), by), ones)
-
-    padded = hlo.add(spread(hlo.concatenate(sizes, 0), base), hlo.add(low, high))
-    steps = hlo.divide(hlo.subtract(padded, spread(window, dilation)), strides)
-    return [hlo.add(steps, ones)] * len(op.results)
-
-
-def _settled(op: Any, amounts: list[Any]) -> tuple[str, dict[str, Any]]:
-    if _target(op) == _RANDOM:
-        return "stablehlo.rng_bit_generator", {"rng_algorithm": op.attributes["rng_algorithm"]}
-    if _target(op) == _WINDOW:
-        names = ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
-        arrays = [ir.DenseI64ArrayAttr.get(amount.tolist()) for amount in amounts[:-1]]
-        own = {"padding": _ELEMENTS.get(amounts[-1].astype(np.int64))}
-        return "stablehlo.reduce_window", {**dict(zip(names, arrays, strict=True)), **own}
-    k = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), int(amounts[0]))
-    if _target(op) == _TOP_K:
-        return "chlo.top_k", {"k": k}
-    config = ir.DictAttr.get({**items_of(op.attributes["mhlo.backend_config"]), "top_k": k})
-    own = {"mhlo.backend_config": config, "call_target_name": ir.StringAttr.get("ApproxTopK")}
-    return op.name, {**dict(entries_of(op)), **own}
+def _to_composites(module: ir.Module, taken: Taken) -> None:
+    """Replaces the calls of functions in `taken` by the composites that they were."""
+    for op in ops_in(module.operation):
+        if BEHIND in op.attributes:
+            replace_op(op, op.operands)
+        elif op.name == "func.call" and (by := taken.get(op.attributes["callee"].value)):
+            attributes, at = {**by[0], "decomposition": op.attributes["callee"]}, by[1]
+            types, operands = [value.type for value in op.results], list(op.operands)
+            with ir.InsertionPoint(op), at:
+                made = ir.Operation.create("stablehlo.composite", types, operands, attributes)
+            replace_op(op, made.results)

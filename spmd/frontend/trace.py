@@ -130,16 +130,12 @@ def trace(
         )
     out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
     refs = tuple(const for const in program.consts if isinstance(const, jax.Ref))
-    flat: Any = None
-    if refs or any(isinstance(aval, AbstractRef) for aval in program.in_avals):
-        flat = _without_refs(program, traced.fun_name)
-        structs = map(_struct, (*program.in_avals, *map(jax.typeof, refs)))
-        traced = plain_jit(flat, keep_unused=True).trace(*structs)
-        program = traced.jaxpr
     calls = _OwnCallbacks(on_callbacks) if on_callbacks else None
-    flat = calls and calls.without_jax(program, traced.fun_name)
-    if flat:
-        traced = plain_jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
+    own = calls.rewritten(program) if calls else program
+    if own is not program or refs or any(isinstance(a, AbstractRef) for a in program.in_avals):
+        structs = map(_struct, (*program.in_avals, *map(jax.typeof, refs)))
+        traced = plain_jit(_flat(own, traced.fun_name), keep_unused=True).trace(*structs)
+        program = traced.jaxpr
     eqns = list(_eqns_in(program.jaxpr))
     meshes: dict[tuple[bool, Any], None] = {}  # whether each is that of a `shard_map`, the mesh
     for eqn in eqns:
@@ -148,8 +144,8 @@ def trace(
         elif eqn.primitive.name == "sharding_constraint":
             meshes[False, getattr(eqn.params["sharding"], "mesh", None)] = None
     jax_meshes = [m for _, m in meshes if isinstance(m, JaxMesh)]
-    own = mesh or next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
-    positions = own.device_ids if own else ()
+    first = mesh or next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
+    positions = first.device_ids if first else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
     symbolic = any(is_symbolic_dim(d) for a in program.in_avals for d in getattr(a, "shape", ()))
@@ -170,8 +166,8 @@ def trace(
     return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else (), refs)
 
 
-def _without_refs(program: ClosedJaxpr, name: str) -> Callable[..., Any]:
-    """Returns a program that reads and writes `jax.Ref`s as a flat function of what they hold.
+def _flat(program: ClosedJaxpr, name: str) -> Callable[..., Any]:
+    """Returns a program as a flat function `name`, of what `jax.Ref`s hold in place of these.
 
     before: `r, x -> y`, which writes to `r` and to `q`, a ref that it closes over
     after:  `r's array, x, q's array -> y, r's new array, q's new array`
@@ -371,19 +367,6 @@ class _OwnCallbacks:
         self.callbacks: list[Callback] = []  # those seen so far
         self._done: dict[int, Jaxpr] = {}
 
-    def without_jax(self, program: ClosedJaxpr, name: str) -> Callable[..., Any] | None:
-        """Returns the program with our callbacks, as a function `name`; None if it has none."""
-        own = self._rewritten(program)
-        if own is program:
-            return None
-        fun = jaxpr_as_fun(own)
-
-        def flat(*args: Any) -> Any:
-            return fun(*args)
-
-        flat.__name__ = flat.__qualname__ = name
-        return flat
-
     def lowering_rules(self) -> tuple[tuple[Primitive, Any], ...]:
         """Returns (primitive, rule) pairs that lower jax's callbacks to ours.
 
@@ -401,16 +384,16 @@ class _OwnCallbacks:
 
         return tuple((p, functools.partial(lower, primitive=p)) for p in _of_jax().labels)
 
-    def _rewritten(self, value: Any) -> Any:
-        """Returns a primitive's parameter with the callbacks in its jaxprs replaced.
+    def rewritten(self, value: Any) -> Any:
+        """Returns a program, or a primitive's parameter, with the callbacks in its jaxprs replaced.
 
         A jaxpr in which neither equations nor effects change is returned as the same object.
         """
         if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:  # jax 0.11 has one class
-            inner = self._rewritten(value.jaxpr)
+            inner = self.rewritten(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
         if type(value) in (tuple, list):
-            return type(value)(map(self._rewritten, value))
+            return type(value)(map(self.rewritten, value))
         if not isinstance(value, Jaxpr):
             return value
         if id(value) not in self._done:
@@ -434,9 +417,9 @@ class _OwnCallbacks:
             own["results"] = tuple(v.aval for v in eqn.outvars)
             return (eqn.replace(primitive=_callback, params=own, effects=effects),)
         inside = [] if eqn.primitive.name in _KERNELS else list(jaxprs_in_params(eqn.params))
-        if effects == eqn.effects and all(self._rewritten(i) is i for i in inside):
+        if effects == eqn.effects and all(self.rewritten(i) is i for i in inside):
             return (eqn,)
-        params = {name: self._rewritten(value) for name, value in eqn.params.items()}
+        params = {name: self.rewritten(value) for name, value in eqn.params.items()}
         return (eqn.replace(params=params, effects=effects),)
 
     def _called(self, primitive: Primitive, params: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -453,15 +436,9 @@ class _OwnCallbacks:
         label = f"{label} of {name}" if name else label
         callback = Callback(function, label, is_debug, has_effect, is_ordered, inspects)
         self.callbacks.append(callback)
-        return {
-            "number": len(self.callbacks) - 1,
-            "called": label,
-            "ordered": is_ordered,
-            "partitioned": bool(params.get("partitioned", False)),
-            "is_pure": label == "jax.pure_callback",
-            "inspects": inspects,
-            "results": (),
-        }
+        partitioned = bool(params.get("partitioned", False))
+        number = len(self.callbacks) - 1
+        return {"number": number, "callback": callback, "partitioned": partitioned, "results": ()}
 
 
 class _OfJax(NamedTuple):
@@ -510,24 +487,25 @@ def _own_effects(effects: Any) -> Any:
 
 
 @_callback.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
-def _callback_type(*_: Any, results: Any, is_pure: bool, **__: Any) -> Any:
-    return list(results), frozenset() if is_pure else frozenset({_of_jax().own})
+def _callback_type(*_: Any, results: Any, callback: Callback, **__: Any) -> Any:
+    is_kept = callback.has_effect or callback.inspects
+    return list(results), frozenset({_of_jax().own} if is_kept else ())
 
 
 def _lower_callback(
-    ctx: Any, *args: Any, number: int, called: str, inspects: bool, **params: Any
+    ctx: Any, *args: Any, number: int, callback: Callback, partitioned: bool, results: Any
 ) -> Any:
     outs = [((), numpy_dtype(FLAG.dtype)), *((a.shape, a.dtype) for a in ctx.avals_out)]
     call = hlo.CustomCallOp(
         [ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(dtype)) for shape, dtype in outs],
         list(args),
-        call_target_name=ir.StringAttr.get(INSPECT if inspects else CALLBACK),
+        call_target_name=ir.StringAttr.get(INSPECT if callback.inspects else CALLBACK),
         has_side_effect=ir.BoolAttr.get(True),
     )
     call.attributes["number"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-    call.attributes["called"] = ir.StringAttr.get(called)
-    for name in ("ordered", "partitioned"):
-        call.attributes[name] = ir.BoolAttr.get(params[name])
+    call.attributes["called"] = ir.StringAttr.get(callback.label)
+    call.attributes["ordered"] = ir.BoolAttr.get(callback.is_ordered)
+    call.attributes["partitioned"] = ir.BoolAttr.get(partitioned)
     return list(call.results)[1:]
 
 

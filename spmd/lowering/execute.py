@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
-from spmd.errors import MeshError, UnsupportedOpError
-from spmd.frontend.importer.contents import MARKS, ops_in, tensor_type
-from spmd.frontend.importer.handlers import LEAVES, SAME
+from spmd.errors import MeshError
+from spmd.frontend.importer.contents import MARKS, ops_in, replace_op, tensor_type
+from spmd.frontend.importer.handlers import SAME
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
@@ -286,15 +286,7 @@ def _runner(
 
 
 def without_shardings(module: ir.Module) -> str:
-    """Returns a module's text without sharding annotations, except those of a `jax.shard_map`.
-
-    Raises UnsupportedOpError if a `jax.shard_map` is in GSPMD's form, which only GSPMD can run.
-    """
-    if any(_target(op) == LEAVES for op in ops_in(module.operation)):
-        raise UnsupportedOpError(
-            "a jax.shard_map in a module for GSPMD cannot be run unpartitioned",
-            fix="lower the program with jax_use_shardy_partitioner=True, and verify that",
-        )
+    """Returns a module's text without sharding annotations, except those of a `jax.shard_map`."""
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
         ops = ops_in(copy.operation)
@@ -304,10 +296,10 @@ def without_shardings(module: ir.Module) -> str:
                 if name in op.attributes:
                     del op.attributes[name]
             if op.name in SAME:
-                _replace(op, op.operands)
+                replace_op(op, op.operands)
             elif op.name == "sdy.constant":
                 with ir.InsertionPoint(op), op.location:
-                    _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
+                    replace_op(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
             elif op.name == "sdy.named_computation":
                 inline_region(op)
             elif (
@@ -320,12 +312,6 @@ def without_shardings(module: ir.Module) -> str:
         if len(functions) == 1:
             functions[0].attributes["sym_name"] = ir.StringAttr.get("main")
         return str(copy.operation.get_asm(enable_debug_info=True))
-
-
-def _replace(op: Any, values: Sequence[Any]) -> None:
-    for result, value in zip(op.results, values, strict=True):
-        result.replace_all_uses_with(value)
-    op.erase()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -403,7 +389,7 @@ def _emit(ctx: Any, op: Any, callback: Callback, raised: list[Exception]) -> Non
             has_side_effect=True,
             returns_token=False,
         )
-    _replace(op, made)
+    replace_op(op, made)
 
 
 def _aval(type_: Any) -> Any:

@@ -66,7 +66,7 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
             rows, seconds = costs.worth_it(block.independent(rows, seeds))
             if seconds >= least:
                 first = (tuple(block.ops[place].results[0] for place in row) for row in rows)
-                found.append((Stack(tuple(first)), seconds))
+                found.append((tuple(first), seconds))
                 taken.update(place for row in rows for place in row)
     if sum(seconds for _, seconds in found) < price:
         return none

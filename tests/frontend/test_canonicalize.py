@@ -61,22 +61,6 @@ def test_no_op_of_the_table_is_left(case: ModuleCase) -> None:
     assert not set(after) & {*CANONICAL, *LEGALIZED}
 
 
-def test_a_dynamic_convolution_with_constant_padding_is_static() -> None:
-    text = """
-    func.func @main(%x: tensor<1x8x8x2xf32>, %w: tensor<3x3x2x4xf32>) -> tensor<1x8x8x4xf32> {
-      %p = stablehlo.constant dense<1> : tensor<2x2xi32>
-      %y = "stablehlo.dynamic_conv"(%x, %w, %p) {
-        dimension_numbers = #stablehlo.conv<[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]>,
-        feature_group_count = 1 : i64, batch_group_count = 1 : i64}
-        : (tensor<1x8x8x2xf32>, tensor<3x3x2x4xf32>, tensor<2x2xi32>) -> tensor<1x8x8x4xf32>
-      return %y : tensor<1x8x8x4xf32>
-    }"""
-    after = canonicalize(import_module(parse_module(text)).program)
-    conv = next(op for op in after.walk() if op.name == "stablehlo.convolution")
-    assert conv.kind.attrs["padding"] == ((1, 1), (1, 1))
-    assert len(conv.operands) == 2
-
-
 def test_a_program_without_such_ops_is_not_rebuilt() -> None:
     program = import_module(parse_module(BY_NAME["stablehlo.cholesky"].text)).program
     assert canonicalize(program) is program

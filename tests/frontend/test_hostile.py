@@ -2,7 +2,6 @@
 
 import io
 import random
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 import spmd
 from spmd.frontend import bytecode
-from spmd.frontend.importer import ops
-from spmd.frontend.importer.handlers import DEEPEST_CALLS
+from spmd.frontend.importer.contents import DEEPEST_CALLS
 from spmd.frontend.importer.module import import_module, parse_module, signature
 
 SECONDS = 25.0
@@ -177,14 +175,6 @@ def test_a_hanging_reader(binary: bytes, tmp_path: Path, monkeypatch: pytest.Mon
     refused(binary, "still reading")
 
 
-def test_a_reader_that_waits(binary: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    refused(binary, "after 600 seconds")
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(150))
 def test_mutated_bytecode(binary: bytes, artifact: bytes, seed: int) -> None:
@@ -198,34 +188,17 @@ WRONG: dict[str, tuple[str, str]] = {
     "nothing": ("\n", "no function to compile"),
     "no MLIR": ("hello\nworld\n", "cannot be read"),
     "unknown dialect": (unary(f'%y = "torch.relu"(%x) : ({TENSOR}) -> {TENSOR}'), "torch.relu"),
-    "unknown op": (unary(f'%y = "stablehlo.relu"(%x) : ({TENSOR}) -> {TENSOR}'), "relu"),
-    "wrong type": (unary(f"%y = stablehlo.add %x, %x : {TENSOR.replace('8', '9')}"), "8x4xf32"),
-    "wrong element type": (unary("%y = stablehlo.add %x, %x : tensor<8x4xi32>"), "8x4xf32"),
-    "use before definition": (unary(f"%y = stablehlo.add %z, %z : {TENSOR}"), "%z"),
-    "missing terminator": ("func.func @main() {\n}\nfunc.func @f() {\n", "cannot be read"),
-    "returns too little": (function("return"), "cannot be read"),
-    "duplicate symbol": (function() + function(), "'main'"),
     "dynamic shape": (
         "func.func @main(%x: tensor<?x4xf32>) -> tensor<?x4xf32> {\nreturn %x : tensor<?x4xf32>\n}",
         "argument arg0 has the shape (?, 4), and ? has no value"),
     "unranked": (
         "func.func @main(%x: tensor<*xf32>) -> tensor<*xf32> {\nreturn %x : tensor<*xf32>\n}",
         "tensor<*xf32>"),
-    "dynamic inside": (
-        unary(
-            "%n = stablehlo.constant dense<8> : tensor<i32>\n"
-            f"%z = stablehlo.set_dimension_size %x, %n, dim = 0 : ({TENSOR}, tensor<i32>) -> "
-            "tensor<?x4xf32>\n"
-            f"%y = stablehlo.real_dynamic_slice %z : {TENSOR}"
-        ),
-        "cannot be read"),
     "attribute of another kind": (
         unary(f'%y = "stablehlo.transpose"(%x) {{permutation = "hello"}} : ({TENSOR}) -> {TENSOR}'),
         ""),
     "too few elements": (unary('%y = stablehlo.constant dense<"0x00000000"> : tensor<8x4xf64>'),
         ""),
-    "negative size": (function("return %x : tensor<-8x4xf32>"), "cannot be read"),
-    "size beyond 64 bits": (unary("%y = stablehlo.abs %x : tensor<99999999999999999999xf32>"), ""),
     "calls itself": (unary(f"%y = func.call @main(%x) : ({TENSOR}) -> {TENSOR}"),
         "@main calls itself"),
     "call each other": (
@@ -302,8 +275,7 @@ def chain(length: int, calls: int) -> str:
     return "\n".join(parts)
 
 
-def test_calls_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "MOST_OPS", 5_000)  # what is allowed takes 15 s to read
+def test_calls_that_multiply() -> None:
     refused(chain(40, 2), "ops with its calls inlined")
 
 

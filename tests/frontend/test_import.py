@@ -5,7 +5,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.interpreters import mlir
@@ -130,20 +129,6 @@ def test_argument_and_result_shardings_are_kept():
     )
     assert found.arg_marks == (ShardingAttr(((("data", 1, 0),), ()), (False, False)), None)
     assert found.result_marks[0] == ShardingAttr(((), (("model", 1, 0),)), (False, False))
-
-
-def test_sub_axes_are_read():
-    found = parsed("""
-      sdy.mesh @mesh = <["x"=8]>
-      func.func @main(%0: tensor<8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x":(2)4, ?}]>})
-        -> tensor<8xf32> { return %0 : tensor<8xf32> }
-    """)
-    assert found.arg_marks == (ShardingAttr(((("x", 2, 4),),), (True,)),)
-
-
-def test_a_module_without_marks_has_no_mesh():
-    found = imported(lambda x: x, X)
-    assert (found.arg_marks, found.result_marks) == ((None,), (None,))
 
 
 # What the importer makes of ops: locations, scalar bodies, regions.
@@ -374,21 +359,6 @@ def test_special_numbers_keep_their_bits(dtype, count):
             bits, one = f"(-0.0, {bits})", np.array(-0.0, part).tobytes() + one
         found = constant("[" + ", ".join([bits] * count) + "]", TensorType((count,), dtype))
         assert found == Dense(TensorType((count,), dtype), one, True)
-
-
-def test_constants_that_jax_writes():
-    arrays = (
-        np.arange(300, dtype=ml_dtypes.bfloat16).reshape(3, 100),
-        np.array([1 + 2j, np.inf], np.complex64),
-        np.array([7, -8], ml_dtypes.int4),
-        np.arange(300) % 3 == 0,
-        np.zeros((0, 4), ml_dtypes.bfloat16),
-    )
-    found = ops(imported(lambda: arrays), "constant")
-    for op, array in zip(found, arrays, strict=True):
-        value = op.kind.attrs["value"].array()
-        assert (value.dtype, value.shape) == (array.dtype, array.shape)
-        assert value.tobytes() == array.tobytes()
 
 
 # Calls and composites that the importer inlines.

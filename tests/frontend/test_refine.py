@@ -13,6 +13,7 @@ from spmd.errors import FrontendError
 from spmd.frontend.artifact import calls_of, function_artifact
 from spmd.frontend.importer.module import parse_module
 from spmd.frontend.refine import is_dynamic, refine, symbols_of
+from tests.frontend.test_hostile import chain
 
 
 def struct(*shape: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -187,8 +188,9 @@ def body(text: str) -> str:
             [(8, 4), (2,)],
             "function @f has no body in the module",
         ),
+        (chain(40, 2).replace("8x4", "?x4"), [(8, 4)], "the module has more than 250000 ops"),
     ],
-    ids=["static dim", "rank", "count", "data", "recursion", "symbol", "body"],
+    ids=["static dim", "rank", "count", "data", "recursion", "symbol", "body", "calls"],
 )
 def test_what_cannot_be_is_one_error(text: str, shapes: list[tuple[int]], message: str) -> None:
     with pytest.raises(FrontendError) as caught:

@@ -43,7 +43,7 @@ def everything(program: Program) -> tuple[Stack, ...]:
             seeds = tuple(place for place in group if place not in taken)
             rows = block.grown(seeds, taken) if len(seeds) > 1 else []
             rows = block.independent(rows, seeds) if rows else []
-            stack = Stack(tuple(tuple(block.ops[p].results[0] for p in row) for row in rows))
+            stack = tuple(tuple(block.ops[p].results[0] for p in row) for row in rows)
             if rows and block.order([*found, stack]) is not None:
                 found.append(stack)
                 taken.update(place for row in rows for place in row)
@@ -206,7 +206,7 @@ def gram(x: Any) -> Any:
 def test_a_row_is_written_once() -> None:
     program = program_of(lambda xs: [gram(x) * 2 for x in xs], matrices(3, 4, 6))
     (stack,) = everything(program)
-    assert stack.lanes == 3
+    assert len(stack[0]) == 3
     after = stacked(program, [stack])
     check_program(after)
     names = [op.label for op in after.body.ops]
@@ -272,12 +272,11 @@ def test_two_stacks_that_need_each_other_are_not_both_written() -> None:
     for place, op in enumerate(block.ops):
         places.setdefault(op.label, []).append(place)
     pairs = [
-        Stack((tuple(block.ops[p].results[0] for p in places[name]),))
-        for name in ("sine", "dot_general")
+        (tuple(block.ops[p].results[0] for p in places[name]),) for name in ("sine", "dot_general")
     ]
     assert all(block.order([pair]) is not None for pair in pairs)
     assert block.order(pairs) is None
-    two = Stack(pairs[0].rows + pairs[1].rows)
+    two = pairs[0] + pairs[1]
     assert described(program, two).startswith("2 times sine and 1 more op (")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import spmd
 from benchmarks.programs.conditions import small_machine
-from spmd.frontend.normalize import DimGroup, _groups, unflatten
+from spmd.frontend.normalize import unflatten
 from spmd.ir.description import RESHAPE
 from spmd.ir.legality import check_program
 from tests.ir.examples import program_of
@@ -57,11 +57,3 @@ def test_what_is_no_such_sum_stays(name: str) -> None:
 def test_a_reshape_that_nobody_reads_goes() -> None:
     after = unflatten(program_of(SUMS["everything"], X))
     assert [op.name for op in after.body.ops if op.name == RESHAPE] == []
-
-
-def test_groups() -> None:
-    assert _groups((8, 16, 4), (128, 4)) == [DimGroup((0, 1), (0,)), DimGroup((2,), (1,))]
-    assert _groups((6, 4), (8, 3)) == [DimGroup((0, 1), (0, 1))]
-    assert _groups((), (1, 1)) == [DimGroup((), (0,)), DimGroup((), (1,))]
-    assert _groups((2, 1), (2,)) == [DimGroup((0,), (0,)), DimGroup((1,), ())]
-    assert _groups((0, 3), (0,)) == []

@@ -1,8 +1,7 @@
 """Every StableHLO and CHLO op ends in a rule, in other ops, or in an error with its name."""
 
 from benchmarks.corpus.programs import PROGRAMS
-from spmd.frontend.importer.module import dialect_ops
-from tools.coverage import OPS_PAGE, PROGRAMS_PAGE, how
+from tools.coverage import OPS_PAGE, PROGRAMS_PAGE, dialect_ops, how
 
 
 def test_something_becomes_of_every_op() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,9 @@ from spmd.ir.types import (
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs, part_atoms
 from spmd.mesh.spec import check_reduced
+
+DEEPEST_CALLS = 100  # how many functions may call each other in turn
+MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
 
 MARKS = ("sdy.sharding", "mhlo.sharding")
 """Names of the attributes with the sharding of an op's results, an argument or a result."""
@@ -212,6 +215,13 @@ def ops_in(root: Any) -> list[Any]:
     return found
 
 
+def replace_op(op: Any, values: Iterable[Any]) -> None:
+    """Erases an op; what read its results reads `values`."""
+    for result, value in zip(op.results, values, strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()
+
+
 def cloned(op: Any, values: dict[Any, Any]) -> Any:
     """Inserts and returns a copy of an op; `values` (old -> new) maps operands, gets results."""
     copy = op.clone().operation
@@ -269,6 +279,33 @@ class Contents:
                 required="a public function `main`, or exactly one function",
             )
         return main
+
+    def check_calls(self, whole: Container[str] = ()) -> None:
+        """Raises FrontendError for recursion, a call of no function, and too many calls or ops.
+
+        Composites whose names are in `whole` call nothing.
+        """
+        sizes: dict[str, int] = {}  # of functions, in ops with all calls inlined
+
+        def size(name: str, around: tuple[str, ...]) -> int:
+            if name in around:
+                raise FrontendError(f"function @{name} calls itself")
+            if name not in self.functions or not self.functions[name].regions[0].blocks:
+                raise FrontendError(f"function @{name} has no body in the module")
+            if len(around) > DEEPEST_CALLS:
+                raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
+            if name not in sizes:
+                ops = ops_in(self.functions[name])
+                called = (callee for op in ops for callee in callees(op, whole))
+                sizes[name] = len(ops) + sum(size(callee, (*around, name)) for callee in called)
+            if sizes[name] > MOST_OPS:
+                raise FrontendError(
+                    f"the module has more than {MOST_OPS} ops with its calls inlined",
+                    fix="keep repeated parts in a loop",
+                )
+            return sizes[name]
+
+        size(self.main().attributes["sym_name"].value, ())
 
     @property
     def mesh(self) -> Mesh:
@@ -372,6 +409,18 @@ class Contents:
             is_placed = is_main and stated and stated.mesh == NO_AXES and self._is_of_one_device
             found.append(None if stated is None or is_placed else self.mark(attr, rank))
         return tuple(found)
+
+
+def callees(op: Any, whole: Container[str] = ()) -> list[str]:
+    """Returns the names of the functions that an op calls, none if it is a composite in `whole`."""
+    if op.name == "func.call":
+        return [op.attributes["callee"].value]
+    if op.name == "stablehlo.composite":
+        is_whole = op.attributes["name"].value in whole
+        return [] if is_whole else [op.attributes["decomposition"].value]
+    is_call = op.name == "stablehlo.custom_call"
+    bodies = op.attributes.get("called_computations", ()) if is_call else ()
+    return [body.value for body in bodies]
 
 
 def named_ops(module: Any, kind: str) -> dict[str, Any]:
@@ -504,41 +553,22 @@ def _tiled(text: str, rank: int) -> Stated | None:
     found = _TILES.fullmatch(text)
     if found is None:
         raise FrontendError(f"cannot read the sharding {text[:100]}")
-    mesh, kinds = _tiles_mesh(found)
-    if mesh.size == 1 or "manual" in kinds:
-        return None
-    if len(mesh.sizes) - len(kinds) != rank:
-        raise FrontendError(f"the sharding {text[:100]} is not of a tensor of rank {rank}")
-    names = mesh.axis_names
-    dims = tuple(((names[d], 1, 0),) if mesh.sizes[d] > 1 else () for d in range(rank))
-    unreduced = tuple((name, 1, 0) for name in names[rank:] if name.startswith("unreduced"))
-    return Stated(mesh, dims, closed, unreduced)
-
-
-def manual_refs(text: str) -> tuple[Mesh, Refs] | None:
-    """Returns the mesh of a GSPMD text and its manual axes; None for `{manual}`: all axes."""
-    found = _TILES.fullmatch(_NOTES.sub("", text))
-    if found is None:
-        return None
-    mesh, _ = _tiles_mesh(found)
-    return mesh, tuple((name, 1, 0) for name in mesh.axis_names if name.startswith("manual"))
-
-
-def _tiles_mesh(found: re.Match[str]) -> tuple[Mesh, list[str]]:
-    """Returns a GSPMD tiling's mesh, and the kinds (`replicated`) of its axes that split no dim."""
-    tiles = _numbers(found["tiles"])
-    kinds = ["replicated"] * bool(found["replicated"])
+    tiles, kinds = _numbers(found["tiles"]), ["replicated"] * bool(found["replicated"])
     kinds += found["kinds"].split(", ") if found["kinds"] else []
-    names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
-    names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
-    devices: Any
-    if found["ids"]:
-        devices = _numbers(found["ids"])
-    else:
+    if len(tiles) - len(kinds) != rank:
+        raise FrontendError(f"the sharding {text[:100]} is not of a tensor of rank {rank}")
+    names = [*(f"dim {d}" for d in range(rank)), *(f"{kind} {i}" for i, kind in enumerate(kinds))]
+    devices: Any = _numbers(found["ids"] or "")
+    if not devices:
         shape = _numbers(found["shape"])
         order = _numbers(found["order"]) if found["order"] else range(len(shape))
         devices = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)
-    return Mesh(devices, tiles, names), kinds
+    mesh = Mesh(devices, tiles, names)
+    if mesh.size == 1:
+        return None
+    dims = tuple(((names[d], 1, 0),) if tiles[d] > 1 else () for d in range(rank))
+    unreduced = tuple((name, 1, 0) for name in names[rank:] if name.startswith("unreduced"))
+    return Stated(mesh, dims, closed, unreduced)
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,9 +3,9 @@
 Each handler appends the ops that an op becomes, if any, and enters the op's results into `env`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxlib.mlir import ir
@@ -14,17 +14,14 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, UnsupportedOpError
 from spmd.frontend.importer.contents import (
-    MARKS,
     NO_AXES,
     Contents,
     Scope,
     Stated,
     atoms_of_refs,
     composite_attribute,
-    defining_op,
     entries_of,
     items_of,
-    manual_refs,
     mesh_of,
     refs_of,
     shardings_of,
@@ -40,9 +37,7 @@ from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
-DEEPEST_CALLS = 100  # how many functions may call each other in turn
-
-_CHLO_COMPOSITES = {
+CHLO_COMPOSITES = {
     f"chlo.{name}"
     for name in (
         "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf",
@@ -71,7 +66,7 @@ def _composite(importer: Importer, op: Any, env: Env) -> None:
     name = op.attributes["name"].value
     has_own = "composite_attributes" in op.attributes
     own = items_of(op.attributes["composite_attributes"]) if has_own else {}
-    if name in _CHLO_COMPOSITES:
+    if name in CHLO_COMPOSITES:
         attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
         importer.op(op, env, name, attrs)
     elif name in importer.composites:
@@ -79,7 +74,7 @@ def _composite(importer: Importer, op: Any, env: Env) -> None:
         attrs = {"name": name, **importer.composites[name], **attrs}
         importer.op(op, env, attrs=attrs)
     else:
-        _inline(importer, op, op.attributes["decomposition"].value, env)
+        _inline(importer, op, env, "decomposition")
 
 
 def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
@@ -88,8 +83,6 @@ def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
         _callback(importer, op, env, target)
     elif target in ("Sharding", "xla.sdy.FuncResultSharding"):  # their attributes mark it
         env[op.results[0]] = env[op.operands[0]]
-    elif target in (ENTERS, LEAVES):
-        _cross(importer, op, target, env)
     else:
         attrs: dict[str, Attribute] | None = None
         called = op.attributes.get("called_computations", ())
@@ -119,44 +112,33 @@ def _tuple(importer: Importer, op: Any, env: Env) -> None:
         ) from error
 
 
-def _call(importer: Importer, op: Any, env: Env) -> None:
-    if is_manual_call(op):
-        _manual_call(importer, op, env)
-    else:
-        _inline(importer, op, op.attributes["callee"].value, env)
-
-
-def _inline(importer: Importer, op: Any, callee: str, env: Env) -> None:
-    """Appends the ops of the function `callee`, in place of the call `op`."""
+def _inline(importer: Importer, op: Any, env: Env, stated: str = "callee") -> None:
+    """Appends the ops of the function that the attribute `stated` names, in place of the call."""
     # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
     # after:  %5 = tanh %4; %6 = tanh %5
     # The body is imported anew for each call: two calls may get different shardings, and their ops
     # carry the line of their own call.
-    function = importer.contents.functions.get(callee)
-    if callee in importer.calls or function is None or not function.regions[0].blocks:
-        problem = "calls itself" if callee in importer.calls else "has no body in the module"
-        source = importer.loc(op.location).source
-        raise FrontendError(f"function @{callee} {problem}", source=source)
-    if len(importer.calls) >= DEEPEST_CALLS:
-        raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
+    function = importer.contents.functions[op.attributes[stated].value]
     outer = importer.call_loc
     importer.call_loc = importer.loc(op.location)
-    importer.calls.append(callee)
-    block = function.regions[0].blocks[0]
     sides = "argument", "result"
-    args, ends = (importer.contents.boundary_marks(function, side) for side in sides)
-    arguments = _marked(importer, [env[v] for v in op.operands], args, importer.call_loc)
-    results = importer.block(block, dict(zip(block.arguments, arguments, strict=True)))
-    results = _marked(importer, results, ends, importer.call_loc)
-    env.update(zip(op.results, results, strict=True))
-    importer.calls.pop()
+    ends = [importer.contents.boundary_marks(function, side) for side in sides]
+    _written_out(importer, op, env, function, ends, importer.call_loc)
     importer.call_loc = outer
 
 
-def _marked(
-    importer: Importer, values: Sequence[Value], marks: Marks, loc: Loc
-) -> tuple[Value, ...]:
-    return tuple([importer.mark(v, mark, loc) for v, mark in zip(values, marks, strict=True)])
+def _written_out(
+    importer: Importer, op: Any, env: Env, function: Any, ends: Sequence[Marks], loc: Loc
+) -> None:
+    """Appends the ops in a function, or an op with a region, between marks, in place of `op`."""
+    block = function.regions[0].blocks[0]
+
+    def marked(values: Sequence[Value], marks: Marks) -> list[Value]:
+        return [importer.mark(v, mark, loc) for v, mark in zip(values, marks, strict=True)]
+
+    entered = marked([env[v] for v in op.operands], ends[0])
+    returned = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
+    env.update(zip(op.results, marked(returned, ends[1]), strict=True))
 
 
 def _callback(importer: Importer, op: Any, env: Env, target: str) -> None:
@@ -183,49 +165,6 @@ def _callback(importer: Importer, op: Any, env: Env, target: str) -> None:
 #   before: %2 = manual_computation(%1) in=[{x}] out=[{x}] { (%a): %b = tanh %a; return %b }
 #   after:  %2 = spmd.manual { %3 = to_manual %1 {x}; %4 = tanh %3; %5 = from_manual %4 {x}
 #                              return %5 }
-
-
-class _End(NamedTuple):
-    """Holds a value that enters or leaves a manual region: its MLIR values inside and outside."""
-
-    inner: Any
-    outer: Any
-    dims: tuple[Axes, ...]  # the manual atoms that split each of its dims
-    mark: ShardingAttr | None  # what its sharding says of axes that are free inside
-
-
-_Ends = tuple[Sequence[_End], Sequence[_End]]  # of what comes in, and of what goes out
-_Body = Callable[[Env], Sequence[Value]]
-
-
-def _region(importer: Importer, env: Env, loc: Loc, scope: Scope, ends: _Ends, body: _Body) -> None:
-    """Appends a manual region with ops for entries (`ends[0]`), `body`, and exits (`ends[1]`)."""
-    b, inner = importer.b, dict[Any, Value]()
-    b.begin()
-    for end in ends[0]:
-        attrs: Attrs = {"axes": scope.held, "dims": end.dims}
-        type_ = importer.type(end.inner.type)
-        entered = importer.add(TO_MANUAL, env[end.outer], type_, attrs, loc)
-        inner[end.inner] = importer.mark(entered, end.mark, loc)
-    importer.scopes.append(scope)
-    results = body(inner)
-    importer.scopes.pop()
-    returned = []
-    for end, value in zip(ends[1], results, strict=True):
-        attrs = {"axes": scope.held, "dims": end.dims}
-        marked = importer.mark(value, end.mark, loc)
-        type_ = importer.type(end.outer.type)
-        returned.append(importer.add(FROM_MANUAL, marked, type_, attrs, loc))
-    if not ends[1]:  # ops go by their results: it gets one
-        b.append(flag := importer.flag(loc))
-        attrs = {"axes": scope.held, "dims": ()}
-        returned.append(importer.add(FROM_MANUAL, flag.results[0], FLAG, attrs, loc))
-    region = b.end((), returned)
-    if not ends[1] and not any(map(has_effect, region.ops)):
-        return
-    b.loc, types = loc, [b.types[v] for v in returned]
-    made = b.op(MANUAL, (), types, {"axes": scope.axes}, (region,))
-    env.update(zip([end.outer for end in ends[1]], made, strict=False))
 
 
 def _manual(importer: Importer, op: Any, env: Env) -> None:
@@ -256,19 +195,41 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
     held = (outer.held if outer else ()) + axes
     scope = Scope(contents.mesh, own, axes, held)
 
-    def end(inner: Any, outer: Any, stated: Stated) -> _End:
+    def end(name: str, value: Value, stated: Stated, made: Any) -> Value:
+        """Appends a value's way in or out, marked inside by what is stated of axes free there."""
         dims = tuple(
             contents.atoms(stated.mesh, [ref for ref in refs if ref[0] in names])
             for refs in stated.dims
         )
         free = tuple(tuple(r for r in refs if r[0] not in names) for refs in stated.dims)
-        rest = None if scope.is_whole else contents.written(stated._replace(dims=free))
-        return _End(inner, outer, dims, rest)
+        mark = None if scope.is_whole else contents.written(stated._replace(dims=free))
+        if name == FROM_MANUAL:
+            value = importer.mark(value, mark, loc)
+        attrs: Attrs = {"axes": scope.held, "dims": dims}
+        value = importer.add(name, value, importer.type(made.type), attrs, loc)
+        return importer.mark(value, mark, loc) if name == TO_MANUAL else value
 
-    entries = list(map(end, block.arguments, op.operands, ins))
-    exits = list(map(end, op.results, op.results, outs))
-    ends = entries, exits
-    _region(importer, env, loc, scope, ends, lambda inner: importer.block(block, inner))
+    b, inner = importer.b, dict[Any, Value]()
+    b.begin()
+    for argument, operand, stated in zip(block.arguments, op.operands, ins, strict=True):
+        inner[argument] = end(TO_MANUAL, env[operand], stated, argument)
+    importer.scopes.append(scope)
+    results = importer.block(block, inner)
+    importer.scopes.pop()
+    returned = [
+        end(FROM_MANUAL, value, stated, result)
+        for result, value, stated in zip(op.results, results, outs, strict=True)
+    ]
+    if not returned:  # ops go by their results: it gets one
+        b.append(flag := importer.flag(loc))
+        attrs = {"axes": scope.held, "dims": ()}
+        returned.append(importer.add(FROM_MANUAL, flag.results[0], FLAG, attrs, loc))
+    region = b.end((), returned)
+    if not op.results and not any(map(has_effect, region.ops)):
+        return
+    b.loc, types = loc, [b.types[v] for v in returned]
+    made = b.op(MANUAL, (), types, {"axes": scope.axes}, (region,))
+    env.update(zip(op.results, made, strict=False))
 
 
 def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
@@ -283,104 +244,6 @@ def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
             fix="add it up inside the region (jax.lax.psum), and leave `unreduced` out of its spec",
         )
     return stated
-
-
-# ---------------------------------------------------------------------------------------------
-# Manual regions as jax writes them for GSPMD: a call between custom calls that change shapes.
-#
-#   %1 = custom_call @Sharding(%0) {whole}            the value, split over the manual axes
-#   %2 = custom_call @SPMDFullToShardShape(%1)        one device's piece
-#   %3 = call @shmap_body(%2)                         what is written for one device
-#   %4 = custom_call @Sharding(%3) {manual}
-#   %5 = custom_call @SPMDShardToFullShape(%4) {whole}
-#
-# The call becomes the region; the custom calls are its boundary.
-
-ENTERS, LEAVES = "SPMDFullToShardShape", "SPMDShardToFullShape"
-
-
-class _Crossing(NamedTuple):
-    """Holds a value that crosses a GSPMD manual region's boundary, and ops with its shardings."""
-
-    inner: Any
-    outer: Any
-    manual: Any  # the op that states the manual axes
-    whole: Any  # the op that says how the outer value is split
-
-
-def is_manual_call(op: Any) -> bool:
-    """Returns whether a call is that of a `shard_map`'s body, as jax lowers it for GSPMD."""
-    is_call = op.name == "func.call" and len(op.operands) + len(op.results) > 0
-    return is_call and all(map(_entry, op.operands)) and all(map(_exit, op.results))
-
-
-def _entry(value: Any) -> _Crossing | None:
-    """Returns how a call's operand enters a GSPMD manual region; None if it enters none."""
-    enters = _custom_call(defining_op(value), ENTERS)
-    whole = enters and _custom_call(defining_op(enters.operands[0]), "Sharding")
-    return _Crossing(value, enters.operands[0], enters, whole) if whole else None
-
-
-def _exit(value: Any) -> _Crossing | None:
-    """Returns how a call's result leaves a GSPMD manual region; None if it leaves none."""
-    manual = _custom_call(_only_user(value), "Sharding")
-    leaves = manual and _custom_call(_only_user(manual.results[0]), LEAVES)
-    return _Crossing(value, leaves.results[0], manual, leaves) if leaves else None
-
-
-def _custom_call(op: Any, target: str) -> Any:
-    """Returns the op if it is a custom call to `target` with a sharding, else None."""
-    is_call = op is not None and op.name == "stablehlo.custom_call"
-    is_known = is_call and op.attributes["call_target_name"].value == target
-    return op if is_known and MARKS[1] in op.attributes else None
-
-
-def _only_user(value: Any) -> Any:
-    users = [use.owner for use in value.uses]
-    return users[0].operation if len(users) == 1 else None
-
-
-def _cross(importer: Importer, op: Any, target: str, env: Env) -> None:
-    """Imports a custom call at a manual region's boundary as its operand; elsewhere an error."""
-    if target == ENTERS:
-        calls = [use.owner for use in op.results[0].uses]
-    else:
-        manual = _custom_call(defining_op(op.operands[0]), "Sharding")
-        calls = [defining_op(manual.operands[0])] if manual else []
-    if not calls or not all(call is not None and is_manual_call(call) for call in calls):
-        refuse(f"custom_call:{target}", importer.loc(op.location))
-    env[op.results[0]] = env[op.operands[0]]
-
-
-def _manual_call(importer: Importer, op: Any, env: Env) -> None:
-    loc, contents = importer.loc(op.location), importer.contents
-    entries = list(filter(None, map(_entry, op.operands)))
-    exits = list(filter(None, map(_exit, op.results)))
-    around = importer.scopes[-1].held if importer.scopes else ()
-    boundary = (entries + exits)[0].manual  # any of its ops says what is manual
-    refs = manual_refs(shardings_of(boundary.attributes[MARKS[1]])[0])
-    every = range(len(contents.mesh.atoms)) if refs is None else contents.atoms(*refs)
-    axes = tuple(sorted(a for a in every if a not in around))
-    scope = Scope(contents.mesh, contents.mesh, axes, around + axes)
-
-    def end(crossing: _Crossing) -> _End:
-        outer, inner = importer.type(crossing.outer.type), importer.type(crossing.inner.type)
-        attr = shardings_of(crossing.whole.attributes[MARKS[1]])[0]
-        stated = contents.stated(attr, outer.rank)
-        split = [contents.atoms(stated.mesh, refs) for refs in stated.dims] if stated else ()
-        split = split or [()] * outer.rank
-        dims = tuple(tuple(a for a in atoms if a in scope.axes) for atoms in split)
-        pieces = tuple(n * contents.mesh.extent(a) for n, a in zip(inner.shape, dims, strict=True))
-        if pieces != outer.shape:
-            refuse(f"custom_call:{ENTERS}", loc)
-        return _End(crossing.inner, crossing.outer, dims, None)
-
-    def body(inner: Env) -> Sequence[Value]:
-        _inline(importer, op, op.attributes["callee"].value, inner)
-        return [inner[crossing.inner] for crossing in exits]
-
-    _region(importer, env, loc, scope, (list(map(end, entries)), list(map(end, exits))), body)
-    env.update((crossing.inner, env[crossing.outer]) for crossing in exits)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -523,23 +386,19 @@ def _marks(importer: Importer, op: Any, env: Env) -> None:
 def _named(importer: Importer, op: Any, env: Env) -> None:
     """Imports the ops in an `sdy.named_computation`, with marks by its in and out shardings."""
 
-    def marked(values: Sequence[Value], name: str) -> Sequence[Value]:
+    def marks(name: str, values: Sequence[Any]) -> Marks:
         if name not in op.attributes:
-            return values
-        ranks = [importer.b.types[v].rank for v in values]
-        pairs = zip(shardings_of(op.attributes[name]), ranks, strict=True)
-        marks = [importer.contents.mark(attr, rank) for attr, rank in pairs]
-        return _marked(importer, values, marks, importer.loc(op.location))
+            return [None] * len(values)
+        pairs = zip(shardings_of(op.attributes[name]), values, strict=True)
+        return [importer.contents.mark(attr, importer.type(v.type).rank) for attr, v in pairs]
 
-    block = op.regions[0].blocks[0]
-    entered = marked([env[v] for v in op.operands], "in_shardings")
-    results = importer.block(block, dict(zip(block.arguments, entered, strict=True)))
-    env.update(zip(op.results, marked(results, "out_shardings"), strict=True))
+    ends = marks("in_shardings", op.operands), marks("out_shardings", op.results)
+    _written_out(importer, op, env, op, ends, importer.loc(op.location))
 
 
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
-        "func.call": _call,
+        "func.call": _inline,
         "stablehlo.composite": _composite,
         "stablehlo.custom_call": _any_custom_call,
         "stablehlo.get_tuple_element": _tuple,

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import chlo
-from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
@@ -30,7 +28,7 @@ from spmd.frontend.importer.contents import (
     result_names,
     tensor_type,
 )
-from spmd.frontend.importer.handlers import HANDLERS
+from spmd.frontend.importer.handlers import CHLO_COMPOSITES, HANDLERS
 from spmd.frontend.importer.ops import Importer
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
@@ -73,6 +71,7 @@ def import_module(
     """
     with module.context, malformed():
         contents = Contents(module, mesh)
+        contents.check_calls({*composites, *CHLO_COMPOSITES})
         main = contents.main()
         importer = Importer(contents, HANDLERS, function, composites, len(callbacks))
         body = importer.region(main.regions[0].blocks[0], {})
@@ -153,13 +152,6 @@ def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
         arguments = Contents(module).main().regions[0].blocks[0].arguments
         paths = [path_of(location_of(arg.location)[0]) for arg in arguments]
         return _unique("arg", paths[start:])
-
-
-def dialect_ops() -> tuple[str, ...]:
-    """Returns the names of all ops of StableHLO and CHLO in the installed jaxlib, sorted."""
-    items = [*vars(hlo).values(), *vars(chlo).values()]
-    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
-    return tuple(sorted(n for n in names if n.startswith(("stablehlo.", "chlo."))))
 
 
 def _with_shardings(module: ir.Module) -> ir.Module:

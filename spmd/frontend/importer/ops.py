@@ -4,6 +4,7 @@ Most ops become one op of the same name. Handlers import ops that become others 
 ops that StableHLO's own passes rewrite (`LEGALIZED`). Some ops are errors (`REFUSED`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -37,7 +38,6 @@ from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 from spmd.mesh.sharding import axes_text
 
 DEEPEST_REGIONS = 64  # how many loops and branches may be inside each other
-MOST_OPS = 250_000  # how many ops a program may have with its calls inlined
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
 _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
@@ -69,12 +69,10 @@ class Importer:
         self.b = Builder()  # appends ops; has the type of each value so far
         self.type = functools.cache(tensor_type)  # equal ones become the same object
         self.attribute = functools.cache(attribute)
-        self.calls: list[str] = []  # functions that are being inlined, outermost first
         self.call_loc = Loc()
         self.scopes: list[Scope] = []  # manual regions around the op, outermost first
         self.in_bodies = 0  # how many scalar bodies are around the op
         self._handlers = handlers
-        self._count = 0
         self._depth = 0
         self._producers: dict[Value, Op] = {}
         self._loc_cache: dict[Any, Loc] = {}
@@ -124,12 +122,6 @@ class Importer:
         """Appends the ops of a block; returns the values that the block's terminator returns."""
         for item in block.operations:
             op = item.operation
-            self._count += 1
-            if self._count > MOST_OPS:
-                raise FrontendError(
-                    f"the module has more than {MOST_OPS} ops with its calls inlined",
-                    fix="keep repeated parts in a loop",
-                )
             if op.name in _RETURNS:
                 return tuple([env[v] for v in op.operands])
             try:
@@ -305,9 +297,18 @@ hlo.register_stablehlo_passes()
 # `refine-shapes` folds the sizes and amounts, which the pass for dynamic ops reads from constants.
 _PASSES = (
     "builtin.module(stablehlo-refine-shapes,func.func(chlo-legalize-to-stablehlo,"
-    "stablehlo-legalize-deprecated-ops,stablehlo-canonicalize-dynamism,cse))"
+    "stablehlo-legalize-deprecated-ops,canonicalize,shape-legalize-to-stablehlo,"
+    "stablehlo-canonicalize-dynamism,cse))"
 )
+_BROADCASTING = (
+    "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply",
+    "next_after", "or", "polygamma", "power", "remainder", "select", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "subtract", "xor", "zeta",
+)  # fmt: skip
+"""Ops that CHLO has with implicit broadcasts, too; all of their operands are data."""
 _DATA = {
+    **{f"chlo.broadcast_{name}": 3 for name in _BROADCASTING},
+    "chlo.constant": 0,
     "chlo.constant_like": 1,
     "chlo.mulhi": 2,
     "stablehlo.broadcast": 1,
@@ -348,13 +349,14 @@ def _legalize(importer: Importer, op: Any, env: Env) -> None:
                 copies = [cloned(item, values) for item in chain]
                 return list(copies[-1].results)
 
-        PassManager.parse(_PASSES).run(module.operation)  # `module` keeps its block alive
+        with contextlib.suppress(ir.MLIRError):
+            PassManager.parse(_PASSES).run(module.operation)
     block = module.body.operations[0].regions[0].blocks[0]
     if any(item.name in LEGALIZED for item in block.operations):
         types = ", ".join(str(value.type) for value in op.operands)
         raise refusal(
             op.name,
-            "its sizes, amounts or strides are computed at run time",
+            "its sizes, amounts or strides are computed at run time, or it broadcasts unlike numpy",
             "make these operands constants (refine the shapes, or fold constants first)",
             importer.loc(op.location),
             op=f"{op.name}({types}) -> {op.results[0].type}",
@@ -400,8 +402,8 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
         "compile the program as one device would run it, and let the marks place the collectives",
     ): ("stablehlo.collective_reduce", "stablehlo.cross-replica-sum"),
     Refusal(
-        "it is not beside a call of one device's program, as jax.shard_map writes it",
-        "lower the program with jax_use_shardy_partitioner=True, or leave the region out",
+        "it is an end of a jax.shard_map that jax lowered for GSPMD",
+        "lower the program with jax_use_shardy_partitioner=True",
     ): ("custom_call:SPMDFullToShardShape", "custom_call:SPMDShardToFullShape"),
     Refusal(
         "it talks to the host or to another program while it runs",

@@ -211,8 +211,8 @@ BROADCASTING = together(
     broadcasting("shift_left", np.left_shift, I, J),
     broadcasting("shift_right_arithmetic", np.right_shift, -I, J),
     broadcasting("shift_right_logical", np.right_shift, I, J),
-    broadcasting("subtract", lambda x, y: x - y[:, None], X, ROW[:8],
-                 attrs="{broadcast_dimensions = array<i64: 0>}"),
+    broadcasting("subtract", np.subtract, X, ROW,
+                 attrs="{broadcast_dimensions = array<i64: 1>}"),
     broadcasting("xor", np.bitwise_xor, I, J),
     broadcasting("zeta", lambda x, q: scipy.special.zeta(x, q).astype(np.float32), X + 3, ROW + 2),
 )  # fmt: skip
