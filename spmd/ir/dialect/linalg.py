@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.ir.dialect.batched import Batched, in_front
+from spmd.ir.dialect.batched import Batched, in_front, stacked
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import BATCHED_CALL, LONE_CALL, batch_rank, op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder, parse_rule, whole
@@ -40,13 +40,13 @@ def _transforms(kind: OpKind) -> float:
     return max(1, math.log(math.prod(kind.attrs["fft_length"]) or 1, TRANSFORM))
 
 
-@op("stablehlo.fft", batched=in_front(), is_same_locally=True, passes=_transforms)
+@op("stablehlo.fft", batched=in_front, is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
     """Returns the rule by which all dims may be split but the last ones, which are transformed."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
-@op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
+@op("stablehlo.triangular_solve", batched=in_front, is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
     """Returns the rule `b i j, b j c -> b j c`: `b`, `c` may be split, operand 1 may be partial."""
     free = -1 if kind.attrs["left_side"] else -2
@@ -77,13 +77,12 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
             return Opaque(re.sub(r'num_batch_dims = "(\d+)"', more, text))
         return value
 
-    found = in_front()(kind, count, differs)
     attrs = {name: changed(name, value) for name, value in kind.attrs.items()}
-    return found and found.with_attrs(attrs)
+    return stacked(kind, count, [True] * len(differs), **attrs)
 
 
 @op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
-@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
+@op("stablehlo.cholesky", batched=in_front, is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
     """Returns the rule `b i j -> b i j, b k`: dims in front of a matrix's two may be split."""
     return _batched(kind, kind.operands[0].rank - 2)

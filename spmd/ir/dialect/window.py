@@ -7,7 +7,7 @@ the rule's halos say which elements of the operand each device reads.
 import math
 
 from spmd.ir.description import Role
-from spmd.ir.dialect.batched import at_a_place, in_front, second_half
+from spmd.ir.dialect.batched import at_a_place, but_scalars, in_front
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.halo import Window
@@ -35,7 +35,7 @@ def _source(kind: OpKind) -> Rule:
     return build.build([], [build.dims(kind.results[0].shape)])
 
 
-@op("stablehlo.broadcast_in_dim", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
+@op("stablehlo.broadcast_in_dim", batched=in_front, is_same_locally=True, role=Role.INSIDE)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
     """Returns the rule `i -> i j`: new dims, and dims of size 1 that grow, are the result's."""
     build = RuleBuilder()
@@ -47,7 +47,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.transpose", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
+@op("stablehlo.transpose", batched=in_front, is_same_locally=True, role=Role.INSIDE)
 def _transpose(kind: OpKind) -> Rule:
     """Returns the rule `i j -> j i`: any dim may be split."""
     build = RuleBuilder()
@@ -56,7 +56,7 @@ def _transpose(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.reshape", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
+@op("stablehlo.reshape", batched=in_front, is_same_locally=True, role=Role.ALIAS)
 def _reshape(kind: OpKind) -> Rule:
     """Returns the rule `(i j) k -> i (j k)`: factors divide dims of both shapes, major to minor.
 
@@ -101,7 +101,7 @@ def _reshape(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.bitcast_convert", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
+@op("stablehlo.bitcast_convert", batched=in_front, is_same_locally=True, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
     """Returns the rule: all dims may be split but one that another element width adds or drops."""
     build = RuleBuilder()
@@ -126,7 +126,7 @@ def _passes(kind: OpKind) -> Rule:
 # Ops whose pieces read elements of their neighbours' pieces.
 
 
-@op("stablehlo.slice", batched=in_front(), reads_pieces=True, role=Role.INSIDE)
+@op("stablehlo.slice", batched=in_front, reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Returns the rule of a slice, by which any dim may be split.
 
@@ -151,7 +151,7 @@ def _slice(kind: OpKind) -> Rule:
     return build.build([operand], [result], **more)
 
 
-@op("stablehlo.reverse", batched=in_front(), role=Role.INSIDE)
+@op("stablehlo.reverse", batched=in_front, role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split; along a reversed one devices read others' tiles."""
     build = RuleBuilder()
@@ -165,7 +165,7 @@ def _reverse(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
-@op("stablehlo.pad", batched=in_front(lambda _: 1), role=Role.INSIDE)
+@op("stablehlo.pad", batched=but_scalars, role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
     """Returns the rule of a pad, by which any dim may be split.
 
@@ -187,7 +187,7 @@ def _pad(kind: OpKind) -> Rule:
     return build.build([operand, []], [result], linear=linear)
 
 
-@op("stablehlo.concatenate", batched=in_front(), role=Role.INSIDE)
+@op("stablehlo.concatenate", batched=in_front, role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split, the joined one with halos as of padded operands."""
     build = RuleBuilder()
@@ -211,7 +211,7 @@ def _concatenate(kind: OpKind) -> Rule:
     return build.build(operands, [result], linear=(tuple(range(len(operands))),), moves=True)
 
 
-@op("stablehlo.dynamic_slice", batched=at_a_place(1), reads_pieces=True, role=Role.INSIDE)
+@op("stablehlo.dynamic_slice", batched=at_a_place, reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Returns the rule: dims taken whole may be split; of others each device adds what it has."""
     build = RuleBuilder()
@@ -224,7 +224,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
     return build.build([operand, *starts], [result], **more)
 
 
-@op("stablehlo.dynamic_update_slice", batched=at_a_place(2), role=Role.UPDATE)
+@op("stablehlo.dynamic_update_slice", batched=at_a_place, role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split; the update is split in dims that it covers whole."""
     build = RuleBuilder()
@@ -281,7 +281,7 @@ def running_dim(kind: OpKind) -> int | None:
     return d if runs else None
 
 
-@op("stablehlo.reduce_window", batched=in_front(second_half), role=Role.FOLD)
+@op("stablehlo.reduce_window", batched=but_scalars, role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
     """Returns the rule: dims may be split, by halos where windows are wide.
 
