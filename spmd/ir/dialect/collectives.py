@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spmd.ir.description import DESCRIPTIONS, Description, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.registry import describe, op
-from spmd.ir.dialect.rule import Rule, RuleBuilder, sides
+from spmd.ir.dialect.rule import Rule, RuleBuilder
 from spmd.ir.program import OpKind
 
 DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
@@ -49,16 +49,16 @@ def _collective(kind: OpKind) -> Rule:
     about = kind.about
     changed = [kind.attrs[name] for name in RESIZED[about.collective] if name]
     build = RuleBuilder()
-    pairs = [
-        build.apart(*pair) if d in changed else build.passes(pair[0])
-        for d, pair in enumerate(zip(kind.operands[0].shape, kind.results[0].shape, strict=True))
-    ]
+    before, after = build.pairs(
+        kind.operands[0],
+        kind.results[0],
+        lambda d, n, out: build.apart(n, out) if d in changed else build.passes(n),
+    )
     # Of reductions only sums are linear. Devices to which a permute sends nothing have zeros, which
     # only sums ignore: it is linear, but hands no other partial value on.
     body = kind.attrs.get("body")
     linear = body is None or body_reducer(body) == "add"
     moves = body is None and about.collective != "collective_permute"
-    before, after = sides(pairs)
     return build.build([before], [after], linear=((0,),) if linear else (), moves=moves)
 
 

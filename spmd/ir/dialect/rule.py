@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd.ir.dialect.halo import Halo, Merge, Window
@@ -23,11 +23,7 @@ UNCLAIMED = (REPLICATE, FIXED, RING)
 
 DimFactors = tuple[int, ...]  # factors of one dim, major to minor
 Pair = tuple[DimFactors, DimFactors]  # factors of an operand's dim and of the result's
-
-
-def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
-    """Returns pairs (operand's dim, result's dim) as two lists: operand's dims, result's dims."""
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+Sides = tuple[list[DimFactors], list[DimFactors]]  # all dims of an operand and of the result
 
 
 class Ring(NamedTuple):
@@ -240,13 +236,27 @@ class RuleBuilder:
         """Adds two factors; returns an operand's dim and a result's (never split) with one each."""
         return self.factor(size, kind), self.factor(result, REPLICATE)
 
-    def window(self, operand: int, dim: int, size: int, window: Window) -> Pair:
+    def window(self, dim: int, size: int, window: Window) -> Pair:
         """Adds a window factor, its `Halo`; returns operand's and result's dim, whole if 1 long."""
         if size == 0 or window.tiled < 2:
             return self.apart(size, window.tiled)
         result = self.factor(window.tiled, WINDOW)
-        self.read(operand, dim, result, window)
+        self.read(0, dim, result, window)
         return (self.factor(size, REPLICATE) if size == 1 else result), result
+
+    def pairs(
+        self, one: TensorType, other: TensorType, pair: Callable[[int, int, int], Pair]
+    ) -> Sides:
+        """Returns dims of two tensors: `pair` makes both of a dim's number and sizes."""
+        sizes = enumerate(zip(one.shape, other.shape, strict=True))
+        made = [pair(d, size, out) for d, (size, out) in sizes]
+        return [dims[0] for dims in made], [dims[1] for dims in made]
+
+    def cut(self, one: TensorType, part: TensorType, kind: str) -> Sides:
+        """Returns dims of a tensor and of a part of it: dims as long pass, others are `kind`."""
+        return self.pairs(
+            one, part, lambda _, n, m: self.passes(n) if n == m else self.apart(n, m, kind)
+        )
 
     def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
         """Adds a `Halo`: for its tile of `factor` a device reads an operand's dim by `window`."""

@@ -22,7 +22,6 @@ from spmd.ir.dialect.rule import (
     Pair,
     Rule,
     RuleBuilder,
-    sides,
 )
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
@@ -136,17 +135,16 @@ def _slice(kind: OpKind) -> Rule:
     # [2:8] of 8 elements over {2, 2}: the six results lie as 2 3 | 4 . | 5 6 | 7 . and the operand
     # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
     build = RuleBuilder()
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
-        out = kind.results[0].shape[d]
+    starts, strides = kind.attrs["start_indices"], kind.attrs["strides"]
+
+    def pair(d: int, size: int, out: int) -> Pair:
         if size == out:
-            pairs.append(build.passes(size))
-        elif out == 1:
-            pairs.append(build.apart(size, 1, REDUCE))
-        else:
-            start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
-            pairs.append(build.window(0, d, size, Window(out, stride, -start)))
-    operand, result = sides(pairs)
+            return build.passes(size)
+        if out == 1:
+            return build.apart(size, 1, REDUCE)
+        return build.window(d, size, Window(out, strides[d], -starts[d]))
+
+    operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
     more = {"reduction": joining(kind.operands[0].dtype), "linear": ((0,),), "moves": True}
     return build.build([operand], [result], **more)
 
@@ -157,7 +155,7 @@ def _reverse(kind: OpKind) -> Rule:
     build = RuleBuilder()
     turned = kind.attrs["dimensions"]
     dims = [
-        build.window(0, d, size, Window(size, reverse=True))[1]
+        build.window(d, size, Window(size, reverse=True))[1]
         if d in turned and size > 1
         else build.factor(size)
         for d, size in enumerate(kind.results[0].shape)
@@ -173,16 +171,13 @@ def _pad(kind: OpKind) -> Rule:
     be partial if the padding is 0.
     """
     build = RuleBuilder()
-    low, high = kind.attrs["edge_padding_low"], kind.attrs["edge_padding_high"]
-    inner = kind.attrs["interior_padding"]
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
-        if (low[d], high[d], inner[d]) == (0, 0, 0):
-            pairs.append(build.passes(size))
-        else:
-            window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
-            pairs.append(build.window(0, d, size, window))
-    operand, result = sides(pairs)
+    low, inner = kind.attrs["edge_padding_low"], kind.attrs["interior_padding"]
+
+    def pair(d: int, size: int, out: int) -> Pair:
+        window = Window(out, 1, low[d], inner[d] + 1)
+        return build.passes(size) if window == Window(size) else build.window(d, size, window)
+
+    operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
     linear = ((0,),) if kind.attrs.get(NEUTRAL) else ()
     return build.build([operand, []], [result], linear=linear)
 
@@ -215,10 +210,7 @@ def _concatenate(kind: OpKind) -> Rule:
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Returns the rule: dims taken whole may be split; of others each device adds what it has."""
     build = RuleBuilder()
-    sizes = zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
-    operand, result = sides(
-        [build.passes(n) if n == out else build.apart(n, out, REDUCE) for n, out in sizes]
-    )
+    operand, result = build.cut(kind.operands[0], kind.results[0], REDUCE)
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
     more = {"reduction": joining(kind.operands[0].dtype), "linear": ((0,),), "moves": True}
     return build.build([operand, *starts], [result], **more)
@@ -228,10 +220,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split; the update is split in dims that it covers whole."""
     build = RuleBuilder()
-    sizes = zip(kind.operands[0].shape, kind.operands[1].shape, strict=True)
-    operand, update = sides(
-        [build.passes(n) if n == part else build.apart(n, part, PASS) for n, part in sizes]
-    )
+    operand, update = build.cut(kind.operands[0], kind.operands[1], PASS)
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[2:]]
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 
@@ -292,34 +281,32 @@ def _reduce_window(kind: OpKind) -> Rule:
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
     running = running_dim(kind)
-    neutral = bool(kind.attrs.get(NEUTRAL))
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
+    reducer, neutral = kind.attrs.get("reducer", ""), bool(kind.attrs.get(NEUTRAL))
+
+    def pair(d: int, size: int, out: int) -> Pair:
         width, low = kind.attrs["window_dimensions"][d], sliding.padding[d][0]
-        out = kind.results[0].shape[d]
         # whether one window covers the whole dim, so that the terms of its pieces can be reduced
         is_undilated = (sliding.base[d], sliding.window[d]) == (1, 1)
         covers = size > 1 and out == 1 and is_undilated and low >= 0 and width >= low + size
         if d == running:
             factor = build.factor(size, WINDOW)
-            pairs.append((factor, factor))
             build.read(0, d, factor, None)
-        elif width == 1 and sliding.is_plain(d):
-            pairs.append(build.passes(size))
-        elif covers and kind.attrs.get("reducer") and neutral:
-            pairs.append(build.apart(size, 1, REDUCE))
-        else:
-            span = (width - 1) * sliding.window[d] + 1
-            window = Window(out, sliding.strides[d], low, sliding.base[d], span)
-            pairs.append(build.window(0, d, size, window))
-    operand, result = sides(pairs)
+            return factor, factor
+        if width == 1 and sliding.is_plain(d):
+            return build.passes(size)
+        if covers and reducer and neutral:
+            return build.apart(size, 1, REDUCE)
+        span = (width - 1) * sliding.window[d] + 1
+        return build.window(d, size, Window(out, sliding.strides[d], low, sliding.base[d], span))
+
+    operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
     build.reads = [read._replace(operand=i) for i in range(count) for read in build.reads]
     scalars: list[list[DimFactors]] = [[]] * count
     return build.build(
         [*[operand] * count, *scalars],
         [result] * count,
-        reduction=kind.attrs.get("reducer", ""),
-        linear=((0,),) if kind.attrs.get("reducer") == "add" and neutral else (),
+        reduction=reducer,
+        linear=((0,),) if reducer == "add" and neutral else (),
     )
 
 
@@ -338,25 +325,23 @@ def _select_and_scatter(kind: OpKind) -> Rule:
     """
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
+
+    def pair(d: int, size: int, count: int) -> Pair:
         span, stride = kind.attrs["window_dimensions"][d], sliding.strides[d]
-        count = kind.operands[1].shape[d]
         if span == 1 and sliding.is_plain(d):
-            pairs.append(build.passes(size))
-        elif sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
-            pairs.append(build.apart(size, count))
-        else:
-            # Windows of 3 at stride 2 start at 0, 2, 4, ...: those of sources 0 and 1, [0, 3) and
-            # [2, 5), touch the tile [2, 4). Position o reads the sources at base positions o - 2
-            # to o (source s lies at 2 * s), and the operand from o - 2 to o + 2, since every
-            # window has to be whole for its maximum to be known.
-            factor = build.factor(size, WINDOW)
-            pairs.append((factor, factor))
-            reach = span - 1
-            build.read(1, d, factor, Window(size, 1, reach, stride, span))
-            build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
-    operand, source = sides(pairs)
+            return build.passes(size)
+        if sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
+            return build.apart(size, count)
+        # Windows of 3 at stride 2 start at 0, 2, 4, ...: those of sources 0 and 1, [0, 3) and
+        # [2, 5), touch the tile [2, 4). Position o reads the sources at base positions o - 2
+        # to o (source s lies at 2 * s), and the operand from o - 2 to o + 2, since every
+        # window has to be whole for its maximum to be known.
+        factor, reach = build.factor(size, WINDOW), span - 1
+        build.read(1, d, factor, Window(size, 1, reach, stride, span))
+        build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
+        return factor, factor
+
+    operand, source = build.pairs(kind.operands[0], kind.operands[1], pair)
     return build.build([operand, source, []], [operand])
 
 
@@ -425,6 +410,6 @@ def _convolution(kind: OpKind) -> Rule:
             rhs[k] = build.factor(width, REPLICATE)
         else:
             span = (width - 1) * taps + 1
-            lhs[x], out[y] = build.window(0, x, size, Window(length, stride, low, base, span))
+            lhs[x], out[y] = build.window(x, size, Window(length, stride, low, base, span))
             rhs[k] = build.factor(width, REPLICATE)
     return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)))
