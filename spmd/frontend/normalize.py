@@ -51,7 +51,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.frontend.importer.module import Imported
-from spmd.ir.control_flow import held_atoms, producers_of, users_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
 from spmd.ir.dialect.bodies import separated, with_identity
 from spmd.ir.dialect.builder import Builder
@@ -80,7 +80,7 @@ class DimGroup(NamedTuple):
 
 def unflatten(program: Program) -> Program:
     """Lets reductions and inner products of flattened tensors run over the dims before that."""
-    producers = producers_of(program)
+    producers = Index(program).producers
     flattened: dict[Value, list[DimGroup]] = {}  # of reshapes in which several dims become one
     for value, op in producers.items():
         if op.name == RESHAPE:
@@ -104,7 +104,7 @@ def unflatten(program: Program) -> Program:
     if not sums:
         return program
     # A reshape that only such sums read goes with them: one that nobody reads would be planned for.
-    users = users_of(program)
+    users = Index(program).users
     unread = {v for v in flattened if all(id(op) in sums for op, _ in users.get(v, ()))}
     rewritten = set(sums.values())
     new: dict[Value, Value] = {}  # result of a reshape -> its operand, in the new program
@@ -175,7 +175,7 @@ def accumulate(program: Program) -> Program:
     """Rewrites `x + scatter_add(zeros, i, u)`, with unique indices, as `scatter_add(x, i, u)`."""
     if not any(_adds_apart(op) for op in program.walk()):
         return program
-    producers, users = producers_of(program), users_of(program)
+    producers, users = Index(program).producers, Index(program).users
     sums = {
         op.results[0]: made
         for op, made in _sums_in(program.body)
@@ -236,7 +236,7 @@ def separate(program: Program) -> Program:
     several = [op for op in program.walk() if len(op.results) > 1]
     if not any(op.name == BARRIER or bodies_of(op) for op in several):
         return program
-    producers = producers_of(program)
+    producers = Index(program).producers
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         count, types = len(op.results), op.kind.results
@@ -306,7 +306,7 @@ def lift_constants(imported: Imported) -> Imported:
     program = imported.program
     made = {op.results[0]: op.kind.attrs["value"] for op in program.walk() if op.name == CONSTANT}
     large = {v for v, dense in made.items() if not dense.splat and len(dense.data) > LARGE}
-    large -= held_atoms(program).keys() if large else set()
+    large -= Index(program).held.keys() if large else set()
     if not large:
         return imported
     lifted: dict[Dense, Value] = {}

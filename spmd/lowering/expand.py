@@ -15,7 +15,7 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 
 from collections.abc import Callable, Sequence
 
-from spmd.ir.control_flow import producers_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import (
     BROADCAST,
     CONCATENATE,
@@ -43,7 +43,7 @@ MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is m
 def expand(program: Program, mesh: Mesh) -> Program:
     """Writes `spmd.*` helper ops as StableHLO, puts callbacks in branches, links ordered ones."""
     program = in_order(program)
-    producers, sliced = producers_of(program), set[Value]()
+    producers, sliced = Index(program).producers, set[Value]()
     # Dynamic slices that another slice is taken from, or that XLA moves there.
     for op in program.walk():
         if op.name != LOCAL_SLICE and op.name != DYNAMIC_SLICE:

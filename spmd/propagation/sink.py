@@ -12,7 +12,7 @@ every use gets a copy in the sharding that it wants, so they constrain no plan.
 
 from collections.abc import Iterable, Mapping
 
-from spmd.ir.control_flow import producers_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import BROADCAST, CONSTANT
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
@@ -52,7 +52,7 @@ class _Sink:
     def __init__(self, program: Program) -> None:
         self.b = Builder(program.types)
         self.cheap = set(cheap_values(program))
-        self.producers = producers_of(program)
+        self.producers = Index(program).producers
         self.instead: dict[Value, Value] = {}
 
     def values(self, values: Iterable[Value]) -> tuple[Value, ...]:
