@@ -6,7 +6,7 @@ import numpy as np
 
 from spmd.ir.description import CONSTANT
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Body, Op, Region, Value
+from spmd.ir.program import Body, Value
 from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import TensorType
 
@@ -57,25 +57,20 @@ def separated(body: Body, count: int) -> tuple[Body, ...]:
     region, parts = body.region, []
     for k in range(count):
         needed = {region.results[k]}
-        ops: list[Op] = []
         for op in reversed(region.ops):
             if not needed.isdisjoint(op.results):
                 needed.update(op.operands)
-                ops.insert(0, op)
-        args = [region.args[k], region.args[count + k]]
-        if not needed.isdisjoint(set(region.args) - set(args)):
+        args = region.args[k], region.args[count + k]
+        if not needed.isdisjoint({*region.args} - {*args}):
             return ()
-        values = [*args, *(v for op in ops for v in op.results)]
-        number = {value: i for i, value in enumerate(values)}
-        renumbered = tuple(
-            op._replace(
-                operands=tuple(number[v] for v in op.operands),
-                results=tuple(number[v] for v in op.results),
-            )
-            for op in ops
-        )
-        types = tuple(body.types[v] for v in values)
-        parts.append(Body(types, Region((0, 1), renumbered, (number[region.results[k]],))))
+        b = Builder()
+        env = {v: b.value(body.types[v]) for v in args}
+        b.begin()
+        for op in region.ops:
+            if not needed.isdisjoint(op.results):
+                repeat_op(b, op, env)
+        made = b.end([env[v] for v in args], (env[region.results[k]],))
+        parts.append(Body(tuple(b.types), made))
     return tuple(parts)
 
 

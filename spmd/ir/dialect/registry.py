@@ -13,7 +13,7 @@ from spmd.ir.description import (
     Description,
     key_of,
 )
-from spmd.ir.dialect.rule import Rule, whole
+from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import Loc, OpKind
 from spmd.ir.types import is_integer
 
@@ -22,8 +22,11 @@ RuleFunction = Callable[[OpKind], Rule]
 
 def describe(description: Description, *names: str, dialect: str = "stablehlo") -> None:
     """Adds a description of several ops of a dialect; SpmdError if one of them has one already."""
-    for name in names:
-        _add(f"{dialect}.{name}", description)
+    for key in [f"{dialect}.{name}" if dialect else name for name in names]:
+        if key in DESCRIPTIONS:
+            fix = "leave the second one out, or name it otherwise"
+            raise SpmdError(f"op {key} already has a rule", fix=fix)
+        DESCRIPTIONS[key] = description
 
 
 def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
@@ -32,7 +35,7 @@ def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
             base = UNKNOWN_CALL if name.startswith("custom_call:") else UNKNOWN
-            _add(name, base._replace(rule=function, **traits))
+            describe(base._replace(rule=function, **traits), name, dialect="")
         return function
 
     return register
@@ -40,14 +43,6 @@ def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 TAUGHT: set[str] = set()
 """Names in modules of ops that code outside `spmd` registered; programs with one are not cached."""
-
-
-def _add(name: str, description: Description) -> None:
-    if name in DESCRIPTIONS:
-        raise SpmdError(
-            f"op {name} already has a rule", fix="leave the second one out, or name it otherwise"
-        )
-    DESCRIPTIONS[name] = description
 
 
 def registered_ops() -> tuple[str, ...]:
@@ -100,19 +95,6 @@ def batch_rank(kind: OpKind) -> int | None:
     return None
 
 
-def _registration(name: str, kind: OpKind) -> str:
-    """Returns how to register a rule for an op: for all its uses, and by its dims in this one."""
-    text, *_ = str(whole(kind)).partition(" {")
-    dims = "".join(re.findall(r"\w", text))
-    fix = f"to run it whole on every device: spmd.register_rule({name!r}, 'whole')"
-    if len(dims) == sum(t.rank for t in (*kind.operands, *kind.results)):  # a letter for each
-        fix += (
-            f"; or say what may be split, beginning with this rule, by which nothing may: "
-            f"spmd.register_rule({name!r}, {text!r}, kinds=dict.fromkeys({dims!r}, 'replicate'))"
-        )
-    return fix
-
-
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     """Returns an op's sharding rule, made once for each kind; UnsupportedOpError without one."""
     found: Rule | None = kind._cache.get("rule")
@@ -125,7 +107,8 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
                 f"no sharding rule for op {name}",
                 op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
                 source=loc.source if loc else None,
-                fix=_registration(name, kind)
+                fix=f"to run it whole on every device: spmd.register_rule({name!r}, 'whole'); or "
+                "say in place of 'whole' what may be split: docs/custom_calls.md"
                 if kind.results
                 else "let it return a value: plans are about results",
             )
