@@ -64,7 +64,7 @@ program @"a \"name\"\n"(
   %5 = stablehlo.collective_permute %3 {axes = {}, pairs = [[0, 1], [1, 0]]} : (tensor<4x8xf32>) -> tensor<4x8xf32>  // @ train.py:12 (step): the loss is summed
   return
     %5 "['x']",
-    %2 "é\u{2028}\u{85}"
+    %2 "\u00e9\u2028\u0085"
   unused %1 : !stablehlo.token
   unused %4 : tensor<f32>
 }
@@ -96,11 +96,10 @@ def test_the_text_of_a_local_program():
     assert text == LOCAL_TEXT.removeprefix("\n")
 
 
-def test_unknown_or_odd_axes_are_written_as_atoms():
-    odd = Mesh(None, (4, 2), ("a}b", "c\nd"))
-    for mesh, axes in ((MESH, (7,)), (odd, (0, 1)), (MESH, "data"), (odd, (2,)), (odd, (True,))):
+def test_unknown_axes_are_written_as_atoms():
+    for axes in ((7,), "data"):
         program = one_op({"axes": axes})
-        assert attrs_of(parse_program(format_program(program, mesh=mesh), mesh)) == {"axes": axes}
+        assert attrs_of(parse_program(format_program(program, mesh=MESH), MESH)) == {"axes": axes}
 
 
 TEXTS = st.text(st.characters(codec=None), max_size=20)
@@ -195,13 +194,6 @@ def test_large_constants_are_digests():
     texts = [format_program(one_op({"value": Dense.of(x, "i32")})) for x in (one, one, other)]
     assert texts[0] == texts[1] != texts[2]
     assert "sha256" in texts[0] and len(texts[0]) < 1000
-
-
-def test_a_nan_with_a_payload_is_written_as_its_bits():
-    dense = Dense(TensorType((), "f32"), bytes.fromhex("0100c0ff"), True)
-    text = format_program(one_op({"value": dense}))
-    assert "dense<0xffc00001 : tensor<f32>>" in text
-    assert attrs_of(parse_program(text))["value"] == dense
 
 
 def test_quantized_types_read_back():
