@@ -11,9 +11,9 @@ from typing import Any
 from spmd.ir.dialect.batched import Batched, in_front, stacked
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import BATCHED_CALL, LONE_CALL, batch_rank, op
-from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder, parse_rule, whole
+from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder, parse_rule, whole
 from spmd.ir.program import OpKind
-from spmd.ir.types import Opaque, TensorType
+from spmd.ir.types import Opaque
 
 MATRIX_CALLS = (
     "custom_call:Eigh",
@@ -49,8 +49,10 @@ def _fft(kind: OpKind) -> Rule:
 @op("stablehlo.triangular_solve", batched=in_front, is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
     """Returns the rule `b i j, b j c -> b j c`: `b`, `c` may be split, operand 1 may be partial."""
-    free = -1 if kind.attrs["left_side"] else -2
-    return _batched(kind, kind.operands[0].rank - 2, 1, free)
+    batch = " ".join("defgh"[: kind.operands[0].rank - 2])
+    right = f"{batch} j c" if kind.attrs["left_side"] else f"{batch} c j"
+    kinds, text = {"i": REPLICATE, "j": REPLICATE}, f"{batch} i j, {right} -> {right}"
+    return parse_rule(text, kind.operands, kind.results, kinds=kinds, linear=((1,),))
 
 
 _LAYOUTS = ("operand_layouts", "result_layouts")
@@ -90,44 +92,22 @@ def _matrix(kind: OpKind) -> Rule:
 
 @op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
 def _library_call(kind: OpKind) -> Rule:
-    """Returns the rule by which a call's batch dims, and a solve's columns, may be split."""
+    """Returns the rule by which a call's batch dims may be split."""
     batch = batch_rank(kind)
     assert batch is not None
-    target = str(kind.attrs["call_target_name"])
-    if "trsm" in target:
-        config = getattr(kind.attrs.get("mhlo.backend_config"), "text", "")
-        right = re.search(r"side = 82\b|left_side = false", config)
-        return _batched(kind, batch, 1, -2 if right else -1)
-    return _batched(kind, batch, 3 if "gtsv" in target else None)
+    return _batched(kind, batch)
 
 
-def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1) -> Rule:
-    """Returns the rule by which the first `batch` dims of all values may be split, and no others.
-
-    Of a solve, whose right-hand sides are operand `right`, one dim more may be split: its dim
-    `free`, counted from the end, and the result's: `c` in `b i j, b j c -> b j c`.
-    """
+def _batched(kind: OpKind, batch: int) -> Rule:
+    """Returns the rule by which the first `batch` dims of all values may be split."""
     build = RuleBuilder()
+    types = (*kind.operands, *kind.results)
     sizes = kind.operands[0].shape[:batch]
-    if any(t.shape[:batch] != sizes for t in (*kind.operands, *kind.results) if t.rank):
+    if any(t.shape[:batch] != sizes for t in types if t.rank):
         sizes = ()
     shared = build.dims(sizes)
-    sides = () if right is None else kind.operands[right].shape
-    column = build.factor(sides[free]) if sides else ()
-
-    def dims(type_: TensorType, has_column: bool) -> list[DimFactors]:
-        if not type_.rank:
-            return []
-        found = shared + build.dims(type_.shape[len(shared) :], REPLICATE)
-        if has_column:
-            found[free] = column
-        return found
-
-    return build.build(
-        [dims(t, i == right) for i, t in enumerate(kind.operands)],
-        [dims(t, bool(column) and t.shape == sides) for t in kind.results],
-        linear=((right,),) if right is not None and len(kind.results) == 1 else (),
-    )
+    dims = [shared + build.dims(t.shape[len(shared) :], REPLICATE) if t.rank else [] for t in types]
+    return build.build(dims[: len(kind.operands)], dims[len(kind.operands) :])
 
 
 op(
@@ -141,24 +121,14 @@ op(
 )(elementwise_rule)
 
 
-@op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
-def _sparse_product(kind: OpKind) -> Rule:
-    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
-
-    The sparse one is its elements, where each row begins among them, and the column of each.
-    """
-    column = " c" * (kind.operands[3].rank - 1)
-    whole, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))
-    text = f"e, r, f, k{column} -> m{column}"
-    return parse_rule(text, kind.operands, kind.results, kinds=whole, linear=linear)
-
-
 # A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
 # made with a state of its own would hold others. A custom call in a region where all axes are
-# manual is already written for one device. Calls of cuDNN state their sizes as text.
+# manual is already written for one device. Calls of cuDNN state their sizes as text. In a sparse
+# matrix rows are where a vector of places says.
 op(
     LONE_CALL,
     "stablehlo.rng_bit_generator",
+    "custom_call:cpu_csr_sparse_dense_ffi",
     *(f"custom_call:{lib}dnn_rnn{way}_ffi" for lib in ("cu", "hip") for way in ("", "_bwd")),
     is_same_locally=True,
 )(whole)
