@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
-from spmd.ir.program import Body, Loc, Op, Program, Region, Value, walk_region
+from spmd.ir.program import Body, Loc, Op, Program, Region, Value, defined_in
 from spmd.ir.types import (
     Attribute,
     ConvDims,
@@ -199,9 +199,7 @@ def _return(region: Region) -> str:
 
 def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
     """Returns lines `unused %3, %7 : tensor<8xf32>` for value numbers that nothing defines."""
-    defined = set(region.args)
-    for op in walk_region(region):
-        defined.update(op.results, *(inner.args for inner in op.regions))
+    defined = defined_in(region)
     left: dict[TensorType, list[Value]] = {}
     for value, type_ in enumerate(types):
         if value not in defined:

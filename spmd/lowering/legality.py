@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE
-from spmd.ir.dialect.collectives import RESIZED, Resized
+from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.legality import check_program, fail, hold
 from spmd.ir.program import Body, Op, Program
 from spmd.ir.types import TensorType, local_type
@@ -73,17 +73,17 @@ def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
 
 def sizes_follow(mesh: Mesh, op: Op) -> str | None:
     """Returns a problem unless result types follow from operand types and devices per group."""
-    resized = RESIZED[op.collective] if op.collective else Resized(shrinks=op.kind.about.along)
+    grows, shrinks = RESIZED.get(op.collective, ("", op.kind.about.along))
     devices, attrs = group_size(op.kind.attrs, mesh), op.kind.attrs
     if len(op.operands) != len(op.results) or not op.operands:
         return "it has not one result for each operand"
     for before, after in zip(op.kind.operands, op.kind.results, strict=True):
         wanted = before
-        for name in filter(None, resized):
+        for name in filter(None, (grows, shrinks)):
             dim = attrs.get(name)
             if type(dim) is not int or not 0 <= dim < before.rank:
                 return f"{before} has no dim {dim}"
-            if name == resized.grows:
+            if name == grows:
                 wanted = wanted.scaled(dim, devices)
             elif wanted.shape[dim] % devices:
                 return f"{before} can't be cut into equal pieces"

@@ -398,18 +398,17 @@ def flow_through(
     if not claims:
         return Flow()
     merged: dict[int, _Claim] = {}
+    conflicts: list[tuple[int, Sequence[_Claim]]] = []
     for f, found in claims.items():
         # The longest claim on a factor, up to where another one disagrees with it.
         longest, position, d = max(found, key=lambda claim: len(claim[0]))
+        agreed = longest
         for other, _, _ in found:
-            if longest[: len(other)] != other:
-                longest = common_prefix(longest, other)
-        merged[f] = longest, position, d
-    conflicts = [
-        (f, found)
-        for f, found in claims.items()
-        if len(merged[f][0]) < max(len(axes) for axes, _, _ in found)
-    ]
+            if agreed[: len(other)] != other:
+                agreed = common_prefix(agreed, other)
+        merged[f] = agreed, position, d
+        if agreed != longest:
+            conflicts.append((f, found))
     assignment = [merged[f][0] if f in merged else () for f in range(len(factors))]
     changes: list[Change] = []
     undivided: list[tuple[int, int, Axes]] = []

@@ -5,8 +5,6 @@ compiler splits nothing over them. Over the other axes it is an op like any othe
 gathers, scatters or exchanges stays whole, all others may be split.
 """
 
-from typing import NamedTuple
-
 from spmd.ir.description import DESCRIPTIONS, Description, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.registry import describe, op
@@ -26,22 +24,16 @@ def _device_id(kind: OpKind) -> Rule:
     return RuleBuilder().build([], [[]])
 
 
-class Resized(NamedTuple):
-    """A collective's attributes that name the dim it makes longer, and shorter; "" for none."""
-
-    grows: str = ""
-    shrinks: str = ""
-
-
 RESIZED = {
-    "all_gather": Resized(grows="all_gather_dim"),
-    "all_reduce": Resized(),
-    "all_to_all": Resized(grows="concat_dimension", shrinks="split_dimension"),
-    "collective_broadcast": Resized(),
-    "collective_permute": Resized(),
-    "reduce_scatter": Resized(shrinks="scatter_dimension"),
+    "all_gather": ("all_gather_dim", ""),
+    "all_reduce": ("", ""),
+    "all_to_all": ("concat_dimension", "split_dimension"),
+    "collective_broadcast": ("", ""),
+    "collective_permute": ("", ""),
+    "reduce_scatter": ("", "scatter_dimension"),
 }
-"""Maps each kind of collective to its `Resized`."""
+"""Maps each kind of collective to its attributes that name the dim that it makes longer, and the
+one that it makes shorter; "" for none."""
 
 
 def _collective(kind: OpKind) -> Rule:

@@ -129,22 +129,18 @@ class Rule(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the rule as text: `b i k, b k j -> b i j {k: reduce add}`."""
-
-        def name(factor: int) -> str:
-            letters = "ijklmnopqrstuvwxyzabcdefgh"
-            return letters[factor] if factor < len(letters) else f"z{factor}"
+        letters = "ijklmnopqrstuvwxyzabcdefgh"
+        names = [*letters, *(f"z{i}" for i in range(len(letters), len(self.factors)))]
 
         def term(value: tuple[DimFactors, ...]) -> str:
-            dims = (" ".join(map(name, dim)) for dim in value)
-            return " ".join(
-                t if len(d) == 1 else f"({t})" for t, d in zip(dims, value, strict=True)
-            )
+            dims = (" ".join([names[f] for f in dim]) for dim in value)
+            return " ".join([text if len(text.split()) == 1 else f"({text})" for text in dims])
 
         kinds = [
-            f"{name(i)}: {f.kind}"
+            f"{name}: {f.kind}"
             + (f" {self.reduction}" if f.kind == REDUCE else "")
-            + (f" along {name(f.ring.along)}" if f.ring else "")
-            for i, f in enumerate(self.factors)
+            + (f" along {names[f.ring.along]}" if f.ring else "")
+            for name, f in zip(names, self.factors, strict=False)
             if f.kind != PASS
         ]
         text = " -> ".join(", ".join(map(term, side)) for side in (self.operands, self.results))
@@ -214,19 +210,18 @@ class RuleBuilder:
         self.factors: list[Factor] = []
         self.reads: list[Halo] = []
 
-    def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
-        """Adds a factor; returns a dim of just this factor."""
-        self.factors.append(Factor(size, kind, axes))
+    def factor(self, size: int, kind: str = PASS, **more: Any) -> DimFactors:
+        """Adds a factor, `more` of which are other fields; returns a dim of just this factor."""
+        self.factors.append(Factor(size, kind, **more))
         return (len(self.factors) - 1,)
+
+    def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
+        """Adds a ring factor, which the atoms of factor `along` may split; returns a dim of it."""
+        return self.factor(size, RING, ring=Ring(along[0], wanted))
 
     def dims(self, shape: Sequence[int], kind: str = PASS) -> list[DimFactors]:
         """Adds a factor for each dim of a shape; returns the dims."""
         return [self.factor(size, kind) for size in shape]
-
-    def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
-        """Adds a ring factor, which the atoms of factor `along` may split; returns a dim of it."""
-        self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))
-        return (len(self.factors) - 1,)
 
     def passes(self, size: int) -> Pair:
         """Adds one factor; returns an operand's dim and a result's dim that both have it."""
