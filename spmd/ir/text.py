@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
-from spmd.ir.program import Body, Loc, Op, Program, Region, Value, defined_in
+from spmd.ir.program import Body, Op, Program, Region, Value, defined_in
 from spmd.ir.types import (
     Attribute,
     ConvDims,
@@ -57,32 +57,27 @@ _STRUCT_NAMES = {cls: name for name, cls in STRUCTS.items()}
 
 
 def format_program(
-    program: Program,
-    annotate: Annotate | None = None,
-    mesh: Mesh | None = None,
-    *,
-    locs: bool = False,
+    program: Program, annotate: Annotate | None = None, mesh: Mesh | None = None
 ) -> str:
     """Returns a program of any stage as text.
 
     `annotate` returns the comment behind a value's definition. With a `mesh` the atoms in `axes`
-    are written as names of axes. With `locs` each op's source line and note are behind it. Tests
-    read the text back, but for comments and for constants above `LARGEST` bytes.
+    are written as names of axes. Tests read the text back, but for comments and for constants
+    above `LARGEST` bytes.
     """
-    return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
+    return "\n".join(_Printer(mesh, annotate).program(program)) + "\n"
 
 
 def format_op(op: Op, mesh: Mesh | None = None) -> str:
     """Returns an op as one line of text, without what its regions and bodies contain."""
-    return _Printer(mesh, whole=False).head(op) + (" {...}" if op.regions else "")
+    text = _Printer(mesh).head(op) + (" {...}" if op.regions else "")
+    return re.sub(r"\{\n.*?\n\}", "{...}", text, flags=re.DOTALL)
 
 
 @dataclass
 class _Printer:
     mesh: Mesh | None = None
     annotate: Annotate | None = None
-    locs: bool = False
-    whole: bool = True
 
     def program(self, program: Program) -> Iterator[str]:
         body, types = program.body, program.types
@@ -104,7 +99,7 @@ class _Printer:
             *before, last = self.head(op).split("\n")
             yield from before
             opening = " {" if op.regions else ""
-            yield last + opening + self.comment(op.results, op.loc)
+            yield last + opening + self.comment(op.results)
             for inner in op.regions:
                 yield f"  region({_arguments(inner, types)}) {{{self.comment(inner.args)}"
                 yield from _indent(self.ops(inner, types), 2)
@@ -127,13 +122,8 @@ class _Printer:
         results = str(kind.results[0]) if len(kind.results) == 1 else _types(kind.results)
         return f"{text} : {_types(kind.operands)} -> {results}"
 
-    def comment(self, values: Sequence[Value], loc: Loc = Loc()) -> str:  # noqa: B008 (frozen)
-        parts = [self.annotate(v) for v in values] if self.annotate else []
-        text = ", ".join(part for part in parts if part)
-        if self.locs and loc.source:
-            text += f" @ {loc.source.rpartition('/')[2]}"
-        if self.locs and loc.note:
-            text += f": {loc.note}"
+    def comment(self, values: Sequence[Value]) -> str:
+        text = ", ".join(filter(None, map(self.annotate, values))) if self.annotate else ""
         return "  // " + " ".join(text.split()) if text else ""
 
     def attribute(self, name: str, value: Attribute) -> str:
@@ -165,12 +155,9 @@ class _Printer:
         if reducer and body == reducer_body(reducer, body.types[0].dtype):
             return f"{reducer}<{body.types[0].dtype}>"
         types, region = body
-        head = f"({_arguments(region, types)}) {{"
-        if not self.whole:
-            return head + "...}"
         ops = _Printer(self.mesh).ops(region, types)
         lines = _indent([*ops, _return(region), *_unused(region, types)])
-        return "\n".join([head, *lines, "}"])
+        return "\n".join([f"({_arguments(region, types)}) {{", *lines, "}"])
 
 
 def _indent(lines: Iterable[str], levels: int = 1) -> Iterator[str]:

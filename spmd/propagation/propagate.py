@@ -257,7 +257,6 @@ class _State:
                 if length > held:
                     kept.append(change)
             changes = kept
-        touched: dict[Value, None] = {}
         loc = node.op.loc
         for place, dim, axes, giver, giver_dim in changes:
             value = node.values[place]
@@ -276,8 +275,6 @@ class _State:
             if self.any_pending:
                 came = Atoms().union(*self.pending[value]).intersection(added)
                 self.settled[value] = self.settled.get(value, Atoms()) | came
-            touched[value] = None
-        for value in touched:
             for neighbour in self.touching[value]:
                 if neighbour != index:
                     self.enqueue(neighbour)

@@ -173,13 +173,13 @@ def _ragged_dot(kind: OpKind) -> Rule:
 def _batched_gather(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
     """Returns one gather for `count`: with a new batch dim, or more indices of one table."""
     dims: GatherDims = kind.attrs["dimension_numbers"]
-    table = differs[0]
+    table, moved = differs[0], shifted if differs[0] else tuple
     numbers = GatherDims(
         shifted(dims.offset_dims),
-        shifted(dims.collapsed_slice_dims) if table else dims.collapsed_slice_dims,
-        (0, *shifted(dims.operand_batching_dims)) if table else dims.operand_batching_dims,
+        moved(dims.collapsed_slice_dims),
+        (0,) * table + moved(dims.operand_batching_dims),
         (0,) * table + shifted(dims.start_indices_batching_dims),
-        shifted(dims.start_index_map) if table else dims.start_index_map,
+        moved(dims.start_index_map),
         dims.index_vector_dim + 1,
     )
     sizes = (1,) * table + tuple(kind.attrs["slice_sizes"])

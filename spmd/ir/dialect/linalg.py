@@ -56,7 +56,7 @@ def _triangular_solve(kind: OpKind) -> Rule:
 
 
 _LAYOUTS = ("operand_layouts", "result_layouts")
-_LAYOUT = re.compile(r"dense<(?:\[([\d, ]*)\]|(\d*))> : tensor<(\d+)xindex>")
+_LAYOUT = re.compile(r"dense<\[?([\d, ]*)\]?> : tensor<\d+xindex>")
 
 
 def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -65,9 +65,7 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
         return None
 
     def layout(found: re.Match[str]) -> str:
-        dims = [int(d) + 1 for d in (found[1] or found[2] or "").replace(",", " ").split()]
-        if found[1] is None and len(dims) != int(found[3]):  # a splat of several
-            return found[0]
+        dims = [int(d) + 1 for d in re.findall(r"\d+", found[1])]
         return f"dense<{[*dims, 0] if dims else 0}> : tensor<{len(dims) + 1}xindex>"
 
     def changed(name: str, value: Any) -> Any:

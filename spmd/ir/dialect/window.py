@@ -188,19 +188,15 @@ def _concatenate(kind: OpKind) -> Rule:
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
-    result = build.dims(shape)
-    if shape[along] > 1 and len(kind.operands) > 1:
-        build.factors[result[along][0]] = build.factors[result[along][0]]._replace(kind=WINDOW)
-    operands = []
-    start = 0
+    kinds = [WINDOW if d == along and n > 1 else PASS for d, n in enumerate(shape)]
+    result = list(map(build.factor, shape, kinds))
+    operands, start = [], 0
     for i, type_ in enumerate(kind.operands):
-        size = type_.shape[along]
-        dims = list(result)
-        if len(kind.operands) > 1:
-            if size < 2:
-                dims[along] = build.factor(size, REPLICATE)
-            if size:
-                build.read(i, along, result[along], Window(shape[along], 1, start))
+        size, dims = type_.shape[along], list(result)
+        if size < 2:
+            dims[along] = build.factor(size, REPLICATE)
+        if size:
+            build.read(i, along, result[along], Window(shape[along], 1, start))
         operands.append(dims)
         start += size
     return build.build(operands, [result], linear=(tuple(range(len(operands))),), moves=True)
@@ -405,11 +401,9 @@ def _convolution(kind: OpKind) -> Rule:
             lhs[x] = rhs[k] = build.factor(width, REDUCE)
             span = (length - 1) * stride + 1
             build.read(0, x, rhs[k], Window(width, taps, low, base, span, bool(reversal[at])))
-        elif contracts or length < 2:
-            lhs[x], out[y] = build.apart(size, length)
-            rhs[k] = build.factor(width, REPLICATE)
         else:
-            span = (width - 1) * taps + 1
-            lhs[x], out[y] = build.window(x, size, Window(length, stride, low, base, span))
+            window = Window(length, stride, low, base, (width - 1) * taps + 1)
+            parts = build.apart(size, length) if contracts else build.window(x, size, window)
+            lhs[x], out[y] = parts
             rhs[k] = build.factor(width, REPLICATE)
     return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)))
