@@ -21,7 +21,7 @@ from spmd.ir.description import (
     UNKNOWN,
     UNKNOWN_CALL,
     Description,
-    key_of,
+    rule_name,
 )
 from spmd.ir.types import Attribute, Dense, TensorType
 
@@ -131,7 +131,7 @@ class OpKind:
         """Returns the op's `Description` when `about` is read and is not a field yet."""
         if name != "about":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = DESCRIPTIONS.get(key_of(self.name, self.attrs))
+        found = DESCRIPTIONS.get(rule_name(self))
         if found is None:
             # Not remembered: `register_rule` may describe it later.
             return UNKNOWN_CALL if self.name == CUSTOM_CALL else UNKNOWN

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spmd.ir.description import DESCRIPTIONS, UNKNOWN
-from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import OpKind
 from spmd.ir.types import Attribute, TensorType
 
@@ -107,5 +105,5 @@ def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None
 
     `differs` says for each operand whether it differs among the ops, and so has the new dim.
     """
-    found: Form | None = DESCRIPTIONS.get(rule_name(kind), UNKNOWN).batched
+    found: Form | None = kind.about.batched
     return found(kind, count, differs) if found else None

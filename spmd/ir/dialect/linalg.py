@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from spmd.ir.description import BATCHED_CALL, LONE_CALL, batch_rank
 from spmd.ir.dialect.batched import Batched, in_front, stacked
 from spmd.ir.dialect.elementwise import elementwise_rule
-from spmd.ir.dialect.registry import BATCHED_CALL, LONE_CALL, batch_rank, op
+from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder, parse_rule, whole
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque
