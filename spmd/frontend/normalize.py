@@ -17,15 +17,11 @@ read a value piece by piece have such sums: each step writes, reads and adds a t
 before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
 after:  `%4 = scatter[add] %sum, %i, %update`
 
-Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each result.
-One op has one assignment of mesh axes for all of its operands; independent operands can then be
-split in different ways.
+Separate: a barrier becomes one for each operand. One op has one assignment of mesh axes for all of
+its operands; independent operands can then be split in different ways.
 
 before: `%2, %3 = stablehlo.optimization_barrier %0, %1`
 after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_barrier %1`
-
-before: `%4, %5 = stablehlo.reduce %0, %1, %2, %3 ({ (a, b, c, d): a + c, max(b, d) })`
-after:  `%4 = stablehlo.reduce %0, %2 ({ (a, c): a + c }); %5 = stablehlo.reduce %1, %3 (...)`
 
 Start: a reduction from anything but an identity starts from one, and its initial value joins the
 result once: devices that reduce pieces would each bring one. A body without a name gets an identity
@@ -53,17 +49,15 @@ from typing import NamedTuple
 from spmd.frontend.importer.module import Imported
 from spmd.ir.control_flow import Index
 from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
-from spmd.ir.dialect.bodies import separated, with_identity
+from spmd.ir.dialect.bodies import with_identity
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import (
     NEUTRAL,
     REDUCER_OPS,
-    body_reducer,
     identity_element,
     is_identity,
-    is_neutral,
 )
-from spmd.ir.program import Body, Op, Program, Region, Value
+from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, rewrite_ops
 from spmd.ir.types import Dense, DotDims, TensorType
 
@@ -223,38 +217,15 @@ def _sums_in(region: Region) -> Iterator[tuple[Op, Op]]:
 
 
 def separate(program: Program) -> Program:
-    """Splits barriers, and reductions with independent results, into one op for each result."""
-
-    def bodies_of(op: Op) -> tuple[Body, ...]:
-        """Returns a body for each result of a reduction; () if results share operands."""
-        # A sort has a body, too, but its body has one result: the order of all of its operands.
-        body = op.kind.attrs.get("body")
-        if not isinstance(body, Body) or len(body.region.results) != len(op.results):
-            return ()
-        return separated(body, len(op.results))
-
-    several = [op for op in program.walk() if len(op.results) > 1]
-    if not any(op.name == BARRIER or bodies_of(op) for op in several):
-        return program
-    producers = Index(program).producers
+    """Splits barriers into one for each operand."""
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        count, types = len(op.results), op.kind.results
-        if count > 1 and op.name == BARRIER:
-            pairs = zip(operands, types, strict=True)
-            return [b.op(op.name, (value,), (type_,))[0] for value, type_ in pairs]
-        # What is reduced comes first, what it is reduced with last, a scatter's indices between.
-        made: list[Value] = []
-        shared = operands[count : len(operands) - count]
-        for k, body in enumerate(bodies_of(op) if count > 1 else ()):
-            attrs = {**op.kind.attrs, "body": body, "reducer": body_reducer(body)}
-            if NEUTRAL in attrs:
-                attrs[NEUTRAL] = is_neutral([op.operands[k - count]], producers, body)
-            own = (operands[k], *shared, operands[k - count])
-            made += b.op(op.name, own, (types[k],), attrs)
-        return made or None
+        if op.name != BARRIER or len(operands) < 2:
+            return None
+        return [b.barrier([value])[0] for value in operands]
 
-    return rewrite_ops(program, rewrite)
+    several = any(op.name == BARRIER and len(op.results) > 1 for op in program.walk())
+    return rewrite_ops(program, rewrite) if several else program
 
 
 # ---------------------------------------------------------------------------------------------

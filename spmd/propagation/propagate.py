@@ -242,25 +242,19 @@ class _State:
             self.conflicts[index, factor] = Conflict(node.op, factor, tuple(dict.fromkeys(named)))
         for position, dim, axes in undivided:
             self.undivided[node.values[position], dim] = axes
-        if changes and self.any_pending and not guess:
-            kept = []  # the changes, cut before the first atom that another dim may still get
-            for change in changes:
-                value, source = node.values[change.position], node.values[change.source]
-                others = (atoms for d, atoms in enumerate(self.pending[value]) if d != change.dim)
-                rivals = Atoms().union(*others) - self.settled.get(source, Atoms())
-                held = len(proposals[value][change.dim])
-                fresh = enumerate(change.axes[held:], held)
-                length = next((k for k, a in fresh if a in rivals), len(change.axes))
-                if length < len(change.axes):
-                    self.blocked.add(index)
-                    change = change._replace(axes=change.axes[:length])
-                if length > held:
-                    kept.append(change)
-            changes = kept
         loc = node.op.loc
         for place, dim, axes, giver, giver_dim in changes:
             value = node.values[place]
-            have = proposals[value]
+            have, pending = proposals[value], self.pending[value]
+            if self.any_pending and not guess:
+                # The change ends before the first atom that another dim may still get.
+                others = Atoms().union(*pending[:dim], *pending[dim + 1 :])
+                rivals = others - self.settled.get(node.values[giver], Atoms())
+                fresh = enumerate(axes[len(have[dim]) :], len(have[dim]))
+                length = next((k for k, a in fresh if a in rivals), len(axes))
+                if length < len(axes):
+                    self.blocked.add(index)
+                    axes = axes[:length]
             added = axes[len(have[dim]) :]
             elsewhere = {a for d, own in enumerate(have) if d != dim for a in own}
             if not added or not elsewhere.isdisjoint(added):
@@ -273,7 +267,7 @@ class _State:
             self.origins.setdefault((value, dim), []).append(origin)
             proposals[value] = (*have[:dim], axes, *have[dim + 1 :])
             if self.any_pending:
-                came = Atoms().union(*self.pending[value]).intersection(added)
+                came = Atoms().union(*pending).intersection(added)
                 self.settled[value] = self.settled.get(value, Atoms()) | came
             for neighbour in self.touching[value]:
                 if neighbour != index:

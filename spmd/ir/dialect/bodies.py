@@ -1,4 +1,4 @@
-"""Scalar functions of reductions, sorts, maps: which are elementwise; inlining and splitting."""
+"""Scalar functions of reductions, sorts, maps: which are elementwise; inlining."""
 
 from collections.abc import Sequence
 
@@ -47,31 +47,6 @@ def inline_elementwise(
             outs = b.op(op.name, [env[v] for v in op.operands], results, op.kind.attrs)
             env.update(zip(op.results, outs, strict=True))
     return tuple(env[v] for v in body.region.results)
-
-
-def separated(body: Body, count: int) -> tuple[Body, ...]:
-    """Returns a body for each of a reduction's `count` results; () if they depend on each other.
-
-    `(a, b, c, d): a + c, max(b, d)` becomes `(a, c): a + c` and `(b, d): max(b, d)`.
-    """
-    region, parts = body.region, []
-    for k in range(count):
-        needed = {region.results[k]}
-        for op in reversed(region.ops):
-            if not needed.isdisjoint(op.results):
-                needed.update(op.operands)
-        args = region.args[k], region.args[count + k]
-        if not needed.isdisjoint({*region.args} - {*args}):
-            return ()
-        b = Builder()
-        env = {v: b.value(body.types[v]) for v in args}
-        b.begin()
-        for op in region.ops:
-            if not needed.isdisjoint(op.results):
-                repeat_op(b, op, env)
-        made = b.end([env[v] for v in args], (env[region.results[k]],))
-        parts.append(Body(tuple(b.types), made))
-    return tuple(parts)
 
 
 def with_identity(body: Body) -> Body:

@@ -67,34 +67,35 @@ def _reshape(kind: OpKind) -> Rule:
     operand: list[DimFactors] = [() for _ in source]
     result: list[DimFactors] = [() for _ in target]
     if kind.operands[0].size:
-        # The heads of both lists, [dim, size still without a factor], share gcd(m, n), which
+        # The heads of both lists, (dim, size still without a factor), share gcd(m, n), which
         # becomes a factor of both dims:
         #   [8, 3] -> [4, 6]:  8 4 share 4;  left 2 | 3 and 6 share 2, then 3:   (i j) k -> i (j k)
         # Heads that share nothing more cannot be told apart dim by dim:
         #   [6, 4] -> [8, 3]:  6 8 share 2;  left 3 | 4 and 4 | 3 share nothing
         # The major 2 can still be split; the rest of both sides is kept whole until both have
         # passed the same number of elements, here 3 * 4 == 4 * 3.
-        left = [[d, size] for d, size in enumerate(source) if size > 1]
-        right = [[d, size] for d, size in enumerate(target) if size > 1]
+        left = [(d, size) for d, size in enumerate(source) if size > 1]
+        right = [(d, size) for d, size in enumerate(target) if size > 1]
         while left and right:
-            (i, m), (j, n) = left[0], right[0]
+            (i, m), (j, n) = left.pop(0), right.pop(0)
             shared = math.gcd(m, n)
             if shared > 1:
                 factor = build.factor(shared)
                 operand[i] += factor
                 result[j] += factor
-                left[0][1] //= shared
-                right[0][1] //= shared
-            if left[0][1] > 1 and right[0][1] > 1:
-                m = n = 1
-                while m == 1 or m != n:
-                    is_left = m <= n
-                    d, size = (left if is_left else right).pop(0)
-                    (operand if is_left else result)[d] += build.factor(size, REPLICATE)
-                    m, n = (m * size, n) if is_left else (m, n * size)
-            for side in (left, right):
-                if side and side[0][1] == 1:
-                    side.pop(0)
+                m, n = m // shared, n // shared
+            if n == 1 < m:
+                left.insert(0, (i, m))
+            elif m == 1 < n:
+                right.insert(0, (j, n))
+            elif m > 1:
+                operand[i] += build.factor(m, REPLICATE)
+                result[j] += build.factor(n, REPLICATE)
+                while m != n:
+                    side, dims = (left, operand) if m < n else (right, result)
+                    d, size = side.pop(0)
+                    dims[d] += build.factor(size, REPLICATE)
+                    m, n = (m * size, n) if m < n else (m, n * size)
     operand = [dim or build.factor(n, REPLICATE) for dim, n in zip(operand, source, strict=True)]
     result = [dim or build.factor(n, REPLICATE) for dim, n in zip(result, target, strict=True)]
     return build.build([operand], [result], linear=((0,),), moves=True)
