@@ -8,7 +8,7 @@ gathers, scatters or exchanges stays whole, all others may be split.
 from spmd.ir.description import DESCRIPTIONS, Description, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.registry import describe, op
-from spmd.ir.dialect.rule import Rule, RuleBuilder
+from spmd.ir.dialect.rule import Rule, RuleBuilder, whole
 from spmd.ir.program import OpKind
 
 DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
@@ -19,9 +19,7 @@ describe(_LOCAL, "axis_index", dialect="spmd")
 describe(_LOCAL._replace(along="dim", reads_pieces=True), "local_slice", dialect="spmd")
 
 
-@op(*DEVICE_IDS, is_same_locally=True, is_manual=True)
-def _device_id(kind: OpKind) -> Rule:
-    return RuleBuilder().build([], [[]])
+op(*DEVICE_IDS, is_same_locally=True, is_manual=True)(whole)
 
 
 RESIZED = {

@@ -153,15 +153,11 @@ def _ragged_dot(kind: OpKind) -> Rule:
     if dims.ragged in dims.dot.lhs_contract:
         result = [build.factor(sizes_shape[-1], REPLICATE), *result]
     # Each index of the left operand's dims in front of the ragged one has its own group sizes.
-    outer: tuple[int, ...] = ()
-    if len(sizes_shape) > 1:
-        ragged, batch, contracted = dims.ragged, dims.dot.lhs_batch, dims.dot.lhs_contract
-        if ragged in batch:
-            outer = batch[: batch.index(ragged)]
-        elif ragged in contracted:
-            outer = (*batch, *contracted[: contracted.index(ragged)])
-        else:
-            outer = (*batch, *(i for i in range(ragged) if i not in (*batch, *contracted)))
+    batch, inner = dims.dot.lhs_batch, dims.dot.lhs_contract
+    if dims.ragged not in inner:
+        inner = tuple(i for i in range(len(lhs)) if i not in (*batch, *inner))
+    order = (*batch, *inner)
+    outer = order[: order.index(dims.ragged)] if len(sizes_shape) > 1 else ()
     sizes = [lhs[i] for i in outer] + [build.factor(sizes_shape[-1], REPLICATE)]
     return build.build([lhs, rhs, sizes], [result], reduction="add", linear=((0,), (1,)))
 

@@ -12,7 +12,7 @@ from spmd.ir.description import BATCHED_CALL, LONE_CALL, batch_rank
 from spmd.ir.dialect.batched import Batched, in_front, stacked
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder, parse_rule, whole
+from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule, whole
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque
 
@@ -44,7 +44,7 @@ def _transforms(kind: OpKind) -> float:
 @op("stablehlo.fft", batched=in_front, is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
     """Returns the rule by which all dims may be split but the last ones, which are transformed."""
-    return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
+    return whole(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
 @op("stablehlo.triangular_solve", batched=in_front, is_same_locally=True, passes=_blocks)
@@ -82,31 +82,12 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
     return stacked(kind, count, [True] * len(differs), **attrs)
 
 
-@op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
+@op(BATCHED_CALL, *MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
 @op("stablehlo.cholesky", batched=in_front, is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
     """Returns the rule `b i j -> b i j, b k`: dims in front of a matrix's two may be split."""
-    return _batched(kind, kind.operands[0].rank - 2)
-
-
-@op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
-def _library_call(kind: OpKind) -> Rule:
-    """Returns the rule by which a call's batch dims may be split."""
     batch = batch_rank(kind)
-    assert batch is not None
-    return _batched(kind, batch)
-
-
-def _batched(kind: OpKind, batch: int) -> Rule:
-    """Returns the rule by which the first `batch` dims of all values may be split."""
-    build = RuleBuilder()
-    types = (*kind.operands, *kind.results)
-    sizes = kind.operands[0].shape[:batch]
-    if any(t.shape[:batch] != sizes for t in types if t.rank):
-        sizes = ()
-    shared = build.dims(sizes)
-    dims = [shared + build.dims(t.shape[len(shared) :], REPLICATE) if t.rank else [] for t in types]
-    return build.build(dims[: len(kind.operands)], dims[len(kind.operands) :])
+    return whole(kind, kind.operands[0].rank - 2 if batch is None else batch)
 
 
 op(

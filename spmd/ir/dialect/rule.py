@@ -268,10 +268,12 @@ class RuleBuilder:
         return Rule(before, after, tuple(self.factors), reads=tuple(self.reads), **more)
 
 
-def whole(kind: Any) -> Rule:
-    """The rule of an op of which no dim may be split: every device computes all of it."""
-    build = RuleBuilder()
-    sides = (
-        [build.dims(t.shape, REPLICATE) for t in side] for side in (kind.operands, kind.results)
-    )
-    return build.build(*sides)
+def whole(kind: Any, batch: int = 0) -> Rule:
+    """The rule of an op of which no dim may be split, but the first `batch` dims that all share."""
+    build, types = RuleBuilder(), (*kind.operands, *kind.results)
+    sizes = kind.operands[0].shape[:batch] if batch else ()
+    if any(t.shape[:batch] != sizes for t in types if t.rank):
+        sizes = ()
+    shared = build.dims(sizes)
+    dims = [shared + build.dims(t.shape[len(sizes) :], REPLICATE) if t.rank else [] for t in types]
+    return build.build(dims[: len(kind.operands)], dims[len(kind.operands) :])
