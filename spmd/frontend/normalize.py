@@ -17,15 +17,11 @@ read a value piece by piece have such sums: each step writes, reads and adds a t
 before: `%3 = scatter[add] zeros, %i, %update;  %4 = add %sum, %3`
 after:  `%4 = scatter[add] %sum, %i, %update`
 
-Separate: an op whose k-th result depends on its k-th operands alone becomes one op for each result.
-One op has one assignment of mesh axes for all of its operands; independent operands can then be
-split in different ways.
+Separate: a barrier becomes one for each operand. One op has one assignment of mesh axes for all of
+its operands; independent operands can then be split in different ways.
 
 before: `%2, %3 = stablehlo.optimization_barrier %0, %1`
 after:  `%2 = stablehlo.optimization_barrier %0; %3 = stablehlo.optimization_barrier %1`
-
-before: `%4, %5 = stablehlo.reduce %0, %1, %2, %3 ({ (a, b, c, d): a + c, max(b, d) })`
-after:  `%4 = stablehlo.reduce %0, %2 ({ (a, c): a + c }); %5 = stablehlo.reduce %1, %3 (...)`
 
 Start: a reduction from anything but an identity starts from one, and its initial value joins the
 result once: devices that reduce pieces would each bring one. A body without a name gets an identity
@@ -49,19 +45,17 @@ They are put on devices once, when the program is compiled, and passed at each c
 from collections.abc import Iterable, Sequence
 
 from spmd.frontend.importer.module import Imported
-from spmd.ir.control_flow import Index, held_atoms, producers_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
-from spmd.ir.dialect.bodies import separated, with_identity
+from spmd.ir.dialect.bodies import with_identity
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import (
     NEUTRAL,
     REDUCER_OPS,
-    body_reducer,
     identity_element,
     is_identity,
-    is_neutral,
 )
-from spmd.ir.program import Body, Op, Program, Value
+from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Edit, Now, edit_ops, remove_dead
 from spmd.ir.types import Dense, DotDims, TensorType
 
@@ -71,7 +65,7 @@ from spmd.ir.types import Dense, DotDims, TensorType
 
 def unflatten(program: Program) -> Program:
     """Lets reductions and inner products of flattened tensors run over the dims before that."""
-    producers = producers_of(program)
+    producers = Index(program).producers
 
     def before(value: Value, dims: Iterable[int]) -> tuple[Value, tuple[int, ...]] | None:
         """Returns what a reshape flattened, and which dims of that became all of `dims`."""
@@ -173,30 +167,12 @@ def accumulate(program: Program) -> Program:
 
 
 def separate(program: Program) -> Program:
-    """Splits barriers, and reductions with independent results, into one op for each result."""
-    producers = producers_of(program)
+    """Splits barriers into one for each operand."""
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
-        count, types, operands = len(op.results), op.kind.results, op.operands
-        if count < 2:
+        if op.name != BARRIER or len(op.operands) < 2:
             return None
-        if op.name == BARRIER:
-            pairs = zip(operands, types, strict=True)
-            return [b.op(op.name, (value,), (type_,))[0] for value, type_ in pairs]
-        # A sort has a body, too, but its body has one result: the order of all of its operands.
-        body = op.kind.attrs.get("body")
-        if not isinstance(body, Body) or len(body.region.results) != count:
-            return None
-        # What is reduced comes first, what it is reduced with last, a scatter's indices between.
-        made: list[Value] = []
-        shared = operands[count : len(operands) - count]
-        for k, own in enumerate(separated(body, count)):
-            attrs = {**op.kind.attrs, "body": own, "reducer": body_reducer(own)}
-            if NEUTRAL in attrs:
-                attrs[NEUTRAL] = is_neutral([operands[k - count]], producers, own)
-            read = (operands[k], *shared, operands[k - count])
-            made += b.op(op.name, read, (types[k],), attrs)
-        return made or None
+        return [b.barrier([value])[0] for value in op.operands]
 
     return edit_ops(program, edit)
 
@@ -248,7 +224,7 @@ def lift_constants(imported: Imported) -> Imported:
     program = imported.program
     made = {op.results[0]: op.kind.attrs["value"] for op in program.walk() if op.name == CONSTANT}
     large = {v for v, dense in made.items() if not dense.splat and len(dense.data) > LARGE}
-    large -= held_atoms(program).keys() if large else set()
+    large -= Index(program).held.keys() if large else set()
     if not large:
         return imported
     lifted: dict[Dense, Value] = {}

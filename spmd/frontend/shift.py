@@ -15,7 +15,7 @@ Where the dim is whole, nothing is saved, and GPUs take 1.1 to 1.5 times as long
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import BROADCAST
 from spmd.ir.dialect.builder import Builder, resized
 from spmd.ir.dialect.reducers import NEUTRAL
@@ -41,7 +41,7 @@ def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Progra
                 joins.append(op)
     if not joins:
         return program
-    producers, users = producers_of(program), users_of(program)
+    producers, users = Index(program).producers, Index(program).users
     found = {op.results[0]: shifts for op in joins if (shifts := _shifts(op, producers))}
     # What is read as it was, too, would be computed twice.
     moved = {value for shifts in found.values() for value in shifts.inside}

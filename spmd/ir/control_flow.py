@@ -40,30 +40,6 @@ def ties(op: Op) -> tuple[Tie, ...]:
     )
 
 
-def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
-    """Returns, for each value inside manual regions (`shard_map`), the atoms that are manual there.
-
-    Other values have no entry. Devices may hold different values along such atoms, unseen by the
-    compiler: only ops that the user wrote may split or reduce the value over them.
-    """
-    found: dict[Value, tuple[int, ...]] = {}
-
-    def visit(region: Region, held: tuple[int, ...], outer: tuple[int, ...]) -> None:
-        found.update((v, held) for v in region.args if held)
-        for op in region.ops:
-            if not held and not op.regions:
-                continue
-            is_manual = op.kind.about.region == "manual"
-            around = (held + op.kind.attrs["axes"], held) if is_manual else (held, outer)
-            for inner in op.regions:
-                visit(inner, *around)
-            own = outer if op.name == FROM_MANUAL else held
-            found.update((v, own) for v in op.results if own)
-
-    visit(program.body, (), ())
-    return found
-
-
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
     """Returns the integer that a scalar constant (or a converted one) is; None for other values."""
     op = producers.get(value)
@@ -77,37 +53,57 @@ def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
     return int(element) if np.issubdtype(element.dtype, np.integer) else None
 
 
-def producers_of(program: Program) -> dict[Value, Op]:
-    """Maps each value to the op whose result it is; arguments, of regions too, have no entry."""
-    return {result: op for op in program.walk() for result in op.results}
-
-
-def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
-    """Maps each value to its uses: (op, operand index), or (None, i) as a region's i-th result."""
-    users: dict[Value, list[tuple[Op | None, int]]] = {}
-
-    def visit(region: Region) -> None:
-        for op in region.ops:
-            for i, value in enumerate(op.operands):
-                users.setdefault(value, []).append((op, i))
-            for inner in op.regions:
-                visit(inner)
-        for i, value in enumerate(region.results):
-            users.setdefault(value, []).append((None, i))
-
-    visit(program.body)
-    return users
-
-
 @dataclass(frozen=True, eq=False)
 class Index:
     """Tables of one program's values, each made when first read: `index.producers[value]`."""
 
     program: Program
 
-    producers = cached_property(lambda self: producers_of(self.program))
-    users = cached_property(lambda self: users_of(self.program))
-    held = cached_property(lambda self: held_atoms(self.program))
+    @cached_property
+    def producers(self) -> dict[Value, Op]:
+        """Maps each value to the op whose result it is; arguments have no entry."""
+        return {result: op for op in self.program.walk() for result in op.results}
+
+    @cached_property
+    def users(self) -> dict[Value, list[tuple[Op | None, int]]]:
+        """Maps each value to its uses: (op, operand index), or (None, i) as a region's result i."""
+        users: dict[Value, list[tuple[Op | None, int]]] = {}
+
+        def visit(region: Region) -> None:
+            for op in region.ops:
+                for i, value in enumerate(op.operands):
+                    users.setdefault(value, []).append((op, i))
+                for inner in op.regions:
+                    visit(inner)
+            for i, value in enumerate(region.results):
+                users.setdefault(value, []).append((None, i))
+
+        visit(self.program.body)
+        return users
+
+    @cached_property
+    def held(self) -> dict[Value, tuple[int, ...]]:
+        """Maps each value inside manual regions (`shard_map`) to the atoms that are manual there.
+
+        Other values have no entry. Devices may hold different values along such atoms, unseen by
+        the compiler: only ops that the user wrote may split or reduce the value over them.
+        """
+        found: dict[Value, tuple[int, ...]] = {}
+
+        def visit(region: Region, held: tuple[int, ...], outer: tuple[int, ...]) -> None:
+            found.update((v, held) for v in region.args if held)
+            for op in region.ops:
+                if not held and not op.regions:
+                    continue
+                is_manual = op.kind.about.region == "manual"
+                around = (held + op.kind.attrs["axes"], held) if is_manual else (held, outer)
+                for inner in op.regions:
+                    visit(inner, *around)
+                own = outer if op.name == FROM_MANUAL else held
+                found.update((v, own) for v in op.results if own)
+
+        visit(self.program.body, (), ())
+        return found
 
     @cached_property
     def trips(self) -> Mapping[Value, int | None]:
@@ -123,13 +119,13 @@ class Index:
         return UNKNOWN_TRIPS if trips is None else trips
 
     def _trip_count(self, op: Op) -> int | None:
-        """Returns how often a loop `while i < n` (or `i != n`) runs; None if it cannot be told."""
+        """Returns how often a loop `while i < n` runs; None if it cannot be told."""
         cond, body = op.regions
         if len(cond.results) != 1:
             return None
         test = self.producers.get(cond.results[0])
         direction = "" if test is None else str(test.kind.attrs.get("comparison_direction", ""))
-        if test is None or not direction or test.operands[0] not in cond.args:
+        if test is None or "LT" not in direction or test.operands[0] not in cond.args:
             return None
         index = cond.args.index(test.operands[0])
         step_op = self.producers.get(body.results[index])
@@ -139,14 +135,9 @@ class Index:
         start = integer_of(self.producers, op.operands[index])
         end = integer_of(self.producers, test.operands[1])
         step = integer_of(self.producers, others[0]) if len(others) == 1 else None
-        if start is None or end is None or not step:
+        if start is None or end is None or step is None or step <= 0:
             return None
-        if "LT" in direction and (step > 0 or start >= end):
-            trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
-        elif "NE" in direction and (end - start) % step == 0:
-            trips = (end - start) // step
-        else:
-            return None
-        # What counts away from its end, or past the largest integer, goes on until it wraps around.
-        limits = np.iinfo(numpy_dtype(test.kind.operands[0].dtype))
-        return trips if trips >= 0 and limits.min <= start + trips * step <= limits.max else None
+        trips = max(0, -((start - end) // step))  # rounded up: 0, 3, 6 for i < 7
+        # What would count past the largest integer goes on from the smallest one.
+        largest = np.iinfo(numpy_dtype(test.kind.operands[0].dtype)).max
+        return trips if start + trips * step <= largest else None

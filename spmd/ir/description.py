@@ -5,6 +5,7 @@ Modules of `spmd.ir.dialect` write the descriptions. Other code reads a trait of
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -103,3 +104,40 @@ def key_of(name: str, attrs: Mapping[str, Any]) -> str:
     if name == CUSTOM_CALL:
         return f"custom_call:{attrs.get('call_target_name', '')}"
     return name
+
+
+ALONE = "spmd.alone"  # attribute of a custom call: all axes of the mesh are manual where it is
+
+# Keys of custom calls that have no description of their own: of those that have batch dims, and of
+# those that are `ALONE`, so that no axis is left to split them.
+BATCHED_CALL = "custom_call:num_batch_dims"
+LONE_CALL = "custom_call:in_manual_region"
+
+LIBRARY_CALL = re.compile(
+    r"(lapack|(cu|hip)(solver|sparse|_cholesky_update))_?.*_ffi$|(cu|hip)_lu_pivots_to_permutation$"
+)
+"""Matches the targets of custom calls of linear algebra libraries."""
+
+
+def batch_rank(kind: Any) -> int | None:
+    """Returns how many leading dims of a custom call's operands are a batch; None if unknown.
+
+    jax writes it on every call of a target registered as batch-partitionable. In other calls of
+    linear algebra libraries a matrix comes behind the batch dims.
+    """
+    frontend = getattr(kind.attrs.get("mhlo.frontend_attributes"), "text", "")
+    said = re.search(r'num_batch_dims = "(\d+)"', frontend)
+    if said is not None:
+        return int(said[1])
+    is_library = LIBRARY_CALL.match(str(kind.attrs.get("call_target_name", "")))
+    return max([0, *(t.rank - 2 for t in kind.operands)]) if is_library else None
+
+
+def rule_name(kind: Any) -> str:
+    """Returns the key of an op's description; calls with known batch dims share one."""
+    name = key_of(kind.name, kind.attrs)
+    if kind.name != CUSTOM_CALL or name in DESCRIPTIONS:
+        return name
+    if kind.attrs.get(ALONE):
+        return LONE_CALL
+    return BATCHED_CALL if batch_rank(kind) is not None else name

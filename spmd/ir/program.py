@@ -21,7 +21,7 @@ from spmd.ir.description import (
     UNKNOWN,
     UNKNOWN_CALL,
     Description,
-    key_of,
+    rule_name,
 )
 from spmd.ir.types import Attribute, Dense, TensorType
 
@@ -131,7 +131,7 @@ class OpKind:
         """Returns the op's `Description` when `about` is read and is not a field yet."""
         if name != "about":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = DESCRIPTIONS.get(key_of(self.name, self.attrs))
+        found = DESCRIPTIONS.get(rule_name(self))
         if found is None:
             # Not remembered: `register_rule` may describe it later.
             return UNKNOWN_CALL if self.name == CUSTOM_CALL else UNKNOWN
@@ -243,22 +243,21 @@ def has_effect(op: Op) -> bool:
     return op.kind.about.has_effect or any(map(has_effect, inner))
 
 
+def defined_in(region: Region) -> set[Value]:
+    """Returns all values that a region defines, those of regions inside it too."""
+    inner = (r.args for op in walk_region(region) for r in op.regions)
+    return set(region.args).union(*inner, *(op.results for op in walk_region(region)))
+
+
 def free_values(region: Region) -> tuple[Value, ...]:
     """Returns the values that a region reads and does not define, in order of first use."""
-    defined: set[Value] = set()
-    free: dict[Value, None] = {}
-
-    def visit(r: Region) -> None:
-        defined.update(r.args)
-        for op in r.ops:
-            free.update((v, None) for v in op.operands if v not in defined)
-            for inner in op.regions:
-                visit(inner)
-            defined.update(op.results)
-        free.update((v, None) for v in r.results if v not in defined)
-
-    visit(region)
-    return tuple(v for v in free if v not in defined)
+    read: dict[Value, None] = {}
+    for op in walk_region(region):
+        read |= dict.fromkeys(v for inner in op.regions for v in inner.results)
+        read |= dict.fromkeys(op.operands)
+    read |= dict.fromkeys(region.results)
+    defined = defined_in(region)
+    return tuple(v for v in read if v not in defined)
 
 
 def reads(op: Op) -> tuple[Value, ...]:

@@ -15,16 +15,17 @@ What follows `//` is for people and is not read back.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from spmd.errors import SpecError
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
-from spmd.ir.program import Body, Loc, Op, Program, Region, Value, walk_region
+from spmd.ir.program import Body, Op, Program, Region, Value, defined_in
 from spmd.ir.types import (
     Attribute,
     ConvDims,
@@ -38,13 +39,11 @@ from spmd.ir.types import (
     numpy_dtype,
 )
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import format_axes, parse_axes
+from spmd.mesh.sharding import format_axes
 
 Annotate = Callable[[Value], str]
 
-OP_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", re.ASCII)
-ATTR_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-SYMBOL = re.compile(r"[A-Za-z_][\w.$-]*", re.ASCII)
+NAME = re.compile(r"[A-Za-z_][\w.$-]*", re.ASCII)
 STRUCTS: dict[str, Any] = {
     "conv": ConvDims,
     "dot": DotDims,
@@ -54,61 +53,44 @@ STRUCTS: dict[str, Any] = {
 }
 """Maps the word in front of a structured attribute's fields, `dot(...)`, to its class."""
 
-ESCAPES = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", '"': '\\"', "`": "\\`"}
 _STRUCT_NAMES = {cls: name for name, cls in STRUCTS.items()}
 
 
 def format_program(
-    program: Program,
-    annotate: Annotate | None = None,
-    mesh: Mesh | None = None,
-    *,
-    locs: bool = False,
+    program: Program, annotate: Annotate | None = None, mesh: Mesh | None = None
 ) -> str:
     """Returns a program of any stage as text.
 
     `annotate` returns the comment behind a value's definition. With a `mesh` the atoms in `axes`
-    are written as names of axes. With `locs` each op's source line and note are behind it. Tests
-    read the text back, but for comments and for constants above `LARGEST` bytes.
+    are written as names of axes. Tests read the text back, but for comments and for constants
+    above `LARGEST` bytes.
     """
-    return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
+    return "\n".join(_Printer(mesh, annotate).program(program)) + "\n"
 
 
 def format_op(op: Op, mesh: Mesh | None = None) -> str:
     """Returns an op as one line of text, without what its regions and bodies contain."""
-    return _Printer(mesh, whole=False).head(op) + (" {...}" if op.regions else "")
-
-
-def quote(text: str, mark: str = '"') -> str:
-    """Returns text between quotation marks, on one line: line breaks and the like are escaped."""
-
-    def escape(char: str) -> str:
-        if char in ("\\", mark) or not char.isprintable():
-            return ESCAPES.get(char) or f"\\u{{{ord(char):x}}}"
-        return char
-
-    return mark + "".join(map(escape, text)) + mark
+    text = _Printer(mesh).head(op) + (" {...}" if op.regions else "")
+    return re.sub(r"\{\n.*?\n\}", "{...}", text, flags=re.DOTALL)
 
 
 @dataclass
 class _Printer:
     mesh: Mesh | None = None
     annotate: Annotate | None = None
-    locs: bool = False
-    whole: bool = True
 
     def program(self, program: Program) -> Iterator[str]:
         body, types = program.body, program.types
-        yield f"program @{_name(program.name, SYMBOL)}("
+        yield f"program @{_name(program.name)}("
         for i, (v, name) in enumerate(zip(body.args, program.arg_names, strict=True)):
             comma = "," if i + 1 < len(body.args) else ""
-            yield f"  %{v}: {types[v]} {quote(name)}{comma}{self.comment((v,))}"
+            yield f"  %{v}: {types[v]} {json.dumps(name)}{comma}{self.comment((v,))}"
         yield ") {"
         yield from _indent(self.ops(body, types))
         yield "  return"
         for i, (v, name) in enumerate(zip(body.results, program.result_names, strict=True)):
             comma = "," if i + 1 < len(body.results) else ""
-            yield f"    %{v} {quote(name)}{comma}"
+            yield f"    %{v} {json.dumps(name)}{comma}"
         yield from _indent(_unused(body, types))
         yield "}"
 
@@ -117,7 +99,7 @@ class _Printer:
             *before, last = self.head(op).split("\n")
             yield from before
             opening = " {" if op.regions else ""
-            yield last + opening + self.comment(op.results, op.loc)
+            yield last + opening + self.comment(op.results)
             for inner in op.regions:
                 yield f"  region({_arguments(inner, types)}) {{{self.comment(inner.args)}"
                 yield from _indent(self.ops(inner, types), 2)
@@ -130,36 +112,32 @@ class _Printer:
         """Returns an op's text without its regions: a line, or several if it has a scalar body."""
         kind = op.kind
         text = _values(op.results) + " = " if op.results else ""
-        text += _name(kind.name, OP_NAME)
+        text += _name(kind.name)
         if op.operands:
             text += " " + _values(op.operands)
         if kind.attrs:
             pairs = kind.attrs.items()
-            attrs = (f"{_name(n, ATTR_NAME)} = {self.attribute(n, a)}" for n, a in pairs)
+            attrs = (f"{_name(n)} = {self.attribute(n, a)}" for n, a in pairs)
             text += f" {{{', '.join(attrs)}}}"
         results = str(kind.results[0]) if len(kind.results) == 1 else _types(kind.results)
         return f"{text} : {_types(kind.operands)} -> {results}"
 
-    def comment(self, values: Sequence[Value], loc: Loc = Loc()) -> str:  # noqa: B008 (frozen)
-        parts = [self.annotate(v) for v in values] if self.annotate else []
-        text = ", ".join(part for part in parts if part)
-        if self.locs and loc.source:
-            text += f" @ {loc.source.rpartition('/')[2]}"
-        if self.locs and loc.note:
-            text += f": {loc.note}"
+    def comment(self, values: Sequence[Value]) -> str:
+        text = ", ".join(filter(None, map(self.annotate, values))) if self.annotate else ""
         return "  // " + " ".join(text.split()) if text else ""
 
     def attribute(self, name: str, value: Attribute) -> str:
-        if name == "axes" and self.mesh is not None and (axes := self.axes(value)):
-            return axes
+        if name == "axes" and self.mesh is not None:
+            with suppress(IndexError, TypeError):  # of a program that is wrong
+                return format_axes(value, self.mesh)
         if isinstance(value, bool):
             return "true" if value else "false"
         if isinstance(value, int | float):
             return repr(value)
         if isinstance(value, str):
-            return quote(value)
+            return json.dumps(value)
         if isinstance(value, Opaque):
-            return quote(value.text, "`")
+            return "`" + json.dumps(value.text)[1:-1].replace("`", r"\u0060") + "`"
         if isinstance(value, Dense):
             return f"dense<{dense_text(value)} : {value.type}>"
         if isinstance(value, Body):
@@ -172,35 +150,22 @@ class _Printer:
             return "[" + ", ".join([self.attribute("", v) for v in value]) + "]"
         raise TypeError(f"attribute {name} = {value!r} has no text form")
 
-    def axes(self, value: Attribute) -> str | None:
-        """Returns atoms as text, `{data}`; None if `parse_axes` would not read the same atoms."""
-        assert self.mesh is not None
-        try:
-            text = format_axes(value, self.mesh)
-            same = parse_axes(text[1:-1], self.mesh) == value
-        except (IndexError, TypeError, SpecError):
-            return None
-        return text if same and not re.search(r"[{}\n]", text[1:-1]) else None
-
     def body(self, body: Body) -> str:
         reducer = body_reducer(body)
         if reducer and body == reducer_body(reducer, body.types[0].dtype):
             return f"{reducer}<{body.types[0].dtype}>"
         types, region = body
-        head = f"({_arguments(region, types)}) {{"
-        if not self.whole:
-            return head + "...}"
         ops = _Printer(self.mesh).ops(region, types)
         lines = _indent([*ops, _return(region), *_unused(region, types)])
-        return "\n".join([head, *lines, "}"])
+        return "\n".join([f"({_arguments(region, types)}) {{", *lines, "}"])
 
 
 def _indent(lines: Iterable[str], levels: int = 1) -> Iterator[str]:
     return ("  " * levels + line for line in lines)
 
 
-def _name(name: str, pattern: re.Pattern[str]) -> str:
-    return name if pattern.fullmatch(name) else quote(name)
+def _name(name: str) -> str:
+    return name if NAME.fullmatch(name) else json.dumps(name)
 
 
 def _values(values: Sequence[Value]) -> str:
@@ -221,9 +186,7 @@ def _return(region: Region) -> str:
 
 def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
     """Returns lines `unused %3, %7 : tensor<8xf32>` for value numbers that nothing defines."""
-    defined = set(region.args)
-    for op in walk_region(region):
-        defined.update(op.results, *(inner.args for inner in op.regions))
+    defined = defined_in(region)
     left: dict[TensorType, list[Value]] = {}
     for value, type_ in enumerate(types):
         if value not in defined:
@@ -244,40 +207,28 @@ def dense_text(dense: Dense) -> str:
     if len(dense.data) > LARGEST:
         return f"sha256 {hashlib.sha256(dense.data).hexdigest()}"
     raw = f"{'splat' if dense.splat else 'hex'} {dense.data.hex()}"
+    if not dense.splat and dense.type.size > READABLE_ELEMENTS:
+        return raw
     try:
         dtype = numpy_dtype(dense.type.dtype)
-    except KeyError:
+        texts = [str(x).lower() for x in np.frombuffer(dense.data, dtype)]
+        if b"".join([element_bytes(text, dtype) for text in texts]) != dense.data:
+            return raw
+    except (KeyError, ValueError, OverflowError):
         return raw
-    size = dtype.itemsize
-    whole = len(dense.data) == (1 if dense.splat else dense.type.size) * size
-    if whole and dense.splat:
-        return _element(dense.data, dtype)
-    if whole and dense.type.size <= READABLE_ELEMENTS:
-        texts = [_element(dense.data[i : i + size], dtype) for i in range(0, len(dense.data), size)]
-        shape = (dense.type.shape or (1,)) if texts else (0,)
-        return str(np.array(texts, object).reshape(shape).tolist()).replace("'", "")
-    return raw
-
-
-def _element(raw: bytes, dtype: np.dtype[Any]) -> str:
-    scalar = np.frombuffer(raw, dtype)[0]
-    text = str(scalar).lower() if dtype == np.bool_ else str(scalar)
-    try:
-        same = element_bytes(text, dtype) == raw
-    except (ValueError, OverflowError):
-        same = False
-    return text if same else "0x" + raw[::-1].hex()
+    if dense.splat:
+        return texts[0]
+    shape = (dense.type.shape or (1,)) if texts else (0,)
+    return str(np.array(texts, object).reshape(shape).tolist()).replace("'", "")
 
 
 def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
-    """Returns an element's bytes from text, `1.5` or `0x3f`; ValueError, OverflowError if bad."""
+    """Returns an element's bytes from text: `1.5`, `true` or `0x3f`."""
     if text.startswith("0x"):
         return int(text, 16).to_bytes(dtype.itemsize, "little")
     number: Any
     if dtype == np.bool_:
-        number = {"true": True, "false": False}.get(text)
-        if number is None:
-            raise ValueError(f"{text!r} is neither true nor false")
+        number = {"true": True, "false": False}[text]
     elif dtype.kind == "c":
         number = complex(text)
     else:

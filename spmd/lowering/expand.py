@@ -15,7 +15,7 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 
 from collections.abc import Callable, Sequence
 
-from spmd.ir.control_flow import producers_of, ties
+from spmd.ir.control_flow import Index, ties
 from spmd.ir.description import (
     BROADCAST,
     CONCATENATE,
@@ -81,7 +81,7 @@ def _sliced(program: Program) -> set[Value]:
 
     That one may read it behind a loop or a branch: XLA inlines loops of one trip.
     """
-    producers = producers_of(program)
+    producers = Index(program).producers
     comes: dict[Value, list[Value]] = {}  # a value of a loop or a branch -> what it may be
     found, asked, seen = set[Value](), list[Value](), set[Value]()
     for op in program.walk():

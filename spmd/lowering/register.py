@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spmd.errors import SpmdError
 from spmd.ir.dialect import registry
-from spmd.ir.dialect.composites import Composite, Function, add_composite
+from spmd.ir.dialect.composites import COMPOSITES, Composite, Function
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import Rule, parse_rule, whole
 from spmd.ir.program import OpKind, Value
@@ -116,9 +116,9 @@ def register_composite(
             fix="pass decomposition= or kernels=",
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
-    add_composite(Composite(name, decomposition, dict(kernels or {})))
     traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
     registry.op(f"composite:{name}", **traits)(made)
+    COMPOSITES[name] = Composite(decomposition, dict(kernels or {}))
     _note(name)
     lowered = lower or lower_composite
     local(f"composite:{name}")(lambda op: tuple(lowered(_masked(op))))

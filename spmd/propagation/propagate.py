@@ -15,9 +15,7 @@ recorded for the planner.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 
 OPEN, CLOSED = -1, -2  # flags of a dim: it may be split further, or it is as a mark says
 RULE = -1  # the source of axes that the rule itself fixes
-Masks = tuple[int, ...]  # for each dim of a value a set of atoms, a bit each
+Atoms = frozenset[int]
 Proposal = tuple[Axes, ...]  # the axes of each dim of a value
 _Claim = tuple[Axes, int, int]  # axes, and position and dim of the value that wants them
 
@@ -175,8 +173,8 @@ class _State:
         self.any_pending = False
         # For each value, the atoms that may yet come to each dim (see `dispute`), and those that
         # were pending there and have come to one of its dims.
-        self.pending: list[Masks] = [(0,) * t.rank for t in program.types]
-        self.settled = [0] * len(program.types)
+        self.pending: list[tuple[Atoms, ...]] = [(Atoms(),) * t.rank for t in program.types]
+        self.settled: dict[Value, Atoms] = {}
         self.origins: dict[tuple[Value, int], list[Origin]] = {}
         self.conflicts: dict[tuple[int, int], Conflict] = {}
         self.undivided: dict[tuple[Value, int], Axes] = {}
@@ -244,26 +242,19 @@ class _State:
             self.conflicts[index, factor] = Conflict(node.op, factor, tuple(dict.fromkeys(named)))
         for position, dim, axes in undivided:
             self.undivided[node.values[position], dim] = axes
-        if changes and self.any_pending and not guess:
-            kept = []  # the changes, cut before the first atom that another dim may still get
-            for change in changes:
-                value, source = node.values[change.position], node.values[change.source]
-                rivals = union(m for d, m in enumerate(self.pending[value]) if d != change.dim)
-                rivals &= ~self.settled[source]
-                held = len(proposals[value][change.dim])
-                fresh = enumerate(change.axes[held:], held)
-                length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
-                if length < len(change.axes):
-                    self.blocked.add(index)
-                    change = change._replace(axes=change.axes[:length])
-                if length > held:
-                    kept.append(change)
-            changes = kept
-        touched: dict[Value, None] = {}
         loc = node.op.loc
         for place, dim, axes, giver, giver_dim in changes:
             value = node.values[place]
-            have = proposals[value]
+            have, pending = proposals[value], self.pending[value]
+            if self.any_pending and not guess:
+                # The change ends before the first atom that another dim may still get.
+                others = Atoms().union(*pending[:dim], *pending[dim + 1 :])
+                rivals = others - self.settled.get(node.values[giver], Atoms())
+                fresh = enumerate(axes[len(have[dim]) :], len(have[dim]))
+                length = next((k for k, a in fresh if a in rivals), len(axes))
+                if length < len(axes):
+                    self.blocked.add(index)
+                    axes = axes[:length]
             added = axes[len(have[dim]) :]
             elsewhere = {a for d, own in enumerate(have) if d != dim for a in own}
             if not added or not elsewhere.isdisjoint(added):
@@ -276,9 +267,8 @@ class _State:
             self.origins.setdefault((value, dim), []).append(origin)
             proposals[value] = (*have[:dim], axes, *have[dim + 1 :])
             if self.any_pending:
-                self.settled[value] |= union(self.pending[value]) & as_mask(added)
-            touched[value] = None
-        for value in touched:
+                came = Atoms().union(*pending).intersection(added)
+                self.settled[value] = self.settled.get(value, Atoms()) | came
             for neighbour in self.touching[value]:
                 if neighbour != index:
                     self.enqueue(neighbour)
@@ -302,7 +292,7 @@ class _State:
         no other dim claims it there, and the batch could not have been split.
         """
         have = self.pending[value]
-        found = tuple(mask | (1 << atom if d in dims else 0) for d, mask in enumerate(have))
+        found = tuple(atoms | {atom} if d in dims else atoms for d, atoms in enumerate(have))
         if found == have:
             return
         pending, self.any_pending = self.pending, True
@@ -312,9 +302,8 @@ class _State:
             node = self.nodes[waiting.popleft()]
             spread = self.spread_through(node.shape, tuple([pending[v] for v in node.values]))
             for v, wanted in zip(node.values, spread, strict=True):
-                taken = union(as_mask(axes) for axes in self.proposals[v])
-                have = pending[v]
-                found = tuple([h | (w & ~taken) for h, w in zip(have, wanted, strict=True)])
+                taken, have = set().union(*self.proposals[v]), pending[v]
+                found = tuple([h | (w - taken) for h, w in zip(have, wanted, strict=True)])
                 if found != have:
                     pending[v] = found
                     waiting.extend(self.touching[v])
@@ -400,18 +389,17 @@ def flow_through(
     if not claims:
         return Flow()
     merged: dict[int, _Claim] = {}
+    conflicts: list[tuple[int, Sequence[_Claim]]] = []
     for f, found in claims.items():
         # The longest claim on a factor, up to where another one disagrees with it.
         longest, position, d = max(found, key=lambda claim: len(claim[0]))
+        agreed = longest
         for other, _, _ in found:
-            if longest[: len(other)] != other:
-                longest = common_prefix(longest, other)
-        merged[f] = longest, position, d
-    conflicts = [
-        (f, found)
-        for f, found in claims.items()
-        if len(merged[f][0]) < max(len(axes) for axes, _, _ in found)
-    ]
+            if agreed[: len(other)] != other:
+                agreed = common_prefix(agreed, other)
+        merged[f] = agreed, position, d
+        if agreed != longest:
+            conflicts.append((f, found))
     assignment = [merged[f][0] if f in merged else () for f in range(len(factors))]
     changes: list[Change] = []
     undivided: list[tuple[int, int, Axes]] = []
@@ -475,34 +463,26 @@ def _extensions(
     return more, disputed
 
 
-def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
+def spread_through(
+    shape: Shape, around: tuple[tuple[Atoms, ...], ...]
+) -> tuple[tuple[Atoms, ...], ...]:
     """Returns for each dim of a node's values the atoms that it may get yet, through its factors.
 
-    `around` has those known so far; sets of atoms are integers with a bit each, without an order.
+    `around` has those known so far.
     """
     factors = shape.rule.factors
-    reach = [0] * len(factors)
-    for masks, dims in zip(around, shape.rule.values, strict=True):
-        for mask, dim in zip(masks, dims, strict=True):
-            for factor in dim if mask else ():
+    reach: list[Atoms] = [Atoms()] * len(factors)
+    for known, dims in zip(around, shape.rule.values, strict=True):
+        for atoms, dim in zip(known, dims, strict=True):
+            for factor in dim:
                 if factors[factor].kind not in UNCLAIMED:
-                    reach[factor] |= mask
-    found: list[Masks] = []
-    for masks, flags, dims in zip(around, shape.flags, shape.rule.values, strict=True):
-        if flags is not None:
-            masks = tuple(
-                mask if flag == CLOSED else union([mask, *[reach[f] for f in dim]])
-                for mask, flag, dim in zip(masks, flags, dims, strict=True)
-            )
-        found.append(masks)
-    return tuple(found)
-
-
-def as_mask(axes: Axes) -> int:
-    """Returns a set of atoms as an integer in which bit `a` is set for each atom `a`."""
-    return union(1 << a for a in axes)
-
-
-def union(masks: Iterable[int]) -> int:
-    """Returns the union of sets of atoms, each an integer with a bit for each atom."""
-    return functools.reduce(operator.or_, masks, 0)
+                    reach[factor] |= atoms
+    return tuple(
+        known
+        if flags is None
+        else tuple(
+            atoms if flag == CLOSED else atoms.union(*[reach[f] for f in dim])
+            for atoms, flag, dim in zip(known, flags, dims, strict=True)
+        )
+        for known, flags, dims in zip(around, shape.flags, shape.rule.values, strict=True)
+    )

@@ -10,13 +10,13 @@ among them. As carries they would need a sharding and memory; as cheap values th
 every use gets a copy in the sharding that it wants, so they constrain no plan.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from spmd.ir.control_flow import producers_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import BROADCAST, CONSTANT
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import Carry, recarried
+from spmd.ir.rewrite import Carry, recarried, repeat_op
 
 LONGEST_CHAIN = 12  # elementwise ops on top of each other that are cheap to recompute
 
@@ -52,7 +52,7 @@ class _Sink:
     def __init__(self, program: Program) -> None:
         self.b = Builder(program.types)
         self.cheap = set(cheap_values(program))
-        self.producers = producers_of(program)
+        self.producers = dict(Index(program).producers)
         self.instead: dict[Value, Value] = {}
 
     def values(self, values: Iterable[Value]) -> tuple[Value, ...]:
@@ -69,42 +69,38 @@ class _Sink:
 
     def loop(self, op: Op) -> Op:
         """Returns the loop with cheap unchanged carries made inside, from scalars it carries."""
-        body = op.regions[1]
-        sunk: set[int] = set()
-        makers: dict[Value, Op] = {}
-        scalars: dict[Value, None] = {}
-        for i, value in enumerate(op.operands):
-            if value in self.cheap and body.results[i] == body.args[i]:
-                sunk.add(i)
-                self.find(value, makers, scalars)
-                self.instead[op.results[i]] = value
+        b, body = self.b, op.regions[1]
+        pairs = enumerate(zip(body.args, body.results, strict=True))
+        sunk = [i for i, (a, z) in pairs if a == z and op.operands[i] in self.cheap]
         if not sunk:
             return op
-
+        makers: dict[Value, Op] = {}
+        scalars: dict[Value, None] = {}
+        for i in sunk:
+            self.find(op.operands[i], makers, scalars)
+            self.instead[op.results[i]] = op.operands[i]
         regions, carried = [], []
         for region in op.regions:
-            inside = {v: self.b.value(self.b.types[v]) for v in scalars}
-            copies, made = self.copied(makers, inside)
+            inside = {v: b.value(b.types[v]) for v in scalars}
+            made = dict(inside)
+            b.begin()
+            for maker in makers.values():
+                repeat_op(b, maker, made)
+                self.producers[made[maker.results[0]]] = b.last
+            self.cheap.update(made[v] for v in makers if v in self.cheap)
             self.instead.update((region.args[i], made[op.operands[i]]) for i in sunk)
-            regions.append(region._replace(ops=(*copies, *region.ops)))
+            regions.append(region._replace(ops=(*b.end((), ()).ops, *region.ops)))
             carried.append(inside)
-        more = [
-            Carry(v, carried[0][v], carried[1][v], carried[1][v], self.b.value(self.b.types[v]))
-            for v in scalars
-        ]
-        return recarried(op._replace(regions=tuple(regions)), self.b.types, sunk, more)
+        test, inside = carried
+        more = [Carry(v, test[v], inside[v], inside[v], b.value(b.types[v])) for v in scalars]
+        return recarried(op._replace(regions=tuple(regions)), b.types, sunk, more)
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
         """Adds to `makers` the ops that compute a value, in order, to `scalars` what these read."""
-        op = self.producers.get(value)
         if value in makers or value in scalars:
             return
-        if op is not None and value not in self.cheap:
-            # Scalars made of nothing but scalars are made inside as well.
-            scalar = all(t.rank == 0 for t in (*op.kind.operands, *op.kind.results))
-            is_made = op.name == CONSTANT or op.kind.about.is_elementwise
-            op = op if scalar and is_made and len(op.results) == 1 else None
-        if op is None:
+        op = self.producers.get(value)
+        if op is None or not (value in self.cheap or _is_scalar(op)):
             scalars[value] = None
             return
         op = op._replace(operands=self.values(op.operands))
@@ -112,16 +108,9 @@ class _Sink:
             self.find(operand, makers, scalars)
         makers[value] = op
 
-    def copied(
-        self, makers: Mapping[Value, Op], inside: Mapping[Value, Value]
-    ) -> tuple[list[Op], dict[Value, Value]]:
-        """Returns copies of ops, reading scalars from `inside` a loop, and each value's copy."""
-        made, copies = dict(inside), []
-        for old, op in makers.items():
-            new = made[old] = self.b.value(self.b.types[old])
-            operands = tuple(made[v] for v in op.operands)
-            self.producers[new] = op._replace(operands=operands, results=(new,))
-            copies.append(self.producers[new])
-            if old in self.cheap:
-                self.cheap.add(new)
-        return copies, made
+
+def _is_scalar(op: Op) -> bool:
+    """Whether an op makes a scalar of nothing but scalars, so that loops may make it inside."""
+    is_made = op.name == CONSTANT or op.kind.about.is_elementwise
+    types = (*op.kind.operands, *op.kind.results)
+    return is_made and len(op.results) == 1 and all(t.rank == 0 for t in types)

@@ -1,10 +1,9 @@
-"""Ops of several results that have nothing to do with each other: planned apart, run as written."""
+"""Barriers of several values: planned apart, run as written."""
 
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -32,38 +31,11 @@ def named(program: Program, name: str) -> list[Op]:
     return [op for op in program.walk() if op.name == f"stablehlo.{name}"]
 
 
-def sum_and_most(x: Any, y: Any) -> Any:
-    initial = jnp.float32(0), jnp.float32(-jnp.inf)
-    return lax.reduce((x, y), initial, lambda a, b: (a[0] + b[0], lax.max(a[1], b[1])), (0,))
-
-
-def sum_of_both(x: Any, y: Any) -> Any:
-    """Two results that share what they read."""
-    initial = jnp.float32(0), jnp.float32(0)
-    return lax.reduce((x, y), initial, lambda a, b: (a[0] + b[0], a[1] + b[1] * b[0]), (0,))
-
-
 def test_a_barrier_becomes_one_for_each_operand() -> None:
     before, after = separated(lambda *xs: lax.optimization_barrier(xs), X, X.T, X[0])
     assert [len(op.results) for op in named(before, "optimization_barrier")] == [3]
     assert [len(op.results) for op in named(after, "optimization_barrier")] == [1, 1, 1]
     assert separate(after) is after
-
-
-def test_reductions_know_what_they_are_when_apart() -> None:
-    before, after = separated(sum_and_most, X, X)
-    assert [op.kind.attrs["reducer"] for op in named(before, "reduce")] == [""]
-    kinds = [op.kind.attrs for op in named(after, "reduce")]
-    assert [attrs["reducer"] for attrs in kinds] == ["add", "max"]
-    assert all(attrs["spmd.neutral"] for attrs in kinds)
-
-
-@pytest.mark.parametrize(
-    "fn", [sum_of_both, lambda x, y: lax.sort((x, y), num_keys=1)], ids=["reduce", "sort"]
-)
-def test_what_belongs_together_stays(fn: Any) -> None:
-    before, after = separated(fn, X, X)
-    assert after is before
 
 
 @pytest.mark.usefixtures("devices8")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
-from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region
+from spmd.ir.program import Body, Op, OpKind, Program, Region
 from spmd.ir.text import format_op, format_program
 from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
@@ -46,7 +46,6 @@ def local_program():
     b.begin()
     (index,) = b.op("spmd.axis_index", (), (TensorType((), "i32"),), {"axes": (0, 2)})
     attrs = {"axes": (1, 2), "body": reducer_body("add", "f32")}
-    b.loc = Loc("", (Frame("/home/me/train.py", 12, "step"),), "the loss is summed")
     (y,) = b.op("stablehlo.all_reduce", (x,), (b.types[x],), attrs)
     b.value(F32)
     pairs = {"axes": (), "pairs": ((0, 1), (1, 0))}
@@ -60,11 +59,11 @@ program @"a \"name\"\n"(
   %0: tensor<4x8xf32> "a\\b"
 ) {
   %2 = spmd.axis_index {axes = {data:(1)2, model}} : () -> tensor<i32>
-  %3 = stablehlo.all_reduce %0 {axes = {data:(2)2, model}, body = add<f32>} : (tensor<4x8xf32>) -> tensor<4x8xf32>  // @ train.py:12 (step): the loss is summed
-  %5 = stablehlo.collective_permute %3 {axes = {}, pairs = [[0, 1], [1, 0]]} : (tensor<4x8xf32>) -> tensor<4x8xf32>  // @ train.py:12 (step): the loss is summed
+  %3 = stablehlo.all_reduce %0 {axes = {data:(2)2, model}, body = add<f32>} : (tensor<4x8xf32>) -> tensor<4x8xf32>
+  %5 = stablehlo.collective_permute %3 {axes = {}, pairs = [[0, 1], [1, 0]]} : (tensor<4x8xf32>) -> tensor<4x8xf32>
   return
     %5 "['x']",
-    %2 "é\u{2028}\u{85}"
+    %2 "\u00e9\u2028\u0085"
   unused %1 : !stablehlo.token
   unused %4 : tensor<f32>
 }
@@ -74,10 +73,9 @@ program @"a \"name\"\n"(
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_imported_programs_read_back(name):
     program = example(name)
-    for locs in (False, True):
-        read = parse_program(format_program(program, annotate=lambda v: f"value {v}", locs=locs))
-        assert read == without_locs(program)
-        assert format_program(read) == format_program(program)
+    read = parse_program(format_program(program, annotate=lambda v: f"value {v}"))
+    assert read == without_locs(program)
+    assert format_program(read) == format_program(program)
     for op, again in zip(program.walk(), read.walk(), strict=True):
         assert op.kind is again.kind
         for attr, value in op.kind.attrs.items():
@@ -92,15 +90,13 @@ def test_local_programs_read_back(mesh):
 
 
 def test_the_text_of_a_local_program():
-    text = format_program(local_program(), mesh=MESH, locs=True)
-    assert text == LOCAL_TEXT.removeprefix("\n")
+    assert format_program(local_program(), mesh=MESH) == LOCAL_TEXT.removeprefix("\n")
 
 
-def test_unknown_or_odd_axes_are_written_as_atoms():
-    odd = Mesh(None, (4, 2), ("a}b", "c\nd"))
-    for mesh, axes in ((MESH, (7,)), (odd, (0, 1)), (MESH, "data"), (odd, (2,)), (odd, (True,))):
+def test_unknown_axes_are_written_as_atoms():
+    for axes in ((7,), "data"):
         program = one_op({"axes": axes})
-        assert attrs_of(parse_program(format_program(program, mesh=mesh), mesh)) == {"axes": axes}
+        assert attrs_of(parse_program(format_program(program, mesh=MESH), MESH)) == {"axes": axes}
 
 
 TEXTS = st.text(st.characters(codec=None), max_size=20)
@@ -195,13 +191,6 @@ def test_large_constants_are_digests():
     texts = [format_program(one_op({"value": Dense.of(x, "i32")})) for x in (one, one, other)]
     assert texts[0] == texts[1] != texts[2]
     assert "sha256" in texts[0] and len(texts[0]) < 1000
-
-
-def test_a_nan_with_a_payload_is_written_as_its_bits():
-    dense = Dense(TensorType((), "f32"), bytes.fromhex("0100c0ff"), True)
-    text = format_program(one_op({"value": dense}))
-    assert "dense<0xffc00001 : tensor<f32>>" in text
-    assert attrs_of(parse_program(text))["value"] == dense
 
 
 def test_quantized_types_read_back():

@@ -1,12 +1,13 @@
 """Reads the text form of a program that `spmd.ir.text` writes."""
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from spmd.ir.dialect.reducers import REDUCER_OPS, reducer_body
 from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
-from spmd.ir.text import ATTR_NAME, ESCAPES, OP_NAME, STRUCTS, SYMBOL, element_bytes
+from spmd.ir.text import NAME, STRUCTS, element_bytes
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import parse_axes
@@ -19,7 +20,6 @@ _NUMBER = re.compile(r"-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?!\w)", re.ASCI
 _VALUE = re.compile(r"%\d+", re.ASCII)
 _TENSOR = re.compile(r"((?:\d+x)*)(.+)", re.ASCII)
 _ELEMENTS = re.compile(r"[^:\n]*")
-_UNESCAPES = {escape: char for char, escape in ESCAPES.items()}
 
 Found = TypeVar("Found")
 
@@ -97,14 +97,10 @@ class _Parser:
 
     def quoted(self, pattern: re.Pattern[str] = _QUOTED) -> str:
         """Takes a string with its marks; the text inside."""
+        return str(json.loads(f'"{self.match(pattern)[1:-1]}"'))
 
-        def char(match: re.Match[str]) -> str:
-            return chr(int(match[1], 16)) if match[1] else _UNESCAPES[match[0]]
-
-        return re.sub(r"\\u\{([0-9a-f]+)\}|\\.", char, self.match(pattern)[1:-1])
-
-    def name(self, pattern: re.Pattern[str]) -> str:
-        return self.quoted() if self.peek('"') else self.match(pattern)
+    def name(self) -> str:
+        return self.quoted() if self.peek('"') else self.match(NAME)
 
     def listed(self, read: Callable[[], Found], end: str) -> tuple[Found, ...]:
         found: list[Found] = []
@@ -118,7 +114,7 @@ class _Parser:
 
     def program(self) -> Program:
         self.expect("program", "@")
-        name = self.name(SYMBOL)
+        name = self.name()
         self.expect("(")
         args = self.listed(lambda: (self.argument(), self.quoted()), ")")
         self.expect("{")
@@ -152,7 +148,7 @@ class _Parser:
         if self.peek("%"):
             results = self.values()
             self.expect("=")
-        name = self.name(OP_NAME)
+        name = self.name()
         operands = self.values()
         attrs = dict(self.listed(self.named_attribute, "}")) if self.take("{") else {}
         self.expect(":", "(")
@@ -202,7 +198,7 @@ class _Parser:
     # Attributes.
 
     def named_attribute(self) -> tuple[str, Attribute]:
-        name = self.name(ATTR_NAME)
+        name = self.name()
         self.expect("=")
         return name, self.attribute()
 

@@ -206,7 +206,7 @@ def test_costs() -> None:
 
 
 def test_mistakes_are_said() -> None:
-    with pytest.raises(spmd.SpmdError, match="registered already"):
+    with pytest.raises(spmd.SpmdError, match="already has a rule"):
         spmd.register_composite("test.softmax", "b v -> b v", decomposition=scaled_softmax)
     with pytest.raises(spmd.SpmdError, match=r"nothing computes composite test\.none"):
         spmd.register_composite("test.none", "b v -> b v")

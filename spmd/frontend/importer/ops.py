@@ -28,11 +28,11 @@ from spmd.frontend.importer.contents import (
     location_of,
     tensor_type,
 )
+from spmd.ir.description import ALONE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity, is_neutral
-from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 from spmd.mesh.sharding import axes_text

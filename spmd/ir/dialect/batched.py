@@ -3,7 +3,7 @@
     transpose %0 {permutation = [1, 0]}  ->  transpose %0 {permutation = [0, 2, 1]}
 
 For most ops only the types change, and attributes that number dims or have an entry for each dim:
-`in_front` makes their function. Other ops have a function of their own.
+theirs is `in_front`. Other ops have a function of their own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spmd.ir.description import DESCRIPTIONS, UNKNOWN
-from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import OpKind
 from spmd.ir.types import Attribute, TensorType
 
@@ -24,13 +22,8 @@ class Batched(NamedTuple):
     dim: int = 0  # which dim of its results is new
     start: int | None = None  # place of one more operand, the index along the new dim
 
-    def with_attrs(self, attrs: Mapping[str, Attribute]) -> Batched:
-        """Returns the same batched op with these attributes in place of its own."""
-        kind = self.kind
-        return self._replace(kind=OpKind(kind.name, kind.operands, kind.results, attrs))
 
-
-Form = Callable[[OpKind, int, Sequence[bool]], "Batched | None"]
+Form = Callable[[OpKind, int, Sequence[bool]], Batched | None]
 """Takes a kind of op, how many such ops there are, and for each operand whether it differs among
 them; returns the op that does all at once, None if there is none."""
 
@@ -66,55 +59,45 @@ def _changed(name: str, value: Any, count: int) -> Any:
     return (_ENTRIES[name], *value) if value and name in _ENTRIES else value
 
 
-def second_half(kind: OpKind) -> int:
-    """Returns how many operands of a reduction are initial values: the second half of them."""
-    return len(kind.operands) // 2
+def stacked(kind: OpKind, count: int, wide: Sequence[bool], **attrs: Attribute) -> Batched:
+    """Returns the op with a new dim 0 in results and `wide` operands; `attrs` replace its own."""
+
+    def more(type_: TensorType) -> TensorType:
+        return type_.with_shape((count, *type_.shape))
+
+    operands = (more(t) if is_wide else t for t, is_wide in zip(kind.operands, wide, strict=True))
+    changed = {name: _changed(name, value, count) for name, value in kind.attrs.items()}
+    results = tuple(map(more, kind.results))
+    return Batched(OpKind(kind.name, tuple(operands), results, {**changed, **attrs}))
 
 
-def in_front(apart: Callable[[OpKind], int] = lambda _: 0) -> Form:
-    """Returns the `Form` of ops whose batched op has a new dim 0 in all tensors, else is the same.
-
-    `apart` returns how many operands at the end stay scalars, with no new dim: if one of these
-    differs among the ops there is no batched op.
-    """
-
-    def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-        wide = len(kind.operands) - apart(kind)
-        if any(differs[wide:]):
-            return None
-        operands = (*(_more(t, count) for t in kind.operands[:wide]), *kind.operands[wide:])
-        attrs = {name: _changed(name, value, count) for name, value in kind.attrs.items()}
-        return Batched(_like(kind, operands, count, attrs))
-
-    return form
+def in_front(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
+    """Returns the op with a new dim 0 in all operands and results."""
+    return stacked(kind, count, [True] * len(differs))
 
 
-def at_a_place(arrays: int) -> Form:
-    """Returns the `Form` of dynamic slices and updates: one more index, 0, is for the new dim.
+def but_scalars(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+    """Returns the op with a new dim 0, but not in its last operands: scalars that all ops share."""
+    wide = [i < len(kind.results) for i in range(len(differs))]
+    return None if any(differs[len(kind.results) :]) else stacked(kind, count, wide)
 
-    The first `arrays` operands are tensors, those behind them the indices.
-    """
 
-    def form(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-        found = in_front(lambda kind: len(kind.operands) - arrays)(kind, count, differs)
-        if found is None or len(kind.operands) == arrays:
-            return found
-        operands = list(found.kind.operands)
-        operands.insert(arrays, operands[arrays])
-        made = OpKind(kind.name, tuple(operands), found.kind.results, found.kind.attrs)
-        return Batched(made, start=arrays)
-
-    return form
+def at_a_place(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+    """Returns the dynamic slice, or update, with an index more: 0, of the new dim."""
+    arrays = len(kind.operands) - kind.operands[0].rank
+    if arrays == len(differs) or any(differs[arrays:]):
+        return None
+    made = stacked(kind, count, [i < arrays for i in range(len(differs))]).kind
+    operands = (*made.operands[: arrays + 1], *made.operands[arrays:])  # indices are of one type
+    return Batched(OpKind(kind.name, operands, made.results, made.attrs), start=arrays)
 
 
 def elementwise(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
     """Returns the op that does `count` elementwise ops; a scalar that all share stays a scalar."""
     shape = kind.results[0].shape
-    operands = tuple(
-        _more(t.with_shape(shape), count) if differ or t.shape == shape else t
-        for t, differ in zip(kind.operands, differs, strict=True)
-    )
-    return Batched(_like(kind, operands, count, kind.attrs))
+    wide = [d or t.shape == shape for t, d in zip(kind.operands, differs, strict=True)]
+    types = (t.with_shape(shape) if w else t for t, w in zip(kind.operands, wide, strict=True))
+    return stacked(OpKind(kind.name, tuple(types), kind.results, kind.attrs), count, wide)
 
 
 def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -122,15 +105,5 @@ def form_of(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None
 
     `differs` says for each operand whether it differs among the ops, and so has the new dim.
     """
-    found: Form | None = DESCRIPTIONS.get(rule_name(kind), UNKNOWN).batched
+    found: Form | None = kind.about.batched
     return found(kind, count, differs) if found else None
-
-
-def _more(type_: TensorType, count: int) -> TensorType:
-    return type_.with_shape((count, *type_.shape))
-
-
-def _like(
-    kind: OpKind, operands: Sequence[TensorType], count: int, attrs: Mapping[str, Attribute]
-) -> OpKind:
-    return OpKind(kind.name, tuple(operands), tuple(_more(t, count) for t in kind.results), attrs)

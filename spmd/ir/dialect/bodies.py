@@ -1,4 +1,4 @@
-"""Scalar functions of reductions, sorts, maps: which are elementwise; inlining and splitting."""
+"""Scalar functions of reductions, sorts, maps: which are elementwise; inlining."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from spmd.ir.description import CONSTANT
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Body, Op, Region, Value
+from spmd.ir.program import Body, Value
 from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import TensorType
 
@@ -47,36 +47,6 @@ def inline_elementwise(
             outs = b.op(op.name, [env[v] for v in op.operands], results, op.kind.attrs)
             env.update(zip(op.results, outs, strict=True))
     return tuple(env[v] for v in body.region.results)
-
-
-def separated(body: Body, count: int) -> tuple[Body, ...]:
-    """Returns a body for each of a reduction's `count` results; () if they depend on each other.
-
-    `(a, b, c, d): a + c, max(b, d)` becomes `(a, c): a + c` and `(b, d): max(b, d)`.
-    """
-    region, parts = body.region, []
-    for k in range(count):
-        needed = {region.results[k]}
-        ops: list[Op] = []
-        for op in reversed(region.ops):
-            if not needed.isdisjoint(op.results):
-                needed.update(op.operands)
-                ops.insert(0, op)
-        args = [region.args[k], region.args[count + k]]
-        if not needed.isdisjoint(set(region.args) - set(args)):
-            return ()
-        values = [*args, *(v for op in ops for v in op.results)]
-        number = {value: i for i, value in enumerate(values)}
-        renumbered = tuple(
-            op._replace(
-                operands=tuple(number[v] for v in op.operands),
-                results=tuple(number[v] for v in op.results),
-            )
-            for op in ops
-        )
-        types = tuple(body.types[v] for v in values)
-        parts.append(Body(types, Region((0, 1), renumbered, (number[region.results[k]],))))
-    return tuple(parts)
 
 
 def with_identity(body: Body) -> Body:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,15 +20,20 @@ LOCAL_SLICE = "spmd.local_slice"
 Made = TypeVar("Made", Value, tuple[Value, ...])
 
 
+@dataclass
+class _Block:
+    isolated: bool
+    ops: list[Op] = field(default_factory=list)
+    shared: dict[Any, Any] = field(default_factory=dict)  # what `Builder.once` made in it
+
+
 class Builder:
     """Appends ops, at location `loc`, to the region that is open, and numbers their results."""
 
     def __init__(self, types: Sequence[TensorType] = ()) -> None:
         self.types = list(types)
         self.loc = Loc()
-        self._blocks: list[list[Op]] = [[]]
-        self._shared: list[dict[Any, Any]] = [{}]
-        self._isolated: list[bool] = [True]
+        self._open = [_Block(isolated=True)]  # the regions that are open, the outermost first
 
     @contextmanager
     def noted(self, note: str) -> Iterator[None]:
@@ -64,22 +70,22 @@ class Builder:
         start = len(self.types)
         self.types.extend(kind.results)
         outs = tuple(range(start, len(self.types)))
-        self._blocks[-1].append(Op(kind, operands, outs, regions, self.loc))
+        self.append(Op(kind, operands, outs, regions, self.loc))
         return outs
 
     @property
     def count(self) -> int:
         """How many ops the open region has so far."""
-        return len(self._blocks[-1])
+        return len(self._open[-1].ops)
 
     @property
     def last(self) -> Op:
         """The op appended last to the open region."""
-        return self._blocks[-1][-1]
+        return self._open[-1].ops[-1]
 
     def append(self, op: Op) -> None:
         """Appends an op whose results have numbers already."""
-        self._blocks[-1].append(op)
+        self._open[-1].ops.append(op)
 
     def begin(self, isolated: bool = False) -> None:
         """Opens a region inside the open one; ops are appended to it until `end` closes it.
@@ -87,28 +93,23 @@ class Builder:
         In an isolated region (a loop's) `once` returns no value from outside: XLA's export of a
         `while` that captures values is fragile.
         """
-        self._blocks.append([])
-        self._shared.append({})
-        self._isolated.append(isolated)
+        self._open.append(_Block(isolated))
 
     def end(self, args: Sequence[Value], results: Sequence[Value]) -> Region:
         """Closes the region that `begin` opened last and returns it, with `args` and `results`."""
-        self._shared.pop()
-        self._isolated.pop()
-        return Region(tuple(args), tuple(self._blocks.pop()), tuple(results))
+        return Region(tuple(args), tuple(self._open.pop().ops), tuple(results))
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
         """Returns what was made for an equal `key`, if visible here; else calls `make()`."""
-        # Scopes are searched from the innermost region outwards, up to the first isolated one. A
-        # value made in one branch is gone with the branch's scope when the other branch is built.
-        for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
-            found: Made | None = scope.get(key)
+        # Blocks are searched from the innermost one outwards, up to the first isolated one. A value
+        # made in one branch is gone with the branch's block when the other branch is built.
+        for block in reversed(self._open):
+            found: Made | None = block.shared.get(key)
             if found is not None:
                 return found
-            if isolated:
+            if block.isolated:
                 break
-        made = make()
-        self._shared[-1][key] = made
+        made = self._open[-1].shared[key] = make()
         return made
 
     # Small ops by name.

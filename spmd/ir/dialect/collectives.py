@@ -5,12 +5,10 @@ compiler splits nothing over them. Over the other axes it is an op like any othe
 gathers, scatters or exchanges stays whole, all others may be split.
 """
 
-from typing import NamedTuple
-
 from spmd.ir.description import DESCRIPTIONS, Description, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.registry import describe, op
-from spmd.ir.dialect.rule import Rule, RuleBuilder, sides
+from spmd.ir.dialect.rule import Rule, RuleBuilder, whole
 from spmd.ir.program import OpKind
 
 DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
@@ -21,27 +19,19 @@ describe(_LOCAL, "axis_index", dialect="spmd")
 describe(_LOCAL._replace(along="dim", reads_pieces=True), "local_slice", dialect="spmd")
 
 
-@op(*DEVICE_IDS, is_same_locally=True, is_manual=True)
-def _device_id(kind: OpKind) -> Rule:
-    return RuleBuilder().build([], [[]])
-
-
-class Resized(NamedTuple):
-    """A collective's attributes that name the dim it makes longer, and shorter; "" for none."""
-
-    grows: str = ""
-    shrinks: str = ""
+op(*DEVICE_IDS, is_same_locally=True, is_manual=True)(whole)
 
 
 RESIZED = {
-    "all_gather": Resized(grows="all_gather_dim"),
-    "all_reduce": Resized(),
-    "all_to_all": Resized(grows="concat_dimension", shrinks="split_dimension"),
-    "collective_broadcast": Resized(),
-    "collective_permute": Resized(),
-    "reduce_scatter": Resized(shrinks="scatter_dimension"),
+    "all_gather": ("all_gather_dim", ""),
+    "all_reduce": ("", ""),
+    "all_to_all": ("concat_dimension", "split_dimension"),
+    "collective_broadcast": ("", ""),
+    "collective_permute": ("", ""),
+    "reduce_scatter": ("", "scatter_dimension"),
 }
-"""Maps each kind of collective to its `Resized`."""
+"""Maps each kind of collective to its attributes that name the dim that it makes longer, and the
+one that it makes shorter; "" for none."""
 
 
 def _collective(kind: OpKind) -> Rule:
@@ -49,16 +39,16 @@ def _collective(kind: OpKind) -> Rule:
     about = kind.about
     changed = [kind.attrs[name] for name in RESIZED[about.collective] if name]
     build = RuleBuilder()
-    pairs = [
-        build.apart(*pair) if d in changed else build.passes(pair[0])
-        for d, pair in enumerate(zip(kind.operands[0].shape, kind.results[0].shape, strict=True))
-    ]
+    before, after = build.pairs(
+        kind.operands[0],
+        kind.results[0],
+        lambda d, n, out: build.apart(n, out) if d in changed else build.passes(n),
+    )
     # Of reductions only sums are linear. Devices to which a permute sends nothing have zeros, which
     # only sums ignore: it is linear, but hands no other partial value on.
     body = kind.attrs.get("body")
     linear = body is None or body_reducer(body) == "add"
     moves = body is None and about.collective != "collective_permute"
-    before, after = sides(pairs)
     return build.build([before], [after], linear=((0,),) if linear else (), moves=moves)
 
 

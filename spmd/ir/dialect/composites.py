@@ -28,33 +28,21 @@ Function = Callable[..., Any]
 
 
 class Composite(NamedTuple):
-    """A registered composite: its name in modules, and JAX functions that compute it locally."""
+    """JAX functions that compute a registered composite on one device."""
 
-    name: str
     decomposition: Function | None  # at any shapes; None if only the module has one
     kernels: Mapping[str, Function]  # by platform; NotImplemented is for shapes that one lacks
 
 
-_COMPOSITES: dict[str, Composite] = {}
-
-
-def add_composite(composite: Composite) -> None:
-    """Registers a composite; SpmdError if there is one of this name."""
-    if composite.name in _COMPOSITES:
-        raise SpmdError(f"composite {composite.name} is registered already", fix="keep one of them")
-    _COMPOSITES[composite.name] = composite
+COMPOSITES: dict[str, Composite] = {}
+"""Maps the name of a registered composite in modules to what computes it."""
 
 
 def whole_composites(platform: str) -> frozenset[str]:
     """Returns the names of registered composites with a decomposition or a `platform` kernel."""
     return frozenset(
-        name for name, c in _COMPOSITES.items() if c.decomposition or platform in c.kernels
+        name for name, c in COMPOSITES.items() if c.decomposition or platform in c.kernels
     )
-
-
-def composite_of(kind: OpKind) -> Composite:
-    """Returns the registered composite that a composite op names."""
-    return _COMPOSITES[kind.attrs["name"]]
 
 
 def arguments_of(kind: OpKind) -> dict[str, Any]:

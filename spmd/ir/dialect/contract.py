@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
-from spmd.ir.dialect.batched import Batched, in_front, second_half, shifted
+from spmd.ir.dialect.batched import Batched, but_scalars, in_front, shifted, stacked
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Merge
 from spmd.ir.dialect.reducers import NEUTRAL, joining
@@ -83,7 +83,7 @@ def _product(
     return lhs, rhs, result
 
 
-@op("stablehlo.reduce", batched=in_front(second_half), role=Role.FOLD)
+@op("stablehlo.reduce", batched=but_scalars, role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
     """Returns the rule `i k, -> i`: `k` is reduced, or merged if the body is not one op (argmax's).
 
@@ -153,15 +153,11 @@ def _ragged_dot(kind: OpKind) -> Rule:
     if dims.ragged in dims.dot.lhs_contract:
         result = [build.factor(sizes_shape[-1], REPLICATE), *result]
     # Each index of the left operand's dims in front of the ragged one has its own group sizes.
-    outer: tuple[int, ...] = ()
-    if len(sizes_shape) > 1:
-        ragged, batch, contracted = dims.ragged, dims.dot.lhs_batch, dims.dot.lhs_contract
-        if ragged in batch:
-            outer = batch[: batch.index(ragged)]
-        elif ragged in contracted:
-            outer = (*batch, *contracted[: contracted.index(ragged)])
-        else:
-            outer = (*batch, *(i for i in range(ragged) if i not in (*batch, *contracted)))
+    batch, inner = dims.dot.lhs_batch, dims.dot.lhs_contract
+    if dims.ragged not in inner:
+        inner = tuple(i for i in range(len(lhs)) if i not in (*batch, *inner))
+    order = (*batch, *inner)
+    outer = order[: order.index(dims.ragged)] if len(sizes_shape) > 1 else ()
     sizes = [lhs[i] for i in outer] + [build.factor(sizes_shape[-1], REPLICATE)]
     return build.build([lhs, rhs, sizes], [result], reduction="add", linear=((0,), (1,)))
 
@@ -170,34 +166,29 @@ def _ragged_dot(kind: OpKind) -> Rule:
 # Look-ups and searches.
 
 
-def _batched_gather(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+def _batched_gather(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
     """Returns one gather for `count`: with a new batch dim, or more indices of one table."""
     dims: GatherDims = kind.attrs["dimension_numbers"]
-    table = differs[0]
+    table, moved = differs[0], shifted if differs[0] else tuple
     numbers = GatherDims(
         shifted(dims.offset_dims),
-        shifted(dims.collapsed_slice_dims) if table else dims.collapsed_slice_dims,
-        (0, *shifted(dims.operand_batching_dims)) if table else dims.operand_batching_dims,
+        moved(dims.collapsed_slice_dims),
+        (0,) * table + moved(dims.operand_batching_dims),
         (0,) * table + shifted(dims.start_indices_batching_dims),
-        shifted(dims.start_index_map) if table else dims.start_index_map,
+        moved(dims.start_index_map),
         dims.index_vector_dim + 1,
     )
     sizes = (1,) * table + tuple(kind.attrs["slice_sizes"])
-    attrs = {**kind.attrs, "dimension_numbers": numbers, "slice_sizes": sizes}
-    found = in_front()(kind, count, differs)
-    assert found is not None
-    operands = (found.kind.operands[0] if table else kind.operands[0], found.kind.operands[1])
-    return Batched(OpKind(kind.name, operands, found.kind.results, attrs))
+    return stacked(kind, count, (table, True), dimension_numbers=numbers, slice_sizes=sizes)
 
 
-def _batched_scatter(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
+def _batched_scatter(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
     dims: ScatterDims = kind.attrs["scatter_dimension_numbers"]
     numbers = ScatterDims(*map(shifted, dims))._replace(
         input_batching_dims=(0, *shifted(dims.input_batching_dims)),
         scatter_indices_batching_dims=(0, *shifted(dims.scatter_indices_batching_dims)),
     )
-    found = in_front()(kind, count, differs)
-    return found and found.with_attrs({**kind.attrs, "scatter_dimension_numbers": numbers})
+    return stacked(kind, count, [True] * len(differs), scatter_dimension_numbers=numbers)
 
 
 @op("stablehlo.gather", batched=_batched_gather, reads_pieces=True, role=Role.ONCE)
@@ -292,7 +283,7 @@ def _halvings(kind: OpKind) -> float:
     return 1 + math.log2(max(2, *kind.operands[0].shape))
 
 
-@op("chlo.top_k", batched=in_front(), passes=_halvings)
+@op("chlo.top_k", batched=in_front, passes=_halvings)
 def _top_k(kind: OpKind) -> Rule:
     """Returns the rule `i j -> i k, i k`: devices merge the `k` largest of their pieces of `j`."""
     build = RuleBuilder()
@@ -304,7 +295,7 @@ def _top_k(kind: OpKind) -> Rule:
     return build.build([[*shared, along]], [found, found], merges=(merge,))
 
 
-@op("stablehlo.sort", batched=in_front(), passes=_halvings, is_in_place=True)
+@op("stablehlo.sort", batched=in_front, passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split, the sorted one in large sorts only (`rounds`)."""
     build = RuleBuilder()

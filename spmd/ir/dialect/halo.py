@@ -115,12 +115,11 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
     ]
     phases = {-first % dilation for first, (_, own) in zip(firsts, owned, strict=True) if own}
     phase = phases.pop() if len(phases) == 1 else None
-    if phase is not None:
-        length = max(1, (base - 1 - phase) // dilation + 1)
-        starts = [(first + phase) // dilation for first in firsts]
-    else:
+    starts = [(first + (phase or 0)) // dilation for first in firsts]
+    if phase is None:
         length = -(-(base + dilation - 2) // dilation) + 1
-        starts = [first // dilation for first in firsts]
+    else:
+        length = max(1, (base - 1 - phase) // dilation + 1)
     ranges = []
     for (s, own), start in zip(owned, starts, strict=True):
         begin = total - s - own if window.reverse else s
@@ -209,25 +208,23 @@ class Merge(NamedTuple):
 def rounds(count: int) -> Rounds:
     """Returns a network that sorts `count` tiles, each sorted: for each round the pairs to merge.
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M). A pair
-    merges its tiles and the first keeps the lower half; `rounds(4)` is `((0, 2), (1, 3))`,
-    `((0, 1), (2, 3))`, `((1, 2),)`.
+    Batcher's odd-even merge sort (Knuth, The Art of Computer Programming, 5.2.2 and 5.3.4). A pair
+    merges its tiles and the first keeps the lower half; `rounds(4)` is `((0, 1), (2, 3))`,
+    `((0, 2), (1, 3))`, `((1, 2),)`.
     """
-    # A pair (i, j) leaves the lower elements in tile i. Four tiles that hold 4 3 2 1 take three
-    # rounds; pairs of one round are independent, so they run at the same time:
-    #   (0, 2) (1, 3)   4 3 2 1 -> 2 1 4 3
-    #   (0, 1) (2, 3)   2 1 4 3 -> 1 2 3 4
+    # Four tiles that hold 4 3 2 1 take three rounds; pairs of one round meet at the same time:
+    #   (0, 1) (2, 3)   4 3 2 1 -> 3 4 1 2    runs of two are sorted
+    #   (0, 2) (1, 3)   3 4 1 2 -> 1 2 3 4
     #   (1, 2)          nothing to change here, but 1 3 2 4 would need it
     # Which tiles meet never depends on what they hold: that is why static permutes can do it.
-    found = []
-    top = 1 << max(0, (count - 1).bit_length() - 1)
-    step = top if count > 1 else 0
-    while step:
-        reach, phase, apart = top, 0, step
-        while True:
-            found.append(tuple((i, i + apart) for i in range(count - apart) if i & step == phase))
-            if reach == step:
-                break
-            apart, reach, phase = reach - step, reach // 2, step
-        step //= 2
-    return tuple(pairs for pairs in found if pairs)
+    found, run = [], 1
+    while run < count:  # two sorted runs become one
+        apart = run
+        while apart:
+            skipped = apart % run
+            firsts = [i for i in range(skipped, count - apart) if not (i - skipped) // apart % 2]
+            inside = [i for i in firsts if i // (2 * run) == (i + apart) // (2 * run)]
+            found.append(tuple((i, i + apart) for i in inside))
+            apart //= 2
+        run *= 2
+    return tuple(found)

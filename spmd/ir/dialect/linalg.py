@@ -8,12 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.ir.dialect.batched import Batched, in_front
+from spmd.ir.description import BATCHED_CALL, LONE_CALL, batch_rank
+from spmd.ir.dialect.batched import Batched, in_front, stacked
 from spmd.ir.dialect.elementwise import elementwise_rule
-from spmd.ir.dialect.registry import BATCHED_CALL, LONE_CALL, batch_rank, op
-from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder, parse_rule, whole
+from spmd.ir.dialect.registry import op
+from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule, whole
 from spmd.ir.program import OpKind
-from spmd.ir.types import Opaque, TensorType
+from spmd.ir.types import Opaque
 
 MATRIX_CALLS = (
     "custom_call:Eigh",
@@ -40,21 +41,23 @@ def _transforms(kind: OpKind) -> float:
     return max(1, math.log(math.prod(kind.attrs["fft_length"]) or 1, TRANSFORM))
 
 
-@op("stablehlo.fft", batched=in_front(), is_same_locally=True, passes=_transforms)
+@op("stablehlo.fft", batched=in_front, is_same_locally=True, passes=_transforms)
 def _fft(kind: OpKind) -> Rule:
     """Returns the rule by which all dims may be split but the last ones, which are transformed."""
-    return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
+    return whole(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
-@op("stablehlo.triangular_solve", batched=in_front(), is_same_locally=True, passes=_blocks)
+@op("stablehlo.triangular_solve", batched=in_front, is_same_locally=True, passes=_blocks)
 def _triangular_solve(kind: OpKind) -> Rule:
     """Returns the rule `b i j, b j c -> b j c`: `b`, `c` may be split, operand 1 may be partial."""
-    free = -1 if kind.attrs["left_side"] else -2
-    return _batched(kind, kind.operands[0].rank - 2, 1, free)
+    batch = " ".join("defgh"[: kind.operands[0].rank - 2])
+    right = f"{batch} j c" if kind.attrs["left_side"] else f"{batch} c j"
+    kinds, text = {"i": REPLICATE, "j": REPLICATE}, f"{batch} i j, {right} -> {right}"
+    return parse_rule(text, kind.operands, kind.results, kinds=kinds, linear=((1,),))
 
 
 _LAYOUTS = ("operand_layouts", "result_layouts")
-_LAYOUT = re.compile(r"dense<(?:\[([\d, ]*)\]|(\d*))> : tensor<(\d+)xindex>")
+_LAYOUT = re.compile(r"dense<\[?([\d, ]*)\]?> : tensor<\d+xindex>")
 
 
 def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
@@ -63,9 +66,7 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
         return None
 
     def layout(found: re.Match[str]) -> str:
-        dims = [int(d) + 1 for d in (found[1] or found[2] or "").replace(",", " ").split()]
-        if found[1] is None and len(dims) != int(found[3]):  # a splat of several
-            return found[0]
+        dims = [int(d) + 1 for d in re.findall(r"\d+", found[1])]
         return f"dense<{[*dims, 0] if dims else 0}> : tensor<{len(dims) + 1}xindex>"
 
     def changed(name: str, value: Any) -> Any:
@@ -77,58 +78,16 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
             return Opaque(re.sub(r'num_batch_dims = "(\d+)"', more, text))
         return value
 
-    found = in_front()(kind, count, differs)
     attrs = {name: changed(name, value) for name, value in kind.attrs.items()}
-    return found and found.with_attrs(attrs)
+    return stacked(kind, count, [True] * len(differs), **attrs)
 
 
-@op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
-@op("stablehlo.cholesky", batched=in_front(), is_same_locally=True, passes=_blocks)
+@op(BATCHED_CALL, *MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
+@op("stablehlo.cholesky", batched=in_front, is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
     """Returns the rule `b i j -> b i j, b k`: dims in front of a matrix's two may be split."""
-    return _batched(kind, kind.operands[0].rank - 2)
-
-
-@op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
-def _library_call(kind: OpKind) -> Rule:
-    """Returns the rule by which a call's batch dims, and a solve's columns, may be split."""
     batch = batch_rank(kind)
-    assert batch is not None
-    target = str(kind.attrs["call_target_name"])
-    if "trsm" in target:
-        config = getattr(kind.attrs.get("mhlo.backend_config"), "text", "")
-        right = re.search(r"side = 82\b|left_side = false", config)
-        return _batched(kind, batch, 1, -2 if right else -1)
-    return _batched(kind, batch, 3 if "gtsv" in target else None)
-
-
-def _batched(kind: OpKind, batch: int, right: int | None = None, free: int = -1) -> Rule:
-    """Returns the rule by which the first `batch` dims of all values may be split, and no others.
-
-    Of a solve, whose right-hand sides are operand `right`, one dim more may be split: its dim
-    `free`, counted from the end, and the result's: `c` in `b i j, b j c -> b j c`.
-    """
-    build = RuleBuilder()
-    sizes = kind.operands[0].shape[:batch]
-    if any(t.shape[:batch] != sizes for t in (*kind.operands, *kind.results) if t.rank):
-        sizes = ()
-    shared = build.dims(sizes)
-    sides = () if right is None else kind.operands[right].shape
-    column = build.factor(sides[free]) if sides else ()
-
-    def dims(type_: TensorType, has_column: bool) -> list[DimFactors]:
-        if not type_.rank:
-            return []
-        found = shared + build.dims(type_.shape[len(shared) :], REPLICATE)
-        if has_column:
-            found[free] = column
-        return found
-
-    return build.build(
-        [dims(t, i == right) for i, t in enumerate(kind.operands)],
-        [dims(t, bool(column) and t.shape == sides) for t in kind.results],
-        linear=((right,),) if right is not None and len(kind.results) == 1 else (),
-    )
+    return whole(kind, kind.operands[0].rank - 2 if batch is None else batch)
 
 
 op(
@@ -142,24 +101,14 @@ op(
 )(elementwise_rule)
 
 
-@op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
-def _sparse_product(kind: OpKind) -> Rule:
-    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
-
-    The sparse one is its elements, where each row begins among them, and the column of each.
-    """
-    column = " c" * (kind.operands[3].rank - 1)
-    whole, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))
-    text = f"e, r, f, k{column} -> m{column}"
-    return parse_rule(text, kind.operands, kind.results, kinds=whole, linear=linear)
-
-
 # A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
 # made with a state of its own would hold others. A custom call in a region where all axes are
-# manual is already written for one device. Calls of cuDNN state their sizes as text.
+# manual is already written for one device. Calls of cuDNN state their sizes as text. In a sparse
+# matrix rows are where a vector of places says.
 op(
     LONE_CALL,
     "stablehlo.rng_bit_generator",
+    "custom_call:cpu_csr_sparse_dense_ffi",
     *(f"custom_call:{lib}dnn_rnn{way}_ffi" for lib in ("cu", "hip") for way in ("", "_bwd")),
     is_same_locally=True,
 )(whole)

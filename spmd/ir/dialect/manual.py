@@ -32,7 +32,7 @@ def _boundary(kind: OpKind) -> Rule:
     outer_dims: list[DimFactors] = []
     inner_dims: list[DimFactors] = []
     for axes, size, piece in zip(kind.attrs["dims"], whole, inner, strict=True):
-        fixed = build.factor(size // max(piece, 1), FIXED, axes) if axes else ()
+        fixed = build.factor(size // max(piece, 1), FIXED, axes=axes) if axes else ()
         free = build.factor(piece)
         outer_dims.append(fixed + free)
         inner_dims.append(free)

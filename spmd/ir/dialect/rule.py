@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd.ir.dialect.halo import Halo, Merge, Window
@@ -23,11 +23,7 @@ UNCLAIMED = (REPLICATE, FIXED, RING)
 
 DimFactors = tuple[int, ...]  # factors of one dim, major to minor
 Pair = tuple[DimFactors, DimFactors]  # factors of an operand's dim and of the result's
-
-
-def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
-    """Returns pairs (operand's dim, result's dim) as two lists: operand's dims, result's dims."""
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+Sides = tuple[list[DimFactors], list[DimFactors]]  # all dims of an operand and of the result
 
 
 class Ring(NamedTuple):
@@ -133,22 +129,18 @@ class Rule(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the rule as text: `b i k, b k j -> b i j {k: reduce add}`."""
-
-        def name(factor: int) -> str:
-            letters = "ijklmnopqrstuvwxyzabcdefgh"
-            return letters[factor] if factor < len(letters) else f"z{factor}"
+        letters = "ijklmnopqrstuvwxyzabcdefgh"
+        names = [*letters, *(f"z{i}" for i in range(len(letters), len(self.factors)))]
 
         def term(value: tuple[DimFactors, ...]) -> str:
-            dims = (" ".join(map(name, dim)) for dim in value)
-            return " ".join(
-                t if len(d) == 1 else f"({t})" for t, d in zip(dims, value, strict=True)
-            )
+            dims = (" ".join([names[f] for f in dim]) for dim in value)
+            return " ".join([text if len(text.split()) == 1 else f"({text})" for text in dims])
 
         kinds = [
-            f"{name(i)}: {f.kind}"
+            f"{name}: {f.kind}"
             + (f" {self.reduction}" if f.kind == REDUCE else "")
-            + (f" along {name(f.ring.along)}" if f.ring else "")
-            for i, f in enumerate(self.factors)
+            + (f" along {names[f.ring.along]}" if f.ring else "")
+            for name, f in zip(names, self.factors, strict=False)
             if f.kind != PASS
         ]
         text = " -> ".join(", ".join(map(term, side)) for side in (self.operands, self.results))
@@ -218,19 +210,18 @@ class RuleBuilder:
         self.factors: list[Factor] = []
         self.reads: list[Halo] = []
 
-    def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
-        """Adds a factor; returns a dim of just this factor."""
-        self.factors.append(Factor(size, kind, axes))
+    def factor(self, size: int, kind: str = PASS, **more: Any) -> DimFactors:
+        """Adds a factor, `more` of which are other fields; returns a dim of just this factor."""
+        self.factors.append(Factor(size, kind, **more))
         return (len(self.factors) - 1,)
+
+    def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
+        """Adds a ring factor, which the atoms of factor `along` may split; returns a dim of it."""
+        return self.factor(size, RING, ring=Ring(along[0], wanted))
 
     def dims(self, shape: Sequence[int], kind: str = PASS) -> list[DimFactors]:
         """Adds a factor for each dim of a shape; returns the dims."""
         return [self.factor(size, kind) for size in shape]
-
-    def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
-        """Adds a ring factor, which the atoms of factor `along` may split; returns a dim of it."""
-        self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))
-        return (len(self.factors) - 1,)
 
     def passes(self, size: int) -> Pair:
         """Adds one factor; returns an operand's dim and a result's dim that both have it."""
@@ -240,13 +231,27 @@ class RuleBuilder:
         """Adds two factors; returns an operand's dim and a result's (never split) with one each."""
         return self.factor(size, kind), self.factor(result, REPLICATE)
 
-    def window(self, operand: int, dim: int, size: int, window: Window) -> Pair:
+    def window(self, dim: int, size: int, window: Window) -> Pair:
         """Adds a window factor, its `Halo`; returns operand's and result's dim, whole if 1 long."""
         if size == 0 or window.tiled < 2:
             return self.apart(size, window.tiled)
         result = self.factor(window.tiled, WINDOW)
-        self.read(operand, dim, result, window)
+        self.read(0, dim, result, window)
         return (self.factor(size, REPLICATE) if size == 1 else result), result
+
+    def pairs(
+        self, one: TensorType, other: TensorType, pair: Callable[[int, int, int], Pair]
+    ) -> Sides:
+        """Returns dims of two tensors: `pair` makes both of a dim's number and sizes."""
+        sizes = enumerate(zip(one.shape, other.shape, strict=True))
+        made = [pair(d, size, out) for d, (size, out) in sizes]
+        return [dims[0] for dims in made], [dims[1] for dims in made]
+
+    def cut(self, one: TensorType, part: TensorType, kind: str) -> Sides:
+        """Returns dims of a tensor and of a part of it: dims as long pass, others are `kind`."""
+        return self.pairs(
+            one, part, lambda _, n, m: self.passes(n) if n == m else self.apart(n, m, kind)
+        )
 
     def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
         """Adds a `Halo`: for its tile of `factor` a device reads an operand's dim by `window`."""
@@ -263,10 +268,12 @@ class RuleBuilder:
         return Rule(before, after, tuple(self.factors), reads=tuple(self.reads), **more)
 
 
-def whole(kind: Any) -> Rule:
-    """The rule of an op of which no dim may be split: every device computes all of it."""
-    build = RuleBuilder()
-    sides = (
-        [build.dims(t.shape, REPLICATE) for t in side] for side in (kind.operands, kind.results)
-    )
-    return build.build(*sides)
+def whole(kind: Any, batch: int = 0) -> Rule:
+    """The rule of an op of which no dim may be split, but the first `batch` dims that all share."""
+    build, types = RuleBuilder(), (*kind.operands, *kind.results)
+    sizes = kind.operands[0].shape[:batch] if batch else ()
+    if any(t.shape[:batch] != sizes for t in types if t.rank):
+        sizes = ()
+    shared = build.dims(sizes)
+    dims = [shared + build.dims(t.shape[len(sizes) :], REPLICATE) if t.rank else [] for t in types]
+    return build.build(dims[: len(kind.operands)], dims[len(kind.operands) :])

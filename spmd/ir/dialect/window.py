@@ -7,7 +7,7 @@ the rule's halos say which elements of the operand each device reads.
 import math
 
 from spmd.ir.description import Role
-from spmd.ir.dialect.batched import at_a_place, in_front, second_half
+from spmd.ir.dialect.batched import at_a_place, but_scalars, in_front
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.halo import Window
@@ -22,7 +22,6 @@ from spmd.ir.dialect.rule import (
     Pair,
     Rule,
     RuleBuilder,
-    sides,
 )
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
@@ -35,7 +34,7 @@ def _source(kind: OpKind) -> Rule:
     return build.build([], [build.dims(kind.results[0].shape)])
 
 
-@op("stablehlo.broadcast_in_dim", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
+@op("stablehlo.broadcast_in_dim", batched=in_front, is_same_locally=True, role=Role.INSIDE)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
     """Returns the rule `i -> i j`: new dims, and dims of size 1 that grow, are the result's."""
     build = RuleBuilder()
@@ -47,7 +46,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.transpose", batched=in_front(), is_same_locally=True, role=Role.INSIDE)
+@op("stablehlo.transpose", batched=in_front, is_same_locally=True, role=Role.INSIDE)
 def _transpose(kind: OpKind) -> Rule:
     """Returns the rule `i j -> j i`: any dim may be split."""
     build = RuleBuilder()
@@ -56,7 +55,7 @@ def _transpose(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.reshape", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
+@op("stablehlo.reshape", batched=in_front, is_same_locally=True, role=Role.ALIAS)
 def _reshape(kind: OpKind) -> Rule:
     """Returns the rule `(i j) k -> i (j k)`: factors divide dims of both shapes, major to minor.
 
@@ -68,40 +67,41 @@ def _reshape(kind: OpKind) -> Rule:
     operand: list[DimFactors] = [() for _ in source]
     result: list[DimFactors] = [() for _ in target]
     if kind.operands[0].size:
-        # The heads of both lists, [dim, size still without a factor], share gcd(m, n), which
+        # The heads of both lists, (dim, size still without a factor), share gcd(m, n), which
         # becomes a factor of both dims:
         #   [8, 3] -> [4, 6]:  8 4 share 4;  left 2 | 3 and 6 share 2, then 3:   (i j) k -> i (j k)
         # Heads that share nothing more cannot be told apart dim by dim:
         #   [6, 4] -> [8, 3]:  6 8 share 2;  left 3 | 4 and 4 | 3 share nothing
         # The major 2 can still be split; the rest of both sides is kept whole until both have
         # passed the same number of elements, here 3 * 4 == 4 * 3.
-        left = [[d, size] for d, size in enumerate(source) if size > 1]
-        right = [[d, size] for d, size in enumerate(target) if size > 1]
+        left = [(d, size) for d, size in enumerate(source) if size > 1]
+        right = [(d, size) for d, size in enumerate(target) if size > 1]
         while left and right:
-            (i, m), (j, n) = left[0], right[0]
+            (i, m), (j, n) = left.pop(0), right.pop(0)
             shared = math.gcd(m, n)
             if shared > 1:
                 factor = build.factor(shared)
                 operand[i] += factor
                 result[j] += factor
-                left[0][1] //= shared
-                right[0][1] //= shared
-            if left[0][1] > 1 and right[0][1] > 1:
-                m = n = 1
-                while m == 1 or m != n:
-                    is_left = m <= n
-                    d, size = (left if is_left else right).pop(0)
-                    (operand if is_left else result)[d] += build.factor(size, REPLICATE)
-                    m, n = (m * size, n) if is_left else (m, n * size)
-            for side in (left, right):
-                if side and side[0][1] == 1:
-                    side.pop(0)
+                m, n = m // shared, n // shared
+            if n == 1 < m:
+                left.insert(0, (i, m))
+            elif m == 1 < n:
+                right.insert(0, (j, n))
+            elif m > 1:
+                operand[i] += build.factor(m, REPLICATE)
+                result[j] += build.factor(n, REPLICATE)
+                while m != n:
+                    side, dims = (left, operand) if m < n else (right, result)
+                    d, size = side.pop(0)
+                    dims[d] += build.factor(size, REPLICATE)
+                    m, n = (m * size, n) if m < n else (m, n * size)
     operand = [dim or build.factor(n, REPLICATE) for dim, n in zip(operand, source, strict=True)]
     result = [dim or build.factor(n, REPLICATE) for dim, n in zip(result, target, strict=True)]
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@op("stablehlo.bitcast_convert", batched=in_front(), is_same_locally=True, role=Role.ALIAS)
+@op("stablehlo.bitcast_convert", batched=in_front, is_same_locally=True, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
     """Returns the rule: all dims may be split but one that another element width adds or drops."""
     build = RuleBuilder()
@@ -126,7 +126,7 @@ def _passes(kind: OpKind) -> Rule:
 # Ops whose pieces read elements of their neighbours' pieces.
 
 
-@op("stablehlo.slice", batched=in_front(), reads_pieces=True, role=Role.INSIDE)
+@op("stablehlo.slice", batched=in_front, reads_pieces=True, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Returns the rule of a slice, by which any dim may be split.
 
@@ -136,28 +136,27 @@ def _slice(kind: OpKind) -> Rule:
     # [2:8] of 8 elements over {2, 2}: the six results lie as 2 3 | 4 . | 5 6 | 7 . and the operand
     # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
     build = RuleBuilder()
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
-        out = kind.results[0].shape[d]
+    starts, strides = kind.attrs["start_indices"], kind.attrs["strides"]
+
+    def pair(d: int, size: int, out: int) -> Pair:
         if size == out:
-            pairs.append(build.passes(size))
-        elif out == 1:
-            pairs.append(build.apart(size, 1, REDUCE))
-        else:
-            start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
-            pairs.append(build.window(0, d, size, Window(out, stride, -start)))
-    operand, result = sides(pairs)
+            return build.passes(size)
+        if out == 1:
+            return build.apart(size, 1, REDUCE)
+        return build.window(d, size, Window(out, strides[d], -starts[d]))
+
+    operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
     more = {"reduction": joining(kind.operands[0].dtype), "linear": ((0,),), "moves": True}
     return build.build([operand], [result], **more)
 
 
-@op("stablehlo.reverse", batched=in_front(), role=Role.INSIDE)
+@op("stablehlo.reverse", batched=in_front, role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split; along a reversed one devices read others' tiles."""
     build = RuleBuilder()
     turned = kind.attrs["dimensions"]
     dims = [
-        build.window(0, d, size, Window(size, reverse=True))[1]
+        build.window(d, size, Window(size, reverse=True))[1]
         if d in turned and size > 1
         else build.factor(size)
         for d, size in enumerate(kind.results[0].shape)
@@ -165,7 +164,7 @@ def _reverse(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
-@op("stablehlo.pad", batched=in_front(lambda _: 1), role=Role.INSIDE)
+@op("stablehlo.pad", batched=but_scalars, role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
     """Returns the rule of a pad, by which any dim may be split.
 
@@ -173,65 +172,52 @@ def _pad(kind: OpKind) -> Rule:
     be partial if the padding is 0.
     """
     build = RuleBuilder()
-    low, high = kind.attrs["edge_padding_low"], kind.attrs["edge_padding_high"]
-    inner = kind.attrs["interior_padding"]
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
-        if (low[d], high[d], inner[d]) == (0, 0, 0):
-            pairs.append(build.passes(size))
-        else:
-            window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
-            pairs.append(build.window(0, d, size, window))
-    operand, result = sides(pairs)
+    low, inner = kind.attrs["edge_padding_low"], kind.attrs["interior_padding"]
+
+    def pair(d: int, size: int, out: int) -> Pair:
+        window = Window(out, 1, low[d], inner[d] + 1)
+        return build.passes(size) if window == Window(size) else build.window(d, size, window)
+
+    operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
     linear = ((0,),) if kind.attrs.get(NEUTRAL) else ()
     return build.build([operand, []], [result], linear=linear)
 
 
-@op("stablehlo.concatenate", batched=in_front(), role=Role.INSIDE)
+@op("stablehlo.concatenate", batched=in_front, role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split, the joined one with halos as of padded operands."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
-    result = build.dims(shape)
-    if shape[along] > 1 and len(kind.operands) > 1:
-        build.factors[result[along][0]] = build.factors[result[along][0]]._replace(kind=WINDOW)
-    operands = []
-    start = 0
+    kinds = [WINDOW if d == along and n > 1 else PASS for d, n in enumerate(shape)]
+    result = list(map(build.factor, shape, kinds))
+    operands, start = [], 0
     for i, type_ in enumerate(kind.operands):
-        size = type_.shape[along]
-        dims = list(result)
-        if len(kind.operands) > 1:
-            if size < 2:
-                dims[along] = build.factor(size, REPLICATE)
-            if size:
-                build.read(i, along, result[along], Window(shape[along], 1, start))
+        size, dims = type_.shape[along], list(result)
+        if size < 2:
+            dims[along] = build.factor(size, REPLICATE)
+        if size:
+            build.read(i, along, result[along], Window(shape[along], 1, start))
         operands.append(dims)
         start += size
     return build.build(operands, [result], linear=(tuple(range(len(operands))),), moves=True)
 
 
-@op("stablehlo.dynamic_slice", batched=at_a_place(1), reads_pieces=True, role=Role.INSIDE)
+@op("stablehlo.dynamic_slice", batched=at_a_place, reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Returns the rule: dims taken whole may be split; of others each device adds what it has."""
     build = RuleBuilder()
-    sizes = zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
-    operand, result = sides(
-        [build.passes(n) if n == out else build.apart(n, out, REDUCE) for n, out in sizes]
-    )
+    operand, result = build.cut(kind.operands[0], kind.results[0], REDUCE)
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
     more = {"reduction": joining(kind.operands[0].dtype), "linear": ((0,),), "moves": True}
     return build.build([operand, *starts], [result], **more)
 
 
-@op("stablehlo.dynamic_update_slice", batched=at_a_place(2), role=Role.UPDATE)
+@op("stablehlo.dynamic_update_slice", batched=at_a_place, role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split; the update is split in dims that it covers whole."""
     build = RuleBuilder()
-    sizes = zip(kind.operands[0].shape, kind.operands[1].shape, strict=True)
-    operand, update = sides(
-        [build.passes(n) if n == part else build.apart(n, part, PASS) for n, part in sizes]
-    )
+    operand, update = build.cut(kind.operands[0], kind.operands[1], PASS)
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[2:]]
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 
@@ -281,7 +267,7 @@ def running_dim(kind: OpKind) -> int | None:
     return d if runs else None
 
 
-@op("stablehlo.reduce_window", batched=in_front(second_half), role=Role.FOLD)
+@op("stablehlo.reduce_window", batched=but_scalars, role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
     """Returns the rule: dims may be split, by halos where windows are wide.
 
@@ -292,34 +278,32 @@ def _reduce_window(kind: OpKind) -> Rule:
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
     running = running_dim(kind)
-    neutral = bool(kind.attrs.get(NEUTRAL))
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
+    reducer, neutral = kind.attrs.get("reducer", ""), bool(kind.attrs.get(NEUTRAL))
+
+    def pair(d: int, size: int, out: int) -> Pair:
         width, low = kind.attrs["window_dimensions"][d], sliding.padding[d][0]
-        out = kind.results[0].shape[d]
         # whether one window covers the whole dim, so that the terms of its pieces can be reduced
         is_undilated = (sliding.base[d], sliding.window[d]) == (1, 1)
         covers = size > 1 and out == 1 and is_undilated and low >= 0 and width >= low + size
         if d == running:
             factor = build.factor(size, WINDOW)
-            pairs.append((factor, factor))
             build.read(0, d, factor, None)
-        elif width == 1 and sliding.is_plain(d):
-            pairs.append(build.passes(size))
-        elif covers and kind.attrs.get("reducer") and neutral:
-            pairs.append(build.apart(size, 1, REDUCE))
-        else:
-            span = (width - 1) * sliding.window[d] + 1
-            window = Window(out, sliding.strides[d], low, sliding.base[d], span)
-            pairs.append(build.window(0, d, size, window))
-    operand, result = sides(pairs)
+            return factor, factor
+        if width == 1 and sliding.is_plain(d):
+            return build.passes(size)
+        if covers and reducer and neutral:
+            return build.apart(size, 1, REDUCE)
+        span = (width - 1) * sliding.window[d] + 1
+        return build.window(d, size, Window(out, sliding.strides[d], low, sliding.base[d], span))
+
+    operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
     build.reads = [read._replace(operand=i) for i in range(count) for read in build.reads]
     scalars: list[list[DimFactors]] = [[]] * count
     return build.build(
         [*[operand] * count, *scalars],
         [result] * count,
-        reduction=kind.attrs.get("reducer", ""),
-        linear=((0,),) if kind.attrs.get("reducer") == "add" and neutral else (),
+        reduction=reducer,
+        linear=((0,),) if reducer == "add" and neutral else (),
     )
 
 
@@ -338,25 +322,23 @@ def _select_and_scatter(kind: OpKind) -> Rule:
     """
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
-    pairs: list[Pair] = []
-    for d, size in enumerate(kind.operands[0].shape):
+
+    def pair(d: int, size: int, count: int) -> Pair:
         span, stride = kind.attrs["window_dimensions"][d], sliding.strides[d]
-        count = kind.operands[1].shape[d]
         if span == 1 and sliding.is_plain(d):
-            pairs.append(build.passes(size))
-        elif sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
-            pairs.append(build.apart(size, count))
-        else:
-            # Windows of 3 at stride 2 start at 0, 2, 4, ...: those of sources 0 and 1, [0, 3) and
-            # [2, 5), touch the tile [2, 4). Position o reads the sources at base positions o - 2
-            # to o (source s lies at 2 * s), and the operand from o - 2 to o + 2, since every
-            # window has to be whole for its maximum to be known.
-            factor = build.factor(size, WINDOW)
-            pairs.append((factor, factor))
-            reach = span - 1
-            build.read(1, d, factor, Window(size, 1, reach, stride, span))
-            build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
-    operand, source = sides(pairs)
+            return build.passes(size)
+        if sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
+            return build.apart(size, count)
+        # Windows of 3 at stride 2 start at 0, 2, 4, ...: those of sources 0 and 1, [0, 3) and
+        # [2, 5), touch the tile [2, 4). Position o reads the sources at base positions o - 2
+        # to o (source s lies at 2 * s), and the operand from o - 2 to o + 2, since every
+        # window has to be whole for its maximum to be known.
+        factor, reach = build.factor(size, WINDOW), span - 1
+        build.read(1, d, factor, Window(size, 1, reach, stride, span))
+        build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
+        return factor, factor
+
+    operand, source = build.pairs(kind.operands[0], kind.operands[1], pair)
     return build.build([operand, source, []], [operand])
 
 
@@ -420,11 +402,9 @@ def _convolution(kind: OpKind) -> Rule:
             lhs[x] = rhs[k] = build.factor(width, REDUCE)
             span = (length - 1) * stride + 1
             build.read(0, x, rhs[k], Window(width, taps, low, base, span, bool(reversal[at])))
-        elif contracts or length < 2:
-            lhs[x], out[y] = build.apart(size, length)
-            rhs[k] = build.factor(width, REPLICATE)
         else:
-            span = (width - 1) * taps + 1
-            lhs[x], out[y] = build.window(0, x, size, Window(length, stride, low, base, span))
+            window = Window(length, stride, low, base, (width - 1) * taps + 1)
+            parts = build.apart(size, length) if contracts else build.window(x, size, window)
+            lhs[x], out[y] = parts
             rhs[k] = build.factor(width, REPLICATE)
     return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)))

@@ -29,7 +29,7 @@ from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE, FROM_MANUAL
 from spmd.ir.dialect import composites
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.composites import Function, arguments_of, composite_of
+from spmd.ir.dialect.composites import COMPOSITES, Function, arguments_of
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import append_ops
@@ -81,7 +81,7 @@ def append_composite(
     types, platform = tuple(b.types[v] for v in operands), attrs.get(composites.PLATFORM, "")
     for is_kernel in (True, False):
         kind = OpKind(COMPOSITE, types, tuple(results), {**attrs, composites.KERNEL: is_kernel})
-        if is_kernel and platform not in composite_of(kind).kernels:
+        if is_kernel and platform not in COMPOSITES[kind.attrs["name"]].kernels:
             continue
         traced = traced_composite(kind)
         if traced is not None and traced.program is not None and not is_kernel:
@@ -104,7 +104,7 @@ def traced_composite(kind: OpKind) -> TracedComposite | None:
     Returns None if the kernel declines these shapes, or there is no decomposition. Raises SpmdError
     if the function fails, or its results have other types than the composite's.
     """
-    composite = composite_of(kind)
+    composite = COMPOSITES[kind.attrs["name"]]
     platform = kind.attrs.get(composites.PLATFORM, "")
     is_kernel = kind.attrs.get(composites.KERNEL, composite.decomposition is None)
     function = composite.kernels[platform] if is_kernel else composite.decomposition

@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from spmd.errors import SpmdError, UnsupportedOpError
-from spmd.ir.description import DESCRIPTIONS, UNKNOWN
+from spmd.ir.description import DESCRIPTIONS, rule_name
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import identity_element
-from spmd.ir.dialect.registry import rule_name, rule_of
+from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
@@ -129,11 +129,9 @@ def registered_ops() -> tuple[str, ...]:
 
 def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
     """Appends the local form of an op; returns its results. UnsupportedOpError if it has none."""
-    name = rule_name(local_op.op.kind)
-    function = _LOCAL.get(name)
-    if function is not None:
-        return function(local_op)
-    about = DESCRIPTIONS.get(name, UNKNOWN)
+    name, about = rule_name(local_op.op.kind), local_op.op.kind.about
+    if name in _LOCAL:
+        return _LOCAL[name](local_op)
     if about.vanishes:
         return local_op.operands
     if about.is_same_locally:

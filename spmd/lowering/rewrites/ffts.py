@@ -10,7 +10,7 @@ can change which dims are split between them.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
@@ -33,7 +33,7 @@ def join_ffts(program: Program) -> Program:
     """Joins FFTs of one dim each, with only transposes between them, into one FFT of these dims."""
     if not any(LENGTHS in op.kind.attrs for op in program.walk()):
         return program
-    users, producers = users_of(program), producers_of(program)
+    users, producers = Index(program).users, Index(program).producers
     made = {v: op for v, op in producers.items() if len(users.get(v, ())) == 1}
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
-from spmd.ir.control_flow import users_of
+from spmd.ir.control_flow import Index
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.dialect.registry import rule_of
@@ -57,7 +57,7 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
-    users = users_of(program)
+    users = Index(program).users
     found: dict[Value, _Sum] = {}
     known: dict[object, float] = {}  # times of equal sums of equal products are predicted once
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
-from spmd.ir.control_flow import users_of
+from spmd.ir.control_flow import Index
 from spmd.ir.description import RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, OpKind, Program, Value, free_values
@@ -110,7 +110,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
     # whole, is cut on its way into the multiplication.
     captured = {v for op in program.walk() for region in op.regions for v in free_values(region)}
 
-    users, cuts = users_of(program), dict[Value, _Kept]()
+    users, cuts = Index(program).users, dict[Value, _Kept]()
 
     def asked(use: Op | None, operand: int) -> _Kept | None:
         # A branch may need what it captures, which leaves that whole, as a result is.

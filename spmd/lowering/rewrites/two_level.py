@@ -24,7 +24,7 @@ it to be faster, copies that reorder pieces included. Cho et al. 2019, "BlueConn
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.ir.control_flow import users_of
+from spmd.ir.control_flow import Index
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops, remove_dead
@@ -77,7 +77,7 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
     # `%2 = all_reduce %1 {x}; %3 = all_reduce %2 {y}` counts as one sum over x and y if nothing
     # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`. Both are
     # in one region: devices along x may disagree on whether they enter one around %3 alone.
-    users = users_of(program)
+    users = Index(program).users
     chains: dict[Value, list[Op]] = {}
     regions = [program.body]
     for region in regions:

@@ -12,7 +12,7 @@ import spmd
 from spmd.compiler import Request, problem_for
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
-from spmd.ir.dialect.registry import rule_name
+from spmd.ir.description import rule_name
 from spmd.ir.program import Program
 from spmd.mesh.spec import jax_mesh
 from tests.frontend import test_shardy_modules
