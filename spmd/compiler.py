@@ -164,8 +164,8 @@ class Trial:
         """Returns the local program with the rewrites that come before remat and scheduling."""
         if self._unpriced is not self:
             return self._unpriced._simple
-        program, mesh, topology = self.partitioned.program, self.plan.mesh, self.plan.topology
-        return self.clock("optimize", simplify, program, mesh, topology)
+        platform = self.plan.topology.platform
+        return self.clock("optimize", simplify, self.partitioned.program, platform)
 
     @property
     def _room(self) -> Room:

@@ -45,7 +45,6 @@ from spmd.ir.control_flow import Index
 from spmd.ir.description import RESHAPE, Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, reads
-from spmd.lowering.rewrites.simplify import pieces_of
 from spmd.lowering.rewrites.two_level import two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -291,6 +290,13 @@ class _Block:
 def _key(op: Op) -> _Key:
     attrs = op.kind.attrs
     return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), op.kind.operands[0].dtype
+
+
+def pieces_of(op: Op) -> int:
+    """Returns how many pieces, one of each device, a gather joins or a reduce-scatter cuts."""
+    dim = op.kind.attrs[op.kind.about.along]
+    sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
+    return max(sizes) // min(sizes)
 
 
 def _bytes(op: Op) -> int:
