@@ -46,7 +46,7 @@ from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.recompute.recompute import has_pairs, recompute
+from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify
@@ -171,11 +171,6 @@ class Trial:
     def _room(self) -> Room:
         memory = memory_for(self.plan.topology, self._options.memory_limit)
         return Room(memory, tuple(self.plan.problem.links.values()))
-
-    @property
-    def collects(self) -> bool:
-        """Returns whether a loop stacks values for a later loop, which remat could recompute."""
-        return has_pairs(self._simple)
 
     @property
     def is_short(self) -> bool:

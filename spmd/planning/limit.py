@@ -35,10 +35,6 @@ class TriedPlan(Judged, Protocol):
     plan: Plan
 
     @property
-    def collects(self) -> bool:
-        """Whether a loop stacks values for a later loop that could recompute them (remat)."""
-
-    @property
     def largest(self) -> Sequence[tuple[str, int]]:
         """Returns (name, bytes) of the largest values that are held at the peak of memory."""
 
@@ -56,7 +52,7 @@ def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
     which values are recomputed where that is nearly free.
     """
     best = search.best
-    if best.collects:
+    if sum(op.is_loop for op in best.plan.program.walk()) > 1:
         again = try_out(best.plan._replace(byte_price=best.seconds / search.limit * FIRST))
         if again.plan.recomputed:
             search.add(again)

@@ -38,18 +38,12 @@ SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, th
 
 
 class Variable(NamedTuple):
-    """A variable of the cost network; a state is a choice of the op, maybe with an extra copy."""
+    """A class's variable in the cost network; a state is a choice, maybe with an extra copy."""
 
-    number: int
     choices: Table  # for each of its states, the choice of the class
     again: Table  # for each of its states, which copy of its value is made as well, or -1
     copied: int = -1  # the result of the class that may be copied, or -1
     copies: States = ()
-
-    @property
-    def rows(self) -> list[tuple[int, int]]:
-        """Returns (index of the choice, index of the extra copy or -1) for each state."""
-        return list(zip(self.choices.tolist(), self.again.tolist(), strict=True))
 
     def row(self, state: int) -> tuple[int, Sharding | None]:
         """Returns the index of a state's choice, and the sharding of its extra copy or None."""
@@ -148,8 +142,7 @@ class CostNetwork:
         reads of a value that is made once, each pays a third.
         """
         if "solution" in self.__dict__:
-            states = self.solution.states
-            self._known = [v.row(states[v.number]) for v in self.variables]
+            self._known = self.rows_of(self.solution)
         for name in ("network", "solution"):
             self.__dict__.pop(name, None)
         self.copies = copies
@@ -165,8 +158,9 @@ class CostNetwork:
     def network(self) -> Network:
         """The network for the solver: seconds of each variable's states, and of pairs of states."""
         network = Network()
-        for variable, own in zip(self.variables, self._owned, strict=True):
-            network.variable(own[variable.choices] + self._reshards.unary[variable.number])
+        parts = zip(self.variables, self._owned, self._reshards.unary, strict=True)
+        for variable, own, more in parts:
+            network.variable(own[variable.choices] + more)
         for pair, costs in self._reshards.pairs.items():
             network.pairs[pair] = np.minimum(costs, FORBIDDEN)
         return network
@@ -176,6 +170,11 @@ class CostNetwork:
         """The cheapest joint state: a choice, or a sharding, for each class of units."""
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
+
+    def rows_of(self, solution: Solution) -> list[tuple[int, Sharding | None]]:
+        """Returns for each class the index of its choice in a joint state, and its extra copy."""
+        pairs = zip(self.variables, solution.states, strict=True)
+        return [variable.row(state) for variable, state in pairs]
 
     def among(self, role: str, counts: Sequence[int]) -> Solution:
         """Returns the cheapest joint state in which some classes of units have fewer choices.
@@ -207,8 +206,7 @@ class CostNetwork:
         more that some use may need follow if there is room. Of a class, its largest such result
         counts.
         """
-        states = self.solution.states
-        chosen = [int(v.choices[states[v.number]]) for v in self.variables]
+        chosen = [choice for choice, _ in self.rows_of(self.solution)]
         found: dict[int, tuple[int, int, States]] = {}
         for (source, index), flow in self._flows.items():
             left, is_shared = self.domains.left[source][index], flow.reads > flow.runs
@@ -242,7 +240,7 @@ class CostNetwork:
             if variable.copied == index and variable.copies:
                 copies = np.array([*self.problem.bytes(value, variable.copies), 0])
                 own = own + copies[variable.again]
-            network.unary[variable.number] += price * own
+            network.unary[number] += price * own
         return network
 
     def own_cost(self, op: Op, choice: Choice) -> float:
@@ -264,7 +262,8 @@ class CostNetwork:
             choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
             seen = self._seen(costs[pays], number, copied, flow.uses)
             made = np.concatenate([made, seen * flow.runs])
-        return Variable(self._reshards.variable(made), choices, again, copied, states)
+        self._reshards.variable(made)
+        return Variable(choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
         unit, left = self.units.units[number], self.domains.left[number]
@@ -295,7 +294,7 @@ class CostNetwork:
                 seconds = [self.problem.resharder.seconds(value, *ends) for ends in ways]
                 own = np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
                 costs = self._seen(own, source, index, [use])[variable.choices] * use.trips
-                self._reshards.unary[variable.number] += costs
+                self._reshards.unary[source] += costs
                 continue
             rows = costs_of(value, flow.left, wanted, stores)[variable.choices]
             rows = self._seen(rows, source, index, [use])
@@ -307,7 +306,7 @@ class CostNetwork:
             if rows.any():
                 target = self.variables[use.target]
                 costs = rows[:, target.choices] * (use.trips * share)
-                self._reshards.pair(variable.number, target.number, costs)
+                self._reshards.pair(source, use.target, costs)
 
     def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:
         """Returns the part of reshards' seconds that arithmetic does not hide."""
@@ -396,7 +395,7 @@ def decoded(costs: CostNetwork, solution: Solution) -> Plan:
 class _Decoded(Walk):
     def __init__(self, costs: CostNetwork, solution: Solution) -> None:
         self.costs, self.domains, self.of = costs, costs.domains, costs.units.of
-        rows = [v.row(solution.states[v.number]) for v in costs.variables]
+        rows = costs.rows_of(solution)
         self.chosen = [choice for choice, _ in rows]
         arguments = tuple(map(self.state, costs.problem.program.body.args))
         super().__init__(costs.problem, "exact" if solution.exact else "local search", arguments)

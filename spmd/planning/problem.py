@@ -193,12 +193,6 @@ def every_state(type_: TensorType, mesh: Mesh, mark: Mark | None = None) -> Stat
     return tuple(sorted(map(Sharding, found), key=lambda s: -len(s.used)))
 
 
-def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:
-    """Returns all shardings that append each run to one of `dims` that it divides, or to none."""
-    found = laid_out(dims, runs, lambda d, axes: is_even(type_.shape[d], axes, mesh))
-    return tuple([Sharding(each) for each in found])
-
-
 def laid_out(
     start: Sequence[Axes], runs: Sequence[Axes], fits: Callable[[int, Axes], bool]
 ) -> list[tuple[Axes, ...]]:

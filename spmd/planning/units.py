@@ -18,10 +18,10 @@ from spmd.ir.description import Role
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import REDUCE, REPLICATE
 from spmd.ir.program import Op, OpKind, Region, Value
-from spmd.mesh.sharding import Axes, replicated
+from spmd.mesh.sharding import Axes, Sharding, is_even, replicated
 from spmd.planning.choices import Choices, Sums, axis_sets
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.problem import Problem, laid
+from spmd.planning.problem import Problem, laid_out
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import unsplit
 from spmd.reshard.paths import States
@@ -284,30 +284,34 @@ def domains_of(
             states = (problem.arguments[unit.number],)
         elif unit.role == CARRY:
             assert unit.tie is not None
-            value = unit.tie.result
-            type_, held = problem.program.types[value], problem.index.held.get(value, ())
-            likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
-            wished = [s for s in likely if s is not None]
-            # Some axes are on every dim, or among what it is partial over, or nowhere.
-            runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
-            start, moved = wished[0], set(itertools.chain(*runs))
-            dims = tuple([tuple([a for a in own if a not in moved]) for own in start.dims])
-            owed = tuple([a for a in start.partial if a not in moved])
-            full = laid(type_, dims, runs, choices.mesh)
-            partial = [
-                state.with_partial(tuple(sorted((*owed, *more))), kind)
-                for kind in ((start.kind,) if owed else [how for _, how in sums])
-                for more in axis_sets(runs)
-                for state in full
-                if state.used.isdisjoint(more)
-            ]
-            if owed:
-                full = tuple(state.with_partial(owed, start.kind) for state in full)
-            states = (tuple(dict.fromkeys((*wished, *full, *partial))),) * 2
+            hows = [how for _, how in sums]
+            states = (_states_of_carry(problem, unit.tie.result, axes, base, hows),) * 2
         left.append(states)
         made.append(options)
         suggested.append(count)
     return Domains(tuple(left), tuple(made), tuple(suggested))
+
+
+def _states_of_carry(
+    problem: Problem, value: Value, axes: Sequence[Axes], base: Plan | None, hows: Sequence[str]
+) -> States:
+    """Returns the states of a carry, in which some axes are on every dim, in a sum, or nowhere."""
+    type_, held = problem.program.types[value], problem.index.held.get(value, ())
+    likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
+    wished = [s for s in likely if s is not None]
+    runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
+    start, moved = wished[0], set(itertools.chain(*runs))
+    dims = tuple([tuple([a for a in own if a not in moved]) for own in start.dims])
+    owed = tuple([a for a in start.partial if a not in moved])
+    split = laid_out(dims, runs, lambda d, own: is_even(type_.shape[d], own, problem.mesh))
+    placed = [
+        Sharding(each).with_partial((*owed, *more), how)
+        for how in ([start.kind] if owed else hows or [""])
+        for more in ((), *(axis_sets(runs) if how else ()))
+        for each in split
+        if set(more).isdisjoint(itertools.chain(*each))
+    ]
+    return tuple(dict.fromkeys((*wished, *placed)))
 
 
 def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:

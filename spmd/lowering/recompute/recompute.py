@@ -294,13 +294,6 @@ class Pair(NamedTuple):
     stacks: tuple[Residual, ...]
 
 
-def has_pairs(program: Program) -> bool:
-    """Whether a program has a pair of loops of which one stacks values that the other reads."""
-    index = Index(program)
-    regions = (region for op in program.walk() for region in op.regions)
-    return any(pairs_of(region, index) for region in (program.body, *regions))
-
-
 def pairs_of(region: Region, index: Index) -> list[Pair]:
     """Returns the pairs of forward and backward loops in a region; no loop is in two pairs."""
     loops = {op.results[0]: op for op in region.ops if op.is_loop and op.results}
