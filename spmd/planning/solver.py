@@ -132,6 +132,29 @@ class Elimination:
                 heapq.heappush(heap, (self._width(u), u))
         return not self.left
 
+    def fits(self, limit: int) -> bool:
+        """Returns whether `run(limit)` may well eliminate all variables; changes nothing."""
+        near = [self._near(v) for v in range(len(self.sizes))]
+
+        def width(v: int) -> int:
+            return math.prod([self.sizes[u] for u in near[v]], start=self.sizes[v])
+
+        left = set(self.left)
+        heap = [(width(v), v) for v in left]
+        heapq.heapify(heap)
+        while heap:
+            entries, v = heapq.heappop(heap)
+            if v not in left or entries != width(v):
+                continue
+            if entries > limit:
+                return False
+            left.discard(v)
+            for u in near[v]:
+                near[u] |= near[v]
+                near[u] -= {u, v}
+                heapq.heappush(heap, (width(u), u))
+        return True
+
     def core(self) -> Network:
         """Returns the variables that are left as a network; those gone had up to two neighbours."""
         core = Network()
@@ -374,11 +397,10 @@ class Reduced:
         restricted = network.restricted(self._alive) if allowed else network
         self._gone = Elimination(restricted)
         self._gone.run(limit, neighbours=2, keep=kept)
-        whole = Elimination(restricted)
-        if not kept and whole.run(
-            limit
-        ):  # else no network is left, with factors of three variables
-            self._gone = whole
+        if not kept and self._gone.fits(limit):
+            whole = Elimination(restricted)
+            if whole.run(limit):  # else factors of three variables are left, of which is no network
+                self._gone = whole
 
     @cached_property
     def _passing(self) -> Passing:

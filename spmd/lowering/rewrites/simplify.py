@@ -23,7 +23,7 @@ LENGTHS = "fft_length"  # the attribute that FFTs alone have
 MOST_DIMS = 3  # XLA has no FFT of more
 
 
-def simplify(program: Program, platform: str) -> Program:
+def simplify(program: Program, platform: str | None) -> Program:
     """Returns a local program with equal ops merged and FFTs joined."""
     # XLA for CPUs lays an FFT of several dims as its readers like it, which it then refuses to run.
     joined = program if platform == "cpu" else join_ffts(program)
