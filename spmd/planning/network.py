@@ -19,7 +19,7 @@ from spmd.ir.control_flow import Tie, ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, replicated
-from spmd.planning.choices import Choices, Ways
+from spmd.planning.choices import Choices
 from spmd.planning.greedy import Walk
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
@@ -60,16 +60,26 @@ class Variable(NamedTuple):
 Copies = Mapping[tuple[int, int], States]  # class and result -> states of possible copies
 
 
+class _States(NamedTuple):
+    """The different ones among many states, and for each of these which one it is."""
+
+    different: States
+    at: Table
+
+    @staticmethod
+    def of(states: Sequence[Sharding]) -> _States:
+        index: dict[Sharding, int] = {}
+        at = [index.setdefault(state, len(index)) for state in states]
+        return _States(tuple(index), np.array(at, dtype=np.intp))
+
+
 class _Flow(NamedTuple):
     """One result of a class of equal ops (or arguments, or carries), and all uses of it."""
 
     value: Value  # the first of the class
     runs: int  # how often values of the class are made in one run of the program
-    ways: Ways  # what reshards of it cost
-    left: Table  # numbers there of the states in which choices leave it
-    # Of each use the state that each choice of its reader needs, None if any will do; and the
-    # numbers of these.
-    uses: dict[Use, tuple[States | None, Table]]
+    left: _States  # in which choices leave it
+    uses: dict[Use, _States | None]  # what each choice of the reader needs; None if any will do
 
     @property
     def reads(self) -> int:
@@ -107,14 +117,12 @@ class CostNetwork:
         for use in units.uses:
             source, index = at = use.source, use.result
             if at not in self._flows:
-                value, ways = first[at], choices.ways(first[at])
                 unit = units.units[source]
                 runs = unit.inner if unit.role == CARRY and index else unit.trips
-                left = ways.numbers(domains.left[source][index])
-                self._flows[at] = _Flow(value, runs, ways, left, {})
-            flow = self._flows[at]
-            needs = self._needs_of(use, flow.value)
-            flow.uses[use] = needs, flow.ways.numbers(needs or ())
+                left = _States.of(domains.left[source][index])
+                self._flows[at] = _Flow(first[at], runs, left, {})
+            needs = self._needs_of(use, first[at])
+            self._flows[at].uses[use] = None if needs is None else _States.of(needs)
         self._owned = [self._own(number) for number in range(len(units.units))]
         self._close, self._known = ROUGHLY, list[tuple[int, Sharding | None]]()
         if base is not None:  # what it chose comes first, but for arguments
@@ -211,16 +219,16 @@ class CostNetwork:
         for (source, index), flow in self._flows.items():
             left, is_shared = self.domains.left[source][index], flow.reads > flow.runs
             needed = [
-                needs[chosen[use.target]]
-                for use, (needs, _) in flow.uses.items()
-                if is_shared and needs is not None and len(needs) > 1
+                needs.different[needs.at[chosen[use.target]]]
+                for use, needs in flow.uses.items()
+                if is_shared and needs is not None and len(needs.at) > 1
             ]
             needed = [need for need in needed if need != left[chosen[source]]]
             shared = list(dict.fromkeys((*self.copies.get((source, index), ()), *needed)))
             size = self.problem.program.types[flow.value].bytes
             if shared and size > found.get(source, (0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(left))
-                others = [need for needs, _ in flow.uses.values() for need in needs or ()]
+                others = [need for needs in flow.uses.values() if needs for need in needs.different]
                 copies = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
                 found[source] = size, index, copies[:most]
         return {(source, index): copies for source, (_, index, copies) in found.items()}
@@ -255,9 +263,10 @@ class CostNetwork:
         states = copies.get((number, copied), ())
         if states:
             flow = self._flows[number, copied]
-            others = flow.ways.numbers(states)
-            costs = flow.ways.costs(flow.value, flow.left, others, stores=True)
-            pays = (flow.left[:, None] != others) & (costs < FORBIDDEN)
+            left, at = flow.left
+            costs = self.choices.reshards(flow.value, left, states, stores=True)[at]
+            differ = np.array([[state != copy for copy in states] for state in left])[at]
+            pays = differ & (costs < FORBIDDEN)
             more = np.nonzero(pays)
             choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
             seen = self._seen(costs[pays], number, copied, flow.uses)
@@ -279,8 +288,9 @@ class CostNetwork:
         return np.zeros(1)
 
     def _connect(self, source: int, index: int, flow: _Flow, share: float) -> None:
-        variable, costs_of, value = self.variables[source], flow.ways.costs, flow.value
-        for use, (needs, wanted) in flow.uses.items():
+        variable, costs_of, value = self.variables[source], self.choices.reshards, flow.value
+        left = flow.left.at[variable.choices]
+        for use, needs in flow.uses.items():
             reader = self.units.units[use.target]
             op = reader.op if reader.role == OP else None
             # Whether the reader needs the value in memory, whatever makes it.
@@ -296,12 +306,14 @@ class CostNetwork:
                 costs = self._seen(own, source, index, [use])[variable.choices] * use.trips
                 self._reshards.unary[source] += costs
                 continue
-            rows = costs_of(value, flow.left, wanted, stores)[variable.choices]
+            wanted, columns = needs
+            rows = costs_of(value, flow.left.different, wanted, stores)[left[:, None], columns]
             rows = self._seen(rows, source, index, [use])
             if variable.copied == index:
                 with_copy = np.flatnonzero(variable.again >= 0)
-                copies = flow.ways.numbers(variable.copies)[variable.again[with_copy]]
-                again = self._seen(costs_of(value, copies, wanted, stores), source, index, [use])
+                copies = variable.again[with_copy, None]
+                again = costs_of(value, variable.copies, wanted, stores)[copies, columns]
+                again = self._seen(again, source, index, [use])
                 rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
                 target = self.variables[use.target]

@@ -147,21 +147,9 @@ def posed(
     args, made = program.body.args, program.body.results
     pairs = [(made[result], args[argument]) for result, argument in links]
     propagated = propagate(program, mesh, marks, cheap_values(program), pairs)
-    problem = problem_of(propagated, topology, results, links)
-    return opened(problem, [value not in marks for value in args])
-
-
-def problem_of(
-    propagated: Propagated,
-    topology: Topology,
-    results: Sequence[Sharding | None] = (),
-    links: Sequence[tuple[int, int]] = (),
-) -> Problem:
-    """Returns the problem in which an argument has one sharding: as marked, or else as proposed."""
-    body = propagated.program.body
-    wanted = tuple(results) or (None,) * len(body.results)
-    problem = Problem(propagated, topology, (), wanted, dict(links))
-    return replace(problem, arguments=tuple((problem.suggested(v),) for v in body.args))
+    problem = Problem(propagated, topology, (), tuple(results), dict(links))
+    suggested = replace(problem, arguments=tuple((problem.suggested(v),) for v in args))
+    return opened(suggested, [value not in marks for value in args])
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
