@@ -148,24 +148,24 @@ def posed(
     pairs = [(made[result], args[argument]) for result, argument in links]
     propagated = propagate(program, mesh, marks, cheap_values(program), pairs)
     problem = Problem(propagated, topology, (), tuple(results), dict(links))
-    suggested = replace(problem, arguments=tuple((problem.suggested(v),) for v in args))
-    return opened(suggested, [value not in marks for value in args])
+    return opened(problem, [value not in marks for value in args])
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     """Returns the problem with `free` arguments allowed every sharding that keeps their marks.
 
+    Others have the one that the marks suggest.
     Donated ones, which live on from call to call, are in no larger pieces than the marks suggest.
     """
-    types, values = problem.program.types, problem.program.body.args
-    arguments = list(problem.arguments)
-    for i, value in enumerate(values):
-        if free[i]:
-            every = every_state(types[value], problem.mesh, problem.propagated.marks.get(value))
-            if i in problem.links.values():
-                pieces = problem.mesh.extent(arguments[i][0].used)
-                every = tuple(s for s in every if problem.mesh.extent(s.used) >= pieces)
-            arguments[i] = tuple(dict.fromkeys((*arguments[i], *every)))
+    types, mesh, marks = problem.program.types, problem.mesh, problem.propagated.marks
+    arguments: list[States] = []
+    for i, (value, is_free) in enumerate(zip(problem.program.body.args, free, strict=True)):
+        suggested = problem.suggested(value)
+        every = every_state(types[value], mesh, marks.get(value)) if is_free else ()
+        if i in problem.links.values():
+            pieces = mesh.extent(suggested.used)
+            every = tuple(s for s in every if mesh.extent(s.used) >= pieces)
+        arguments.append(tuple(dict.fromkeys((suggested, *every))))
     return replace(problem, arguments=tuple(arguments))
 
 

@@ -131,7 +131,8 @@ class _Rewrite:
                 source = self.around[value]
                 lives = source in carried or source not in self.index.producers
                 return 0.0 if lives else costs.held(source)
-            return costs.held(value, pair.trips) + trips * costs.moved(value)
+            moved = 2 * b.types[value].bytes / costs.topology.hbm_bandwidth  # written, and read
+            return costs.held(value, pair.trips) + trips * moved
 
         ops, needed = pair.forward.regions[1].ops, self.cores.values()
         self.cut = cheapest_cut(ops, needed, keep, lambda op: trips * costs.again(op))

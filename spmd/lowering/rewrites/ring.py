@@ -75,10 +75,8 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
                 visit(inner)
             chain = _scatters(op, made)
             sum_ = _sum(chain, made) if chain else None
-            if sum_ and is_near(sum_.axes):
-                apart = [found[s.results[0]] for s in chain if s.results[0] in found]
-                if gain(sum_) > sum(map(gain, apart)):
-                    found[op.results[0]] = sum_
+            if sum_ and is_near(sum_.axes) and gain(sum_) > 0:
+                found[op.results[0]] = sum_
 
     visit(program.body)
 

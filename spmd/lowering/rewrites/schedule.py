@@ -414,11 +414,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
 
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
-    """Returns each op's place in the new order, to sort by: 2.5 is behind op 2, in front of op 3.
-
-    Equal places keep the old order. A gather starts as late as the arithmetic before its use still
-    hides it, and at most `prefetch` gathers over the same links are live at a time.
-    """
+    """Returns each op's place in the new order, to sort by: 2.5 is between ops 2 and 3."""
     ops, starts = region.ops, clock.starts(region)
     spots: list[_Spot] = []
     made: dict[Value, int] = {}
