@@ -176,7 +176,7 @@ def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: flo
 
 
 def held_at_peak(plan: Plan) -> list[Value]:
-    """Returns the program's values that one device holds at the fullest moment, arguments first.
+    """Returns the values that one device holds at the fullest moment, and the program's results.
 
     It is the global program's memory, each value in the piece that the plan leaves on a device.
     """
@@ -184,7 +184,7 @@ def held_at_peak(plan: Plan) -> list[Value]:
     types = [local_type(type_, state, plan.mesh) if state else type_ for type_, state in pieces]
     memory = peak_memory(program._replace(types=tuple(types)), tuple(plan.problem.links.values()))
     made = [value for buffer in memory.at_peak() for value in buffer.op.results]
-    return [*program.body.args, *made]
+    return [*program.body.args, *program.body.results, *made]
 
 
 def least_held(problem: Problem) -> dict[str, int]:
