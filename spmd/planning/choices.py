@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import FIXED, MERGE, UNCLAIMED, WINDOW, Rule
+from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
 from spmd.ir.program import Op, OpKind, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
@@ -213,6 +213,7 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
 
 Claims = Mapping[int, Axes]  # factor -> atoms that one operand or result has on it
 MOST_ASSIGNMENTS = 12  # assignments that are made from what lies around an op
+MOST_MOVED = 4  # of these, also tried with other factors split instead of whole dims
 
 
 def assignments_around(
@@ -223,7 +224,8 @@ def assignments_around(
     `states` has for each operand and result the shardings that it may have, the likeliest first
     (none: any will do). Each of these in turn splits the op's factors first, and the likeliest of
     the other values split what is left; then each is used alone. Variants keep window and merge
-    factors whole, and split ring or exchanging factors.
+    factors whole, move atoms away from dims that the op needs whole, and split ring or exchanging
+    factors.
 
     Example:
       `b i, i j -> b j`, of operands in `[{x}, {}]` and `[{}, {y}]`: b over x and j over y; b over x
@@ -255,6 +257,7 @@ def assignments_around(
         stays = {halo.factor for halo in rule.halos}
         stays |= {i for i, factor in enumerate(rule.factors) if factor.kind in (WINDOW, MERGE)}
         legal += [tuple([() if i in stays else own for i, own in enumerate(a)]) for a in legal]
+    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, states, sizes)]
     every = varied(rule, legal, list(itertools.chain(*claims)), sizes)
     kept, whole = tuple(dict.fromkeys(every))[: MOST_ASSIGNMENTS - 1], unsplit(rule)
     return kept if whole in kept else (*kept, whole)
@@ -303,6 +306,54 @@ def varied(
                         more[(*each[:number], axes, *each[number + 1 :])] = None
             found += more
     return found
+
+
+_STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims do not just pass
+
+
+def moved_whole(
+    rule: Rule, assignment: Assignment, states: Sequence[States], sizes: Sequence[int]
+) -> Iterable[Assignment]:
+    """Yields assignments that keep whole what the op needs whole, and split other dims instead.
+
+    If a sort along dim 0 has an operand in `[{a}, {}]`, one can gather dim 0; or split dim 1, along
+    which the sort passes, over `a`. That takes an all-to-all before and one after the sort, and no
+    device holds all of the operand.
+
+    `states` has the shardings of each operand and result, of which the first counts. There is one
+    assignment for each `pass` factor that all values concerned have: this gets as many of the atoms
+    as fit, the other such factors get the rest.
+    """
+    if all(factor.kind not in _STUCK for factor in rule.factors):
+        return
+    used = {a for axes in assignment for a in axes}
+    stuck: dict[int, None] = {}
+    targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
+    for dims, options in zip(rule.values, states, strict=True):
+        idle = [
+            a
+            for sharding in options[:1]
+            for axes, dim in zip(sharding.dims, dims, strict=True)
+            if any(rule.factors[f].kind in _STUCK for f in dim)
+            for a in axes
+            if a not in used
+        ]
+        if idle:
+            stuck |= dict.fromkeys(idle)
+            targets = [f for f in targets if any(f in dim for dim in dims)]
+    if not stuck:
+        return
+    for lead in targets:
+        moved = list(assignment)
+        for atom in stuck:
+            for factor in (lead, *(f for f in targets if f != lead)):
+                longer = (*moved[:factor], (*moved[factor], atom), *moved[factor + 1 :])
+                extent = math.prod(sizes[a] for a in longer[factor])
+                if extent <= rule.factors[factor].size and is_legal_assignment(rule, longer, sizes):
+                    moved = list(longer)
+                    break
+        if tuple(moved) != assignment:
+            yield tuple(moved)
 
 
 def claims_of(
