@@ -46,7 +46,7 @@ from spmd.lowering.emit import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.recompute.recompute import has_pairs, recompute
+from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify
@@ -165,7 +165,6 @@ class Trial:
         self._room = Room(memory, tuple(plan.problem.links.values()))
         self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
-        where = plan.mesh, plan.topology
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
@@ -173,21 +172,16 @@ class Trial:
         self._simple: Program = (
             unpriced._simple
             if unpriced
-            else clock("optimize", simplify, self.partitioned.program, *where)
+            else clock("optimize", simplify, self.partitioned.program, plan.topology.platform)
         )
         program = simple = self._simple
         if plan.byte_price:
-            args = *where, plan.byte_price, memory, donated
+            args = plan.mesh, plan.topology, plan.byte_price, memory, donated
             # Links are shared by all devices: what fits as it is sends no more than it has to.
             program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
             self.plan = plan._replace(recomputed=again)
         self._schedule(program)
         self.plan = self.plan._replace(run_seconds=self.seconds)
-
-    @property
-    def collects(self) -> bool:
-        """Returns whether a loop stacks values for a later loop, which remat could recompute."""
-        return has_pairs(self._simple)
 
     @property
     def is_short(self) -> bool:

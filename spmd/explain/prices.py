@@ -246,16 +246,16 @@ class Prices:
         variables = self._built.variables
         asked = {
             state: label
-            for state, (choice, _) in enumerate(variables[number].rows)
+            for state, choice in enumerate(variables[number].choices.tolist())
             if (label := labels[choice]) is not None and label != taken
         }
         found = []
         for label, states in w.grouped(asked, asked.__getitem__).items():
             if together not in self._reduced:
-                kept = frozenset(variables[n].number for n in together)
+                kept = frozenset(together)
                 self._reduced[together] = Reduced(self._built.network, kept)
             reduced = self._reduced[together]
-            solution = reduced.solve({variables[number].number: tuple(states)})
+            solution = reduced.solve({number: tuple(states)})
             if solution.cost < FORBIDDEN / 2:
                 if solution.states not in self._timed:  # many questions have the same answer
                     other = decoded(self._built, solution)._replace(byte_price=self.plan.byte_price)

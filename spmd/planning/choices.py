@@ -12,7 +12,6 @@ import numpy as np
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, RING, UNCLAIMED, WINDOW, Rule
 from spmd.ir.program import Op, OpKind, Value
-from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Choice
@@ -48,7 +47,7 @@ class Choices:
         self.problem, self.propagated = problem, problem.propagated
         self.mesh, self.topology = problem.mesh, problem.topology
         self.resharder = problem.resharder
-        self._ways: dict[tuple[TensorType, Axes], Ways] = {}
+        self._reshards: dict[object, Table] = {}
         self._made: dict[object, tuple[Choice, ...]] = {}
         self._plain = cache(lambda kind, split: plain_choice(rule_of(kind), split, self.mesh))
         self._seconds = cache(self._own_seconds)
@@ -147,10 +146,19 @@ class Choices:
     def _own_seconds(self, kind: OpKind, stored: Sequence[bool], assignment: Assignment) -> float:
         return op_seconds(kind, rule_of(kind), assignment, self.mesh, self.topology, stored)
 
-    def ways(self, value: Value) -> Ways:
-        """Returns the table of a value's reshard times, shared by its type and held atoms."""
-        key = self.problem.program.types[value], self.resharder.held(value)
-        return self._ways.setdefault(key, Ways(self.problem))
+    def reshards(self, value: Value, states: States, needs: States, stores: bool) -> Table:
+        """Returns a table of the seconds of reshards of a value, memory traffic included.
+
+        Rows are the `states` before, columns the `needs` after; an impossible reshard costs
+        `FORBIDDEN`. `stores`: the reader needs it in memory.
+        """
+        problem, type_ = self.problem, self.problem.program.types[value]
+        key = type_, self.resharder.held(value), problem.in_memory[value], states, needs, stores
+        if key not in self._reshards:
+            seconds = self.resharder.table(value, states, needs)
+            more = problem.traffic(value, states, needs, seconds > 0, stores)
+            self._reshards[key] = np.minimum(seconds + more, FORBIDDEN)
+        return self._reshards[key]
 
     def _carried(
         self, kind: OpKind, rule: Rule, assignment: Assignment, flowing: Partial
@@ -198,48 +206,6 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
         for count in range(1, len(runs) + 1)
         for chosen in itertools.combinations(runs, count)
     ]
-
-
-class Ways:
-    """A table of the seconds of reshards of one type, from sharding (row) to sharding (column)."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.index: dict[Sharding, int] = {}  # number of each sharding
-        # Of reshards between the first of these; not a number where that has to be searched for.
-        self.seconds: Table = np.zeros((0, 0))
-        self._costs: dict[tuple[bool, bool], Table] = {}  # with memory traffic
-
-    def numbers(self, shardings: Sequence[Sharding]) -> Table:
-        """Returns the index of each sharding's row and column; the table grows by new ones."""
-        index = self.index
-        return np.array([index.setdefault(s, len(index)) for s in shardings], dtype=np.intp)
-
-    def costs(self, value: Value, states: Table, needs: Table, stores: bool) -> Table:
-        """Returns a table of the seconds of reshards of a value, memory traffic included.
-
-        Rows are `states`, the shardings before, columns `needs`, those after, both as indices from
-        `numbers`; an impossible reshard costs `FORBIDDEN`. `stores`: the reader needs it in memory.
-        """
-        every, resharder = tuple(self.index), self.problem.resharder
-        if len(every) > (known := len(self.seconds)):
-            table = np.empty((len(every), len(every)))
-            table[:known, :known] = self.seconds
-            table[known:] = resharder.glance(value, every[known:], every)
-            table[:known, known:] = resharder.glance(value, every[:known], every[known:])
-            self.seconds = table
-            self._costs.clear()
-        ends = states[:, None], needs
-        for i, j in np.argwhere(np.isnan(self.seconds[ends])).tolist():
-            have, wanted = int(states[i]), int(needs[j])
-            self.seconds[have, wanted] = resharder.seconds(value, every[have], every[wanted])
-            self._costs.clear()
-        key = self.problem.in_memory[value], stores
-        if key not in self._costs:
-            more = self.problem.traffic(value, every, every, self.seconds > 0, stores)
-            self._costs[key] = np.minimum(self.seconds + more, FORBIDDEN)
-        found: Table = self._costs[key][ends]
-        return found
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,19 +7,16 @@ them instead of holding them (remat, `spmd.lowering.recompute`). Both are tried.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from spmd.errors import PlanError, bytes_text
-from spmd.ir.description import Role
-from spmd.ir.program import Region, Value
-from spmd.mesh.sharding import Sharding
+from spmd.ir.program import Value
+from spmd.ir.types import local_type
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.search import Judged, Search
-from spmd.predict.fusion import is_untouched
-from spmd.predict.memory import fullest
+from spmd.predict.memory import peak_memory
 
 Prices = Mapping[Value, float]  # seconds for each byte that one device holds of a value
 
@@ -36,10 +33,6 @@ class TriedPlan(Judged, Protocol):
     """A plan that was tried: it has the predicted time and memory of one device's program."""
 
     plan: Plan
-
-    @property
-    def collects(self) -> bool:
-        """Whether a loop stacks values for a later loop that could recompute them (remat)."""
 
     @property
     def largest(self) -> Sequence[tuple[str, int]]:
@@ -59,7 +52,7 @@ def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
     which values are recomputed where that is nearly free.
     """
     best = search.best
-    if best.collects:
+    if sum(op.is_loop for op in best.plan.program.walk()) > 1:
         again = try_out(best.plan._replace(byte_price=best.seconds / search.limit * FIRST))
         if again.plan.recomputed:
             search.add(again)
@@ -80,7 +73,7 @@ def pay_for_memory(
     def at(price: float, last: P) -> P:
         """Returns the trial at `price` seconds a byte of all held at peaks that did not fit."""
         if not search.fits(last):
-            alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
+            alive.update(dict.fromkeys(held_at_peak(last.plan)))
         plan = priced(dict.fromkeys(alive, price))
         return last if plan.choices == last.plan.choices else try_out(plan)
 
@@ -182,80 +175,16 @@ def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: flo
         price = math.sqrt(low * high) if high else price * STEP
 
 
-# ---------------------------------------------------------------------------------------------
-# How much memory a plan needs: an estimate on the global program, made in one pass, that the
-# planner can price. It sees what the plan decides (states of values, copies for their uses, carries
-# of loops) and leaves out what a backend does with it later.
+def held_at_peak(plan: Plan) -> list[Value]:
+    """Returns the values that one device holds at the fullest moment, and the program's results.
 
-Held = tuple[Value, Sharding]  # a value in one of the states in which it exists
-
-
-class Peak(NamedTuple):
-    """The most bytes that one device holds at a time, and which values it holds then."""
-
-    bytes: int  # arguments, results in memory of their own, and what is alive between
-    alive: dict[Held, int]  # what is alive then, with its bytes, arguments included
-
-
-def peak_of(plan: Plan) -> Peak:
-    """Estimates the peak bytes of one device under a plan; donated arguments are written over."""
-    body, size = plan.program.body, plan.problem.size
-    arguments = {held: size(*held) for held in zip(body.args, plan.arguments, strict=True)}
-    returned = list(zip(body.results, plan.results, strict=True))
-    own = [held for i, held in enumerate(returned) if i not in plan.problem.links]
-    inside = _peak_inside(plan, body, dict(returned))
-    late = sum(size(*held) for held in own) - sum(inside.alive.get(held, 0) for held in own)
-    return Peak(sum(arguments.values()) + max(0, late) + inside.bytes, arguments | inside.alive)
-
-
-def _peak_inside(plan: Plan, region: Region, returned: Mapping[Value, Sharding]) -> Peak:
-    """Estimates the peak in a region less its arguments; `returned`: result -> wanted sharding."""
-    cheap, in_memory, args = plan.propagated.cheap, plan.problem.in_memory, set(region.args)
-    life: dict[Held, list[int]] = {}  # numbers of the first op and the last one that have it
-    uses = Counter[Value]()
-    made: dict[Value, bool] = {}  # in this region -> whether it is in memory of its own
-    inner: dict[int, Peak] = {}
-    same: set[Held] = set()  # carries that their loop does not change
-    begins: dict[Held, Held] = {}  # other carries, and what they begin as
-    for i, op in enumerate(region.ops):
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        if choice is None:
-            continue
-        uses.update(op.operands)
-        for held in zip(op.operands, choice.operands, strict=True):
-            if held[0] not in cheap:
-                life.setdefault(held, [i, i])[1] = i
-        for number, inside in enumerate(op.regions):
-            is_condition = number == 0 and op.is_loop
-            results = () if is_condition else zip(inside.results, choice.results, strict=True)
-            peak = _peak_inside(plan, inside, dict(results))
-            inner[i] = max(inner.get(i, peak), peak, key=lambda peak: peak.bytes)
-        for k, held in enumerate(zip(op.results, choice.results, strict=True)):
-            made[held[0]] = op.kind.about.role != Role.ALIAS and in_memory[held[0]]
-            life[held] = [i, i]
-            if op.is_loop and is_untouched(op, k):
-                same.add(held)
-            elif op.is_loop:
-                begins[held] = op.operands[k], choice.operands[k]
-    for held in returned.items():
-        if held[0] not in cheap:
-            life.setdefault(held, [len(region.ops), 0])[1] = len(region.ops)
-    spans: list[tuple[int, int, int, Held]] = []
-    for held, (start, end) in life.items():
-        value, state = held
-        # Elementwise results with one use are taken to be fused into it.
-        is_fused = not made.get(value, True) and uses[value] <= 1
-        is_here = plan.states[value] == state
-        if held in same or (is_here and (value in args or is_fused)):
-            continue
-        begin = begins.get(held)
-        if begin is not None and begin[0] not in args and begin in life and life[begin][1] == start:
-            start += 1  # the loop goes on in the memory of what it begins with
-        spans.append((start, max(start, end), plan.problem.size(*held), held))
-    most, at = fullest([span[:3] for span in spans], {i: peak.bytes for i, peak in inner.items()})
-    spans.sort(key=lambda span: span[0])
-    alive = {held: size for start, end, size, held in spans if start <= at <= end}
-    return Peak(most, alive | inner[at].alive if at in inner else alive)
+    It is the global program's memory, each value in the piece that the plan leaves on a device.
+    """
+    program, pieces = plan.program, zip(plan.program.types, plan.states, strict=True)
+    types = [local_type(type_, state, plan.mesh) if state else type_ for type_, state in pieces]
+    memory = peak_memory(program._replace(types=tuple(types)), tuple(plan.problem.links.values()))
+    made = [value for buffer in memory.at_peak() for value in buffer.op.results]
+    return [*program.body.args, *program.body.results, *made]
 
 
 def least_held(problem: Problem) -> dict[str, int]:

@@ -19,7 +19,7 @@ from spmd.ir.control_flow import Tie, ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.sharding import Sharding, replicated
-from spmd.planning.choices import Choices, Ways
+from spmd.planning.choices import Choices
 from spmd.planning.greedy import Walk
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
@@ -38,18 +38,12 @@ SMALLER = 1e-15  # seconds for each byte of arguments and results: of equals, th
 
 
 class Variable(NamedTuple):
-    """A variable of the cost network; a state is a choice of the op, maybe with an extra copy."""
+    """A class's variable in the cost network; a state is a choice, maybe with an extra copy."""
 
-    number: int
     choices: Table  # for each of its states, the choice of the class
     again: Table  # for each of its states, which copy of its value is made as well, or -1
     copied: int = -1  # the result of the class that may be copied, or -1
     copies: States = ()
-
-    @property
-    def rows(self) -> list[tuple[int, int]]:
-        """Returns (index of the choice, index of the extra copy or -1) for each state."""
-        return list(zip(self.choices.tolist(), self.again.tolist(), strict=True))
 
     def row(self, state: int) -> tuple[int, Sharding | None]:
         """Returns the index of a state's choice, and the sharding of its extra copy or None."""
@@ -66,16 +60,26 @@ class Variable(NamedTuple):
 Copies = Mapping[tuple[int, int], States]  # class and result -> states of possible copies
 
 
+class _States(NamedTuple):
+    """The different ones among many states, and for each of these which one it is."""
+
+    different: States
+    at: Table
+
+    @staticmethod
+    def of(states: Sequence[Sharding]) -> _States:
+        index: dict[Sharding, int] = {}
+        at = [index.setdefault(state, len(index)) for state in states]
+        return _States(tuple(index), np.array(at, dtype=np.intp))
+
+
 class _Flow(NamedTuple):
     """One result of a class of equal ops (or arguments, or carries), and all uses of it."""
 
     value: Value  # the first of the class
     runs: int  # how often values of the class are made in one run of the program
-    ways: Ways  # what reshards of it cost
-    left: Table  # numbers there of the states in which choices leave it
-    # Of each use the state that each choice of its reader needs, None if any will do; and the
-    # numbers of these.
-    uses: dict[Use, tuple[States | None, Table]]
+    left: _States  # in which choices leave it
+    uses: dict[Use, _States | None]  # what each choice of the reader needs; None if any will do
 
     @property
     def reads(self) -> int:
@@ -113,14 +117,12 @@ class CostNetwork:
         for use in units.uses:
             source, index = at = use.source, use.result
             if at not in self._flows:
-                value, ways = first[at], choices.ways(first[at])
                 unit = units.units[source]
                 runs = unit.inner if unit.role == CARRY and index else unit.trips
-                left = ways.numbers(domains.left[source][index])
-                self._flows[at] = _Flow(value, runs, ways, left, {})
-            flow = self._flows[at]
-            needs = self._needs_of(use, flow.value)
-            flow.uses[use] = needs, flow.ways.numbers(needs or ())
+                left = _States.of(domains.left[source][index])
+                self._flows[at] = _Flow(first[at], runs, left, {})
+            needs = self._needs_of(use, first[at])
+            self._flows[at].uses[use] = None if needs is None else _States.of(needs)
         self._owned = [self._own(number) for number in range(len(units.units))]
         self._close, self._known = ROUGHLY, list[tuple[int, Sharding | None]]()
         if base is not None:  # what it chose comes first, but for arguments
@@ -148,8 +150,7 @@ class CostNetwork:
         reads of a value that is made once, each pays a third.
         """
         if "solution" in self.__dict__:
-            states = self.solution.states
-            self._known = [v.row(states[v.number]) for v in self.variables]
+            self._known = self.rows_of(self.solution)
         for name in ("network", "solution"):
             self.__dict__.pop(name, None)
         self.copies = copies
@@ -165,8 +166,9 @@ class CostNetwork:
     def network(self) -> Network:
         """The network for the solver: seconds of each variable's states, and of pairs of states."""
         network = Network()
-        for variable, own in zip(self.variables, self._owned, strict=True):
-            network.variable(own[variable.choices] + self._reshards.unary[variable.number])
+        parts = zip(self.variables, self._owned, self._reshards.unary, strict=True)
+        for variable, own, more in parts:
+            network.variable(own[variable.choices] + more)
         for pair, costs in self._reshards.pairs.items():
             network.pairs[pair] = np.minimum(costs, FORBIDDEN)
         return network
@@ -176,6 +178,11 @@ class CostNetwork:
         """The cheapest joint state: a choice, or a sharding, for each class of units."""
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
+
+    def rows_of(self, solution: Solution) -> list[tuple[int, Sharding | None]]:
+        """Returns for each class the index of its choice in a joint state, and its extra copy."""
+        pairs = zip(self.variables, solution.states, strict=True)
+        return [variable.row(state) for variable, state in pairs]
 
     def among(self, role: str, counts: Sequence[int]) -> Solution:
         """Returns the cheapest joint state in which some classes of units have fewer choices.
@@ -207,22 +214,21 @@ class CostNetwork:
         more that some use may need follow if there is room. Of a class, its largest such result
         counts.
         """
-        states = self.solution.states
-        chosen = [int(v.choices[states[v.number]]) for v in self.variables]
+        chosen = [choice for choice, _ in self.rows_of(self.solution)]
         found: dict[int, tuple[int, int, States]] = {}
         for (source, index), flow in self._flows.items():
             left, is_shared = self.domains.left[source][index], flow.reads > flow.runs
             needed = [
-                needs[chosen[use.target]]
-                for use, (needs, _) in flow.uses.items()
-                if is_shared and needs is not None and len(needs) > 1
+                needs.different[needs.at[chosen[use.target]]]
+                for use, needs in flow.uses.items()
+                if is_shared and needs is not None and len(needs.at) > 1
             ]
             needed = [need for need in needed if need != left[chosen[source]]]
             shared = list(dict.fromkeys((*self.copies.get((source, index), ()), *needed)))
             size = self.problem.program.types[flow.value].bytes
             if shared and size > found.get(source, (0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(left))
-                others = [need for needs, _ in flow.uses.values() for need in needs or ()]
+                others = [need for needs in flow.uses.values() if needs for need in needs.different]
                 copies = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
                 found[source] = size, index, copies[:most]
         return {(source, index): copies for source, (_, index, copies) in found.items()}
@@ -242,7 +248,7 @@ class CostNetwork:
             if variable.copied == index and variable.copies:
                 copies = np.array([*self.problem.bytes(value, variable.copies), 0])
                 own = own + copies[variable.again]
-            network.unary[variable.number] += price * own
+            network.unary[number] += price * own
         return network
 
     def own_cost(self, op: Op, choice: Choice) -> float:
@@ -257,14 +263,16 @@ class CostNetwork:
         states = copies.get((number, copied), ())
         if states:
             flow = self._flows[number, copied]
-            others = flow.ways.numbers(states)
-            costs = flow.ways.costs(flow.value, flow.left, others, stores=True)
-            pays = (flow.left[:, None] != others) & (costs < FORBIDDEN)
+            left, at = flow.left
+            costs = self.choices.reshards(flow.value, left, states, stores=True)[at]
+            differ = np.array([[state != copy for copy in states] for state in left])[at]
+            pays = differ & (costs < FORBIDDEN)
             more = np.nonzero(pays)
             choices, again = np.concatenate([choices, more[0]]), np.concatenate([again, more[1]])
             seen = self._seen(costs[pays], number, copied, flow.uses)
             made = np.concatenate([made, seen * flow.runs])
-        return Variable(self._reshards.variable(made), choices, again, copied, states)
+        self._reshards.variable(made)
+        return Variable(choices, again, copied, states)
 
     def _own(self, number: int) -> Table:
         unit, left = self.units.units[number], self.domains.left[number]
@@ -280,8 +288,9 @@ class CostNetwork:
         return np.zeros(1)
 
     def _connect(self, source: int, index: int, flow: _Flow, share: float) -> None:
-        variable, costs_of, value = self.variables[source], flow.ways.costs, flow.value
-        for use, (needs, wanted) in flow.uses.items():
+        variable, costs_of, value = self.variables[source], self.choices.reshards, flow.value
+        left = flow.left.at[variable.choices]
+        for use, needs in flow.uses.items():
             reader = self.units.units[use.target]
             op = reader.op if reader.role == OP else None
             # Whether the reader needs the value in memory, whatever makes it.
@@ -295,19 +304,21 @@ class CostNetwork:
                 seconds = [self.problem.resharder.seconds(value, *ends) for ends in ways]
                 own = np.array(seconds) + SMALLER * np.array(self.problem.bytes(value, lies))
                 costs = self._seen(own, source, index, [use])[variable.choices] * use.trips
-                self._reshards.unary[variable.number] += costs
+                self._reshards.unary[source] += costs
                 continue
-            rows = costs_of(value, flow.left, wanted, stores)[variable.choices]
+            wanted, columns = needs
+            rows = costs_of(value, flow.left.different, wanted, stores)[left[:, None], columns]
             rows = self._seen(rows, source, index, [use])
             if variable.copied == index:
                 with_copy = np.flatnonzero(variable.again >= 0)
-                copies = flow.ways.numbers(variable.copies)[variable.again[with_copy]]
-                again = self._seen(costs_of(value, copies, wanted, stores), source, index, [use])
+                copies = variable.again[with_copy, None]
+                again = costs_of(value, variable.copies, wanted, stores)[copies, columns]
+                again = self._seen(again, source, index, [use])
                 rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
                 target = self.variables[use.target]
                 costs = rows[:, target.choices] * (use.trips * share)
-                self._reshards.pair(variable.number, target.number, costs)
+                self._reshards.pair(source, use.target, costs)
 
     def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:
         """Returns the part of reshards' seconds that arithmetic does not hide."""
@@ -396,7 +407,7 @@ def decoded(costs: CostNetwork, solution: Solution) -> Plan:
 class _Decoded(Walk):
     def __init__(self, costs: CostNetwork, solution: Solution) -> None:
         self.costs, self.domains, self.of = costs, costs.domains, costs.units.of
-        rows = [v.row(solution.states[v.number]) for v in costs.variables]
+        rows = costs.rows_of(solution)
         self.chosen = [choice for choice, _ in rows]
         arguments = tuple(map(self.state, costs.problem.program.body.args))
         super().__init__(costs.problem, "exact" if solution.exact else "local search", arguments)

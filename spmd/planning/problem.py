@@ -147,37 +147,25 @@ def posed(
     args, made = program.body.args, program.body.results
     pairs = [(made[result], args[argument]) for result, argument in links]
     propagated = propagate(program, mesh, marks, cheap_values(program), pairs)
-    problem = problem_of(propagated, topology, results, links)
+    problem = Problem(propagated, topology, (), tuple(results), dict(links))
     return opened(problem, [value not in marks for value in args])
-
-
-def problem_of(
-    propagated: Propagated,
-    topology: Topology,
-    results: Sequence[Sharding | None] = (),
-    links: Sequence[tuple[int, int]] = (),
-) -> Problem:
-    """Returns the problem in which an argument has one sharding: as marked, or else as proposed."""
-    body = propagated.program.body
-    wanted = tuple(results) or (None,) * len(body.results)
-    problem = Problem(propagated, topology, (), wanted, dict(links))
-    return replace(problem, arguments=tuple((problem.suggested(v),) for v in body.args))
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     """Returns the problem with `free` arguments allowed every sharding that keeps their marks.
 
+    Others have the one that the marks suggest.
     Donated ones, which live on from call to call, are in no larger pieces than the marks suggest.
     """
-    types, values = problem.program.types, problem.program.body.args
-    arguments = list(problem.arguments)
-    for i, value in enumerate(values):
-        if free[i]:
-            every = every_state(types[value], problem.mesh, problem.propagated.marks.get(value))
-            if i in problem.links.values():
-                pieces = problem.mesh.extent(arguments[i][0].used)
-                every = tuple(s for s in every if problem.mesh.extent(s.used) >= pieces)
-            arguments[i] = tuple(dict.fromkeys((*arguments[i], *every)))
+    types, mesh, marks = problem.program.types, problem.mesh, problem.propagated.marks
+    arguments: list[States] = []
+    for i, (value, is_free) in enumerate(zip(problem.program.body.args, free, strict=True)):
+        suggested = problem.suggested(value)
+        every = every_state(types[value], mesh, marks.get(value)) if is_free else ()
+        if i in problem.links.values():
+            pieces = mesh.extent(suggested.used)
+            every = tuple(s for s in every if mesh.extent(s.used) >= pieces)
+        arguments.append(tuple(dict.fromkeys((suggested, *every))))
     return replace(problem, arguments=tuple(arguments))
 
 
@@ -191,12 +179,6 @@ def every_state(type_: TensorType, mesh: Mesh, mark: Mark | None = None) -> Stat
     runs = [atoms for atoms in mesh.axis_atoms.values() if atoms and used.isdisjoint(atoms)]
     found = laid_out(dims, runs, lambda d, axes: is_open[d] and is_even(type_.shape[d], axes, mesh))
     return tuple(sorted(map(Sharding, found), key=lambda s: -len(s.used)))
-
-
-def laid(type_: TensorType, dims: Sequence[Axes], runs: Sequence[Axes], mesh: Mesh) -> States:
-    """Returns all shardings that append each run to one of `dims` that it divides, or to none."""
-    found = laid_out(dims, runs, lambda d, axes: is_even(type_.shape[d], axes, mesh))
-    return tuple([Sharding(each) for each in found])
 
 
 def laid_out(

@@ -8,21 +8,20 @@ Weisfeiler and Leman 1968.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
-
-import numpy as np
 
 from spmd.ir.control_flow import Tie, ties
 from spmd.ir.description import Role
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import REDUCE, REPLICATE
 from spmd.ir.program import Op, OpKind, Region, Value
-from spmd.mesh.sharding import Axes, replicated
+from spmd.mesh.sharding import Axes, Sharding, is_even, replicated
 from spmd.planning.choices import Choices, Sums, axis_sets
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.problem import Problem, laid
+from spmd.planning.problem import Problem, laid_out
 from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import unsplit
 from spmd.reshard.paths import States
@@ -168,23 +167,21 @@ class _Collector:
             self.uses += [(value, self.whole, 0, inner) for value in op.regions[0].results]
 
     def classes(self, radius: int) -> Units:
-        uses = [u for u in self.uses if self.of[u[0]][0] >= 0]
-        edges = np.array(
-            [(*self.of[value], unit, position) for value, unit, position, _ in uses], dtype=np.int64
-        ).reshape(-1, 4)
-        colours = _refined(np.array(self.colours), edges, radius)
-        names: dict[int, int] = {}
-        class_of = [names.setdefault(c, len(names)) for c in colours.tolist()]
+        reads = [
+            ((*self.of[value], unit, position), trips)
+            for value, unit, position, trips in self.uses
+            if self.of[value][0] >= 0
+        ]
+        class_of = _refined(self.colours, [edge for edge, _ in reads], radius)
         first: dict[int, Unit] = {}
         for unit, c in zip(self.units, class_of, strict=True):
             if (known := first.get(c)) is not None:
                 trips, inner = known.trips + unit.trips, known.inner + unit.inner
                 unit = known._replace(trips=trips, inner=inner)
             first[c] = unit
-        total: dict[tuple[int, int, int, int], int] = {}
-        for (source, index, target, position), use in zip(edges.tolist(), uses, strict=True):
-            key = (class_of[source], index, class_of[target], position)
-            total[key] = total.get(key, 0) + use[3]
+        total = Counter[Edge]()
+        for (source, index, target, position), trips in reads:
+            total[class_of[source], index, class_of[target], position] += trips
         return Units(
             tuple(first.values()),
             tuple((class_of[u] if u >= 0 else -1, i) for u, i in self.of),
@@ -192,47 +189,31 @@ class _Collector:
         )
 
 
-Colours = np.ndarray[tuple[int], np.dtype[np.uint64]]
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+Edge = tuple[int, int, int, int]  # source unit, number of its result, target unit, its operand
 
 
-def _mixed(x: Colours) -> Colours:
-    # Scrambles 64-bit numbers (the finaliser of SplitMix64).
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _refined(colours: Colours, edges: np.ndarray, radius: int) -> Colours:
+def _refined(colours: Sequence[int], edges: Sequence[Edge], radius: int) -> list[int]:
     """Returns numbers (colours) that units share which look alike up to `radius` steps away.
 
     `colours` are those of the units themselves. In the first round a unit learns the colours of its
     neighbours and by which operand each is connected, in the second what these had learned in the
-    first. Sums do not depend on the order of the neighbours, so units alike at the start stay alike
-    until something near them differs.
+    first. So units alike at the start stay alike until something near them differs.
 
     Trace, of five equal ops in a chain between an argument and a result, a letter a colour:
       start    x a a a a a r
       round 1  x b a a a c r    the first has the argument beside it, the last the result
       round 2  x b d a e c r    their neighbours have learned that
     Of thirty ops the 26 in the middle stay one class: they choose once, for all of them.
-
-    Rows of `edges` are (source unit, result index, target unit, operand position).
     """
-    colours = _mixed(colours.astype(np.uint64) + np.uint64(1))
-    source, target = edges[:, 0], edges[:, 2]
-    label = _mixed((edges[:, 1] * 4096 + edges[:, 3]).astype(np.uint64) * _MIX)
-    count = len(np.unique(colours))
     for _ in range(radius):
-        after = colours * _MIX
-        np.add.at(after, target, _mixed(colours[source] ^ label))
-        np.add.at(after, source, _mixed(colours[target] + label))
-        colours = _mixed(after)
-        found = len(np.unique(colours))
-        if found == count:
-            break
-        count = found
-    return colours
+        near: list[list[tuple[int, ...]]] = [[] for _ in colours]
+        for source, index, target, position in edges:
+            near[target].append((0, index, position, colours[source]))
+            near[source].append((1, index, position, colours[target]))
+        names: dict[Hashable, int] = {}
+        around = zip(colours, near, strict=True)
+        colours = [names.setdefault((own, *sorted(seen)), len(names)) for own, seen in around]
+    return list(colours)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -303,30 +284,34 @@ def domains_of(
             states = (problem.arguments[unit.number],)
         elif unit.role == CARRY:
             assert unit.tie is not None
-            value = unit.tie.result
-            type_, held = problem.program.types[value], problem.index.held.get(value, ())
-            likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
-            wished = [s for s in likely if s is not None]
-            # Some axes are on every dim, or among what it is partial over, or nowhere.
-            runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
-            start, moved = wished[0], set(itertools.chain(*runs))
-            dims = tuple([tuple([a for a in own if a not in moved]) for own in start.dims])
-            owed = tuple([a for a in start.partial if a not in moved])
-            full = laid(type_, dims, runs, choices.mesh)
-            partial = [
-                state.with_partial(tuple(sorted((*owed, *more))), kind)
-                for kind in ((start.kind,) if owed else [how for _, how in sums])
-                for more in axis_sets(runs)
-                for state in full
-                if state.used.isdisjoint(more)
-            ]
-            if owed:
-                full = tuple(state.with_partial(owed, start.kind) for state in full)
-            states = (tuple(dict.fromkeys((*wished, *full, *partial))),) * 2
+            hows = [how for _, how in sums]
+            states = (_states_of_carry(problem, unit.tie.result, axes, base, hows),) * 2
         left.append(states)
         made.append(options)
         suggested.append(count)
     return Domains(tuple(left), tuple(made), tuple(suggested))
+
+
+def _states_of_carry(
+    problem: Problem, value: Value, axes: Sequence[Axes], base: Plan | None, hows: Sequence[str]
+) -> States:
+    """Returns the states of a carry, in which some axes are on every dim, in a sum, or nowhere."""
+    type_, held = problem.program.types[value], problem.index.held.get(value, ())
+    likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
+    wished = [s for s in likely if s is not None]
+    runs = [atoms for atoms in axes if set(held).isdisjoint(atoms)]
+    start, moved = wished[0], set(itertools.chain(*runs))
+    dims = tuple([tuple([a for a in own if a not in moved]) for own in start.dims])
+    owed = tuple([a for a in start.partial if a not in moved])
+    split = laid_out(dims, runs, lambda d, own: is_even(type_.shape[d], own, problem.mesh))
+    placed = [
+        Sharding(each).with_partial((*owed, *more), how)
+        for how in ([start.kind] if owed else hows or [""])
+        for more in ((), *(axis_sets(runs) if how else ()))
+        for each in split
+        if set(more).isdisjoint(itertools.chain(*each))
+    ]
+    return tuple(dict.fromkeys((*wished, *placed)))
 
 
 def _sums_arriving(problem: Problem, units: Units) -> list[Sums]:

@@ -54,7 +54,7 @@ def test_prices_are_times_of_the_best_joint_choices(plan: Any) -> None:
             joint = [
                 states
                 for states in itertools.product(*(range(len(c)) for c in network.unary))
-                if left[variable.rows[states[variable.number]][0]] == state
+                if left[variable.choices[states[number]]] == state
             ]
             least = min(map(network.cost, joint))
             assert least < FORBIDDEN / 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.compiler import Request, Stages, plan_problem, timed
+from spmd.compiler import plan_problem, timed
 from spmd.errors import PlanError
 from spmd.ir.program import Op
 from spmd.planning.choices import Choices
@@ -17,17 +17,12 @@ from spmd.planning.exact import _try_nearby, weighed
 from spmd.planning.greedy import _Greedy, plan_greedily
 from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.problem import problem_of
 from spmd.planning.search import Search
 from spmd.planning.solver import solve
 from spmd.planning.units import domains_of, units_of
 from tests import programs
 
 pytestmark = pytest.mark.usefixtures("devices8")
-
-
-def inputs(lowered: spmd.Lowered) -> tuple[Request, Stages]:
-    return lowered.request, lowered.stages
 
 
 def accumulated(how: str, micro: int = 8) -> Any:
@@ -119,8 +114,7 @@ def training(name: str) -> spmd.Lowered:
     "name", ["mlp", *(pytest.param(n, marks=pytest.mark.heavy) for n in ("scanned", "unrolled"))]
 )
 def test_the_network_costs_what_the_plan_costs(name: str) -> None:
-    request, stages = inputs(training(name))
-    problem = problem_of(stages.propagated, request.topology, (), request.links)
+    problem = training(name).stages.plan.problem
     units = units_of(problem)
     choices = Choices(problem)
     axes = [atoms for atoms in problem.mesh.axis_atoms.values() if atoms]
@@ -178,8 +172,7 @@ def test_a_nearby_plan_that_fits_is_kept_where_the_fastest_does_not() -> None:
         seconds: float
         bytes: int
 
-    _, stages = inputs(training("mlp"))
-    problem = problem_of(stages.propagated, stages.plan.topology)
+    problem = training("mlp").stages.plan.problem
     greedy, costs = weighed(problem)
     search = Search[Any](5, [Made(greedy, 1.0, 9)])
     _try_nearby(costs, costs.solution, search, lambda plan: Made(plan, 2.0, 4), [])

@@ -16,10 +16,8 @@ from spmd.mesh.sharding import Mark
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.planning.choices import Choices
-from spmd.planning.limit import peak_of
 from spmd.planning.plan import Choice
 from spmd.planning.problem import posed
-from spmd.predict.memory import peak_memory
 from tests.ir.dialect.cases import CASES, MESH
 
 H200S = Topology("h200:8")
@@ -92,8 +90,6 @@ def test_all_judges_say_the_same_of_an_op() -> None:
             assert judged == pytest.approx([seconds] * len(judged), rel=0.01, abs=1e-12), op.kind
             sent = sent_bytes(parts[0], MESH, H200S)
             assert sum(move.bytes for move in plan.moves) == sent, op.kind
-            copies = peak_memory(local, (), H200S.platform).temporary  # of operands, transposed
-            assert peak_of(plan).bytes == trial.bytes - copies, op.kind
     assert compared > 0.8 * kinds > 100
 
 

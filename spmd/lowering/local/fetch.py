@@ -26,18 +26,15 @@ class Piece(NamedTuple):
     """A local value with elements of the range that a device reads, and their places in it."""
 
     value: Value
-    # for each tile, the place (index in the range) of the value's first element; may be negative
-    offsets: tuple[int, ...]
-    # lows, highs: for each tile, this value fills the places `[low, high)`
-    lows: tuple[int, ...]
-    highs: tuple[int, ...]
-    zeroed: bool = False  # whether the value is zero on devices where it fills no place
+    # for each tile (place, low, high): where in the range the value's first element would be (the
+    # place may be negative), and that the value fills `[low, high)`
+    places: tuple[tuple[int, int, int], ...]
+    zeroed: bool = False  # whether the value is zero on devices where it fills nothing
 
     @property
-    def used(self) -> list[int]:
-        """The numbers of the tiles whose range takes elements from this value."""
-        ranges = zip(self.lows, self.highs, strict=True)
-        return [i for i, (low, high) in enumerate(ranges) if low < high]
+    def used(self) -> list[tuple[int, int, int]]:
+        """The `places` of those tiles whose range takes elements from this value."""
+        return [each for each in self.places if each[1] < each[2]]
 
 
 def fetch(
@@ -93,13 +90,12 @@ def _part(
     x: Value, transfers: Iterable[HaloSend], firsts: Sequence[int], need: Need, zeroed: bool = False
 ) -> Piece:
     """Makes a `Piece` of `x`, whose first element on tile `i` is element `firsts[i]` of the dim."""
-    count = len(need.starts)
-    offsets, lows, highs = [0] * count, [0] * count, [0] * count
+    places = [(0, 0, 0)] * len(need.starts)
     for _, i, low, high in transfers:
         if low < high:
             start = need.starts[i]
-            offsets[i], lows[i], highs[i] = firsts[i] - start, low - start, high - start
-    return Piece(x, tuple(offsets), tuple(lows), tuple(highs), zeroed)
+            places[i] = firsts[i] - start, low - start, high - start
+    return Piece(x, tuple(places), zeroed)
 
 
 def assembled(
@@ -121,8 +117,9 @@ def assembled(
         """Returns `x` at places that `part` fills, else `other`; `x[0]` is at place `first`."""
         shape = b.types[x].shape
         last = first + shape[dim]
-        lows = [min(max(low, first), last) for low in part.lows]
-        highs = [max(low, min(high, last)) for low, high in zip(lows, part.highs, strict=True)]
+        lows = [min(max(low, first), last) for _, low, _ in part.places]
+        ends = zip(lows, part.places, strict=True)
+        highs = [max(low, min(high, last)) for low, (_, _, high) in ends]
         flags = None
         line = TensorType((shape[dim],), "i32")
         for direction, bounds, trivial in (("GE", lows, first), ("LT", highs, last)):
@@ -143,8 +140,8 @@ def assembled(
         result = filler(length)
         padding = b.splat(0, type_.with_shape(()))
         for part in parts:
-            used = part.used
-            offsets = [part.offsets[i if i in used else used[0]] for i in range(len(part.offsets))]
+            anywhere = part.used[0][0]
+            offsets = [at if low < high else anywhere for at, low, high in part.places]
             have = b.types[part.value].shape[dim]
             low, high = max(0, *offsets), max(0, *(length - have - o for o in offsets))
             padded = b.pad_dim(part.value, dim, low, high, padding)
@@ -155,12 +152,10 @@ def assembled(
     for low, high, part in segments:
         if at < low:
             pieces.append(filler(low - at))
-        offset = part.offsets[part.used[0]]
+        offset = part.used[0][0]
         piece = b.slice_dim(part.value, dim, low - offset, high - offset)
-        ranges = set(zip(part.lows, part.highs, strict=True))
-        if part.zeroed and fill is None:
-            ranges = {r for r in ranges if r[0] < r[1]}
-        if ranges != {(low, high)}:  # some device takes less than all of it
+        places = part.used if part.zeroed and fill is None else part.places
+        if {place[1:] for place in places} != {(low, high)}:  # some device takes less than all
             piece = selected(piece, filler(high - low), part, low)
         pieces.append(piece)
         at = high
@@ -173,10 +168,10 @@ def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
     """Returns (low, high, part) by place; None if these differ among devices, or overlap."""
     found = []
     for part in parts:
-        if len({part.offsets[i] for i in part.used}) > 1:
+        offsets, lows, highs = zip(*part.used, strict=True)
+        if len(set(offsets)) > 1:
             return None
-        low, high = min(part.lows[i] for i in part.used), max(part.highs[i] for i in part.used)
-        found.append((low, high, part))
+        found.append((min(lows), max(highs), part))
     found.sort(key=lambda segment: segment[:2])
     return None if any(a[1] > b[0] for a, b in pairwise(found)) else found
 

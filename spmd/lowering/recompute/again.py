@@ -58,10 +58,6 @@ class Costs:
         slope = 1 + SPREAD * value / len(self.program.types)
         return self.price * slope * self.program.types[value].bytes * pieces
 
-    def moved(self, value: Value) -> float:
-        """Returns the seconds of writing a value to memory and reading it once."""
-        return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth
-
 
 AGAIN = "again, rather than held"  # note of ops that are recomputed
 
@@ -249,11 +245,11 @@ class _Block:
             self.needed_at.update(dict.fromkeys(op.results, when))
             for value in reads(op):
                 could[value] = min(could.get(value, when), when)
-        cut = cheapest_cut(
+        self.cut = cheapest_cut(
             self.before, self.crossing, self.keep, lambda op: runs * costs.again(op), self.early
         )
         # Values that are made again behind the moment -> the ops that make them.
-        self.again = {value: op for op in cut.again for value in op.results}
+        self.again = {value: op for op in self.cut.again for value in op.results}
         self.made: dict[Value, Value] = {}  # value -> its recomputed or barriered copy
         self.now = 0.0  # seconds of arithmetic since the peak
         self.past: list[tuple[float, Value]] = []  # (time, value stored by then)
@@ -301,20 +297,14 @@ class _Block:
 
     def with_values_for(self, op: Op) -> Op:
         """Appends the ops that recompute operands of `op`; returns `op` with the new operands."""
-        missing: dict[Value, Op] = {}  # the ops that make values again, in order
-        waiting = [(value, False) for value in reversed(reads(op))]
-        while waiting:
-            value, ready = waiting.pop()
-            maker = self.again.get(value)
-            if maker is None or value in self.made or maker.results[0] in missing:
-                continue
-            if ready:
-                missing[maker.results[0]] = maker
-            else:
-                waiting.append((value, True))
-                waiting += [(v, False) for v in reads(maker)]
+        needed = {v for v in reads(op) if v in self.again and v not in self.made}
+        missing: list[Op] = []  # the ops that make values again, the last one first
+        for maker in reversed(self.cut.again if needed else ()):
+            if not needed.isdisjoint(maker.results):
+                missing.append(maker)
+                needed.update(v for v in reads(maker) if v not in self.made)
         if missing:
-            self.repeat(op, missing)
+            self.repeat(op, {maker.results[0]: maker for maker in reversed(missing)})
         return with_operands(op, self.made)
 
     def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:

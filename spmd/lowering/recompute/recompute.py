@@ -131,7 +131,8 @@ class _Rewrite:
                 source = self.around[value]
                 lives = source in carried or source not in self.index.producers
                 return 0.0 if lives else costs.held(source)
-            return costs.held(value, pair.trips) + trips * costs.moved(value)
+            moved = 2 * b.types[value].bytes / costs.topology.hbm_bandwidth  # written, and read
+            return costs.held(value, pair.trips) + trips * moved
 
         ops, needed = pair.forward.regions[1].ops, self.cores.values()
         self.cut = cheapest_cut(ops, needed, keep, lambda op: trips * costs.again(op))
@@ -292,13 +293,6 @@ class Pair(NamedTuple):
     place: Value  # index of the piece that the forward loop's body writes
     read_at: Value  # index of the piece that the backward loop's body reads
     stacks: tuple[Residual, ...]
-
-
-def has_pairs(program: Program) -> bool:
-    """Whether a program has a pair of loops of which one stacks values that the other reads."""
-    index = Index(program)
-    regions = (region for op in program.walk() for region in op.regions)
-    return any(pairs_of(region, index) for region in (program.body, *regions))
 
 
 def pairs_of(region: Region, index: Index) -> list[Pair]:

@@ -27,16 +27,17 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from spmd.ir.control_flow import Index
+from spmd.ir.description import RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import PASS
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.partition import HELD
-from spmd.lowering.rewrites.simplify import again, operand_dims, pieces_of
+from spmd.lowering.rewrites.schedule import pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -45,10 +46,6 @@ from spmd.reshard.comm import collective_seconds
 
 MOST_DEVICES = 8
 """Reduce-scatters over more devices stay as they are, unless they are over a whole slice."""
-
-TIE = 0.98
-"""Two reduce-scatters in a row become one ring if that saves at least this share of what separate
-rings save: other products can hide a ring, too, but not a reduce-scatter that stays."""
 
 
 def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
@@ -77,14 +74,9 @@ def ring(program: Program, mesh: Mesh, topology: Topology) -> Program:
             for inner in op.regions:
                 visit(inner)
             chain = _scatters(op, made)
-            # A scatter that another one follows is weighed by itself, too; one alone is a chain.
-            one, joined = (_sum(scatters, made) for scatters in (chain[-1:], chain))
-            if one and is_near(one.axes) and gain(one) > 0:
-                found[op.results[0]] = one
-            if joined and is_near(joined.axes):
-                apart = [found[s.results[0]] for s in chain if s.results[0] in found]
-                if gain(joined) > TIE * sum(map(gain, apart)):
-                    found[op.results[0]] = joined
+            sum_ = _sum(chain, made) if chain else None
+            if sum_ and is_near(sum_.axes) and gain(sum_) > 0:
+                found[op.results[0]] = sum_
 
     visit(program.body)
 
@@ -122,8 +114,6 @@ def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
 
 def _sum(scatters: Sequence[Op], made: Mapping[Value, Op]) -> _Sum | None:
     """Returns the `_Sum` of reduce-scatters if they add terms made of a product; else None."""
-    if not scatters:
-        return None
     first, last = scatters[0], scatters[-1]
     count, dim = math.prod(map(pieces_of, scatters)), last.kind.attrs["scatter_dimension"]
     term = _term(first.operands[0], dim, count, made)
@@ -200,14 +190,33 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
             operands = tuple(_Term(v, d) for v, d in zip(op.operands, cut, strict=True))
             if any(d is not None for d in cut):
                 return _Term(value, dim, op, operands)
-    inner = operand_dims(op.kind, dim, count)
-    if inner is None:
+    inner = _operand_dim(op.kind, dim)
+    tensors = [type_ for type_ in op.kind.operands if type_.rank]
+    if inner is None or any(type_.shape[inner] % count for type_ in tensors):
         return _Term(value, dim)
     operands = tuple(
-        _Term(v, None) if d is None else _term(v, d, count, made)
-        for v, d in zip(op.operands, inner, strict=True)
+        _term(v, inner, count, made) if type_.rank else _Term(v, None)
+        for v, type_ in zip(op.operands, op.kind.operands, strict=True)
     )
     return _Term(value, dim, op, operands)
+
+
+def _operand_dim(kind: OpKind, dim: int) -> int | None:
+    """Returns the operand dim that is cut in parts if the result's `dim` is; None if none is."""
+    if kind.name == TRANSPOSE:
+        found: int = kind.attrs["permutation"][dim]
+        return found
+    if kind.name != RESHAPE:
+        return dim if kind.about.is_elementwise and len(kind.results) == 1 else None
+    # The dim in front of which the same elements lie: joining pieces along either then gives the
+    # same. From (2, 12) to (2, 3, 4) dim 1 goes to dim 1: of 24 elements, 2 groups lie in front of
+    # both, and each group is split in order.
+    other = kind.operands[0].shape
+    before = math.prod(kind.results[0].shape[:dim])
+    places = [d for d in range(len(other)) if math.prod(other[:d]) == before]
+    if not before or not places:
+        return None
+    return next((d for d in places if other[d] > 1), places[-1])
 
 
 def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) -> Value:
@@ -237,7 +246,8 @@ def _piece(b: Builder, term: _Term, number: Value, count: int, now: Now) -> Valu
     """Appends ops for piece `number` (an i32 value) of `count` of a term; all if `dim` is None."""
     if term.op is not None and term.dim is not None:
         operands = [_piece(b, operand, number, count, now) for operand in term.operands]
-        return again(b, term.op, operands, term.op.kind.results[0].scaled(term.dim, 1, count))
+        type_ = term.op.kind.results[0].scaled(term.dim, 1, count)
+        return b.op(term.op.name, operands, (type_,), term.op.kind.attrs)[0]
     value = now(term.value)
     if term.dim is None:
         return value

@@ -45,7 +45,6 @@ from spmd.ir.control_flow import Index
 from spmd.ir.description import RESHAPE, Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, reads
-from spmd.lowering.rewrites.simplify import pieces_of
 from spmd.lowering.rewrites.two_level import two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -293,6 +292,13 @@ def _key(op: Op) -> _Key:
     return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), op.kind.operands[0].dtype
 
 
+def pieces_of(op: Op) -> int:
+    """Returns how many pieces, one of each device, a gather joins or a reduce-scatter cuts."""
+    dim = op.kind.attrs[op.kind.about.along]
+    sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
+    return max(sizes) // min(sizes)
+
+
 def _bytes(op: Op) -> int:
     """Returns the bytes of a collective's operand or result, whichever is larger."""
     return max(op.kind.operands[0].bytes, op.kind.results[0].bytes)
@@ -408,11 +414,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
 
 def _places(region: Region, clock: Clock, prefetch: int) -> list[float]:
-    """Returns each op's place in the new order, to sort by: 2.5 is behind op 2, in front of op 3.
-
-    Equal places keep the old order. A gather starts as late as the arithmetic before its use still
-    hides it, and at most `prefetch` gathers over the same links are live at a time.
-    """
+    """Returns each op's place in the new order, to sort by: 2.5 is between ops 2 and 3."""
     ops, starts = region.ops, clock.starts(region)
     spots: list[_Spot] = []
     made: dict[Value, int] = {}

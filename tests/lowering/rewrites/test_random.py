@@ -170,7 +170,7 @@ def test_rewrites_change_nothing(seed: int) -> None:
     topology = Topology(r.choice(TOPOLOGIES))
     combine, prefetch = r.choice([0, 2048, 4 << 20]), r.choice([0, 1, 4])
     room = Room(1 << 40)
-    simple = simplify(program, mesh, topology)
+    simple = simplify(program, topology.platform)
     rewritten = schedule(simple, mesh, topology, combine, prefetch, room)
     # Ones only, so that sums are exact in any order, even in bfloat16.
     args = [np.clip(a, -1, 1) for a in arguments(program, mesh)]
