@@ -27,6 +27,8 @@ class ServingShape(NamedTuple):
     top_logprobs: int = 20  # how many of the likeliest tokens are reported beside each one
     # dtype of keys and values: a float type, or `int8` with one scale for each head and token
     cache_dtype: str = "bfloat16"
+    # guesses of next tokens that a step can try for one slot, in rows that it has anyway; 0: none
+    drafts: int = 7
 
     @property
     def slots_of_group(self) -> int:

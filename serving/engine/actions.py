@@ -47,6 +47,11 @@ class Job:
         """Whether it draws no token before it was told which ones it may draw."""
         return self.guide is not None
 
+    @property
+    def guessable(self) -> bool:
+        """Whether what may be drawn does not depend on the tokens before: drafts may be tried."""
+        return not self.guided and not self.masks
+
 
 class Begin(NamedTuple):
     """The arguments of a call of `Backend.begin`."""
@@ -90,4 +95,6 @@ class Counts:
     drawn: int = 0  # tokens that were drawn and went to their reader
     wasted: int = 0  # tokens that were drawn after the end of their request, or for a cancelled one
     cancelled: int = 0  # requests that were cancelled
+    drafted: int = 0  # guesses of tokens that were tried
+    accepted: int = 0  # how many of them were right
     preempted: int = 0  # how often a request lost its slot and pages to older ones
