@@ -89,7 +89,7 @@ def functions(
                 step,
                 shapes=shapes,
                 alternatives=shape.top_logprobs,
-                drafts=shape.drafts,
+                drafts=shape.most_drafts,
                 model=model,
             )
             packed = struct((shape.groups, width(shapes)), np.int32)
