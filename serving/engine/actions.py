@@ -47,11 +47,6 @@ class Job:
         """Whether it draws no token before it was told which ones it may draw."""
         return self.guide is not None
 
-    @property
-    def guessable(self) -> bool:
-        """Whether what may be drawn does not depend on the tokens before: drafts may be tried."""
-        return not self.guided and not self.masks
-
 
 class Begin(NamedTuple):
     """The arguments of a call of `Backend.begin`."""

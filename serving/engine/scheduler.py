@@ -266,8 +266,12 @@ class Scheduler:
             drawing[request.slot // self._slots] += 1
         most = min(self.limits.drafts, self._slots // max(1, *drawing) - 1)
         for key, request in self._decoding.items() if most > 1 else ():
-            room = min(most, request.wanted - 1, request.room - request.filled - 1)
-            if not request.job.guessable or room < 1:
+            asked = request.job
+            drawn = asked.max_tokens - request.wanted
+            # All that a step draws for it is drawn with one mask, and lies in pages that it has.
+            changes = [count - drawn - 1 for count, _ in asked.masks if count > drawn]
+            room = min(most, request.wanted - 1, request.room - request.filled - 1, *changes)
+            if asked.guided or room < 1:
                 continue
             is_known = len(request.tokens) > request.filled
             drafts = guess(request.tokens, request.trusted, room + (not is_known))
