@@ -21,6 +21,7 @@ from benchmarks import loads
 from benchmarks.load_server import make_bundle
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
+from spmd.scripts.export_llama import numbers
 from spmd.serving.engine.actions import Job
 from spmd.serving.engine.backend import Sampling
 from spmd.serving.engine.engine import Engine
@@ -83,7 +84,7 @@ def make_parser() -> Parser:
     """The flags of `benchmarks/run loads`, and what is asked for here."""
     parser = loads.make_parser()
     parser.prog, parser.description = "benchmarks/run drafts", __doc__
-    parser.add_argument("--streams", type=loads.numbers, default=(1, 8, 16), help="at once")
+    parser.add_argument("--streams", type=numbers, default=(1, 8, 16), help="at once")
     parser.add_argument("--tokens", type=positive, default=256, help="that each draws")
     return parser
 

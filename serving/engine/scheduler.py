@@ -219,7 +219,8 @@ class Scheduler:
         if not self._under_way:
             raise RuntimeError("no step is under way")
         step = self._under_way.popleft()
-        done, row = [], 0
+        done: list[Progress] = []
+        row = 0
         for key, part in zip(step.keys, step.parts, strict=True):
             request = self._ongoing.get(key)
             if part.draws:
