@@ -97,11 +97,11 @@ def _sliced(program: Program) -> set[Value]:
         if value in seen:
             continue
         seen.add(value)
-        op = producers.get(value)
         asked += comes.get(value, ())
-        if op is not None and op.name in MOVES:
-            asked.append(op.operands[0])
-        elif op is not None and op.name == DYNAMIC_SLICE:
+        maker = producers.get(value)
+        if maker is not None and maker.name in MOVES:
+            asked.append(maker.operands[0])
+        elif maker is not None and maker.name == DYNAMIC_SLICE:
             found.add(value)
     return found
 
