@@ -284,6 +284,7 @@ def make_parser() -> Parser:
     add("--length", type=numbers, help="as of scripts/export_llama")
     add("--page", type=positive, default=64, help="tokens of a page of the cache")
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
+    add("--drafts", type=int, default=7, help="as of scripts/export_llama")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")

@@ -77,6 +77,12 @@ def make_parser() -> Parser:
         "devices, or a multiple",
     )
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
+    add(
+        "--drafts",
+        type=int,
+        default=ServingShape._field_defaults["drafts"],
+        help="next tokens of a sequence that a step may guess and try, in rows to spare; 0: none",
+    )
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
@@ -129,6 +135,7 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
         page=given.page,
         groups=given.groups,
         top_logprobs=min(given.top_logprobs, source.config.vocab_size),
+        drafts=given.drafts,
         cache_dtype=given.cache_dtype or given.dtype,
     )
 

@@ -88,6 +88,7 @@ def _limits(bundle: Bundle) -> Limits:
         pages=int(bundle.symbols[PAGES]),
         top_logprobs=int(shape["top_logprobs"]),
         vocab_size=int(model["vocab_size"]),
+        drafts=int(shape.get("drafts", 0)) if shape["page"] < shape["max_length"] else 0,
     )
     if min(limits.slots, limits.groups, limits.page, *limits.rows) < 1:
         raise ValueError("sizes have to be positive")

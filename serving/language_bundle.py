@@ -32,7 +32,7 @@ SMALL: Mapping[str, tuple[Any, ...]] = {"inputs/*": (), "outputs/*": ()}
 def check_shape(shape: ServingShape) -> None:
     """Raise a `BundleError` that names the flag unless the sizes of a shape fit each other."""
     for name, size in shape._asdict().items():
-        if isinstance(size, int) and size < (0 if name == "top_logprobs" else 1):
+        if isinstance(size, int) and size < (0 if name in ("top_logprobs", "drafts") else 1):
             raise BundleError(f"--{name}: {size} is too few")
     if shape.slots % shape.groups:
         raise BundleError(

@@ -86,7 +86,11 @@ def functions(
         for kind, scores in kinds:
             shapes = row_shapes(shape.slots_of_group, rows, length // shape.page, scores=scores)
             fn = functools.partial(
-                step, shapes=shapes, alternatives=shape.top_logprobs, model=model
+                step,
+                shapes=shapes,
+                alternatives=shape.top_logprobs,
+                drafts=shape.most_drafts,
+                model=model,
             )
             packed = struct((shape.groups, width(shapes)), np.int32)
             found.append(Function(

@@ -27,11 +27,19 @@ class ServingShape(NamedTuple):
     top_logprobs: int = 20  # how many of the likeliest tokens are reported beside each one
     # dtype of keys and values: a float type, or `int8` with one scale for each head and token
     cache_dtype: str = "bfloat16"
+    # guesses of next tokens that a step can try for one slot, in rows to spare; 0: none. Where each
+    # sequence has one page there are none: its state may have no positions to go back to.
+    drafts: int = 7
 
     @property
     def slots_of_group(self) -> int:
         """How many sequences run together in one group."""
         return self.slots // self.groups
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a slot in a step."""
+        return self.drafts if self.pages_of_slot > 1 else 0
 
     @property
     def pages_of_slot(self) -> int:

@@ -8,6 +8,12 @@ chunks of prompts. Behind a slot's last row the next token may be drawn:
     step(tokens 8..11 of slot 2, draws)     12 tokens; the first new one is drawn
     step(the latest token of slot 2, draws) 13 tokens; the second one is drawn
 
+Behind a slot's latest token a step may run guesses of the next ones, its *drafts*, and draw behind
+each row. What is drawn behind a row counts if it was guessed right up to there, and so is the token
+that would have been drawn without drafts:
+
+    step(latest token of slot 2, drafts 5 8 3; draws 4)   5 8 1 6 are drawn: 5, 8 and 1 count
+
 The tokens that were drawn stay on the device, too: a step may begin before the host has seen those
 of the step before. All shapes are fixed, and nothing here knows of a mesh. The state is donated, so
 XLA updates it in place. Shapes are in the names, as in `spmd.models.decode.model`, and
@@ -82,6 +88,7 @@ def step(
     *,
     shapes: packing.Shapes,
     alternatives: int,
+    drafts: int = 0,
     model: RowsModel,
 ) -> tuple[State, dict[str, Any]]:
     """Runs rows of slots through the model, and draws tokens behind some of them.
@@ -93,12 +100,14 @@ def step(
             - `alternatives` (): whether the likeliest tokens are wanted beside drawn ones.
             - `rows` (A, W): `spmd.models.decode.model.Rows` and what follows, packed.
             - `tokens` (A, R): -1 is the latest drawn token of the row's slot.
-            - `draws` (A, D): rows behind which a token is drawn, of each slot at most one; -1 is
-              none. The token becomes the slot's latest one.
+            - `draws` (A, D): rows behind which a token is drawn; -1 is none. Of a slot they are
+              its last row and rows just before it: those in front of drafts. The last token that
+              counts becomes the slot's latest one.
             - `targets` (A, R), if they are among `shapes`: the token behind each row; their
               log-probabilities are reported as well.
         shapes: of what is packed in `rows`, as `packing.row_shapes` says.
         alternatives: P.
+        drafts: of a slot at most.
         model: the model.
 
     Returns:
@@ -108,7 +117,7 @@ def step(
     rows = packing.unpack_rows(inputs["rows"], shapes)
     x_ARH, state = _run(weights, state, rows, model)
     wanted = inputs["alternatives"]
-    drawn_AD, state = _draw(weights, state, x_ARH, rows, (alternatives, wanted), model)
+    drawn_AD, state = _draw(weights, state, x_ARH, rows, (alternatives, wanted), drafts, model)
     outputs = {"drawn": packing.pack_report(drawn_AD)}
     if "targets" in rows:
         logits_XV = model.logits(weights, _flat(x_ARH))
@@ -139,6 +148,7 @@ def _draw(
     x_ARH: Any,
     rows: Rows,
     alternatives: tuple[int, Any],
+    drafts: int,
     model: RowsModel,
 ) -> tuple[sampling.Report, State]:
     """The tokens behind some rows, reported, and the state in which they are the latest ones.
@@ -147,6 +157,7 @@ def _draw(
     """
     draws_AD = rows["draws"]
     slots_AD = packing.taken(rows["slots"], draws_AD)
+    depth_AD = _depths(draws_AD, slots_AD, drafts)
     # The head is the largest product of all: only rows that need it go through it.
     logits_XV = model.logits(weights, _flat(packing.taken(x_ARH, draws_AD)))
     of_slots = {name: packing.taken(x_AB, slots_AD) for name, x_AB in state["sampling"].items()}
@@ -156,25 +167,53 @@ def _draw(
     positions_X = _flat(packing.taken(rows["positions"], draws_AD)) + 1
     fields = sampling.History._fields
     history = sampling.History(*(_flat(packing.taken(state[name], slots_AD)) for name in fields))
+    for back in range(drafts):  # a row's own token and those before it, as far as they are drafts
+        token_AD = packing.taken(rows["tokens"], draws_AD - back)
+        draft_X = _flat(jnp.where(depth_AD > back, token_AD, NONE))
+        is_draft_XV = draft_X[:, None] == jnp.arange(history.seen.shape[1])
+        history = history._replace(
+            seen=history.seen | is_draft_XV, drawn=history.drawn + is_draft_XV
+        )
     ids_X = sampling.sample(logits_XV, params, history, positions_X)
     made = sampling.report(logits_XV, ids_X, *alternatives)
     made = _in_groups(made, draws_AD.shape)
     slots_AD = jnp.where(draws_AD == NONE, NONE, slots_AD)
-    return made, _advance(state, made.ids, slots_AD)
+    # A token counts if those before it do, and are the drafts that were run behind them.
+    next_AD = packing.taken(rows["tokens"], draws_AD + 1)
+    is_right_AD = _behind(made.ids == next_AD, False)
+    counts_AD = depth_AD == 0
+    for depth in range(1, drafts + 1):
+        counts_AD |= (depth_AD == depth) & is_right_AD & _behind(counts_AD, False)
+    return made, _advance(state, made.ids, jnp.where(counts_AD, slots_AD, NONE), depth_AD, drafts)
 
 
-def _advance(state: State, ids_AD: Any, slots_AD: Any) -> State:
-    """Makes the drawn tokens the latest ones of their slots; -1 is no slot."""
+def _depths(draws_AD: Any, slots_AD: Any, drafts: int) -> Any:
+    """How many drafts of its slot each row that draws is behind: 0 1 2 0 for the rows 4 5 6 9."""
+    is_next_AD = (draws_AD == _behind(draws_AD, NONE) + 1) & (draws_AD > 0)
+    is_next_AD &= slots_AD == _behind(slots_AD, NONE)
+    depth_AD = jnp.zeros_like(draws_AD)
+    for _ in range(drafts):
+        depth_AD = jnp.where(is_next_AD, _behind(depth_AD, 0) + 1, 0)
+    return depth_AD
+
+
+def _behind(x_AD: Any, first: Any) -> Any:
+    """Each entry moved to the next place of its group."""
+    return jnp.concatenate([jnp.full_like(x_AD[:, :1], first), x_AD[:, :-1]], axis=1)
+
+
+def _advance(state: State, ids_AD: Any, slots_AD: Any, depth_AD: Any, drafts: int) -> State:
+    """Makes drawn tokens the latest ones of their slots, the deepest last; -1 is no slot."""
     # Comparisons instead of scatters: they stay local where A, B or V is split over devices.
     is_of_ADB = slots_AD[..., None] == jnp.arange(state["tokens"].shape[1])
-    ids_AB = jnp.max(jnp.where(is_of_ADB, ids_AD[..., None], NONE), axis=1)
-    is_new_ABV = ids_AB[..., None] == jnp.arange(state["seen"].shape[2])
-    return {
-        **state,
-        "tokens": jnp.where(ids_AB == NONE, state["tokens"], ids_AB),
-        "seen": state["seen"] | is_new_ABV,
-        "drawn": state["drawn"] + is_new_ABV,
-    }
+    tokens_AB, seen_ABV, drawn_ABV = (state[name] for name in ("tokens", "seen", "drawn"))
+    for depth in range(drafts + 1):
+        is_it_ADB = is_of_ADB & (depth_AD == depth)[..., None]
+        ids_AB = jnp.max(jnp.where(is_it_ADB, ids_AD[..., None], NONE), axis=1)
+        is_new_ABV = ids_AB[..., None] == jnp.arange(seen_ABV.shape[2])
+        tokens_AB = jnp.where(ids_AB == NONE, tokens_AB, ids_AB)
+        seen_ABV, drawn_ABV = seen_ABV | is_new_ABV, drawn_ABV + is_new_ABV
+    return {**state, "tokens": tokens_AB, "seen": seen_ABV, "drawn": drawn_ABV}
 
 
 def _flat(x: Any) -> Any:

@@ -90,4 +90,6 @@ class Counts:
     drawn: int = 0  # tokens that were drawn and went to their reader
     wasted: int = 0  # tokens that were drawn after the end of their request, or for a cancelled one
     cancelled: int = 0  # requests that were cancelled
+    drafted: int = 0  # guesses of tokens that were tried
+    accepted: int = 0  # how many of them were right
     preempted: int = 0  # how often a request lost its slot and pages to older ones

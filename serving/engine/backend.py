@@ -43,11 +43,16 @@ class Limits:
     pages: int  # of a group
     top_logprobs: int  # how many of the likeliest tokens are reported beside each one
     vocab_size: int  # number of token ids
+    drafts: int = 0  # guesses of next tokens that a step can try for one slot
 
     @property
     def longest(self) -> int:
         """The most tokens that a sequence can have: a small pool holds fewer than `max_length`."""
         return min(self.max_length, self.pages * self.page)
+
+    def padded(self, rows: int) -> int:
+        """How many rows of a group a step with so many of them has, with padding."""
+        return next((size for size in self.rows if size >= rows), rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +103,26 @@ class SlotPart(NamedTuple):
     tokens: tuple[int, ...] | None
     # of the slot in order, numbered within its group, up to that of its last row at least
     pages: tuple[int, ...]
-    draws: bool  # whether a token is drawn behind its last row
+    # whether a token is drawn behind its last row; behind each, if there are drafts
+    draws: bool
     # to have scores: for each row the token behind it. Behind a prompt's last token there is none;
     # any id will do.
     targets: tuple[int, ...] | None = None
+    # guesses of the tokens behind the latest drawn one, a row each. What is drawn behind a row
+    # counts if it was guessed right up to there; it is what would be drawn without guesses.
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return 1 + len(self.drafts) if self.tokens is None else len(self.tokens)
 
 
 class Stepped(NamedTuple):
     """The results of a step."""
 
-    drawn: Tokens  # the drawn tokens, one for each part that draws, in the order of parts
+    # the drawn tokens, in the order of parts: one for each that draws, and for each of its drafts
+    drawn: Tokens
     # for each part None, or its targets with the log-probabilities that the model gives them, one
     # for each row
     scores: tuple[Tokens | None, ...]
@@ -154,7 +169,8 @@ class Backend(Protocol):
 
         Args:
           parts: what to do, at least one; of each slot at most one. The rows of a group are at most
-            `limits.rows[-1]`, which is no less than a group has slots.
+            `limits.rows[-1]`, which is no less than a group has slots; it draws at most as many
+            tokens as it has slots.
           alternatives: whether the likeliest tokens are wanted beside drawn ones. If not, `top_ids`
             and `top_logprobs` of these mean nothing.
 

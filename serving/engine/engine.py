@@ -388,7 +388,14 @@ class Engine:
             entry = self._entries.get(key)
             if entry is not None and scores is not None:
                 entry.choice.take_scores(part.start, scores)
-        told = self._settle([(one, self._make(one, results.drawn)) for one in progress])
+        made: list[tuple[Progress, Delta | Failed | None]] = []
+        over = set[int]()  # a step may draw several tokens of a request, behind a stop string, too
+        for one in progress:
+            delta = None if one.key in over else self._make(one, results.drawn)
+            if isinstance(delta, Failed) or (delta is not None and delta.finish is not None):
+                over.add(one.key)
+            made.append((one, delta))
+        told = self._settle(made)
         now = time.monotonic()
         for entry, one, delta in told:
             if isinstance(delta, Failed):

@@ -211,7 +211,7 @@ class _Placed(NamedTuple):
 def _place(parts: Sequence[SlotPart], limits: Limits) -> _Placed:
     """Puts the rows of each group's slots one behind the other, in the order of slots."""
     slots = limits.slots // limits.groups
-    count = np.array([1 if p.tokens is None else len(p.tokens) for p in parts], np.int32)
+    count = np.array([part.rows for part in parts], np.int32)
     ends = np.array([p.start for p in parts], np.int32) + count
     of_all = np.array([p.slot for p in parts], np.int32)
     if len(set(of_all.tolist())) != len(parts):
@@ -246,7 +246,7 @@ def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
     row = begin + within
     slots[group, row] = slot
     positions[group, row] = end - count + within
-    ids = [(NONE,) if part.tokens is None else part.tokens for part in placed.parts]
+    ids = [(NONE, *p.drafts) if p.tokens is None else p.tokens for p in placed.parts]
     tokens[group, row] = np.fromiter(itertools.chain.from_iterable(ids), np.int32, len(row))
     first = np.zeros((limits.groups, placed.per_slot.shape[1] + 1), np.int32)
     np.cumsum(placed.per_slot, axis=1, out=first[:, 1:])
@@ -254,10 +254,13 @@ def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
 
 
 def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
-    """(group and number of each part that draws, the rows (A, D) behind which they do)."""
+    """(group and number of each token that is drawn, the rows (A, D) behind which they are)."""
     most = min(rows, placed.per_slot.shape[1])
-    is_drawing = np.array([part.draws for part in placed.parts], np.bool_)
-    group, last = placed.group[is_drawing], (placed.begin + placed.count - 1)[is_drawing]
+    tokens = np.array([part.draws * (1 + len(part.drafts)) for part in placed.parts], np.int64)
+    group = np.repeat(placed.group, tokens)
+    # Of each part the last rows, up to its end.
+    back = np.repeat(np.cumsum(tokens), tokens) - np.arange(len(group))
+    last = np.repeat(placed.begin + placed.count, tokens) - back
     draws = np.full((limits.groups, most), NONE, np.int32)
     # The n-th of its group: parts are counted along, group by group.
     is_of = group[:, None] == np.arange(limits.groups)

@@ -33,15 +33,23 @@ A *guided* request waits, too, for its mask, which depends on the token that it 
     next() -> A 13; B 5     B is guided
     next() -> A 14          B's token is not known yet
     stepped, allow(B), next() -> A 15; B 6
+
+Where few requests draw, a step has rows to spare, in which *drafts* are tried: guesses of what a
+request draws next (`spmd.serving.engine.drafts`). It takes part once its last token is known:
+
+    next() -> A 16, 17, 18, 19     three drafts behind A's latest token
+    stepped -> A 16, 17, 18        two of them were right
+    next() -> A 19
 """
 
 import bisect
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spmd.serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
 from spmd.serving.engine.backend import Limits, SlotPart, Words
+from spmd.serving.engine.drafts import guess
 from spmd.serving.engine.fairness import FairQueue
 from spmd.serving.engine.groups import Group, Ongoing
 
@@ -184,10 +192,13 @@ class Scheduler:
         """
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
+        drafts = self._guess()
+        if self._under_way and list(drafts.values()).count(None) * 2 > len(self._decoding):
+            return None  # most go further with what comes now
         draws = self._decoding or self._unmasked
         room = self._budget if draws else self.limits.rows[-1]
         draft = _Draft([room] * len(self.groups))
-        self._draw(draft)
+        self._draw(draft, drafts)
         self._fill(draft)
         if not draft.parts:
             return None
@@ -208,15 +219,15 @@ class Scheduler:
         if not self._under_way:
             raise RuntimeError("no step is under way")
         step = self._under_way.popleft()
-        done, row = [], 0
+        done: list[Progress] = []
+        row = 0
         for key, part in zip(step.keys, step.parts, strict=True):
             request = self._ongoing.get(key)
             if part.draws:
-                if request is None:
-                    self.counts.wasted += 1
-                else:
-                    done.append(Progress(key, row, self._take(request, ids[row])))
-                row += 1
+                drawn = _right(part, ids[row : row + 1 + len(part.drafts)])
+                taken = 0 if request is None else self._take_drawn(request, part, drawn, row, done)
+                self.counts.wasted += len(drawn) - taken
+                row += 1 + len(part.drafts)
             elif request is not None and part.start + len(part.tokens or ()) == request.end:
                 done.append(Progress(key, None, "length"))
                 self._end(request)
@@ -244,19 +255,52 @@ class Scheduler:
                 self._group(request).grow(request)
         return True
 
-    def _draw(self, draft: _Draft) -> None:
+    def _guess(self) -> dict[int, tuple[int, ...] | None]:
+        """Maps requests to drafts of what they draw next; to None where a token is awaited first.
+
+        There are drafts where all who draw can have two at least, in steps of as many rows as a
+        group has slots: these take hardly longer than one of a single row.
+        """
+        found: dict[int, tuple[int, ...] | None] = {}
+        drawing = [0] * len(self.groups)
+        for request in self._decoding.values():
+            drawing[request.slot // self._slots] += 1
+        most = min(self.limits.drafts, self._slots // max(1, *drawing) - 1)
+        for key, request in self._decoding.items() if most > 1 else ():
+            asked = request.job
+            drawn = asked.max_tokens - request.wanted
+            # All that a step draws for it is drawn with one mask, and lies in pages that it has.
+            changes = [count - drawn - 1 for count, _ in asked.masks if count > drawn]
+            room = min(most, request.wanted - 1, request.room - request.filled - 1, *changes)
+            if asked.guided or room < 1:
+                continue
+            is_known = len(request.tokens) > request.filled
+            drafts = guess(request.tokens, request.trusted, room + (not is_known))
+            if drafts and is_known:
+                found[key] = drafts
+            elif len(drafts) > 1:
+                found[key] = None
+        return found
+
+    def _draw(self, draft: _Draft, drafts: Mapping[int, tuple[int, ...] | None]) -> None:
         last = []
         for key, request in self._decoding.items():
+            tried = drafts.get(key, ())
+            if tried is None:
+                continue
             slot = request.slot
-            draft.parts.append(SlotPart(slot, request.filled, None, request.pages, True))
+            part = SlotPart(slot, request.filled, None, request.pages, True, drafts=tried)
+            draft.parts.append(part)
             draft.keys.append(key)
-            draft.room[slot // self._slots] -= 1
+            draft.room[slot // self._slots] -= part.rows
             draft.alternatives |= bool(request.job.logprobs)
+            draft.seen += request.filled + part.rows
+            draft.rows += part.rows
             request.filled += 1
-            draft.seen += request.filled
-            if self._count_draw(draft, request, begins=False):
+            # Behind drafts it is not known where it goes on.
+            if self._count_draw(draft, request, begins=False) or tried:
                 last.append(key)
-        draft.rows = draft.decoding = len(draft.parts)
+        draft.decoding = len(draft.parts)
         for key in last:
             del self._decoding[key]
 
@@ -353,6 +397,25 @@ class Scheduler:
 
     # Advancing.
 
+    def _take_drawn(
+        self, request: Ongoing, part: SlotPart, ids: Sequence[int], row: int, done: list[Progress]
+    ) -> int:
+        """Gives a request the tokens that were drawn for it; returns how many it took."""
+        if part.drafts:
+            right = len(ids) - 1
+            self.counts.drafted += len(part.drafts)
+            self.counts.accepted += right
+            request.filled += right
+            request.wanted -= right
+            request.trusted = max(2, request.trusted - 1) if right else min(request.trusted + 3, 32)
+            if request.wanted:
+                self._decoding[request.key] = request
+        for taken, token in enumerate(ids):
+            done.append(Progress(request.key, row + taken, self._take(request, token)))
+            if done[-1].finish is not None:
+                return taken + 1
+        return len(ids)
+
     def _take(self, request: Ongoing, token: int) -> Finish | None:
         """Gives a request its next token; returns why it ends with it, if it does."""
         request.tokens.append(token)
@@ -381,3 +444,11 @@ class Scheduler:
 
     def _group(self, request: Ongoing) -> Group:
         return self.groups[request.slot // self._slots]
+
+
+def _right(part: SlotPart, ids: Sequence[int]) -> Sequence[int]:
+    """The tokens drawn behind the latest one and behind drafts, as far as these were right."""
+    right = 0
+    while right < len(part.drafts) and ids[right] == part.drafts[right]:
+        right += 1
+    return ids[: right + 1]

@@ -123,6 +123,8 @@ class Metrics:
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", looked_up),
             ("vllm:prefix_cache_hits", "Prompt tokens that the cache held", counts.reused),
             ("vllm:num_preemptions", "Times that a request lost its pages", counts.preempted),
+            ("vllm:spec_decode_num_draft_tokens", "Guesses of next tokens", counts.drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Right guesses", counts.accepted),
             ("spmd:repeated_tokens", "Tokens run once more after that", counts.repeated),
             ("spmd:wasted_tokens", "Tokens drawn behind the end of a request", counts.wasted),
             ("spmd:requests_cancelled", "Requests whose reader went away", counts.cancelled),

@@ -124,7 +124,7 @@ def tokens_of_backend(bundle):
     """The same through what the engine calls: a slot of the second group."""
     backend = language.model_backend(bundle)
     assert bundle.symbols == {"pages": 12}  # no more than its slots can fill
-    assert backend.limits == Limits(4, 48, (2, 8), 2, 8, 12, 2, 128)
+    assert backend.limits == Limits(4, 48, (2, 8), 2, 8, 12, 2, 128, drafts=7)
     assert backend.budget == 8
     backend.begin(3, Sampling(temperature=0), PROMPT)
     pages = (11, 3, 7)

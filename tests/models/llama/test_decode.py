@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -330,6 +331,51 @@ def test_penalties_count_what_was_drawn():
         logits = whole[len(prompt) + i - 1] - 0.6 * drawn - 0.4 * (drawn > 0)
         assert logits[token] >= logits.max() - 1e-3
     assert made != generate(backend, prompt, 20)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing(temperature: float) -> None:
+    """Right and wrong ones, of two slots of a group beside one that has none."""
+    shape = FEW._replace(slots=24, drafts=3)
+    backend = plain(*random_model(2), **shape._asdict())
+    # Repeated tokens change what is drawn, and so do drafts that count as drawn.
+    sampling = Sampling(temperature, seed=3, repetition_penalty=1.5, frequency_penalty=0.6)
+    alone, logprobs = generate(backend, PROMPT, 20, sampling)
+    assert len(set(alone)) > 8
+    slots = {0: (0, 1, 2, 3), 5: (4, 5, 6, 7), 3: (8, 9, 10, 11)}
+    rights = {0: itertools.cycle([3, 0, 1]), 5: itertools.cycle([2]), 3: itertools.repeat(None)}
+    made: dict[int, list[int]] = {}
+    for slot, pages in slots.items():
+        backend.begin(slot, sampling, PROMPT)
+        for start in range(0, len(PROMPT), 12):
+            chunk = tuple(PROMPT[start : start + 12])
+            draws = start + len(chunk) == len(PROMPT)
+            drawn = backend.step([SlotPart(slot, start, chunk, pages, draws)])().drawn
+        made[slot] = [int(drawn.ids[0])]
+    while made:
+        parts, counts = [], []
+        for slot, tokens in made.items():
+            right, at = next(rights[slot]), len(tokens)
+            drafts = alone[at : at + right] if right is not None else []
+            if right is not None and len(drafts) < 3:
+                drafts = [*drafts, (alone[at + len(drafts)] + 1) % VOCABULARY]
+            counts.append(1 + (right or 0))
+            position = len(PROMPT) + at - 1
+            parts.append(SlotPart(slot, position, None, slots[slot], True, drafts=tuple(drafts)))
+        drawn, row = backend.step(parts)().drawn, 0
+        for part, count in zip(parts, counts, strict=True):
+            tokens = made[part.slot]
+            found = drawn.ids[row : row + count].tolist()
+            assert found == alone[len(tokens) : len(tokens) + count]
+            np.testing.assert_allclose(
+                drawn.logprobs[row : row + count],
+                logprobs[len(tokens) : len(tokens) + count],
+                atol=1e-4,
+            )
+            tokens += found
+            row += part.rows
+            if len(tokens) > 14:
+                del made[part.slot]
 
 
 def test_biases_and_masks_of_slots():

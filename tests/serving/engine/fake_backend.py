@@ -78,7 +78,8 @@ def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: in
 class FakeBackend:
     """Deterministic; results take `latency` seconds; after `fail_after` calls it raises.
 
-    While its gate is closed results do not come.
+    While its gate is closed results do not come. Tokens are letters if `letters`, else of `few`
+    kinds, which are easy to guess, or all.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class FakeBackend:
         budget: int = 6,
         latency: float = 0.0,
         letters: bool = True,
+        few: int | None = None,
         fail_after: int | None = None,
     ) -> None:
         self.limits = limits
         self.budget = budget
         self.latency = latency
-        self.letters = letters
+        text = b"abcdefghijklmnopqrstuvwxyz      "
+        self.alphabet = text if letters else range(few or limits.vocab_size)
         self.fail_after = fail_after
         self.compile_total = 3
         self.info: dict[str, Any] = {
@@ -134,7 +137,7 @@ class FakeBackend:
             for part in parts:
                 self._write(part)
                 if part.draws:
-                    ids.append(self._draw(part))
+                    ids += self._draw(part)
             drawn = self._report(ids)
             if not alternatives:
                 drawn.top_ids[:] = drawn.top_logprobs[:] = 0
@@ -170,9 +173,12 @@ class FakeBackend:
         limits = self.limits
         assert 0 < len(parts) == len({part.slot for part in parts}), "slots of the parts"
         rows: Counter[int] = Counter()
+        drawn: Counter[int] = Counter()
         written: Counter[tuple[int, int]] = Counter()
         for part in parts:
-            group, count = self._group(part), 1 if part.tokens is None else len(part.tokens)
+            group, count = self._group(part), part.rows
+            drawn[group] += part.draws * (1 + len(part.drafts))
+            assert not part.drafts or (part.draws and part.tokens is None), "drafts of a chunk"
             end = part.start + count
             pages = part.pages
             rows[group] += count
@@ -186,6 +192,7 @@ class FakeBackend:
             written.update((group, page) for page in pages[first : last + 1])
         assert max(rows.values()) <= limits.rows[-1], f"rows {rows}"
         assert max(written.values()) == 1, "two parts write one page"
+        assert max(drawn.values(), default=0) <= limits.slots // limits.groups, f"draws {drawn}"
         self.run += rows.total()
 
     def _write(self, part: SlotPart) -> None:
@@ -193,7 +200,7 @@ class FakeBackend:
         if tokens is None:
             latest = self.latest[part.slot]
             assert latest is not None, f"slot {part.slot} has not drawn"
-            tokens = (latest,)
+            tokens = (latest, *part.drafts)
         before = self._read(part, part.start)
         known = int(before[-1]) if part.start else 0
         pool, size = self.pools[self._group(part)], self.limits.page
@@ -208,26 +215,35 @@ class FakeBackend:
         assert (known != EMPTY).all(), "a position was never written"
         return known
 
-    def _draw(self, part: SlotPart) -> int:
+    def _draw(self, part: SlotPart) -> list[int]:
+        """What is drawn behind the latest token and behind drafts; wrong ones leave no trace."""
         slot, sampling = part.slot, self.sampling[part.slot]
         assert sampling is not None, f"slot {slot} has not begun"
-        known = self._read(part, part.start + (len(part.tokens) if part.tokens else 1))
-        token = self._next(known, sampling.seed, self.seen[slot], self.counted[slot])
-        token = chosen(token, sampling, self.allowed[slot], self.limits.vocab_size)
-        self.latest[slot] = token
-        self.seen[slot].add(token)
-        self.counted[slot][token] += 1
-        self.drawn += 1
-        return token
+        end, count = part.start + part.rows, 1 + len(part.drafts)
+        found: list[int] = []
+        seen, counted, is_right = self.seen[slot].copy(), self.counted[slot].copy(), True
+        for i in range(count):
+            known = self._read(part, end - count + 1 + i)
+            token = self._next(known, sampling.seed, seen, counted)
+            token = chosen(token, sampling, self.allowed[slot], self.limits.vocab_size)
+            found.append(token)
+            if is_right:
+                self.latest[slot] = token
+                self.seen[slot].add(token)
+                self.counted[slot][token] += 1
+                self.drawn += 1
+            if i < len(part.drafts):
+                is_right &= token == part.drafts[i]
+                seen.add(part.drafts[i])
+                counted[part.drafts[i]] += 1
+        return found
 
     def _next(self, known: Any, seed: int, seen: set[int], counted: Counter[int]) -> int:
-        """The token behind these; a lower-case letter or a space if `letters`."""
+        """The token behind these."""
         drawn = [hash(frozenset(seen)), hash(frozenset(counted.items()))]
         digest = zlib.crc32(np.asarray([seed, *drawn], np.int64).tobytes())
         digest = zlib.crc32(known.astype(np.int64).tobytes(), digest)
-        if self.letters:
-            return b"abcdefghijklmnopqrstuvwxyz      "[digest % 32]
-        return digest % self.limits.vocab_size
+        return self.alphabet[digest % len(self.alphabet)]
 
     def _report(self, ids: Any) -> Tokens:
         ids = np.asarray(ids, np.int32)

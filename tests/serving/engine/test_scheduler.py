@@ -22,12 +22,14 @@ SMALL_POOL = dataclasses.replace(LIMITS, pages=20)
 
 TWO_GROUPS = dataclasses.replace(SMALL_POOL, slots=6, groups=2)
 
+GUESSED = dataclasses.replace(LIMITS, slots=8, drafts=3, pages=40)
+
 
 class Run:
     """A scheduler with its backend, and all that came of every request."""
 
     def __init__(self, limits: Limits = LIMITS, *, budget: int = 6, **options: Any) -> None:
-        self.backend = FakeBackend(limits, letters=False)
+        self.backend = FakeBackend(limits, letters=False, few=2 if limits.drafts else None)
         self.scheduler = Scheduler(limits, budget, **options)
         self.budget = budget
         self.requests: dict[int, Job] = {}
@@ -77,12 +79,12 @@ class Run:
         limits = self.scheduler.limits
         rows = [0] * limits.groups
         for part in step.parts:
-            rows[part.slot * limits.groups // limits.slots] += size(part)
+            rows[part.slot * limits.groups // limits.slots] += part.rows
         if step.decoding:
             assert max(rows) <= max(self.budget, limits.slots // limits.groups)
         assert step.rows == sum(rows)
         assert step.decoding == sum(part.tokens is None for part in step.parts)
-        assert step.seen == sum(part.start + size(part) for part in step.parts)
+        assert step.seen == sum(part.start + part.rows for part in step.parts)
 
     def _finish(self, step: EngineStep, results: Stepped) -> None:
         for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
@@ -175,13 +177,20 @@ def guided_mask(drawn: list[int]) -> Any:
     return words_of((i for i in range(256) if (i + sum(drawn)) % 3), 256)
 
 
-def size(part: SlotPart) -> int:
-    return 1 if part.tokens is None else len(part.tokens)
+def drawn_in(call: tuple[EngineStep, Stepped]) -> int:
+    """How many tokens a step drew that count."""
+    step, results = call
+    ids, count = iter(results.drawn.ids.tolist()), 0
+    for part in step.parts:
+        found = [next(ids) for _ in range(part.draws * (1 + len(part.drafts)))]
+        wrong = (i for i, d in enumerate(part.drafts) if found[i] != d)
+        count += min(len(found), 1 + next(wrong, len(part.drafts)))
+    return count
 
 
 def rows_of(step: EngineStep) -> dict[int, tuple[int, int]]:
     """Key -> the first position and how many rows."""
-    return {k: (part.start, size(part)) for k, part in zip(step.keys, step.parts, strict=True)}
+    return {k: (part.start, part.rows) for k, part in zip(step.keys, step.parts, strict=True)}
 
 
 def request(key: int, prompt: Any = (1, 2, 3), max_tokens: int = 4, **more: Any) -> Job:
@@ -288,9 +297,10 @@ class Machine(RuleBasedStateMachine):
     def every_token_is_counted(self) -> None:
         counts, run = self.run.scheduler.counts, self.run
         assert counts.drawn == sum(map(len, run.tokens.values()))
-        drawn = sum(part.draws for step, _ in run.under_way for part in step.parts)
+        drawn = sum(map(drawn_in, run.under_way))
         assert counts.drawn + counts.wasted + drawn == run.backend.drawn
-        decoded = sum(step.decoding for step in run.steps)
+        parts = [part for step in run.steps for part in step.parts]
+        decoded = sum(part.rows for part in parts if part.tokens is None)
         assert counts.prefilled + counts.repeated + decoded == run.backend.run
         if not counts.preempted:
             assert not counts.repeated
@@ -317,11 +327,18 @@ class TwoGroups(Machine):
     limits = TWO_GROUPS
 
 
+class Guessed(Machine):
+    """What comes next is guessed, of two tokens: often right, and often wrong."""
+
+    limits = GUESSED
+
+
 TestMachine = Machine.TestCase
+TestGuessed = Guessed.TestCase
 TestSmallPool = SmallPool.TestCase
 TestTwoGroups = TwoGroups.TestCase
 TestMachine.settings = settings(max_examples=20, stateful_step_count=25)
-TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
+TestSmallPool.settings = TestTwoGroups.settings = TestGuessed.settings = TestMachine.settings
 
 
 def test_prompts_and_rows_that_draw_share_steps() -> None:
@@ -337,6 +354,30 @@ def test_prompts_and_rows_that_draw_share_steps() -> None:
         {a: (13, 1), b: (5, 1), c: (4, 2)},
         {a: (14, 1), b: (6, 1), c: (6, 1)},
     ]
+
+
+def test_drafts_are_tried_once_the_last_token_is_known() -> None:
+    """The example of the scheduler's docstring, with a text of one token."""
+    run = Run(GUESSED, ahead=1)
+    run.backend.alphabet = range(7, 8)
+    run.submit(request(1, [7] * 15, 6))
+    run.finish()
+    assert [(rows_of(step)[1], len(step.parts[0].drafts)) for step in run.steps[2:]] == [
+        ((15, 1), 0),  # the last position of a page has no room behind it
+        ((16, 4), 3),
+    ]
+    assert run.tokens[1] == [7] * 6
+    counts = run.scheduler.counts
+    assert (counts.drafted, counts.accepted) == (3, 3)
+
+
+def test_many_that_draw_have_no_room_for_drafts() -> None:
+    run = Run(GUESSED)
+    run.backend.alphabet = range(1)
+    run.submit(*(request(key, [0] * 8, 30) for key in range(3)))
+    run.finish()
+    full = [step for step in run.steps if step.decoding == 3]
+    assert len(full) > 10 and not any(part.drafts for step in full for part in step.parts)
 
 
 def test_a_full_group_leaves_a_prompt_one_row() -> None:
@@ -431,7 +472,7 @@ def test_the_same_prompt_again_runs_its_last_page(length: int, runs: int) -> Non
     for key in (1, 2):
         run.submit(request(key, range(length), 9, sampling=Sampling(seed=key)))
         run.finish()
-    assert [size(part) for part in run.chunks(2)] == [runs]
+    assert [part.rows for part in run.chunks(2)] == [runs]
     # What was drawn behind it is known as well, though the page before was there twice.
     run.submit(request(3, [*range(length), *run.tokens[2]], 1))
     run.finish()

@@ -1,0 +1,62 @@
+"""What a text goes on with is guessed from the text itself, and no guess changes it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd.serving.engine.actions import Job
+from spmd.serving.engine.drafts import guess
+from spmd.serving.engine.engine import Engine
+from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4), st.integers(0, 6))
+def test_it_goes_on_as_it_did_before(tokens: list[int], least: int, most: int) -> None:
+    found = guess(array("i", tokens), least, most)
+    last = tokens[-least:]
+    places = [i for i in range(least, len(tokens)) if tokens[i - least : i] == last]
+    if not places or not most:
+        assert found == ()
+        return
+    # What stands behind one of these places, and, where the text ends there, the guess itself.
+    assert len(found) == most
+    assert any([*tokens, *found][i : i + most] == [*found] for i in places)
+
+
+def test_the_longest_that_was_said_before_counts() -> None:
+    text = array("i", [1, 2, 3, 9, 2, 3, 8, 7, 1, 2, 3])
+    assert guess(text, 2, 2) == (9, 2)
+    assert guess(text, 4, 2) == ()
+
+
+@pytest.mark.parametrize("few", [1, 2])
+def test_texts_are_the_same_in_fewer_steps(few: int) -> None:
+    texts, calls = [], []
+    for drafts in (0, 3):
+        limits = dataclasses.replace(LIMITS, slots=8, rows=(8,), drafts=drafts)
+        backend = FakeBackend(limits, letters=False, few=few)
+        engine = Engine(backend, lambda ids: "".join("ab"[i] for i in ids), (0,))
+        engine.start()
+
+        async def ask(stop: str, of: Engine = engine) -> str:
+            job = Job((0, 1) * 5, 50, stops=(stop,), min_tokens=20)
+            return "".join([delta.text async for delta in of.submit([job])])
+
+        async def ask_all(count: int) -> list[str]:
+            return await asyncio.gather(*(ask("abba" if i else "aaaaa") for i in range(count)))
+
+        texts.append([asyncio.run(ask_all(count)) for count in (1, 2, 6)])
+        engine.stop()
+        calls.append(backend.calls)
+        counts = engine.state().counts
+        assert bool(counts.accepted) == bool(drafts)
+        assert counts.accepted <= counts.drafted
+    assert texts[0] == texts[1]
+    if few == 1:  # six at a time have no room for drafts
+        assert calls[1] < 0.8 * calls[0]
