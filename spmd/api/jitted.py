@@ -232,7 +232,8 @@ class Jitted(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function as `jax.jit(fn).trace` does, but its `lower` plans with `spmd`."""
-        return Traced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
+        lower = functools.partial(self.lower, *args, **kwargs)
+        return Traced(self.inlined.trace(*args, **kwargs), lower)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result's pytree of `ShapeDtypeStruct`s; nothing is compiled."""
@@ -369,17 +370,15 @@ RUNS[Jitted.__call__.__code__] = _running
 class Traced:
     """A trace by jax (a `jax.stages.Traced`) whose `lower` plans with `spmd`."""
 
-    def __init__(self, jitted: Jitted[..., Any], traced: Any, args: Any, kwargs: Any) -> None:
-        self._jitted, self._traced, self._args, self._kwargs = jitted, traced, args, kwargs
+    def __init__(self, traced: Any, lower: Callable[..., Lowered]) -> None:
+        self._traced, self._lower = traced, lower
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._traced, name)
 
     def lower(self, *, topology: Topology | str | None = None, **by_jax: Any) -> Any:
         """Returns a `Lowered`; given options of jax's `lower`, as by `jax.export`, jax's own."""
-        if by_jax:
-            return self._traced.lower(**by_jax)
-        return self._jitted.lower(*self._args, topology=topology, **self._kwargs)
+        return self._traced.lower(**by_jax) if by_jax else self._lower(topology=topology)
 
 
 def _calls_above() -> int:
