@@ -16,7 +16,7 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api.arguments import (
-    Places,
+    Selected,
     arg_specs,
     check_memory,
     function_name,
@@ -154,8 +154,8 @@ def jit(fn: Any = None, **given: Any) -> Any:
             mesh,
             _one_of(asked["in_specs"], asked["in_shardings"], "in"),
             _one_of(asked["out_specs"], asked["out_shardings"], "out"),
-            Places.of(fn, asked["static_argnums"], asked["static_argnames"]),
-            Places.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
+            Selected.of(fn, asked["static_argnums"], asked["static_argnames"]),
+            Selected.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
             bool(asked["keep_unused"]),
             bool(asked["inline"]),
             options,

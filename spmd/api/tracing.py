@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.api.arguments import (
     Argument,
     Parameters,
-    Places,
+    Selected,
     arg_specs,
     donated_leaves,
     function_name,
@@ -63,8 +63,8 @@ class Recipe:
     mesh: Any
     in_specs: Any
     out_specs: Any
-    static: Places
-    donated: Places
+    static: Selected
+    donated: Selected
     keep_unused: bool  # this and `inline` matter where the function is traced into another
     inline: bool
     options: Options
