@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.api import Front, Jitted, Places, with_keywords
+from spmd.api import Front, Jitted, Selected, with_keywords
 from spmd.api import jit as jit_arrays
 from spmd.errors import InstallError
 
@@ -66,7 +66,7 @@ class ModuleJit(Front):
         super().__init__(fn, options, ("out_specs", "out_shardings"), _RESULTS)
         self.fn = fn
         given = options.get("static_argnums"), options.get("static_argnames")
-        self._static = numbers, names = Places.of(fn, *given)
+        self._static = numbers, names = Selected.of(fn, *given)
         call, (self._graph,) = with_keywords(self._on_arrays, fn, ["graph"])
         static = {"static_argnums": numbers, "static_argnames": (*names, self._graph)}
         self.jitted: Jitted[..., Any] = jit_arrays(call, **options | static)

@@ -6,7 +6,7 @@ of arguments) -> `tracing` (the compiler's input) -> `planned` (reports about a 
 `fronts` by way of `spmd.nnx` and `spmd.eqx`. Other packages import from here alone.
 """
 
-from spmd.api.arguments import Places, like_parameters
+from spmd.api.arguments import Selected, like_parameters
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.fronts import Front, with_keywords
 from spmd.api.jitted import Jitted, jit
@@ -21,7 +21,7 @@ __all__ = [
     "Front",
     "Jitted",
     "Lowered",
-    "Places",
+    "Selected",
     "caller",
     "compile_stablehlo",
     "jit",

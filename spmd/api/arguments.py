@@ -25,14 +25,14 @@ E = TypeVar("E")
 _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-class Places(NamedTuple):
+class Selected(NamedTuple):
     """Static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",))."""
 
     numbers: tuple[int, ...]
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, fn: Any, numbers: Numbers, names: Names) -> "Places":
+    def of(cls, fn: Any, numbers: Numbers, names: Names) -> "Selected":
         """Returns what `jax.jit` makes of these options.
 
         If only one of `numbers` and `names` is given, the other is read off the signature of `fn`,

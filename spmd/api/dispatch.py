@@ -13,7 +13,7 @@ from jax._src import api_util, config, tree_util
 from jax._src.interpreters import pxla
 from jaxlib import _jax
 
-from spmd.api.arguments import Places
+from spmd.api.arguments import Selected
 
 ARRAY: Any = _jax.ArrayImpl  # the class of arrays that are not key arrays
 NAN_FOUND: Any = api_util.InternalFloatingPointError  # of programs, under `jax_debug_nans`
@@ -24,7 +24,7 @@ Miss = Callable[..., tuple[Any, Any]]
 
 
 def dispatched(
-    fn: Callable[..., Any], miss: Miss, static: Places, donated: Places
+    fn: Callable[..., Any], miss: Miss, static: Selected, donated: Selected
 ) -> Callable[..., Any]:
     """Returns `fn` under jax's C++ dispatch: `miss` runs the calls for which it knows no program.
 

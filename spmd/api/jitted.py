@@ -16,7 +16,7 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api.arguments import (
-    Places,
+    Selected,
     arg_specs,
     check_memory,
     function_name,
@@ -154,8 +154,8 @@ def jit(fn: Any = None, **given: Any) -> Any:
             mesh,
             _one_of(asked["in_specs"], asked["in_shardings"], "in"),
             _one_of(asked["out_specs"], asked["out_shardings"], "out"),
-            Places.of(fn, asked["static_argnums"], asked["static_argnames"]),
-            Places.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
+            Selected.of(fn, asked["static_argnums"], asked["static_argnames"]),
+            Selected.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
             bool(asked["keep_unused"]),
             bool(asked["inline"]),
             options,
@@ -232,7 +232,8 @@ class Jitted(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function as `jax.jit(fn).trace` does, but its `lower` plans with `spmd`."""
-        return Traced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
+        lower = functools.partial(self.lower, *args, **kwargs)
+        return Traced(self.inlined.trace(*args, **kwargs), lower)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result's pytree of `ShapeDtypeStruct`s; nothing is compiled."""
@@ -369,17 +370,15 @@ RUNS[Jitted.__call__.__code__] = _running
 class Traced:
     """A trace by jax (a `jax.stages.Traced`) whose `lower` plans with `spmd`."""
 
-    def __init__(self, jitted: Jitted[..., Any], traced: Any, args: Any, kwargs: Any) -> None:
-        self._jitted, self._traced, self._args, self._kwargs = jitted, traced, args, kwargs
+    def __init__(self, traced: Any, lower: Callable[..., Lowered]) -> None:
+        self._traced, self._lower = traced, lower
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._traced, name)
 
     def lower(self, *, topology: Topology | str | None = None, **by_jax: Any) -> Any:
         """Returns a `Lowered`; given options of jax's `lower`, as by `jax.export`, jax's own."""
-        if by_jax:
-            return self._traced.lower(**by_jax)
-        return self._jitted.lower(*self._args, topology=topology, **self._kwargs)
+        return self._traced.lower(**by_jax) if by_jax else self._lower(topology=topology)
 
 
 def _calls_above() -> int:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.api.arguments import (
     Argument,
     Parameters,
-    Places,
+    Selected,
     arg_specs,
     donated_leaves,
     function_name,
@@ -63,8 +63,8 @@ class Recipe:
     mesh: Any
     in_specs: Any
     out_specs: Any
-    static: Places
-    donated: Places
+    static: Selected
+    donated: Selected
     keep_unused: bool  # this and `inline` matter where the function is traced into another
     inline: bool
     options: Options
@@ -283,26 +283,26 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     links = {r: a for r, a in updates_of(given, traced.out) if a not in refs}
     links |= {len(results) + k: i for k, i in enumerate(refs)}
     return Request(
-        traced.module,
-        mesh,
-        topology or recipe.options.topology or topology_of(mesh),
-        names,
-        (*result_names, *(names[i] for i in refs)),
-        entries,
-        (*out_entries, *(entries[i] for i in refs)),
-        reasons,
-        tuple(links.items()),
-        tuple(sorted({*donated_leaves(given), *refs})),
-        orders,
-        platform,
-        function_place(recipe.fn),
-        traced.callbacks,
-        function_name(recipe.fn),
-        structs,
-        traced.out,
-        axis_types_of(mesh, [mesh_given, *placed, around]),
-        tuple(spec if isinstance(spec, PartitionSpec) else None for spec in (*stated, *refs)),
-        closed,
+        module=traced.module,
+        mesh=mesh,
+        topology=topology or recipe.options.topology or topology_of(mesh),
+        arg_names=names,
+        result_names=(*result_names, *(names[i] for i in refs)),
+        arg_entries=entries,
+        result_entries=(*out_entries, *(entries[i] for i in refs)),
+        arg_reasons=reasons,
+        links=tuple(links.items()),
+        donated=tuple(sorted({*donated_leaves(given), *refs})),
+        arg_orders=orders,
+        platform=platform,
+        function=function_place(recipe.fn),
+        callbacks=traced.callbacks,
+        name=function_name(recipe.fn),
+        args=structs,
+        out=traced.out,
+        axis_types=axis_types_of(mesh, [mesh_given, *placed, around]),
+        out_specs=tuple(s if isinstance(s, PartitionSpec) else None for s in (*stated, *refs)),
+        closed_refs=closed,
     )
 
 
