@@ -301,10 +301,17 @@ _PASSES = (
     "stablehlo-legalize-deprecated-ops,canonicalize,shape-legalize-to-stablehlo,"
     "stablehlo-canonicalize-dynamism,cse))"
 )
-_BROADCASTING = [op.OPERATION_NAME for n, op in vars(chlo).items() if n.startswith("Broadcast")]
-"""Ops that CHLO has with implicit broadcasts; all of their operands are data."""
+
+
+def dialect_ops() -> list[str]:
+    """Returns the names of all ops of StableHLO and CHLO in the installed jaxlib, sorted."""
+    items = [*vars(hlo).values(), *vars(chlo).values()]
+    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
+    return sorted(name for name in names if name.startswith(("stablehlo.", "chlo.")))
+
+
 _DATA = {
-    **dict.fromkeys(_BROADCASTING, 3),
+    **{name: 3 for name in dialect_ops() if name.startswith("chlo.broadcast_")},
     "chlo.constant": 0,
     "chlo.constant_like": 1,
     "chlo.mulhi": 2,
