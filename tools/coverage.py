@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jaxlib.mlir.dialects import chlo, stablehlo
-
 from spmd.cli.flags import Parser, Switch
 from spmd.frontend.importer.handlers import SAME
 
@@ -126,13 +124,6 @@ def how(name: str) -> str:
     return STRUCTURE.get(name, "")
 
 
-def dialect_ops() -> set[str]:
-    """The names of all ops of StableHLO and CHLO in the installed jaxlib."""
-    items = [*vars(stablehlo).values(), *vars(chlo).values()]
-    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
-    return {name for name in names if name.startswith(("stablehlo.", "chlo."))}
-
-
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
     from spmd.frontend.canonicalize import CANONICAL
@@ -189,6 +180,8 @@ def rows(names: Iterable[str], ran: set[str]) -> str:
 
 def ops() -> str:
     """The page about ops and custom calls."""
+    from spmd.frontend.importer.ops import dialect_ops
+
     ran = executed()
     names = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))})
     calls = sorted(names_of(("custom_call:",)))

@@ -1,7 +1,8 @@
 """Every StableHLO and CHLO op ends in a rule, in other ops, or in an error with its name."""
 
 from benchmarks.corpus.programs import PROGRAMS
-from tools.coverage import OPS_PAGE, PROGRAMS_PAGE, dialect_ops, how
+from spmd.frontend.importer.ops import dialect_ops
+from tools.coverage import OPS_PAGE, PROGRAMS_PAGE, how
 
 
 def test_something_becomes_of_every_op() -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import chlo, func
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
@@ -294,20 +294,24 @@ class Importer:
 
 hlo.register_stablehlo_passes()
 
-# `refine-shapes` folds the sizes and amounts, which the pass for dynamic ops reads from constants.
+# `refine-shapes` folds the sizes and amounts, which the pass for dynamic ops reads from constants;
+# `canonicalize` the checks that CHLO's select makes of its operands' shapes.
 _PASSES = (
     "builtin.module(stablehlo-refine-shapes,func.func(chlo-legalize-to-stablehlo,"
     "stablehlo-legalize-deprecated-ops,canonicalize,shape-legalize-to-stablehlo,"
     "stablehlo-canonicalize-dynamism,cse))"
 )
-_BROADCASTING = (
-    "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply",
-    "next_after", "or", "polygamma", "power", "remainder", "select", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "subtract", "xor", "zeta",
-)  # fmt: skip
-"""Ops that CHLO has with implicit broadcasts, too; all of their operands are data."""
+
+
+def dialect_ops() -> list[str]:
+    """Returns the names of all ops of StableHLO and CHLO in the installed jaxlib, sorted."""
+    items = [*vars(hlo).values(), *vars(chlo).values()]
+    names = {str(getattr(item, "OPERATION_NAME", "")) for item in items}
+    return sorted(name for name in names if name.startswith(("stablehlo.", "chlo.")))
+
+
 _DATA = {
-    **{f"chlo.broadcast_{name}": 3 for name in _BROADCASTING},
+    **{name: 3 for name in dialect_ops() if name.startswith("chlo.broadcast_")},
     "chlo.constant": 0,
     "chlo.constant_like": 1,
     "chlo.mulhi": 2,
