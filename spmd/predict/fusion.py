@@ -230,8 +230,10 @@ def _orders_read(kind: OpKind) -> list[Order]:
 
 def transposes_result(kind: OpKind) -> bool:
     """Whether what an op makes on CPUs is then transposed: what all-gathers along inner dims do."""
-    (made, *_), is_gather = kind.results, kind.about.collective == "all_gather"
-    return is_gather and not _is_same(_along(made, kind.attrs["all_gather_dim"]), made)
+    if kind.about.collective != "all_gather":
+        return False
+    made = kind.results[0]
+    return not _is_same(_along(made, kind.attrs["all_gather_dim"]), made)
 
 
 def is_library_reduce(kind: OpKind) -> bool:
