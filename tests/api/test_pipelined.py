@@ -154,7 +154,7 @@ def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: 
     assert row.travel is not None and row.travel.runs == 2 * steps
     text = compiled.explain(prices=False).partition("\npipelines\n")[2]
     assert f"schedule {name}, at" in text
-    assert f"bubble                 {bubble} of" in text
+    assert f"bubble              {bubble} of" in text
     assert f"{bubble} of" in compiled.summary()
 
 
