@@ -324,8 +324,6 @@ def moved_whole(
     assignment for each `pass` factor that all values concerned have: this gets as many of the atoms
     as fit, the other such factors get the rest.
     """
-    if all(factor.kind not in _STUCK for factor in rule.factors):
-        return
     used = {a for axes in assignment for a in axes}
     stuck: dict[int, None] = {}
     targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
@@ -341,8 +339,6 @@ def moved_whole(
         if idle:
             stuck |= dict.fromkeys(idle)
             targets = [f for f in targets if any(f in dim for dim in dims)]
-    if not stuck:
-        return
     for lead in targets:
         moved = list(assignment)
         for atom in stuck:

@@ -41,13 +41,11 @@ class Candidate(NamedTuple, Generic[T]):
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """One try: the program (None: not made), and the `Candidate` that it was, if it was one."""
+    """One try: the program (None: not made), and what to say of a `Candidate`, if it was one."""
 
     trial: T | None
     price: float = 0.0
-    name: str = ""
-    before: float = math.inf
-    refusal: str = ""
+    said: Weighed | None = None
 
 
 class Search(Generic[T]):
@@ -98,24 +96,25 @@ class Search(Generic[T]):
                 made = make()
             except PlanError as error:
                 refusal = error.what
-        self._entries.append(_Entry(made, price, name, before, refusal))
+        said = Weighed(name, None if made is None else made.seconds, before, refusal)
+        self._entries.append(_Entry(made, price, said))
         return made
 
     @property
     def weighed(self) -> tuple[Weighed, ...]:
         """For each candidate, in order, its predicted seconds and why it was not taken."""
         best, found = self._best(), []
-        for trial, price, name, before, refusal in self._entries:
-            if not name:
+        for trial, price, said in self._entries:
+            if said is None:
                 continue
             if trial is not None and trial is not best:
                 refusal = "another one is faster"
                 if not self.fits(trial):
                     refusal = TOO_LARGE
-                elif 0 < before - trial.seconds < price:
+                elif 0 < said.before - trial.seconds < price:
                     refusal = _too_slow(price)
-            seconds = None if trial is None else trial.seconds
-            found.append(Weighed(name, seconds, before, refusal))
+                said = said._replace(refusal=refusal)
+            found.append(said)
         return tuple(found)
 
     def _best(self) -> T | None:

@@ -233,16 +233,12 @@ class _Rewrite:
 
 def _late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
     """Returns `ops` with each op of `made` put right before the first op that reads its results."""
-    first: dict[Value, int] = {}
-    for i, op in reversed(list(enumerate(ops))):
-        first.update(dict.fromkeys(reads(op), i))
-    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]  # what goes in front of each op
+    found = list(ops)
     for op in reversed(made):
-        place = min((first.get(v, len(ops)) for v in op.results), default=0)
-        before[place].insert(0, op)
-        for value in reads(op):
-            first[value] = min(first.get(value, place), place)
-    return tuple(op for i, own in enumerate(before) for op in (*own, *ops[i : i + 1]))
+        own = set(op.results)
+        readers = (i for i, other in enumerate(found) if not own.isdisjoint(reads(other)))
+        found.insert(next(readers, len(found)), op)
+    return tuple(found)
 
 
 def _core(piece: Value, index: Index) -> Value:
