@@ -241,7 +241,7 @@ class PricedQuestion:
     """A `Question` on a value of some bits: step costs, and lower bounds of the cost to `dst`."""
 
     def __init__(self, question: Question, bits: int = 0) -> None:
-        self.question, self._bits = question, bits
+        self._bits = bits
         self._letters, self.src, self.dst, self.partial, self.room = question
         self.digits = tuple(range(len(self._letters)))
         # Of each digit, its size, and the ticks that a byte takes over its link.

@@ -145,11 +145,10 @@ class DirectedMoves(Moves):
                     continuation(dims[other] + axes[k:], goal, pool) for k in range(len(axes))
                 ]
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
-        # All of the digits and, where they differ in size, those of each size.
-        sizes = problem.sizes
-        different = sorted({sizes[a] for a in pool})
-        groups = [[a for a in stand_ins if sizes[a] == size] for size in different]
-        for alike in (stand_ins, *(groups if len(different) > 1 else ())):
+        # All of the digits, and those of each size.
+        sizes = sorted({problem.sizes[a] for a in pool})
+        groups = [[a for a in stand_ins if problem.sizes[a] == size] for size in sizes]
+        for alike in (stand_ins, *groups):
             for size in (problem.goal_extents[dim], problem.room[dim]):
                 found.append(problem.dividing(size, axes, alike))
         return filter(None, dict.fromkeys(found))
@@ -179,8 +178,7 @@ class DirectedMoves(Moves):
         return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
 
     def _reduced(self, owed: Axes) -> Iterable[Axes]:
-        stray = without(owed, self.problem.goal_digits)
-        return (owed, stray) if stray and stray != owed else (owed,)
+        return (owed,)
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
         """Returns the dims that a collective-permute may lead to: they begin as in the goal.
@@ -259,8 +257,10 @@ def cheapest(question: Question, bits: int) -> Answer | None:
     No moves are cheaper if the question is small: every legal step is tried. Else only steps that
     lead towards the goal are, greedily first; then it is looked for what is cheaper.
     """
-    search, best, limit = _Search(PricedQuestion(question, bits)), None, NO_LIMIT
-    for greed, budget in ((1, None),) if is_small(question) else PHASES:
+    problem, is_exact = PricedQuestion(question, bits), is_small(question)
+    best, limit = None, NO_LIMIT
+    search = _Search(problem, Moves(problem) if is_exact else DirectedMoves(problem))
+    for greed, budget in ((1, None),) if is_exact else PHASES:
         if (found := search.shortest(limit, greed, budget)) is not None:
             best, limit = found
     return best
@@ -270,10 +270,8 @@ Node = tuple[Dims, Axes]  # a sharding that a search has met: dims, and what is 
 
 
 class _Search:
-    def __init__(self, problem: PricedQuestion) -> None:
-        self.problem = problem
-        is_exact = is_small(problem.question)
-        self._moves = Moves(problem) if is_exact else DirectedMoves(problem)
+    def __init__(self, problem: PricedQuestion, moves: Moves) -> None:
+        self.problem, self._moves = problem, moves
         self._bound = cache(problem.bound)
         self._edges = cache(self._edges_of)
 
