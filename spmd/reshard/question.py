@@ -215,7 +215,7 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
 TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, but for 1e-11
 
 
-class Cost(NamedTuple):
+class PathCost(NamedTuple):
     """What steps cost, in whole numbers: so equal costs are recognised, added up in any order."""
 
     ticks: float  # whole, or infinity
@@ -241,7 +241,7 @@ class PricedQuestion:
     """A `Question` on a value of some bits: step costs, and lower bounds of the cost to `dst`."""
 
     def __init__(self, question: Question, bits: int = 0) -> None:
-        self.question, self._bits = question, bits
+        self._bits = bits
         self._letters, self.src, self.dst, self.partial, self.room = question
         self.digits = tuple(range(len(self._letters)))
         # Of each digit, its size, and the ticks that a byte takes over its link.
@@ -291,10 +291,10 @@ class PricedQuestion:
                 run.append(a)
         return tuple(run)
 
-    def _price(self, kind: str, axes: Axes, pieces: int) -> Cost:
+    def _price(self, kind: str, axes: Axes, pieces: int) -> PathCost:
         """Returns the cost of one step on a value in so many pieces."""
         if kind == "slice":
-            return Cost(0, 0, 1)
+            return PathCost(0, 0, 1)
         group = self.extent(axes)
         before, after = (
             -(-self._bits // (8 * count)) for count in (pieces, pieces_after(kind, group, pieces))
@@ -305,9 +305,9 @@ class PricedQuestion:
         if not all([letter.flat for letter in letters]):
             steps = latency_steps(kind, [n for letter in letters for n in letter.sizes])
         latency = max([self._latencies[a] for a in axes]) * steps
-        return Cost(latency + sent * max([self.paces[a] for a in axes]), sent, 1)
+        return PathCost(latency + sent * max([self.paces[a] for a in axes]), sent, 1)
 
-    def bound(self, dims: Dims, partial: Axes) -> Cost:
+    def bound(self, dims: Dims, partial: Axes) -> PathCost:
         """Returns a lower bound of the cost from a sharding to `dst`.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is partial
@@ -328,7 +328,7 @@ class PricedQuestion:
         sent = max(wanted, 0) // 8
         launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
-            return Cost(0, 0, 0)
+            return PathCost(0, 0, 0)
         owed = [self._letters[a] for a in partial if not self._letters[a].flat]
         rounds = sum(sum(letter.sizes) - len(letter.sizes) for letter in owed)
         if not self._flat:  # in each round of a gather pieces double
@@ -352,7 +352,7 @@ class PricedQuestion:
             slowly = max(beyond, self._bits * (terms - 1) // self._devices, 0) // 8
             more = 2 * (latency - self._best_latency) + (pace - self._best_pace) * slowly
             added = max(added, more)
-        return Cost(ticks + added, sent, launches)
+        return PathCost(ticks + added, sent, launches)
 
     def _facts_of(self, dim: int, axes: Axes) -> _Facts:
         goal, wanted, extent = self.dst[dim], self.goal_extents[dim], self.extent(axes)

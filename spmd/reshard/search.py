@@ -13,8 +13,8 @@ from spmd.mesh.sharding import Axes, common_prefix
 from spmd.reshard.question import (
     EXACT_ATOMS,
     EXACT_DIGITS,
-    Cost,
     Dims,
+    PathCost,
     PricedQuestion,
     Question,
     moved,
@@ -145,11 +145,10 @@ class DirectedMoves(Moves):
                     continuation(dims[other] + axes[k:], goal, pool) for k in range(len(axes))
                 ]
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
-        # All of the digits and, where they differ in size, those of each size.
-        sizes = problem.sizes
-        different = sorted({sizes[a] for a in pool})
-        groups = [[a for a in stand_ins if sizes[a] == size] for size in different]
-        for alike in (stand_ins, *(groups if len(different) > 1 else ())):
+        # All of the digits, and those of each size.
+        sizes = sorted({problem.sizes[a] for a in pool})
+        groups = [[a for a in stand_ins if problem.sizes[a] == size] for size in sizes]
+        for alike in (stand_ins, *groups):
             for size in (problem.goal_extents[dim], problem.room[dim]):
                 found.append(problem.dividing(size, axes, alike))
         return filter(None, dict.fromkeys(found))
@@ -179,8 +178,7 @@ class DirectedMoves(Moves):
         return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
 
     def _reduced(self, owed: Axes) -> Iterable[Axes]:
-        stray = without(owed, self.problem.goal_digits)
-        return (owed, stray) if stray and stray != owed else (owed,)
+        return (owed,)
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
         """Returns the dims that a collective-permute may lead to: they begin as in the goal.
@@ -243,7 +241,6 @@ def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
 # another, and how many of them it expands at most: the first one finds some path, soon.
 PHASES = ((100, None), (20, 300), (5, 300), (2, 300), (1.2, 100))
 Answer = tuple[AtomMove, ...]  # moves from first to last
-NO_LIMIT = Cost(math.inf, 0, 0)
 
 
 def is_small(question: Question) -> bool:
@@ -259,8 +256,10 @@ def cheapest(question: Question, bits: int) -> Answer | None:
     No moves are cheaper if the question is small: every legal step is tried. Else only steps that
     lead towards the goal are, greedily first; then it is looked for what is cheaper.
     """
-    search, best, limit = _Search(PricedQuestion(question, bits)), None, NO_LIMIT
-    for greed, budget in ((1, None),) if is_small(question) else PHASES:
+    problem, is_exact = PricedQuestion(question, bits), is_small(question)
+    best, limit = None, PathCost(math.inf, 0, 0)
+    search = _PathSearch(problem, Moves(problem) if is_exact else DirectedMoves(problem))
+    for greed, budget in ((1, None),) if is_exact else PHASES:
         if (found := search.shortest(limit, greed, budget)) is not None:
             best, limit = found
     return best
@@ -269,21 +268,20 @@ def cheapest(question: Question, bits: int) -> Answer | None:
 Node = tuple[Dims, Axes]  # a sharding that a search has met: dims, and what is partial
 
 
-class _Search:
-    def __init__(self, problem: PricedQuestion) -> None:
-        self.problem = problem
-        is_exact = is_small(problem.question)
-        self._moves = Moves(problem) if is_exact else DirectedMoves(problem)
+class _PathSearch:
+    def __init__(self, problem: PricedQuestion, moves: Moves) -> None:
+        self.problem, self._moves = problem, moves
         self._bound = cache(problem.bound)
         self._edges = cache(self._edges_of)
 
-    def _edges_of(self, dims: Dims, partial: Axes) -> list[tuple[Cost, AtomMove]]:
-        """Returns (cost, move) of each move out of a sharding."""
+    def _edges_of(self, dims: Dims, partial: Axes) -> list[tuple[PathCost, AtomMove]]:
         pieces = self.problem.pieces(dims)
         moves = self._moves.out_of(dims, partial, pieces)
         return [(self.problem.price(move.kind, move.axes, pieces), move) for move in moves]
 
-    def shortest(self, limit: Cost, greed: float, budget: int | None) -> tuple[Answer, Cost] | None:
+    def shortest(
+        self, limit: PathCost, greed: float, budget: int | None
+    ) -> tuple[Answer, PathCost] | None:
         """Returns the best path by A*, and its cost; None if none costs less than the limit.
 
         At most `budget` shardings are expanded. With more `greed`, the weight of the lower bound,
@@ -301,7 +299,7 @@ class _Search:
         # The first is expanded: an all-to-all leads on to the goal, for 8 in all. That is the
         # cheapest estimate there is, so the other two are never looked at again.
         start: Node = self.problem.src, self.problem.partial
-        best: dict[Node, Cost] = {start: Cost(0, 0, 0)}
+        best: dict[Node, PathCost] = {start: PathCost(0, 0, 0)}
         came: dict[Node, tuple[Node, AtomMove]] = {}
         heap = [((0.0, 0, 0), (0, 0), best[start], start)]
         expanded = 0
@@ -321,7 +319,7 @@ class _Search:
             for number, (more, move) in enumerate(self._edges(*here)):
                 if permuted and move.kind == "collective_permute":
                     continue  # two that follow one another are one
-                cost = Cost(time + more[0], sent + more[1], count + 1)
+                cost = PathCost(time + more[0], sent + more[1], count + 1)
                 there = move.dims, move.partial
                 if cost >= limit or (there in best and best[there] <= cost):
                     continue
