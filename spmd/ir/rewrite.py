@@ -1,8 +1,8 @@
 """Helpers that rewrite a program op by op; `remove_dead` and `dedupe` clean up after rewrites."""
 
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
 
+from spmd.ir.control_flow import Tie
 from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, free_values, has_effect
@@ -189,18 +189,8 @@ def dedupe(program: Program) -> Program:
     return remove_dead(found) if undone else found
 
 
-class Carry(NamedTuple):
-    """A loop's carry: initial value, arguments of condition and body, next value, result."""
-
-    operand: Value
-    test: Value
-    inside: Value
-    after: Value
-    result: Value
-
-
 def recarried(
-    loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Carry] = ()
+    loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Tie] = ()
 ) -> Op:
     """Returns a loop less the carries whose numbers are in `without`, with `more` at the end.
 
@@ -212,17 +202,17 @@ def recarried(
     def changed(values: Sequence[Value], added: Sequence[Value]) -> tuple[Value, ...]:
         return (*(v for i, v in enumerate(values) if i not in without), *added)
 
-    operands = changed(loop.operands, [carry.operand for carry in more])
+    operands = changed(loop.operands, [tie.source for tie in more if tie.source is not None])
     kinds = tuple(types[v] for v in operands)
     return loop._replace(
         kind=OpKind(loop.name, kinds, kinds, loop.kind.attrs),
         operands=operands,
-        results=changed(loop.results, [carry.result for carry in more]),
+        results=changed(loop.results, [tie.result for tie in more]),
         regions=(
-            cond._replace(args=changed(cond.args, [carry.test for carry in more])),
+            cond._replace(args=changed(cond.args, [tie.inside[0] for tie in more])),
             body._replace(
-                args=changed(body.args, [carry.inside for carry in more]),
-                results=changed(body.results, [carry.after for carry in more]),
+                args=changed(body.args, [tie.inside[1] for tie in more]),
+                results=changed(body.results, [tie.inside[2] for tie in more]),
             ),
         ),
     )

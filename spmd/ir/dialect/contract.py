@@ -44,13 +44,9 @@ def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
     place = 0 if both else len(dims.lhs_batch) if differs[0] else rows
     shape = list(kind.results[0].shape)
     shape.insert(place, count)
-    operands = tuple(
-        t.with_shape((count,) * differ + t.shape)
-        for t, differ in zip(kind.operands, differs, strict=True)
-    )
+    made = stacked(kind, count, differs, dot_dimension_numbers=numbers).kind
     results = (kind.results[0].with_shape(tuple(shape)),)
-    attrs = {**kind.attrs, "dot_dimension_numbers": numbers}
-    return Batched(OpKind(kind.name, operands, results, attrs), place)
+    return Batched(OpKind(kind.name, made.operands, results, made.attrs), place)
 
 
 @op("stablehlo.dot_general", batched=_batched_dot, flops=dot_flops, reads="matrices")
