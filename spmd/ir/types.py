@@ -34,10 +34,9 @@ class TensorType(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    @functools.cache
     def bytes(self) -> int:
         """Bytes of the whole tensor; elements smaller than a byte are packed."""
-        return -(-self.size * dtype_bits(self.dtype) // 8)
+        return _bytes_of(self)
 
     @property
     def is_empty(self) -> bool:
@@ -65,6 +64,11 @@ class TensorType(NamedTuple):
     def scaled(self, dim: int, times: int, parts: int = 1) -> TensorType:
         """Returns the type with the size of one dim multiplied by `times`, divided by `parts`."""
         return self.with_dim(dim, self.shape[dim] * times // parts)
+
+
+@functools.cache
+def _bytes_of(type_: TensorType) -> int:
+    return -(-type_.size * dtype_bits(type_.dtype) // 8)
 
 
 def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:

@@ -243,12 +243,11 @@ def _scatter(kind: OpKind) -> Rule:
             part = update_type.shape[place]
             operand.append(build.factor(size, PASS if part == size else REPLICATE))
             update[place] = operand[-1] if part == size else build.factor(part, REPLICATE)
-    every = (*range(count), *range(count + 1, 2 * count + 1))
     return build.build(
         [operand] * count + [indices] + [update] * count,
         [operand] * count,
         reduction=reducer,
-        linear=(every,) if reducer == "add" else (),
+        linear=((0, 2),) if reducer == "add" else (),
     )
 
 
