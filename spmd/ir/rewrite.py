@@ -19,28 +19,20 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
     before: `%1 = a %0; %2 = b %1`, with a rewrite that turns `a` into `c; d`
     after:  `%1 = c %0; %2 = d %1; %3 = b %2`
     """
-    b = Builder()
-    args = [b.value(program.types[v]) for v in program.body.args]
+    b, body = Builder(), program.body
+    env = {v: b.value(program.types[v]) for v in body.args}
     b.begin(isolated=True)
-    results = append_ops(b, program, args, rewrite)
-    return program._replace(body=b.end(args, results), types=tuple(b.types))
+    for op in body.ops:
+        repeat_op(b, op, env, rewrite)
+    made = b.end([env[v] for v in body.args], [env[v] for v in body.results])
+    return program._replace(body=made, types=tuple(b.types))
 
 
-def append_ops(
-    b: Builder,
-    program: Program,
-    args: Sequence[Value],
-    rewrite: Rewrite | None = None,
-    loc: Loc | None = None,
-) -> tuple[Value, ...]:
-    """Appends a program's ops to the program that `b` builds, like a call with `args`.
-
-    Returns the new values of its results. `rewrite` may replace ops. New ops have the location
-    `loc`, or that of the old op if left out.
-    """
+def append_ops(b: Builder, program: Program, args: Sequence[Value], loc: Loc) -> tuple[Value, ...]:
+    """Appends a program's ops at `loc`, like a call with `args`; returns values of its results."""
     env = dict(zip(program.body.args, args, strict=True))
     for op in program.body.ops:
-        repeat_op(b, op, env, rewrite, loc)
+        repeat_op(b, op, env, loc=loc)
     return tuple([env[v] for v in program.body.results])
 
 
@@ -54,7 +46,8 @@ def repeat_op(
     """Appends a copy of an op and of its regions; its results are new values.
 
     `env` maps values of the old program to those of the new one, and the op's results are added to
-    it. `rewrite` and `loc` are as for `append_ops`.
+    it. `rewrite` may replace ops. New ops have the location `loc`, or that of the old op if left
+    out.
     """
 
     def bind(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[Value, ...]:
