@@ -21,7 +21,7 @@ class Tie(NamedTuple):
     """One result of a loop, branch or manual region, and the values to be sharded like it."""
 
     source: Value | None  # the initial value of a loop's carry; None for other ops
-    inside: tuple[Value, ...]  # region arguments and results
+    inside: tuple[Value, ...]  # of a loop: arguments of condition and body, next value
     result: Value  # of the op
 
 

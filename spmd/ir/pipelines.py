@@ -5,7 +5,6 @@ scope alone, which exported modules keep.
 """
 
 import re
-from types import MappingProxyType
 from typing import NamedTuple
 
 _SCOPE = re.compile(
@@ -13,14 +12,12 @@ _SCOPE = re.compile(
 )
 SHIFT = "to_next_stage"  # the name scope, inside a pipeline's, of what sends on what stages made
 
-SCHEDULES = MappingProxyType(
-    {
-        "gpipe": (False, False),
-        "1f1b": (False, True),
-        "interleaved": (True, False),
-        "interleaved 1f1b": (True, True),
-    }
-)
+SCHEDULES = {
+    "gpipe": (False, False),
+    "1f1b": (False, True),
+    "interleaved": (True, False),
+    "interleaved 1f1b": (True, True),
+}
 """Maps a schedule to (stages have several chunks of layers, the backward pass recomputes steps)."""
 
 

@@ -1,8 +1,8 @@
 """Helpers that rewrite a program op by op; `remove_dead` and `dedupe` clean up after rewrites."""
 
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
 
+from spmd.ir.control_flow import Tie
 from spmd.ir.description import TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, free_values, has_effect
@@ -19,28 +19,20 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
     before: `%1 = a %0; %2 = b %1`, with a rewrite that turns `a` into `c; d`
     after:  `%1 = c %0; %2 = d %1; %3 = b %2`
     """
-    b = Builder()
-    args = [b.value(program.types[v]) for v in program.body.args]
+    b, body = Builder(), program.body
+    env = {v: b.value(program.types[v]) for v in body.args}
     b.begin(isolated=True)
-    results = append_ops(b, program, args, rewrite)
-    return program._replace(body=b.end(args, results), types=tuple(b.types))
+    for op in body.ops:
+        repeat_op(b, op, env, rewrite)
+    made = b.end([env[v] for v in body.args], [env[v] for v in body.results])
+    return program._replace(body=made, types=tuple(b.types))
 
 
-def append_ops(
-    b: Builder,
-    program: Program,
-    args: Sequence[Value],
-    rewrite: Rewrite | None = None,
-    loc: Loc | None = None,
-) -> tuple[Value, ...]:
-    """Appends a program's ops to the program that `b` builds, like a call with `args`.
-
-    Returns the new values of its results. `rewrite` may replace ops. New ops have the location
-    `loc`, or that of the old op if left out.
-    """
+def append_ops(b: Builder, program: Program, args: Sequence[Value], loc: Loc) -> tuple[Value, ...]:
+    """Appends a program's ops at `loc`, like a call with `args`; returns values of its results."""
     env = dict(zip(program.body.args, args, strict=True))
     for op in program.body.ops:
-        repeat_op(b, op, env, rewrite, loc)
+        repeat_op(b, op, env, loc=loc)
     return tuple([env[v] for v in program.body.results])
 
 
@@ -54,7 +46,8 @@ def repeat_op(
     """Appends a copy of an op and of its regions; its results are new values.
 
     `env` maps values of the old program to those of the new one, and the op's results are added to
-    it. `rewrite` and `loc` are as for `append_ops`.
+    it. `rewrite` may replace ops. New ops have the location `loc`, or that of the old op if left
+    out.
     """
 
     def bind(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[Value, ...]:
@@ -189,18 +182,8 @@ def dedupe(program: Program) -> Program:
     return remove_dead(found) if undone else found
 
 
-class Carry(NamedTuple):
-    """A loop's carry: initial value, arguments of condition and body, next value, result."""
-
-    operand: Value
-    test: Value
-    inside: Value
-    after: Value
-    result: Value
-
-
 def recarried(
-    loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Carry] = ()
+    loop: Op, types: Sequence[TensorType], without: Container[int] = (), more: Sequence[Tie] = ()
 ) -> Op:
     """Returns a loop less the carries whose numbers are in `without`, with `more` at the end.
 
@@ -212,17 +195,17 @@ def recarried(
     def changed(values: Sequence[Value], added: Sequence[Value]) -> tuple[Value, ...]:
         return (*(v for i, v in enumerate(values) if i not in without), *added)
 
-    operands = changed(loop.operands, [carry.operand for carry in more])
+    operands = changed(loop.operands, [tie.source for tie in more if tie.source is not None])
     kinds = tuple(types[v] for v in operands)
     return loop._replace(
         kind=OpKind(loop.name, kinds, kinds, loop.kind.attrs),
         operands=operands,
-        results=changed(loop.results, [carry.result for carry in more]),
+        results=changed(loop.results, [tie.result for tie in more]),
         regions=(
-            cond._replace(args=changed(cond.args, [carry.test for carry in more])),
+            cond._replace(args=changed(cond.args, [tie.inside[0] for tie in more])),
             body._replace(
-                args=changed(body.args, [carry.inside for carry in more]),
-                results=changed(body.results, [carry.after for carry in more]),
+                args=changed(body.args, [tie.inside[1] for tie in more]),
+                results=changed(body.results, [tie.inside[2] for tie in more]),
             ),
         ),
     )

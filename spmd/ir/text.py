@@ -27,13 +27,11 @@ import numpy as np
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Body, Op, Program, Region, Value, defined_in
 from spmd.ir.types import (
+    DIM_NUMBERS,
     Attribute,
     ConvDims,
     Dense,
-    DotDims,
-    GatherDims,
     Opaque,
-    ScatterDims,
     ShardingAttr,
     TensorType,
     numpy_dtype,
@@ -44,13 +42,8 @@ from spmd.mesh.sharding import format_axes
 Annotate = Callable[[Value], str]
 
 NAME = re.compile(r"[A-Za-z_][\w.$-]*", re.ASCII)
-STRUCTS: dict[str, Any] = {
-    "conv": ConvDims,
-    "dot": DotDims,
-    "gather": GatherDims,
-    "scatter": ScatterDims,
-    "sharding": ShardingAttr,
-}
+STRUCTS: dict[str, Any] = {"conv": ConvDims, "sharding": ShardingAttr}
+STRUCTS |= {name: dims for dims, (name, _) in DIM_NUMBERS.items()}
 """Maps the word in front of a structured attribute's fields, `dot(...)`, to its class."""
 
 _STRUCT_NAMES = {cls: name for name, cls in STRUCTS.items()}

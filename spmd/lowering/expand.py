@@ -15,7 +15,7 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 
 from collections.abc import Callable, Sequence
 
-from spmd.ir.control_flow import Index, ties
+from spmd.ir.control_flow import Index, Tie, ties
 from spmd.ir.description import (
     BROADCAST,
     CONCATENATE,
@@ -30,7 +30,7 @@ from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.manual import IF
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.rewrite import Carry, recarried, rewrite_ops
+from spmd.ir.rewrite import recarried, rewrite_ops
 from spmd.ir.types import TensorType, dtype_bits
 from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
@@ -210,7 +210,7 @@ def _linked(b: Builder, region: Region, link: Value) -> tuple[Region, Value]:
             test, inside = b.value(FLAG), b.value(FLAG)
             cond, _ = _linked(b, op.regions[0], test)
             body, last = _linked(b, op.regions[1], inside)
-            carry = Carry(link, test, inside, last, after)
+            carry = Tie(link, (test, inside, last), after)
             op = recarried(op._replace(regions=(cond, body)), b.types, more=(carry,))
         elif op.regions:
             made = [_linked(b, inner, link) for inner in op.regions]

@@ -21,7 +21,6 @@ from spmd.predict.ops import op_seconds
 from spmd.propagation.projection import (
     Assignment,
     dim_to_factors,
-    fitting,
     is_legal_assignment,
     may_exchange,
     project,
@@ -359,8 +358,7 @@ def claims_of(
     return {
         factor: part
         for axes, dim in zip(sharding.dims, dims, strict=True)
-        for factor, own in (dim_to_factors(axes, dim, rule.factors, sizes) if axes else ())
-        if (part := fitting(own, rule, rule.factors[factor], sizes))
+        for factor, part in (dim_to_factors(axes, dim, rule, sizes) if axes else ())
     }
 
 

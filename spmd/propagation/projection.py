@@ -19,45 +19,39 @@ Assignment = tuple[Axes, ...]  # for one op: which atoms split each factor
 
 
 def dim_to_factors(
-    axes: Axes, dim: DimFactors, factors: Sequence[Factor], atom_sizes: Sequence[int]
-) -> tuple[tuple[int, Axes], ...]:
-    """Returns (factor, its atoms) for factors of a dim that is split over `axes`, major first.
+    axes: Axes, dim: DimFactors, rule: Rule, sizes: Sequence[int]
+) -> list[tuple[int, Axes]]:
+    """Returns (factor, its atoms) for the factors that atoms `axes` of a dim split, major first.
 
     A factor gets the next atoms as long as they divide it; those behind it get some only if it is
     split completely, as the dim's pieces would not be contiguous otherwise. The rest is left out.
+    So are the atoms of factors of kinds in `UNCLAIMED`, those from the first in `Rule.held` on, and
+    those that would cut a window factor into more pieces than elements.
     """
+    first, rest = rule.factors[dim[0]], axes
+    dealt: list[tuple[int, Axes]] = []
     if len(dim) == 1:
-        return ((dim[0], axes),)
-    first = factors[dim[0]]
-    if first.kind == FIXED:
+        dealt = [(dim[0], axes)]
+    elif first.kind == FIXED:
         count = len(first.axes)
-        return ((dim[1], axes[count:]),) if axes[:count] == first.axes else ()
-    dealt, rest = list[tuple[int, Axes]](), axes
-    for factor in dim:
-        left, taken = factors[factor].size, 0
-        while taken < len(rest) and left % atom_sizes[rest[taken]] == 0:
-            left //= atom_sizes[rest[taken]]
-            taken += 1
-        dealt.append((factor, rest[:taken]))
-        rest = rest[taken:] if left == 1 else ()
-    return tuple(dealt)
-
-
-def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
-    """Returns the leading atoms of `axes` that may split a factor; none for kinds in `UNCLAIMED`.
-
-    They end before the first atom that only `fixed` factors may have (`Rule.held`); and a window
-    factor has no more pieces than elements: of size 3, it takes `(0,)` of two atoms `(0, 1)` of
-    size 2.
-    """
-    if factor.kind in UNCLAIMED:
-        return ()
-    if rule.held:
-        axes = axes[: next((k for k, a in enumerate(axes) if a in rule.held), len(axes))]
-    if factor.kind == WINDOW:
-        while axes and math.prod(sizes[a] for a in axes) > factor.size:
-            axes = axes[:-1]
-    return axes
+        dealt = [(dim[1], axes[count:])] if axes[:count] == first.axes else []
+    else:
+        for number in dim:
+            left, taken = rule.factors[number].size, 0
+            while taken < len(rest) and left % sizes[rest[taken]] == 0:
+                left //= sizes[rest[taken]]
+                taken += 1
+            dealt.append((number, rest[:taken]))
+            rest = rest[taken:] if left == 1 else ()
+    found = []
+    for number, own in dealt:
+        factor = rule.factors[number]
+        end = next((k for k, a in enumerate(own) if a in rule.held), len(own))
+        while factor.kind == WINDOW and math.prod(sizes[a] for a in own[:end]) > factor.size:
+            end -= 1
+        if end and factor.kind not in UNCLAIMED:
+            found.append((number, own[:end]))
+    return found
 
 
 def factors_to_dim(

@@ -28,7 +28,7 @@ from spmd.ir.dialect.rule import FIXED, MERGE, REDUCE, UNCLAIMED, WINDOW, Factor
 from spmd.ir.program import Loc, Op, OpKind, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, common_prefix
-from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
+from spmd.propagation.projection import dim_to_factors, factors_to_dim
 
 OPEN, CLOSED = -1, -2  # flags of a dim: it may be split further, or it is as a mark says
 RULE = -1  # the source of axes that the rule itself fixes
@@ -188,7 +188,7 @@ class _State:
                     self.origins[value, dim] = [Origin(axes, None, dim, mark.reason)]
 
     def add_tie(self, values: tuple[Value, ...], loc: Loc, label: str) -> None:
-        rule = _tie_rule(len(values), self.program.types[values[-1]].shape)
+        rule = tie_rule(len(values), self.program.types[values[-1]].shape)
         self.add(rule, Op(OpKind(label, (), (), {}), values, (), (), loc))
 
     def add(self, rule: Rule, op: Op) -> None:
@@ -310,7 +310,7 @@ class _State:
 
 
 @lru_cache(maxsize=1 << 12)
-def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
+def tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
     """Returns the rule of `count` values of one shape that are split alike."""
     dims = tuple((i,) for i in range(len(shape)))
     return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))
@@ -339,17 +339,9 @@ class Shape:
         return any(factor.kind in (MERGE, REDUCE, WINDOW) for factor in self.rule.factors)
 
 
-class Change(NamedTuple):
-    """Dim `dim` of a node's value number `position` gets `axes`: its old ones, and more behind.
-
-    They come from dim `source_dim` of value number `source`, or from the rule if that is `RULE`.
-    """
-
-    position: int
-    dim: int
-    axes: Axes
-    source: int
-    source_dim: int
+Change = tuple[int, int, Axes, int, int]
+"""Number of a node's value, its dim, and the axes that this gets, its old ones and more behind;
+number and dim of the value that they come from, or `RULE` and 0."""
 
 
 class Flow(NamedTuple):
@@ -382,10 +374,9 @@ def flow_through(
     }
     for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
         for d, axes in enumerate(have if flags is not None else ()):
-            dealt = dim_to_factors(axes, rule.values[position][d], factors, sizes) if axes else ()
-            for f, part in dealt:
-                if part := fitting(part, rule, factors[f], sizes):
-                    claims.setdefault(f, []).append((part, position, d))
+            dim = rule.values[position][d]
+            for f, part in dim_to_factors(axes, dim, rule, sizes) if axes else ():
+                claims.setdefault(f, []).append((part, position, d))
     if not claims:
         return Flow()
     merged: dict[int, _Claim] = {}
@@ -428,10 +419,10 @@ def flow_through(
             dim = rule.values[position][d]
             fixed = factors[dim[0]].axes
             if len(have[d]) < len(fixed):
-                changes.append(Change(position, d, axes[: len(fixed)], RULE, 0))
+                changes.append((position, d, axes[: len(fixed)], RULE, 0))
             if len(axes) > len(fixed):
-                _, *source = next(merged[f] for f in reversed(dim) if f in merged)
-                changes.append(Change(position, d, axes, *source))
+                _, giver, giver_dim = next(merged[f] for f in reversed(dim) if f in merged)
+                changes.append((position, d, axes, giver, giver_dim))
     return Flow(changes, conflicts, undivided, disputed)
 
 

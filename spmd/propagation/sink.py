@@ -12,11 +12,11 @@ every use gets a copy in the sharding that it wants, so they constrain no plan.
 
 from collections.abc import Iterable
 
-from spmd.ir.control_flow import Index
+from spmd.ir.control_flow import Index, Tie
 from spmd.ir.description import BROADCAST, CONSTANT
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.ir.rewrite import Carry, recarried, repeat_op
+from spmd.ir.rewrite import recarried, repeat_op
 
 LONGEST_CHAIN = 12  # elementwise ops on top of each other that are cheap to recompute
 
@@ -92,7 +92,7 @@ class _Sink:
             regions.append(region._replace(ops=(*b.end((), ()).ops, *region.ops)))
             carried.append(inside)
         test, inside = carried
-        more = [Carry(v, test[v], inside[v], inside[v], b.value(b.types[v])) for v in scalars]
+        more = [Tie(v, (test[v], inside[v], inside[v]), b.value(b.types[v])) for v in scalars]
         return recarried(op._replace(regions=tuple(regions)), b.types, sunk, more)
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:

@@ -1,7 +1,5 @@
 """The text form reads back exactly, and looks as it should."""
 
-import math
-import re
 import string
 
 import numpy as np
@@ -113,7 +111,7 @@ def test_any_string_reads_back(string_value, opaque, attr, op_name):
 
 
 SCALARS = st.one_of(
-    st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(string.printable, max_size=5)
+    st.booleans(), st.integers(), st.floats(), st.text(string.printable, max_size=5)
 )
 TUPLES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=8)
 
@@ -123,12 +121,7 @@ def test_any_tuple_reads_back_with_its_types(value):
     # Kinds that are equal are one object, so each type of attribute has a name of its own here.
     program = one_op({repr(typed(value)): value})
     ((_, read),) = attrs_of(parse_program(format_program(program))).items()
-    assert typed(read) == typed(value)
-    assert repr(read) == repr(value)  # -0.0 == 0.0
-
-
-def test_nan_reads_back():
-    assert math.isnan(attrs_of(parse_program(format_program(one_op({"x": math.nan}))))["x"])
+    assert repr(read) == repr(value)  # 1 == True, -0.0 == 0.0, and nan != nan
 
 
 def test_structured_attributes_read_back():
@@ -198,12 +191,6 @@ def test_quantized_types_read_back():
     kind = OpKind("stablehlo.uniform_quantize", (), (type_,), {"value": Dense(type_, b"ab", True)})
     program = Program("q", (type_,), Region((), (Op(kind, (), (0,)),), (0,)), (), ("",))
     assert parse_program(format_program(program)) == program
-
-
-def test_comments_and_layout_are_skipped():
-    text = format_program(example("control_flow"), annotate=lambda v: f'"{v} // }} {{\n')
-    spaced = re.sub(r"\n", "  // really\n\n", text)
-    assert parse_program(spaced) == parse_program(text) == without_locs(example("control_flow"))
 
 
 def test_annotations_stand_behind_every_definition():

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import REPLICATE, WINDOW, Factor, Rule
+from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import Op, Program, Value
 from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import dim_to_factors, factors_to_dim
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagate import Propagated, tie_rule
 
 MOST_CLAIMS = 64
 """Combinations of claims on the factors of one dim beyond which a dim counts as contested."""
@@ -122,9 +122,8 @@ class _Flow:
                 continue
             for d, dim in enumerate(dims):
                 for axes in claims.get((value, d), ()):
-                    for factor, part in dim_to_factors(axes, dim, rule.factors, self.sizes):
-                        if part and rule.factors[factor].kind != REPLICATE:
-                            wants[factor].add(self.fitting(part, rule.factors[factor]))
+                    for factor, part in dim_to_factors(axes, dim, rule, self.sizes):
+                        wants[factor].add(part)
         return wants
 
     def disputed(self, node: Node, may: Mapping[Place, set[Axes]]) -> Iterator[Place]:
@@ -135,13 +134,6 @@ class _Flow:
                 others = [atoms[f] for f in range(len(atoms)) if f not in dim]
                 if any(not atoms[f].isdisjoint(set().union(*others)) for f in dim):
                     yield value, d
-
-    def fitting(self, axes: Axes, factor: Factor) -> Axes:
-        if factor.kind != WINDOW:
-            return axes
-        while math.prod(self.sizes[a] for a in axes) > factor.size:
-            axes = axes[:-1]
-        return axes
 
     def accepts(self, place: Place, axes: Axes) -> bool:
         """Whether a dim may take some axes at all: its mark is open, a boundary dim divides."""
@@ -186,7 +178,4 @@ def nodes(program: Program) -> Iterator[Node]:
 def _ties(op: Op, program: Program) -> Iterator[Node]:
     for tie in ties(op):
         values = (*(() if tie.source is None else (tie.source,)), *tie.inside, tie.result)
-        shape = program.types[tie.result].shape
-        dims = tuple((i,) for i in range(len(shape)))
-        rule = Rule((dims,) * (len(values) - 1), (dims,), tuple(map(Factor, shape)))
-        yield Node(rule, values)
+        yield Node(tie_rule(len(values), program.types[tie.result].shape), values)

@@ -29,7 +29,7 @@ from spmd.frontend.importer.contents import (
 from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, refusal, refuse
 from spmd.ir.description import FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG, INSPECT
-from spmd.ir.dialect.collectives import COLLECTIVES
+from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.pipelines import SHIFT
 from spmd.ir.program import Loc, Value, has_effect
@@ -404,7 +404,7 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "stablehlo.get_tuple_element": _tuple,
         "stablehlo.tuple": _tuple,
         **LEGALIZED,
-        **dict.fromkeys(COLLECTIVES, _collective),
+        **{f"stablehlo.{kind}": _collective for kind in RESIZED},
         "sdy.manual_computation": _manual,
         **dict.fromkeys(SAME, _marks),
         "sdy.constant": lambda importer, op, env: importer.op(op, env, "stablehlo.constant"),

@@ -114,6 +114,11 @@ class Builder:
 
     # Small ops by name.
 
+    def _one(
+        self, name: str, operands: Sequence[Value], type_: TensorType, **attrs: Attribute
+    ) -> Value:
+        return self.op(f"stablehlo.{name}", operands, (type_,), attrs)[0]
+
     def constant(self, array: Any, dtype: str) -> Value:
         """Returns a constant that has the elements of a numpy array, converted to `dtype`."""
         return self._constant(Dense.of(array, dtype))
@@ -126,69 +131,64 @@ class Builder:
         return self._constant(Dense(type_, element.tobytes(), True))
 
     def _constant(self, dense: Dense) -> Value:
-        attrs = {"value": dense}
-        return self.once(dense, lambda: self.op("stablehlo.constant", (), (dense.type,), attrs)[0])
+        return self.once(dense, lambda: self._one("constant", (), dense.type, value=dense))
 
     def unary(self, name: str, x: Value) -> Value:
         """Appends `stablehlo.<name>` of one operand; the result has the operand's type."""
-        return self.op(f"stablehlo.{name}", (x,), (self.types[x],))[0]
+        return self._one(name, (x,), self.types[x])
 
     def binary(self, name: str, x: Value, y: Value) -> Value:
         """Appends `stablehlo.<name>` of two operands of one type, which the result has, too."""
-        return self.op(f"stablehlo.{name}", (x, y), (self.types[x],))[0]
+        return self._one(name, (x, y), self.types[x])
 
     def compare(self, direction: str, x: Value, y: Value) -> Value:
         """Appends `stablehlo.compare` with a direction such as `LT`; the result is of `i1`."""
-        type_ = self.types[x]
-        attrs = {"comparison_direction": Opaque(f"#stablehlo<comparison_direction {direction}>")}
-        return self.op("stablehlo.compare", (x, y), (TensorType(type_.shape, "i1"),), attrs)[0]
+        way = Opaque(f"#stablehlo<comparison_direction {direction}>")
+        type_ = TensorType(self.types[x].shape, "i1")
+        return self._one("compare", (x, y), type_, comparison_direction=way)
 
     def select(self, pred: Value, x: Value, y: Value) -> Value:
         """Appends `stablehlo.select`, `x` where `pred`, else `y`; `pred` may be a scalar."""
-        return self.op("stablehlo.select", (pred, x, y), (self.types[x],))[0]
+        return self._one("select", (pred, x, y), self.types[x])
 
     def convert(self, x: Value, dtype: str) -> Value:
         """Appends `stablehlo.convert` to `dtype`; returns `x` itself if it has that already."""
         type_ = self.types[x]
         if type_.dtype == dtype:
             return x
-        return self.op("stablehlo.convert", (x,), (TensorType(type_.shape, dtype),))[0]
+        return self._one("convert", (x,), TensorType(type_.shape, dtype))
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
         """Appends `stablehlo.reshape` to `shape`; returns `x` itself if it has that already."""
         type_ = self.types[x]
         if type_.shape == tuple(shape):
             return x
-        return self.op("stablehlo.reshape", (x,), (type_.with_shape(tuple(shape)),))[0]
+        return self._one("reshape", (x,), type_.with_shape(tuple(shape)))
 
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
         """Appends `stablehlo.transpose`; returns `x` itself if the permutation is the identity."""
         if list(permutation) == list(range(len(permutation))):
             return x
-        type_ = self.types[x]
-        shape = tuple(type_.shape[p] for p in permutation)
-        attrs = {"permutation": tuple(permutation)}
-        return self.op("stablehlo.transpose", (x,), (type_.with_shape(shape),), attrs)[0]
+        type_ = self.types[x].with_shape(tuple(self.types[x].shape[p] for p in permutation))
+        return self._one("transpose", (x,), type_, permutation=tuple(permutation))
 
     def broadcast(self, x: Value, shape: Sequence[int], dims: Sequence[int] = ()) -> Value:
         """Appends `stablehlo.broadcast_in_dim`: dim i of `x` is dim `dims[i]` of the result."""
         type_ = self.types[x].with_shape(tuple(shape))
-        attrs = {"broadcast_dimensions": tuple(dims)}
-        return self.op("stablehlo.broadcast_in_dim", (x,), (type_,), attrs)[0]
+        return self._one("broadcast_in_dim", (x,), type_, broadcast_dimensions=tuple(dims))
 
     def iota(self, type_: TensorType, dim: int) -> Value:
         """Appends `stablehlo.iota`: each element is its index along `dim`."""
-        return self.op("stablehlo.iota", (), (type_,), {"iota_dimension": dim})[0]
+        return self._one("iota", (), type_, iota_dimension=dim)
 
     def dynamic_slice(self, x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
         """Appends `stablehlo.dynamic_slice`: `sizes` elements of `x` from scalars `starts` on."""
         type_ = self.types[x].with_shape(tuple(sizes))
-        attrs = {"slice_sizes": tuple(sizes)}
-        return self.op("stablehlo.dynamic_slice", (x, *starts), (type_,), attrs)[0]
+        return self._one("dynamic_slice", (x, *starts), type_, slice_sizes=tuple(sizes))
 
     def dynamic_update_slice(self, x: Value, update: Value, starts: Sequence[Value]) -> Value:
         """Appends `stablehlo.dynamic_update_slice`: `x` with `update` in it from `starts` on."""
-        return self.op("stablehlo.dynamic_update_slice", (x, update, *starts), (self.types[x],))[0]
+        return self._one("dynamic_update_slice", (x, update, *starts), self.types[x])
 
     def barrier(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """Appends an `optimization_barrier`: no result exists before all of `values` do."""
@@ -202,7 +202,7 @@ class Builder:
             "limit_indices": tuple(limits),
             "strides": (1,) * len(shape),
         }
-        return self.op("stablehlo.slice", (x,), (self.types[x].with_shape(shape),), attrs)[0]
+        return self._one("slice", (x,), self.types[x].with_shape(shape), **attrs)
 
     def slice_dim(self, x: Value, dim: int, start: int, limit: int) -> Value:
         """Appends `stablehlo.slice` of one dim; returns `x` itself if that takes the whole dim."""
@@ -225,16 +225,15 @@ class Builder:
             "interior_padding": resized(none, dim, interior),
         }
         size += low + high + max(0, size - 1) * interior
-        return self.op("stablehlo.pad", (x, fill), (type_.with_dim(dim, size),), attrs)[0]
+        return self._one("pad", (x, fill), type_.with_dim(dim, size), **attrs)
 
     def concatenate(self, values: Sequence[Value], dim: int) -> Value:
         """Appends `stablehlo.concatenate` along `dim`; returns a single value as it is."""
         if len(values) == 1:
             return values[0]
-        type_ = self.types[values[0]]
         size = sum(self.types[v].shape[dim] for v in values)
-        attrs = {"dimension": dim}
-        return self.op("stablehlo.concatenate", values, (type_.with_dim(dim, size),), attrs)[0]
+        type_ = self.types[values[0]].with_dim(dim, size)
+        return self._one("concatenate", values, type_, dimension=dim)
 
     def reduce(self, kind: str, x: Value, dims: Sequence[int]) -> Value:
         """Appends `stablehlo.reduce` of `x` over `dims` by `kind`: `add`, `max`, ..."""
@@ -243,7 +242,7 @@ class Builder:
         init = self.constant(identity_element(kind, type_.dtype), type_.dtype)
         body = reducer_body(kind, type_.dtype)
         attrs = {"dimensions": tuple(dims), "body": body, "reducer": kind}
-        return self.op("stablehlo.reduce", (x, init), (type_.with_shape(shape),), attrs)[0]
+        return self._one("reduce", (x, init), type_.with_shape(shape), **attrs)
 
     # Ops of one device's program.
 
@@ -251,7 +250,7 @@ class Builder:
         self, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: Attribute
     ) -> Value:
         """Appends the collective `stablehlo.<kind>` over atoms; the result has type `type_`."""
-        return self.op(f"stablehlo.{kind}", (x,), (type_,), {"axes": axes, **attrs})[0]
+        return self._one(kind, (x,), type_, axes=axes, **attrs)
 
     def axis_index(self, axes: Axes) -> Value:
         """Returns this device's coordinate along atoms, major to minor, as an i32 scalar."""

@@ -5,7 +5,7 @@ compiler splits nothing over them. Over the other axes it is an op like any othe
 gathers, scatters or exchanges stays whole, all others may be split.
 """
 
-from spmd.ir.description import DESCRIPTIONS, Description, Role
+from spmd.ir.description import Description, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.dialect.rule import Rule, RuleBuilder, whole
@@ -57,6 +57,3 @@ for _kind, (_grows, _shrinks) in RESIZED.items():
     op(f"stablehlo.{_kind}", is_same_locally=True, is_manual=True, collective=_kind, along=_along)(
         _collective
     )
-
-COLLECTIVES = tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.collective))
-"""Names of all collectives; their attribute `axes` has the atoms that they run over."""

@@ -44,13 +44,9 @@ def _batched_dot(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
     place = 0 if both else len(dims.lhs_batch) if differs[0] else rows
     shape = list(kind.results[0].shape)
     shape.insert(place, count)
-    operands = tuple(
-        t.with_shape((count,) * differ + t.shape)
-        for t, differ in zip(kind.operands, differs, strict=True)
-    )
+    made = stacked(kind, count, differs, dot_dimension_numbers=numbers).kind
     results = (kind.results[0].with_shape(tuple(shape)),)
-    attrs = {**kind.attrs, "dot_dimension_numbers": numbers}
-    return Batched(OpKind(kind.name, operands, results, attrs), place)
+    return Batched(OpKind(kind.name, made.operands, results, made.attrs), place)
 
 
 @op("stablehlo.dot_general", batched=_batched_dot, flops=dot_flops, reads="matrices")
@@ -247,12 +243,11 @@ def _scatter(kind: OpKind) -> Rule:
             part = update_type.shape[place]
             operand.append(build.factor(size, PASS if part == size else REPLICATE))
             update[place] = operand[-1] if part == size else build.factor(part, REPLICATE)
-    every = (*range(count), *range(count + 1, 2 * count + 1))
     return build.build(
         [operand] * count + [indices] + [update] * count,
         [operand] * count,
         reduction=reducer,
-        linear=(every,) if reducer == "add" else (),
+        linear=((0, 2),) if reducer == "add" else (),
     )
 
 

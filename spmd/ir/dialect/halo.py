@@ -186,10 +186,6 @@ def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
     return tuple(map(tuple, rounds))
 
 
-Rounds = tuple[tuple[tuple[int, int], ...], ...]
-"""Rounds of a sorting network: in each, pairs of tiles, first the one that keeps the lower half."""
-
-
 class Merge(NamedTuple):
     """What each device contributes where a `merge` factor is split: what it computes of its tile.
 
@@ -205,7 +201,7 @@ class Merge(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def rounds(count: int) -> Rounds:
+def rounds(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Returns a network that sorts `count` tiles, each sorted: for each round the pairs to merge.
 
     Batcher's odd-even merge sort (Knuth, The Art of Computer Programming, 5.2.2 and 5.3.4). A pair

@@ -6,7 +6,6 @@ Batch dims may be split, the dims of a matrix stay whole.
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from spmd.ir.description import BATCHED_CALL, LONE_CALL, batch_rank
 from spmd.ir.dialect.batched import Batched, in_front, stacked
@@ -56,7 +55,6 @@ def _triangular_solve(kind: OpKind) -> Rule:
     return parse_rule(text, kind.operands, kind.results, kinds=kinds, linear=((1,),))
 
 
-_LAYOUTS = ("operand_layouts", "result_layouts")
 _LAYOUT = re.compile(r"dense<\[?([\d, ]*)\]?> : tensor<\d+xindex>")
 
 
@@ -69,16 +67,15 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
         dims = [int(d) + 1 for d in re.findall(r"\d+", found[1])]
         return f"dense<{[*dims, 0] if dims else 0}> : tensor<{len(dims) + 1}xindex>"
 
-    def changed(name: str, value: Any) -> Any:
-        text = getattr(value, "text", "")
-        if name in _LAYOUTS:
-            return Opaque(_LAYOUT.sub(layout, text))
-        if name == "mhlo.frontend_attributes":
-            more = lambda found: f'num_batch_dims = "{int(found[1]) + 1}"'  # noqa: E731
-            return Opaque(re.sub(r'num_batch_dims = "(\d+)"', more, text))
-        return value
+    def batch(found: re.Match[str]) -> str:
+        return f'num_batch_dims = "{int(found[1]) + 1}"'
 
-    attrs = {name: changed(name, value) for name, value in kind.attrs.items()}
+    attrs = dict(kind.attrs)
+    for name in attrs.keys() & {"operand_layouts", "result_layouts"}:
+        attrs[name] = Opaque(_LAYOUT.sub(layout, attrs[name].text))
+    if said := attrs.get("mhlo.frontend_attributes"):
+        text = re.sub(r'num_batch_dims = "(\d+)"', batch, said.text)
+        attrs["mhlo.frontend_attributes"] = Opaque(text)
     return stacked(kind, count, [True] * len(differs), **attrs)
 
 

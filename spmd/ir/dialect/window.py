@@ -47,11 +47,14 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
 
 
 @op("stablehlo.transpose", batched=in_front, is_same_locally=True, role=Role.INSIDE)
+@op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
+@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
+@op(INSPECT, is_global=True, vanishes=True, has_effect=True, is_repeatable=False, role=Role.ALIAS)
 def _transpose(kind: OpKind) -> Rule:
-    """Returns the rule `i j -> j i`: any dim may be split."""
+    """Returns the rule `i j -> j i`, of marks and barriers (of one operand by now) `i j -> i j`."""
     build = RuleBuilder()
     operand = build.dims(kind.operands[0].shape)
-    result = [operand[p] for p in kind.attrs["permutation"]]
+    result = [operand[p] for p in kind.attrs.get("permutation", range(len(operand)))]
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
@@ -110,16 +113,6 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     operand = shared + build.dims(source[len(shared) :], REPLICATE)
     result = shared + build.dims(target[len(shared) :], REPLICATE)
     return build.build([operand], [result])
-
-
-@op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
-@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, role=Role.ALIAS)
-@op(INSPECT, is_global=True, vanishes=True, has_effect=True, is_repeatable=False, role=Role.ALIAS)
-def _passes(kind: OpKind) -> Rule:
-    """Returns the rule `i j -> i j` of marks and barriers; barriers have one operand by now."""
-    build = RuleBuilder()
-    dims = build.dims(kind.operands[0].shape)
-    return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import Index, integer_of
+from spmd.ir.control_flow import Index, Tie, integer_of
 from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, SCATTER, SUBTRACT, Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, reads
-from spmd.ir.rewrite import Carry, dedupe, recarried, remove_dead, repeat_op
+from spmd.ir.rewrite import dedupe, recarried, remove_dead, repeat_op
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.recompute.again import (
     Costs,
@@ -180,7 +180,7 @@ class _Rewrite:
             places = self.places(self.pair.place, value)
             piece = b.reshape(value, (1, *b.types[value].shape))
             after = b.dynamic_update_slice(inside, piece, places)
-            carries.append(Carry(empty[value], test, inside, after, result))
+            carries.append(Tie(empty[value], (test, inside, after), result))
         body = b.end(body.args, body.results)
         loop = loop._replace(regions=(loop.regions[0], body))
         return *before, recarried(loop, b.types, {s.written for s in self.gone}, carries)
@@ -189,13 +189,13 @@ class _Rewrite:
         """Returns the new backward loop; each recomputed op is right before its first reader."""
         b, loop = self.b, self.pair.backward
         body = loop.regions[1]
-        carries: list[Carry] = []
+        carries: list[Tie] = []
         there = {source: value for value, source in _around(loop, self.index).items()}
 
         def carried(source: Value) -> Value:
             if source not in there:
                 test, inside, result = (b.value(b.types[source]) for _ in range(3))
-                carries.append(Carry(source, test, inside, inside, result))
+                carries.append(Tie(source, (test, inside, inside), result))
                 there[source] = inside
             return there[source]
 
