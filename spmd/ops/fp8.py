@@ -155,11 +155,10 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 def merge(rest: Any, states: Any) -> Any:
     """Returns the tree of which `split` made the two: each state is put in its place in `rest`."""
-
-    def one(leaf: Any, state: Any) -> Any:
-        return leaf if state is None else state
-
-    return jax.tree.map(one, rest, states, is_leaf=lambda x: x is None or _is_state(x))
+    return jax.tree.map(
+        lambda leaf, state: state or leaf,
+        rest, states, is_leaf=lambda x: x is None or _is_state(x),
+    )  # fmt: skip
 
 
 def _is_state(leaf: Any) -> bool:
