@@ -83,8 +83,6 @@ class _Walk:
 
     def define(self, values: Sequence[Value], op: Op | None) -> None:
         for value in values:
-            if not 0 <= value < len(self.types):
-                self.fail(f"%{value} has no type", op)
             if value in self.defined:
                 self.fail(f"%{value} is defined twice", op)
             self.defined.add(value)

@@ -6,10 +6,10 @@ jax's own. When jax lowers the primitive, the emitted module is merged into jax'
 
 import contextlib
 import functools
-import hashlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -205,11 +205,10 @@ def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> N
         "donated arguments": str(emitted.donated),
     }
     if emitted.constants:  # which the module's text does not have
-        found = hashlib.sha256()
-        for value, sharding in emitted.constants:
-            found.update(f"{value.type} {sharding}".encode())
-            found.update(value.data)
-        more["constants"] = found.hexdigest()[:12]
+        found = [
+            (c.value.type, c.sharding, sha256(c.value.data).digest()) for c in emitted.constants
+        ]
+        more["constants"] = digest(str(found))
     more |= {f"compiler option {k}": str(v) for k, v in compiler_options.items()}
     text = emitted.module
     texts = {"one device's program": (digest(without_locations(text)), lambda: text)}
