@@ -43,10 +43,8 @@ def make_parser() -> Parser:
 def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> Any:
     """Makes a random array: floats between -1 and 1, integers from 0 to `high` - 1, or booleans."""
     dtype = numpy_dtype(type_.dtype)
-    if dtype == np.bool_:
-        return rng.integers(0, 2, type_.shape).astype(np.bool_)
     if type_.dtype.startswith(("i", "ui")):
-        return rng.integers(0, high, type_.shape).astype(dtype)
+        return rng.integers(0, 2 if dtype == np.bool_ else high, type_.shape).astype(dtype)
     numbers = rng.uniform(-1, 1, type_.shape)
     if dtype.kind == "c":
         return (numbers + 1j * rng.uniform(-1, 1, type_.shape)).astype(dtype)

@@ -26,7 +26,7 @@ def check_program(
     `stage` is `program` for a global program, `local` or `optimized` for a local one. `ends` are
     the types that its arguments must have, and those of its results; it may be left out.
     """
-    walk = _Walk(program.types, stage, set())
+    walk = _Walk(program.types, stage)
     walk.region(program.body)
     have = (walk.of(program.body.args), walk.of(program.body.results))
     for what, types, wanted in zip(("arguments", "results"), have, ends, strict=False):
@@ -50,8 +50,8 @@ class _Walk:
     A loop's own results are defined only after its regions: a body that reads %1 is refused.
     """
 
-    def __init__(self, types: Sequence[TensorType], stage: str, bodies: set[int]) -> None:
-        self.types, self.stage, self.bodies = types, stage, bodies
+    def __init__(self, types: Sequence[TensorType], stage: str) -> None:
+        self.types, self.stage = types, stage
         self.defined, self.visible = set[Value](), set[Value]()
 
     def fail(self, problem: str, op: Op | None = None) -> NoReturn:
@@ -72,11 +72,8 @@ class _Walk:
             self.read(op.operands, op)
             self.belongs(op, is_manual)
             for body in op.kind.attrs.values():
-                # A body is a closed program of its own, one object in thousands of ops: checked
-                # anew for each of them, the walk would not be linear in the number of ops.
-                if isinstance(body, Body) and id(body) not in self.bodies:
-                    self.bodies.add(id(body))
-                    _Walk(body.types, self.stage, self.bodies).region(body.region, op)
+                if isinstance(body, Body):  # a closed program of its own
+                    _Walk(body.types, self.stage).region(body.region, op)
             for inner in op.regions:
                 self.region(inner, op, is_manual or op.kind.about.region == "manual")
             self.define(op.results, op)
@@ -86,8 +83,6 @@ class _Walk:
 
     def define(self, values: Sequence[Value], op: Op | None) -> None:
         for value in values:
-            if not 0 <= value < len(self.types):
-                self.fail(f"%{value} has no type", op)
             if value in self.defined:
                 self.fail(f"%{value} is defined twice", op)
             self.defined.add(value)

@@ -6,10 +6,10 @@ jax's own. When jax lowers the primitive, the emitted module is merged into jax'
 
 import contextlib
 import functools
-import hashlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -111,15 +111,12 @@ def compile_emitted(
     if outside.devices is None:
         _check_processes(emitted, compiler_options)
     with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh, outside.devices):
-        constants = [constant.value.type for constant in emitted.constants]
-        structs = [
-            jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype))
-            for t in (*constants, *emitted.argument_types)
-        ]
+        types = [*(constant.value.type for constant in emitted.constants), *emitted.argument_types]
+        structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in types]
         lowered = executable(emitted, outside).lower(*structs)
         compiled = lowered.compile(dict(compiler_options) or None)
-        _take_packed(compiled, [*constants, *emitted.argument_types])
-        return WithConstants(compiled, emitted, outside) if constants else compiled
+        _take_packed(compiled, types)
+        return WithConstants(compiled, emitted, outside) if emitted.constants else compiled
 
 
 def _take_packed(compiled: Any, types: Sequence[TensorType]) -> None:
@@ -208,11 +205,10 @@ def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> N
         "donated arguments": str(emitted.donated),
     }
     if emitted.constants:  # which the module's text does not have
-        found = hashlib.sha256()
-        for value, sharding in emitted.constants:
-            found.update(f"{value.type} {sharding}".encode())
-            found.update(value.data)
-        more["constants"] = found.hexdigest()[:12]
+        found = [
+            (c.value.type, c.sharding, sha256(c.value.data).digest()) for c in emitted.constants
+        ]
+        more["constants"] = digest(str(found))
     more |= {f"compiler option {k}": str(v) for k, v in compiler_options.items()}
     text = emitted.module
     texts = {"one device's program": (digest(without_locations(text)), lambda: text)}
@@ -263,7 +259,8 @@ def executable_on(
     Every device of the mesh has all arguments and results; if the module has a `jax.shard_map`, XLA
     partitions the rest. Callbacks of `jax.debug` do nothing.
     """
-    run = _runner(module, tuple(out_types), silent(callbacks))
+    quiet = [replace(c, function=lambda *_: ()) if c.is_debug else c for c in callbacks]
+    run = _runner(module, tuple(out_types), tuple(quiet))
     whole = NamedSharding(jax_mesh(mesh), PartitionSpec())
     jitted = plain_jit(run, keep_unused=True, out_shardings=whole)
 
@@ -329,11 +326,6 @@ def _effect(ordered: bool) -> Any:
     # devices; that of `jax.debug.callback` may not.
     (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: (), (), ordered=ordered))().effects
     return effect
-
-
-def silent(callbacks: Callbacks) -> Callbacks:
-    """Returns the callbacks with those of `jax.debug` replaced by functions that do nothing."""
-    return tuple(replace(c, function=lambda *_: ()) if c.is_debug else c for c in callbacks)
 
 
 def _target(op: Any) -> str:

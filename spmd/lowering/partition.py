@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from spmd.ir.description import BARRIER, FROM_MANUAL
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.dialect.reducers import reducer_body
@@ -189,8 +188,6 @@ class _Partitioner:
                 use = f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
             elif op.is_loop:
                 use = f"carry {i} of the loop, before its first iteration,"
-            elif op.name == CALLBACK:
-                use = f"the callback {op.label}"
 
         def lies(sharding: Sharding) -> str:
             return spec_text(sharding, self.mesh) if sharding.used else "whole"

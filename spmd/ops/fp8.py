@@ -148,18 +148,17 @@ def split(tree: Any) -> tuple[Any, Any]:
       >>> updates, opt_state = optimizer.update(grads, opt_state, params)
       >>> params = merge(optax.apply_updates(params, updates), states)
     """
-    rest = jax.tree.map(lambda leaf: None if _is_state(leaf) else leaf, tree, is_leaf=_is_state)
-    states = jax.tree.map(lambda leaf: leaf if _is_state(leaf) else None, tree, is_leaf=_is_state)
-    return rest, states
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_state)
+    rest, states = ([x if _is_state(x) == kept else None for x in leaves] for kept in (False, True))
+    return jax.tree.unflatten(structure, rest), jax.tree.unflatten(structure, states)
 
 
 def merge(rest: Any, states: Any) -> Any:
     """Returns the tree of which `split` made the two: each state is put in its place in `rest`."""
-
-    def one(leaf: Any, state: Any) -> Any:
-        return leaf if state is None else state
-
-    return jax.tree.map(one, rest, states, is_leaf=lambda x: x is None or _is_state(x))
+    return jax.tree.map(
+        lambda leaf, state: state or leaf,
+        rest, states, is_leaf=lambda x: x is None or _is_state(x),
+    )  # fmt: skip
 
 
 def _is_state(leaf: Any) -> bool:

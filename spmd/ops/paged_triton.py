@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
-from spmd.ops.products_triton import compiled_with, places, power_above, triton
+from spmd.ops.products_triton import compiled_with, places, triton
 
 POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
@@ -48,7 +48,8 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     groups, width = q_ARKGD.shape[3:]
     if 0 in (*q_ARKGD.shape, *table_ABM.shape):
         return NotImplemented
-    if not takes(groups, width, pool_ANPK2D.shape[2], _item(q_ARKGD, pool_ANPK2D)):
+    item = max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
+    if not takes(groups, width, pool_ANPK2D.shape[2], item):
         return NotImplemented
     # Pallas counts elements with 32 bits where there are no more than 2^32 bytes, and the sign is
     # one of them: of single bytes it reaches half.
@@ -65,7 +66,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
     slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
-    small = max(SMALL, power_above(groups))
+    small = max(SMALL, pl.next_power_of_2(groups))
     large = max(LARGE, small)
     read = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
     run = functools.partial(_run, read, window=window, interpret=interpret)
@@ -85,10 +86,6 @@ def takes(groups: int, width: int, size: int, item: int) -> bool:
     are_powers = all(n & (n - 1) == 0 for n in (width, size))
     are_enough = width >= 16 and size >= 8
     return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
-
-
-def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
-    return int(max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize))
 
 
 class _Tiles(NamedTuple):
@@ -136,7 +133,7 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     pages, size = pool_ANPK2D.shape[1:3]
     count = tiles.about.shape[1]
     reach = min(table_ABM.shape[2] * size, window or table_ABM.shape[2] * size)
-    item = _item(q_ARKGD, pool_ANPK2D)
+    item = max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
     parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
 
     # The first dim of the grid is tiles of all groups, the second key heads, the third parts.

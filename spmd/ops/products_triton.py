@@ -28,11 +28,6 @@ def compiled_with(warps: int, stages: int, interpret: bool) -> dict[str, Any]:
     return {"compiler_params": triton().CompilerParams(num_warps=warps, num_stages=stages)}
 
 
-def power_above(n: int) -> int:
-    """Returns the least power of two that is not below `n`: 5 -> 8, 8 -> 8."""
-    return 1 << (n - 1).bit_length()
-
-
 def places(row_R: Any, begin: Any, size: int) -> tuple[Any, Any]:
     """Returns the rows and the columns, each (R, size), of columns from `begin` on of `row_R`.
 
@@ -140,7 +135,7 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
     wanted = 1
     while wanted < MOST_SPLITS and blocks * OUTPUTS // outputs * wanted < PROGRAMS:
         wanted *= 2
-    padded = max(LEAST_ROWS, power_above(rows))
+    padded = max(LEAST_ROWS, pl.next_power_of_2(rows))
     sizes = [(wanted, 128)] if wanted > 1 and padded <= 64 else []
     sizes += [(splits, 64) for splits in (wanted, wanted // 2, 1) if splits]
     fitting = [(splits, size) for splits, size in sizes if inputs % (splits * size) == 0]
