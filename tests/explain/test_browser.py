@@ -206,6 +206,7 @@ def narrow(tmp_path_factory: Any) -> Iterator[Browser]:
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_no_text_is_cut_off(narrow: Browser, width: int) -> None:
     narrow.resize(width)
+    assert narrow.run("document.querySelector('.tiles').textContent.includes('16 over data')")
     assert narrow.run(CLIPPED) == []
     assert narrow.run("document.documentElement.scrollWidth <= innerWidth")
     if width < 1000:

@@ -14,9 +14,13 @@ from spmd.errors import ArgumentError
 from spmd.explain.costs import collective_rows, traffic
 from spmd.explain.facts import proof_text
 from spmd.explain.page.page import render
+from spmd.explain.page.pictures import mesh_picture, tile_picture
 from spmd.explain.text import explain_program, explain_value, summarize
 from spmd.explain.words import bytes_text, parts_of_axes, seconds_text, source_text
+from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
+from tests.mesh.shardings import parse_sharding
 from tests.programs import mlp
 
 # Text.
@@ -252,3 +256,39 @@ def test_page_is_written(compiled: Any, page: str, tmp_path: Any) -> None:
     path = tmp_path / "report.html"
     compiled.report(str(path))
     assert path.read_text(encoding="utf-8") == page
+
+
+def test_pictures_show_every_tile() -> None:
+    mesh = Mesh(None, (4, 2), ("data", "model"))
+    type_ = TensorType((8, 3, 16), "f32")
+    svg, down, across = tile_picture(type_, parse_sharding("[{data}, {}, {model}]", mesh), mesh)
+    assert svg.count('class="edge"') == 8
+    assert "hatch" not in svg
+    assert (down, across) == ("8 over data", "16 over model")
+    shared, down, across = tile_picture(type_, parse_sharding("[{data}, {}, {}]", mesh), mesh)
+    assert shared.count('class="edge"') == 4
+    assert shared.count("url(#hatch)") == 4
+    assert (down, across) == ("8 over data", "16")
+    svg, down, across = mesh_picture(mesh)
+    assert svg.count('class="edge"') == 8
+    assert (down, across) == ("data", "model")
+
+
+def test_pictures_say_how_much_of_many_pieces_they_draw() -> None:
+    mesh = Mesh(None, (256, 2), ("data", "model"))
+    svg, down, _ = mesh_picture(mesh)
+    assert svg.count('class="edge"') == 64
+    assert down == "data (32 of 256 drawn)"
+    sharding = parse_sharding("[{data}, {}]", mesh)
+    assert tile_picture(TensorType((1024, 8), "f32"), sharding, mesh)[1:] == (
+        "1024 over data (32 of 256 drawn)", "8",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (8,), (2, 3, 5), (64, 128)])
+def test_pictures_of_any_mesh(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(None, sizes, [f"a{i}" for i in range(len(sizes))])
+    assert 1 <= mesh_picture(mesh)[0].count('class="edge"') <= 256
+    for rank in range(3):
+        dims = (tuple(range(len(mesh.atoms))),) + ((),) * (rank - 1) if rank else ()
+        tile_picture(TensorType((1 << 13,) * rank, "f32"), Sharding(dims), mesh)

@@ -48,6 +48,7 @@ def render(facts: Facts) -> str:
     )
     body = tag(
         "body.spmd",
+        pictures.HATCH,
         tag("header", tag("h1", title), *(tag("p.lead", line) for line in lines)),
         first,
         tag("nav", *links),
@@ -82,7 +83,7 @@ def _parts(facts: Facts) -> list[Part]:
         if title == "memory per device":
             shown = joined(_memory(facts), shown)
         parts.append((title.capitalize(), section.remark, shown, title in UNFOLDED))
-    return parts
+    return [*parts, ("Mesh and tiles", "who holds what", pictures.tiles(facts), False)]
 
 
 def _first_screen(facts: Facts) -> Html:

@@ -1,4 +1,4 @@
-"""Pictures, as SVG: the predicted timeline, and memory over time.
+"""Pictures, as SVG: the predicted timeline, memory over time, tiles.
 
 What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go from one segment to
 the next (see report.js).
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain import words as w
 from spmd.explain.costs import loop_text, occurrences
+from spmd.explain.facts import Facts, group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.html import Html, joined, line, rect, tag, words
+from spmd.explain.page import html as h
+from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
 from spmd.predict.timeline import COMPUTE, Timeline
 
 LEFT, ACROSS = 92, 1016  # where the drawn part of a chart begins, behind labels; and its width
@@ -181,7 +186,132 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
 
 def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
     """Returns a chart that can have the focus, and a line in which report.js shows one segment."""
-    size = {"viewBox": f"0 0 {_RIGHT + 8} {height:.0f}", "width": _RIGHT + 8, "height": height}
-    about = {"role": "img", "aria_label": label, "tabindex": 0}
-    made = tag(f"svg.chart {look}", *parts, **size, **about)
+    made = drawing(f"chart {look}", _RIGHT + 8, height, parts, label, tabindex=0)
     return joined(tag("div.scroll", made), tag("output.readout"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Tiles: which device holds what. A device has one colour in all pictures: the hue is its coordinate
+# along the first mesh axis, the lightness that along the others. A tile that several devices hold
+# shows the colours of all of them as bands under a hatch.
+
+PICTURES = 8  # how many arguments are drawn, and the mesh
+MAX_DEVICES = 256  # devices that a mesh's picture shows
+MAX_PIECES = 32  # pieces of one dim that a picture shows
+
+_MAX_BANDS = 8
+_TILE_WIDTH, _TILE_HEIGHT, _TILE_LEAST = 190, 150, 26
+
+HATCH = Html(
+    '<svg width="0" height="0" style="position:absolute"><defs><pattern id="hatch" width="6" '
+    'height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<line class="hatch" x1="0" y1="0" x2="0" y2="6"/></pattern></defs></svg>'
+)
+"""Markup that defines the hatch used by pictures; a page with pictures contains it once."""
+
+
+Picture = tuple[Html, str, str]  # an SVG, and what lies down and across in it
+
+
+def tiles(facts: Facts) -> Html:
+    """Draws the mesh and the largest arguments, to show which device holds which piece."""
+    mesh = facts.plan.mesh
+    shown = [(mesh_picture(mesh), "the mesh", (f"{mesh}", "device ids"))]
+    # The largest argument of every sharding first, then the next largest ones.
+    groups = [group for group in group_leaves(facts.arguments) if group[0].type.rank]
+    groups.sort(key=lambda group: -group[0].type.bytes)
+    largest = {group[0].sharding: group for group in reversed(groups)}
+    groups.sort(key=lambda group: largest[group[0].sharding] is not group)
+    for group in groups[: PICTURES - 1]:
+        leaf, name = group[0], pattern(leaf.name for leaf in group)
+        caption = f"{w.type_text(leaf.type)} {w.spec_text(leaf.sharding, mesh)}"
+        picture = tile_picture(leaf.type, leaf.sharding, mesh)
+        shown.append((picture, name, (caption, f"{w.type_text(leaf.local)} on each device")))
+    figures = []
+    for (svg, down, across), title, captions in shown:
+        sides = [f"{arrow} {side}" for arrow, side in (("↓", down), ("→", across)) if side]
+        lines = [tag("span", tag("code", text)) for text in (*captions, *sides)]
+        figures.append(tag("figure", svg, tag("figcaption", tag("b", h.breakable(title)), *lines)))
+    intro = tag(
+        "p",
+        "Every device has its colour. A tile shows the devices that hold it; hatched ones are "
+        "held by several. Of a tensor with more than two dims two are drawn, split ones first: ↓ "
+        "says what lies down the picture, → what lies across.",
+    )
+    return joined(intro, tag("div.tiles", *figures))
+
+
+def mesh_picture(mesh: Mesh) -> Picture:
+    """Draws a mesh's devices as a grid: the last axis from left to right, all others downwards."""
+    whole = mesh.sizes[-1] if mesh.sizes else 1
+    columns, lines = min(whole, MAX_PIECES), max(1, mesh.size // whole)
+    rows = min(lines, MAX_PIECES, MAX_DEVICES // columns)
+    cell = max(16, min(46, 560 // max(rows, columns)))
+    holders = {(r, c): [r * whole + c] for r in range(rows) for c in range(columns)}
+    across = _side(mesh.axis_names[-1], whole, columns) if mesh.sizes else ""
+    down = _side(" x ".join(mesh.axis_names[:-1]), lines, rows)
+    return _tiled(mesh, holders, columns * cell, rows * cell, f"the mesh {mesh}"), down, across
+
+
+def _side(text: str, pieces: int, shown: int = MAX_PIECES) -> str:
+    """Says what lies along a side of a picture, and how much of it is drawn."""
+    return f"{text} ({shown} of {pieces} drawn)" if pieces > shown else text
+
+
+def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Picture:
+    """Draws a tensor as a rectangle of two of its dims, cut into the pieces that devices hold."""
+    # Split dims first, then the last ones; a tensor of fewer dims is drawn one element high.
+    order = sorted(range(sharding.rank), key=lambda d: (not sharding.dims[d], -d))[:2]
+    shown = [(type_.shape[dim], sharding.dims[dim]) for dim in sorted(order)]
+    (size_down, down), (size_across, across) = [(1, ())] * (2 - len(shown)) + shown
+    holders: dict[tuple[int, int], list[int]] = {}
+    for position in range(mesh.size):
+        tile = mesh.coordinate(position, down), mesh.coordinate(position, across)
+        if max(tile) < MAX_PIECES:
+            holders.setdefault(tile, []).append(position)
+    texts = [
+        _side(f"{size} over {w.axes_text(axes, mesh)}", mesh.extent(axes)) if axes else str(size)
+        for size, axes in shown
+    ]
+    text_down, text_across = [""] * (2 - len(shown)) + texts
+    # The dims' ratio, softened so that both can be seen.
+    ratio = math.sqrt(max(size_down, 1) / max(size_across, 1))
+    height = max(_TILE_LEAST, min(_TILE_HEIGHT, round(_TILE_WIDTH * ratio)))
+    width = max(_TILE_LEAST * 2, min(_TILE_WIDTH, round(height / ratio)))
+    return _tiled(mesh, holders, width, height, "the tensor's tiles"), text_down, text_across
+
+
+def _tiled(
+    mesh: Mesh, holders: Mapping[tuple[int, int], Sequence[int]], width: int, height: int, what: str
+) -> Html:
+    """Draws tiles that fill a box.
+
+    `holders` maps a tile's (row, column) to the positions in the mesh of the devices that hold it.
+    """
+    rows, columns = (1 + max(place) for place in zip(*holders, strict=True))
+    wide, high = width / columns, height / rows
+    first = mesh.sizes[0] if mesh.sizes else 1
+    rest = max(1, mesh.size // first)
+    shapes: list[Html] = []
+    for (row, column), held in holders.items():
+        x, y = 1 + column * wide, 1 + row * high
+        drawn = held[:_MAX_BANDS]
+        band = wide / len(drawn)
+        for i, place in enumerate(drawn):
+            hue = (205 + 300 * (place // rest) / first) % 360
+            light = 62 + 20 * (place % rest) / max(1, rest - 1)
+            colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
+            shapes.append(rect("", (x + i * band, y, band, high), fill=colour))
+        if len(drawn) > 1:
+            shapes.append(rect("", (x, y, wide, high), fill="url(#hatch)"))
+        shapes.append(rect("edge", (x, y, wide, high)))
+        ids = [str(mesh.device_ids[place]) for place in held]
+        labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
+        share = wide / len(labels)
+        if max(map(len, labels)) * 6.8 <= share and high >= 12:
+            shapes += [
+                words(x + (i + 0.5) * share, y + high / 2 + 4, label, "on", text_anchor="middle")
+                for i, label in enumerate(labels)
+            ]
+    shapes.append(rect("frame", (1, 1, width, height)))
+    return drawing("", width + 2, height + 2, shapes, what)
