@@ -68,9 +68,17 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
         return pipeline_of(op.loc.scope), op.loc.trail
 
     loops = [slot for slot in timeline.slots if slot.op.is_loop and slot.depth == 0]
-    sent = [part for part in spent(timeline, plan.topology) if SHIFT in part.slot.op.loc.scope]
+    around: dict[int, Op] = {}  # a slot -> what is outermost around it
+    for slot in timeline.slots:
+        outermost = slot.op if slot.depth == 0 else outermost
+        around[id(slot)] = outermost
     shifts = w.grouped(
-        (part for part in sent if part.slot.op.collective), lambda part: place(part.slot.op)
+        (
+            part
+            for part in spent(timeline, plan.topology)
+            if part.slot.op.collective and SHIFT in part.slot.op.loc.scope
+        ),
+        lambda part: place(around[id(part.slot)]),
     )
     return [
         PipelineRow(

@@ -49,6 +49,14 @@ class Pipeline(NamedTuple):
         """How many steps a stage takes to bring `stages` microbatches through all of its chunks."""
         return self.stages * self.chunks
 
+    def work(self, stage: int, step: int) -> tuple[int, int] | None:
+        """Returns the (microbatch, chunk) numbers of what a stage does in a step; None if idle."""
+        done = step - stage
+        if not 0 <= done < self.busy_steps:
+            return None
+        group, place = divmod(done, self.window)
+        return group * self.stages + place % self.stages, place // self.stages
+
     @property
     def schedule(self) -> str:
         """The schedule's name, a key of `SCHEDULES`."""

@@ -12,6 +12,7 @@ import spmd
 from spmd.explain.costs import collective_rows
 from spmd.explain.words import source_text
 from tests.explain.browser import Browser, find_browser
+from tests.explain.programs import pipelined_step
 
 PROGRAM = find_browser() or ""
 pytestmark = pytest.mark.skipif(
@@ -220,6 +221,21 @@ def test_tables_sort_on_a_narrow_page(narrow: Browser) -> None:
     assert len(total) > 1 and total == sorted(total)
     label = "getComputedStyle(document.querySelector('#collectives').closest('section')"
     assert "bytes" in narrow.run(f"{label}.querySelector('td:nth-child(6)'), '::before').content")
+
+
+@pytest.mark.thorough
+def test_a_pipelines_picture_scrolls_inside_a_narrow_page(tmp_path: Path) -> None:
+    pipelined_step("interleaved", 4, 32).report(str(tmp_path / "report.html"))
+    with Browser(PROGRAM, tmp_path / "profile") as browser:
+        browser.resize(420)
+        browser.open(tmp_path / "report.html")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        # Squares keep their size, so that their numbers can be read.
+        picture = "document.querySelector('figure .scroll svg')"
+        assert browser.run(f"{picture}.getBoundingClientRect().width > 1000")
+        assert browser.run(f"{picture}.parentElement.getBoundingClientRect().right <= innerWidth")
+        titles = f"[...{picture}.querySelectorAll('title')].map(t => t.textContent)"
+        assert "step 66: stage 3 works on microbatch 31" in browser.run(titles)[-1]
 
 
 @pytest.mark.thorough

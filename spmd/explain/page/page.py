@@ -78,10 +78,11 @@ def _parts(facts: Facts) -> list[Part]:
     """Returns the sections of the text report, some with pictures, and pictures on their own."""
     side_by_side = "compute and links at the same time where neither waits for the other"
     parts = [("Timeline", f"predicted; {side_by_side}", _timeline(facts), True)]
+    pictures_of = {"pipelines": pictures.pipelines, "memory per device": _memory}
     for section in facts.sections():
         title, shown = section.title, h.section(section)
-        if title == "memory per device":
-            shown = joined(_memory(facts), shown)
+        if shown and title in pictures_of:
+            shown = joined(pictures_of[title](facts), shown)
         parts.append((title.capitalize(), section.remark, shown, title in UNFOLDED))
     return [*parts, ("Mesh and tiles", "who holds what", pictures.tiles(facts), False)]
 

@@ -1,4 +1,4 @@
-"""Pictures, as SVG: the predicted timeline, memory over time, tiles.
+"""Pictures, as SVG: the predicted timeline, memory over time, steps of pipelines, tiles.
 
 What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go from one segment to
 the next (see report.js).
@@ -6,6 +6,7 @@ the next (see report.js).
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from spmd.explain.facts import Facts, group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page import html as h
 from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
+from spmd.explain.steps import pipeline_rows
+from spmd.ir.pipelines import Pipeline
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -191,13 +194,14 @@ def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
 
 
 # ---------------------------------------------------------------------------------------------
-# Tiles: which device holds what. A device has one colour in all pictures: the hue is its coordinate
-# along the first mesh axis, the lightness that along the others. A tile that several devices hold
-# shows the colours of all of them as bands under a hatch.
+# Grids: which device holds what, and what the stages of a pipeline do in each step. A device has
+# one colour in all pictures: the hue is its coordinate along the first mesh axis, the lightness
+# that along the others. A tile that several devices hold shows their colours under a hatch.
 
 PICTURES = 8  # how many arguments are drawn, and the mesh
 MAX_DEVICES = 256  # devices that a mesh's picture shows
 MAX_PIECES = 32  # pieces of one dim that a picture shows
+MOST_WORKERS, MOST_COLUMNS = 16, 128  # stages and steps of a pipeline that a picture shows
 
 _MAX_BANDS = 8
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_LEAST = 190, 150, 26
@@ -210,7 +214,47 @@ HATCH = Html(
 """Markup that defines the hatch used by pictures; a page with pictures contains it once."""
 
 
+class Tile(NamedTuple):
+    """Holds one rectangle of a grid: its colours as bands, a label for each, and a tooltip."""
+
+    colours: Sequence[str]
+    labels: Sequence[str]
+    title: str = ""
+
+
 Picture = tuple[Html, str, str]  # an SVG, and what lies down and across in it
+
+
+def pipelines(facts: Facts) -> Html:
+    """Draws for each pipeline of a program what its stages do in each step."""
+    intro = tag(
+        "p",
+        "The forward pass: stages below each other, steps from left to right. A number is the "
+        "microbatch that a stage works on; where there is none it has nothing to do. A lighter "
+        "tile is of a later chunk of the stage's layers. A gradient goes through the same steps "
+        "from right to left.",
+    )
+    rows = pipeline_rows(facts.stages)
+    return joined(intro, *(_figure(*steps_picture(row.of), row.title) for row in rows))
+
+
+def steps_picture(of: Pipeline) -> Picture:
+    """Draws what the first `MOST_WORKERS` stages do in the first `MOST_COLUMNS` steps."""
+    rows, columns = min(of.stages, MOST_WORKERS), min(of.steps, MOST_COLUMNS)
+    tiles = {}
+    for stage, step in itertools.product(range(rows), range(columns)):
+        when = f"step {step}: stage {stage}"
+        if (work := of.work(stage, step)) is None:
+            tiles[stage, step] = Tile((), (), f"{when} has nothing to do")
+            continue
+        microbatch, chunk = work
+        layers = f", chunk {chunk} of its layers" if of.chunks > 1 else ""
+        colour = _colour(microbatch / of.microbatches, chunk / max(1, of.chunks - 1))
+        title = f"{when} works on microbatch {microbatch}{layers}"
+        tiles[stage, step] = Tile((colour,), (str(microbatch),), title)
+    down, across = _side("stages", of.stages, rows), _side("steps", of.steps, columns)
+    drawn = _grid(tiles, columns * 30, rows * 24, label := f"steps of {of.stages} stages")
+    return tag("div.scroll", drawn, tabindex=0, role="group", aria_label=label), down, across
 
 
 def tiles(facts: Facts) -> Html:
@@ -227,11 +271,7 @@ def tiles(facts: Facts) -> Html:
         caption = f"{w.type_text(leaf.type)} {w.spec_text(leaf.sharding, mesh)}"
         picture = tile_picture(leaf.type, leaf.sharding, mesh)
         shown.append((picture, name, (caption, f"{w.type_text(leaf.local)} on each device")))
-    figures = []
-    for (svg, down, across), title, captions in shown:
-        sides = [f"{arrow} {side}" for arrow, side in (("↓", down), ("→", across)) if side]
-        lines = [tag("span", tag("code", text)) for text in (*captions, *sides)]
-        figures.append(tag("figure", svg, tag("figcaption", tag("b", h.breakable(title)), *lines)))
+    figures = [_figure(*picture, title, *captions) for picture, title, captions in shown]
     intro = tag(
         "p",
         "Every device has its colour. A tile shows the devices that hold it; hatched ones are "
@@ -239,6 +279,13 @@ def tiles(facts: Facts) -> Html:
         "says what lies down the picture, → what lies across.",
     )
     return joined(intro, tag("div.tiles", *figures))
+
+
+def _figure(svg: Html, down: str, across: str, title: str, *captions: str) -> Html:
+    sides = [f"{arrow} {side}" for arrow, side in (("↓", down), ("→", across)) if side]
+    lines = [tag("span", tag("code", text)) for text in (*captions, *sides)]
+    caption = tag("figcaption", tag("b", h.breakable(title)), *lines)
+    return tag("figure", svg, caption)
 
 
 def mesh_picture(mesh: Mesh) -> Picture:
@@ -284,34 +331,41 @@ def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Picture:
 def _tiled(
     mesh: Mesh, holders: Mapping[tuple[int, int], Sequence[int]], width: int, height: int, what: str
 ) -> Html:
-    """Draws tiles that fill a box.
-
-    `holders` maps a tile's (row, column) to the positions in the mesh of the devices that hold it.
-    """
-    rows, columns = (1 + max(place) for place in zip(*holders, strict=True))
-    wide, high = width / columns, height / rows
+    """Draws tiles of which `holders` has the positions of the devices in the mesh that hold it."""
     first = mesh.sizes[0] if mesh.sizes else 1
     rest = max(1, mesh.size // first)
-    shapes: list[Html] = []
-    for (row, column), held in holders.items():
-        x, y = 1 + column * wide, 1 + row * high
-        drawn = held[:_MAX_BANDS]
-        band = wide / len(drawn)
-        for i, place in enumerate(drawn):
-            hue = (205 + 300 * (place // rest) / first) % 360
-            light = 62 + 20 * (place % rest) / max(1, rest - 1)
-            colour = f"hsl({hue:.0f} 52% {light:.0f}%)"
-            shapes.append(rect("", (x + i * band, y, band, high), fill=colour))
-        if len(drawn) > 1:
-            shapes.append(rect("", (x, y, wide, high), fill="url(#hatch)"))
-        shapes.append(rect("edge", (x, y, wide, high)))
-        ids = [str(mesh.device_ids[place]) for place in held]
+    colours = [_colour(i // rest / first, i % rest / max(1, rest - 1)) for i in range(mesh.size)]
+    tiles = {}
+    for place, held in holders.items():
+        ids = [str(mesh.device_ids[position]) for position in held]
         labels = ids if len(held) <= _MAX_BANDS else [f"×{len(held)}"]
-        share = wide / len(labels)
-        if max(map(len, labels)) * 6.8 <= share and high >= 12:
+        tiles[place] = Tile([colours[position] for position in held[:_MAX_BANDS]], labels)
+    return _grid(tiles, width, height, what)
+
+
+def _colour(hue: float, light: float) -> str:
+    """Returns a CSS colour; `hue` and `light` are from 0 to 1."""
+    return f"hsl({(205 + 300 * hue) % 360:.0f} 52% {62 + 20 * light:.0f}%)"
+
+
+def _grid(tiles: Mapping[tuple[int, int], Tile], width: int, height: int, what: str) -> Html:
+    """Draws tiles by (row, column), which fill a box."""
+    rows, columns = (1 + max(place) for place in zip(*tiles, strict=True))
+    wide, high = width / columns, height / rows
+    shapes: list[Html] = []
+    for (row, column), tile in tiles.items():
+        x, y = 1 + column * wide, 1 + row * high
+        for i, colour in enumerate(tile.colours):
+            band = wide / len(tile.colours)
+            shapes.append(rect("", (x + i * band, y, band, high), fill=colour))
+        if len(tile.colours) > 1:
+            shapes.append(rect("", (x, y, wide, high), fill="url(#hatch)"))
+        shapes.append(rect("edge", (x, y, wide, high), tile.title))
+        share = wide / max(1, len(tile.labels))
+        if max(map(len, tile.labels), default=0) * 6.8 <= share and high >= 12:
             shapes += [
                 words(x + (i + 0.5) * share, y + high / 2 + 4, label, "on", text_anchor="middle")
-                for i, label in enumerate(labels)
+                for i, label in enumerate(tile.labels)
             ]
     shapes.append(rect("frame", (1, 1, width, height)))
     return drawing("", width + 2, height + 2, shapes, what)
