@@ -166,7 +166,7 @@ def test_compiled_programs(mesh: spmd.Mesh) -> None:
 
     placed = jax.device_put(X, compiled.in_shardings[0])
     donating = spmd.jit(lambda x, y: (x + 1, y * 2), mesh=mesh, donate_argnums=0)
-    (code,) = fix_of(lambda: donating(placed, placed))
+    code, _ = fix_of(lambda: donating(placed, placed))
     got = donating(placed, run(code, array=placed))
     np.testing.assert_array_equal(got[1], X * 2)
 

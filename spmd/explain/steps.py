@@ -5,6 +5,7 @@ device while it computes. An op that could do so may instead gather all pieces f
 """
 
 from collections import Counter
+from itertools import pairwise
 from typing import NamedTuple
 
 from spmd.compiler import Stages
@@ -68,10 +69,10 @@ def pipeline_rows(stages: Stages) -> list[PipelineRow]:
         return pipeline_of(op.loc.scope), op.loc.trail
 
     loops = [slot for slot in timeline.slots if slot.op.is_loop and slot.depth == 0]
-    around: dict[int, Op] = {}  # a slot -> what is outermost around it
-    for slot in timeline.slots:
-        outermost = slot.op if slot.depth == 0 else outermost
-        around[id(slot)] = outermost
+    tops = [at for at, slot in enumerate(timeline.slots) if slot.depth == 0]
+    around: dict[int, Op] = {}  # a slot -> the op of depth 0 that it is inside of, or is
+    for at, end in pairwise([*tops, len(timeline.slots)]):
+        around |= dict.fromkeys(map(id, timeline.slots[at:end]), timeline.slots[at].op)
     shifts = w.grouped(
         (
             part

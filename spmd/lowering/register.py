@@ -138,13 +138,17 @@ def _rule_function(
     linear: Iterable[Sequence[int]],
 ) -> Callable[[OpKind], Rule]:
     """Returns a function from an op's kind to its rule; raises SpmdError if `kinds` is wrong."""
-    given = set(kinds.values())
-    if given - {"pass", "reduce", "replicate"} or ("reduce" in given and not reduction):
+    if bad := set(kinds.values()) - {"pass", "reduce", "replicate"}:
         raise SpmdError(
-            f"the kinds of factors of {name} cannot be read",
-            actual=f"{dict(kinds)}, reduction={reduction!r}",
-            required='each pass, reduce or replicate; with reduce a reduction, such as "add"',
-            fix="correct them",
+            f"{sorted(bad)[0]!r} is not a kind of factor",
+            op=name,
+            required="pass, reduce or replicate",
+            fix="correct `kinds`",
+        )
+    if "reduce" in kinds.values() and not reduction:
+        raise SpmdError(
+            f"the rule of {name} reduces a factor without saying how",
+            fix='name it: reduction="add"',
         )
     if not isinstance(rule, str):
         return rule

@@ -11,9 +11,9 @@ from spmd.ir.description import BATCHED_CALL, LONE_CALL, batch_rank
 from spmd.ir.dialect.batched import Batched, in_front, stacked
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule, whole
+from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder, parse_rule, whole
 from spmd.ir.program import OpKind
-from spmd.ir.types import Opaque
+from spmd.ir.types import Opaque, TensorType
 
 MATRIX_CALLS = (
     "custom_call:Eigh",
@@ -79,12 +79,42 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
     return stacked(kind, count, [True] * len(differs), **attrs)
 
 
-@op(BATCHED_CALL, *MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
+@op(BATCHED_CALL, batched=_batched_call, is_same_locally=True)
+def _library_call(kind: OpKind) -> Rule:
+    """Returns the rule by which a call's batch dims, and a solve's columns, may be split.
+
+    That is `b i j, b j c -> b j c` for a triangular solve.
+    """
+    batch, target = batch_rank(kind) or 0, str(kind.attrs["call_target_name"])
+    right = 1 if "trsm" in target else 3 if "gtsv" in target else None
+    if right is None or not kind.operands[right].rank:
+        return whole(kind, batch)
+    config = getattr(kind.attrs.get("mhlo.backend_config"), "text", "")
+    is_right = right == 1 and re.search(r"side = 82\b|left_side = false", config)
+    sides, free = kind.operands[right], -2 if is_right else -1
+    build = RuleBuilder()
+    shared, column = build.dims(sides.shape[:batch]), build.factor(sides.shape[free])
+
+    def dims(type_: TensorType, has_column: bool) -> list[DimFactors]:
+        if not type_.rank:
+            return []
+        found = shared + build.dims(type_.shape[batch:], REPLICATE)
+        if has_column:
+            found[free] = column
+        return found
+
+    return build.build(
+        [dims(t, i == right) for i, t in enumerate(kind.operands)],
+        [dims(t, t.shape == sides.shape) for t in kind.results],
+        linear=((right,),) if len(kind.results) == 1 else (),
+    )
+
+
+@op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
 @op("stablehlo.cholesky", batched=in_front, is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
     """Returns the rule `b i j -> b i j, b k`: dims in front of a matrix's two may be split."""
-    batch = batch_rank(kind)
-    return whole(kind, kind.operands[0].rank - 2 if batch is None else batch)
+    return whole(kind, kind.operands[0].rank - 2)
 
 
 op(
@@ -98,14 +128,24 @@ op(
 )(elementwise_rule)
 
 
+@op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
+def _sparse_product(kind: OpKind) -> Rule:
+    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
+
+    The sparse one is its elements, where each row begins among them, and the column of each.
+    """
+    column = " c" * (kind.operands[3].rank - 1)
+    kinds, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))
+    text = f"e, r, f, k{column} -> m{column}"
+    return parse_rule(text, kind.operands, kind.results, kinds=kinds, linear=linear)
+
+
 # A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
 # made with a state of its own would hold others. A custom call in a region where all axes are
-# manual is already written for one device. Calls of cuDNN state their sizes as text. In a sparse
-# matrix rows are where a vector of places says.
+# manual is already written for one device. Calls of cuDNN state their sizes as text.
 op(
     LONE_CALL,
     "stablehlo.rng_bit_generator",
-    "custom_call:cpu_csr_sparse_dense_ffi",
     *(f"custom_call:{lib}dnn_rnn{way}_ffi" for lib in ("cu", "hip") for way in ("", "_bwd")),
     is_same_locally=True,
 )(whole)

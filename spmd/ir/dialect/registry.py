@@ -1,5 +1,6 @@
 """Functions that add descriptions of ops to `DESCRIPTIONS`, and that look up rules there."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from spmd.ir.description import (
     Description,
     rule_name,
 )
-from spmd.ir.dialect.rule import Rule
+from spmd.ir.dialect.rule import Rule, whole
 from spmd.ir.program import Loc, OpKind
 from spmd.ir.types import is_integer
 
@@ -54,6 +55,19 @@ def is_known_call(target: str) -> bool:
     return f"custom_call:{target}" in DESCRIPTIONS or LIBRARY_CALL.match(target) is not None
 
 
+def _registration(name: str, kind: OpKind) -> str:
+    """Returns how to register a rule for an op: for all its uses, and by its dims in this one."""
+    text, *_ = str(whole(kind)).partition(" {")
+    dims = "".join(re.findall(r"\w", text))
+    fix = f"to run it whole on every device: spmd.register_rule({name!r}, 'whole')"
+    if len(dims) == sum(t.rank for t in (*kind.operands, *kind.results)):  # a letter for each
+        fix += (
+            f"; or say what may be split, beginning with this rule, by which nothing may: "
+            f"spmd.register_rule({name!r}, {text!r}, kinds=dict.fromkeys({dims!r}, 'replicate'))"
+        )
+    return fix
+
+
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     """Returns an op's sharding rule, made once for each kind; UnsupportedOpError without one."""
     found: Rule | None = kind._cache.get("rule")
@@ -65,8 +79,7 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
                 f"no sharding rule for op {name}",
                 op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
                 source=loc.source if loc else None,
-                fix=f"to run it whole on every device: spmd.register_rule({name!r}, 'whole'); or "
-                "say in place of 'whole' what may be split: docs/custom_calls.md"
+                fix=_registration(name, kind)
                 if kind.results
                 else "let it return a value: plans are about results",
             )
