@@ -179,7 +179,8 @@ class Peers:
             try:
                 sign = sign.next(self._leaving.is_set())
                 if (verdict := self._look(seen, sign)) is not None:
-                    self.stop(verdict, is_heard=True)
+                    self._say(LEFT)
+                    self.stop(verdict)
             except Exception as error:
                 # One failed request is no verdict: hosts are busy and networks lose packets. A
                 # refused connection is, for nobody listens there any more; but the service also
@@ -238,14 +239,11 @@ class Peers:
         self.others_know = True
         self.stop(news)
 
-    def stop(self, verdict: str, is_heard: bool = False) -> NoReturn:
+    def stop(self, verdict: str) -> NoReturn:
         """Prints `verdict`, why the job ends, and ends this process, whatever its threads do."""
         with self._stopping:
             self._tell(verdict)
             _flush()
-            if is_heard:
-                with contextlib.suppress(Exception):  # some wait for that
-                    self._say(LEFT)
             with contextlib.suppress(Exception):  # at once and unbuffered: this process ends
                 text = f"error: process {self.process} of {self.processes} stops: {verdict}"
                 os.write(2, f"{self.form(text)}\n".encode())
@@ -261,14 +259,15 @@ class Peers:
             with contextlib.suppress(Exception):
                 ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
                 end = time.monotonic() + 2 * self.interval_s + 0.5
-                others = {*range(self.processes)} - {self.process}
-                while time.monotonic() < end:
-                    signs = self.store.all(ALIVE)
-                    if all(signs.get(process) == LEFT for process in others):
-                        break
+                # Only process 0 may ask the store here: on others a request could last for ever.
+                while time.monotonic() < end and not (self.process == 0 and self._have_left()):
                     time.sleep(0.1)
         _flush()
         os._exit(code)
+
+    def _have_left(self) -> bool:
+        signs = self.store.all(ALIVE)
+        return all(signs.get(process) == LEFT for process in range(1, self.processes))
 
     # This process's own end.
 
@@ -411,7 +410,7 @@ def stop_now(verdict: str, code: int = EXIT_PEER_LOST, *, tells_others: bool = F
             with contextlib.suppress(Exception):
                 _peers.store.claim(VERDICT, verdict)
                 verdict = _peers.store.get(VERDICT) or verdict
-        _peers.stop(verdict, is_heard=tells_others)
+        _peers.stop(verdict)
     _flush()
     os._exit(code)
 
