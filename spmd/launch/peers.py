@@ -157,7 +157,9 @@ class Peers:
         self.timeout_s = timeout_s
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
-        self.others_know = False  # whether they need not hear from this process why they end
+        # Whether it ends after the others: the store, in which they read why, lives in process 0.
+        self.is_last = self.process == 0
+        self.others_know = False  # whether they hear why from somebody else
         self.last_words: list[Callable[[str], object]] = []  # called with that reason
         self.form: Callable[[str], str] = str
         self.on_abort: Any = None
@@ -174,18 +176,17 @@ class Peers:
         seen = Signs(self.processes, self.timeout_s, time.monotonic())
         sign = Sign(0, "", "", 0)
         while not self._gone.is_set():
-            verdict = None
             try:
                 sign = sign.next(self._leaving.is_set())
-                verdict = self._look(seen, sign)
+                if (verdict := self._look(seen, sign)) is not None:
+                    self._say(LEFT)
+                    self.stop(verdict)
             except Exception as error:
                 # One failed request is no verdict: hosts are busy and networks lose packets. A
                 # refused connection is, for nobody listens there any more; but the service also
                 # ends when all have met.
                 if not self._leaving.is_set() and self.is_coordinator_gone():
-                    verdict = self.coordinator_lost(first_line(error))
-            if verdict is not None:
-                self.stop(verdict)
+                    self.stop(self.coordinator_lost(first_line(error)))
             if self._leaving.wait(self.interval_s):
                 self._gone.wait(self.interval_s)
 
@@ -202,8 +203,6 @@ class Peers:
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
-        if verdict is not None:
-            self._say(LEFT)
         return verdict
 
     def _say(self, sign: str) -> None:
@@ -256,18 +255,19 @@ class Peers:
                 say(verdict)
 
     def _exit(self, code: int) -> NoReturn:
-        if self.process == 0 and not self.others_know:
-            with contextlib.suppress(Exception):  # the others read the verdict from us
+        if self.is_last and not self.others_know:
+            with contextlib.suppress(Exception):
                 ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
                 end = time.monotonic() + 2 * self.interval_s + 0.5
-                others = range(1, self.processes)
-                while time.monotonic() < end:
-                    signs = self.store.all(ALIVE)
-                    if all(signs.get(process) == LEFT for process in others):
-                        break
+                # Only process 0 may ask the store here: on others a request could last for ever.
+                while time.monotonic() < end and not (self.process == 0 and self._have_left()):
                     time.sleep(0.1)
         _flush()
         os._exit(code)
+
+    def _have_left(self) -> bool:
+        signs = self.store.all(ALIVE)
+        return all(signs.get(process) == LEFT for process in range(1, self.processes))
 
     # This process's own end.
 
@@ -401,14 +401,15 @@ def peer_lost(process: int, how: str) -> NoReturn:
 def stop_now(verdict: str, code: int = EXIT_PEER_LOST, *, tells_others: bool = False) -> NoReturn:
     """Prints `verdict`, why the job ends, and ends this process, whatever its threads do.
 
-    If it `tells_others` they end, too; if they know a verdict already, that one is printed.
+    If it `tells_others` they end, too, and before it. If they know a verdict already, that one is
+    printed.
     """
     if _peers is not None:
+        _peers.failed, _peers.is_last = code, _peers.is_last or tells_others
         if tells_others:
             with contextlib.suppress(Exception):
                 _peers.store.claim(VERDICT, verdict)
                 verdict = _peers.store.get(VERDICT) or verdict
-        _peers.failed = code
         _peers.stop(verdict)
     _flush()
     os._exit(code)
