@@ -98,14 +98,24 @@ op(
 )(elementwise_rule)
 
 
+@op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
+def _sparse_product(kind: OpKind) -> Rule:
+    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
+
+    The sparse one is its elements, where each row begins among them, and the column of each.
+    """
+    column = " c" * (kind.operands[3].rank - 1)
+    whole, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))
+    text = f"e, r, f, k{column} -> m{column}"
+    return parse_rule(text, kind.operands, kind.results, kinds=whole, linear=linear)
+
+
 # A backend's random numbers depend on the whole shape, so every device makes all of them; a piece
 # made with a state of its own would hold others. A custom call in a region where all axes are
-# manual is already written for one device. Calls of cuDNN state their sizes as text. In a sparse
-# matrix rows are where a vector of places says.
+# manual is already written for one device. Calls of cuDNN state their sizes as text.
 op(
     LONE_CALL,
     "stablehlo.rng_bit_generator",
-    "custom_call:cpu_csr_sparse_dense_ffi",
     *(f"custom_call:{lib}dnn_rnn{way}_ffi" for lib in ("cu", "hip") for way in ("", "_bwd")),
     is_same_locally=True,
 )(whole)
