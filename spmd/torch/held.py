@@ -469,8 +469,8 @@ class TrainStep(Held):
         opt_state, old = jax.eval_shape(optimizer.init, params), self._optimizer_state
         leaves = jax.tree_util.tree_leaves_with_path(old)
         known = self._initial if old is None else {path_name(p): leaf for p, leaf in leaves}
-        structure: Any = jax.tree.structure
-        if structure(old) == structure(opt_state):
+        same: Any = jax.tree.structure(old)
+        if same == jax.tree.structure(opt_state):
             opt_state = old
         compiled = jitted.compile(
             params,

@@ -44,11 +44,11 @@ class Speaker(FakeBackend):
         self.said[slot] = 0
         self.prompts.append(bytes(seen).decode(errors="replace"))
 
-    def _draw(self, part: SlotPart) -> int:
+    def _draw(self, part: SlotPart) -> list[int]:
         said = self.said[part.slot]
         self.said[part.slot] += 1
         self.latest[part.slot] = token = (*REPLY.encode(), 0, 0)[said]  # one step is ahead
-        return token
+        return [token]
 
 
 @pytest.fixture(scope="module")
