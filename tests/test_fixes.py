@@ -20,6 +20,10 @@ from jaxlib import cpu_sparse
 import spmd
 from spmd.api.stablehlo import static_module
 from spmd.errors import SpmdError
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import whole
+from spmd.ir.program import OpKind
+from spmd.ir.types import TensorType
 from tests.fixes import NAMES, pieces, problems
 from tests.markdown import ROOT
 
@@ -84,11 +88,38 @@ def test_what_is_wrong_is_found(text: str) -> None:
 # ---------------------------------------------------------------------------------------------
 # Kernels that nobody registered.
 
+CALLS: dict[str, list[tuple[int, ...]]] = {
+    "one operand": [(64, 16)],
+    "four, of three ranks": [(5,), (5,), (9,), (8, 4)],
+    "a scalar": [()],
+    "scalars": [(), ()],
+    "none": [],
+    "more dims than letters": [(2,) * 8] * 4,
+}
 
-def test_a_kernel_runs_by_the_rule_that_is_proposed(mesh: spmd.Mesh) -> None:
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rules_that_are_proposed_are_read(name: str) -> None:
+    """Whatever the operands are, each line registers a rule by which nothing is split."""
+    operands = tuple(TensorType(shape, "f32") for shape in CALLS[name])
+
+    def kind(line: int) -> OpKind:
+        attrs = {"call_target_name": f"test_proposed {name} {line}"}
+        return OpKind("stablehlo.custom_call", operands, (TensorType((3, 2), "f32"),), attrs)
+
+    lines = fix_of(lambda: rule_of(kind(0)))
+    assert len(lines) == (1 if name == "more dims than letters" else 2)
+    for i, _ in enumerate(lines):
+        own = kind(i)
+        run(fix_of(lambda: rule_of(own))[i])  # noqa: B023
+        assert rule_of(own) == whole(own)
+
+
+@pytest.mark.parametrize("line", [0, 1])
+def test_a_kernel_runs_by_the_rule_that_is_proposed(mesh: spmd.Mesh, line: int) -> None:
     """A product of rows of a sparse matrix, as a kernel of the user's with four operands."""
     ((_, kernel, _),) = cpu_sparse.registrations()["cpu"]
-    target = "test_sparse_rows"
+    target = f"test_sparse_rows_{line}"
     jax.ffi.register_ffi_target(target, kernel, platform="cpu")
     rows = np.arange(9, dtype=np.int32)
 
@@ -99,7 +130,7 @@ def test_a_kernel_runs_by_the_rule_that_is_proposed(mesh: spmd.Mesh) -> None:
     def ours() -> Any:
         return spmd.jit(fn, mesh=mesh, in_specs=("data", ("data", "model")))(X[0], X)
 
-    run(fix_of(ours)[0])
+    run(fix_of(ours)[line])
     np.testing.assert_allclose(ours(), jax.jit(fn)(X[0], X), rtol=1e-5, atol=1e-5)
 
 

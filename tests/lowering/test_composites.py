@@ -210,7 +210,7 @@ def test_mistakes_are_said() -> None:
         spmd.register_composite("test.softmax", "b v -> b v", decomposition=scaled_softmax)
     with pytest.raises(spmd.SpmdError, match=r"nothing computes composite test\.none"):
         spmd.register_composite("test.none", "b v -> b v")
-    with pytest.raises(spmd.SpmdError, match=r"(?s)test\.kind cannot be read.*'sum'"):
+    with pytest.raises(spmd.SpmdError, match="'sum' is not a kind"):
         spmd.register_composite(
             "test.kind", "b v -> b v", kinds={"b": "sum"}, decomposition=scaled_softmax
         )
