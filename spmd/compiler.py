@@ -50,6 +50,7 @@ from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify
+from spmd.lowering.rewrites.slices import slice_collectives
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import processes_of
@@ -168,19 +169,19 @@ class Trial:
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
         )
-        # With the rewrites that come before remat and scheduling.
-        self._simple: Program = (
-            unpriced._simple
-            if unpriced
-            else clock("optimize", simplify, self.partitioned.program, plan.topology.platform)
-        )
-        program = simple = self._simple
-        if plan.byte_price:
+        if unpriced is None:
+            local, platform = self.partitioned.program, plan.topology.platform
+            simple = clock("optimize", simplify, local, platform)
+            sliced = clock("optimize", slice_collectives, simple, plan.mesh)
+            # What comes before remat and scheduling.
+            self._simple = self._schedule(sliced, *([] if sliced is simple else [simple]))
+        else:
+            self._simple = simple = unpriced._simple
             args = plan.mesh, plan.topology, plan.byte_price, memory, donated
             # Links are shared by all devices: what fits as it is sends no more than it has to.
             program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
             self.plan = plan._replace(recomputed=again)
-        self._schedule(program)
+            self._schedule(program)
         self.plan = self.plan._replace(run_seconds=self.seconds)
 
     @property
@@ -188,8 +189,11 @@ class Trial:
         """Returns whether the program without remat needs more memory than a device may use."""
         return self._unpriced.bytes > self._room.bytes
 
-    def _schedule(self, program: Program) -> None:
-        """Sets `optimized`: the scheduled program, reduce-scatters as permutes if faster."""
+    def _schedule(self, first: Program, *others: Program) -> Program:
+        """Sets `optimized`: the fastest of some programs, scheduled; returns it as it was before.
+
+        Its reduce-scatters are sent round as permutes if that is faster still.
+        """
         mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
         most, ahead = self._options.combine_bytes, self._options.prefetch
 
@@ -200,13 +204,22 @@ class Trial:
             for name in ("timeline", "_memory"):
                 vars(self).pop(name, None)
 
-        take(program)
-        travelling = self.clock("optimize", ring, program, mesh, topology)
-        if travelling is not program:
+        def is_better(program: Program) -> bool:
             whole = copy.copy(self)
-            take(travelling)
-            if self.seconds >= whole.seconds or self.bytes > max(whole.bytes, room.bytes):
-                vars(self).update(vars(whole))
+            take(program)
+            if self.seconds < whole.seconds and self.bytes <= max(whole.bytes, room.bytes):
+                return True
+            vars(self).update(vars(whole))
+            return False
+
+        take(first)
+        chosen = first
+        for other in others:
+            chosen = other if is_better(other) else chosen
+        travelling = self.clock("optimize", ring, chosen, mesh, topology)
+        if travelling is not chosen:
+            is_better(travelling)
+        return chosen
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -1,5 +1,6 @@
 """Rewrites of the local program that save work, and join or hide collectives.
 
-`simplify` comes first, then remat (`spmd.lowering.recompute`), then `schedule`. On TPUs `schedule`
-also gets what `ring` makes of the program, and `spmd.compiler.Trial` takes the faster result.
+`simplify` comes first, then `slices`, remat (`spmd.lowering.recompute`) and `schedule`. What
+`slices` makes of a program, and on TPUs what `ring` does, `spmd.compiler.Trial` takes where it is
+faster.
 """

@@ -27,17 +27,17 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from spmd.ir.control_flow import Index
-from spmd.ir.description import RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import PASS
-from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, remove_dead
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.partition import HELD
 from spmd.lowering.rewrites.schedule import pieces_of
+from spmd.lowering.rewrites.slices import operand_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -190,7 +190,7 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
             operands = tuple(_Term(v, d) for v, d in zip(op.operands, cut, strict=True))
             if any(d is not None for d in cut):
                 return _Term(value, dim, op, operands)
-    inner = _operand_dim(op.kind, dim)
+    inner = operand_dim(op.kind, dim)
     tensors = [type_ for type_ in op.kind.operands if type_.rank]
     if inner is None or any(type_.shape[inner] % count for type_ in tensors):
         return _Term(value, dim)
@@ -199,24 +199,6 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
         for v, type_ in zip(op.operands, op.kind.operands, strict=True)
     )
     return _Term(value, dim, op, operands)
-
-
-def _operand_dim(kind: OpKind, dim: int) -> int | None:
-    """Returns the operand dim that is cut in parts if the result's `dim` is; None if none is."""
-    if kind.name == TRANSPOSE:
-        found: int = kind.attrs["permutation"][dim]
-        return found
-    if kind.name != RESHAPE:
-        return dim if kind.about.is_elementwise and len(kind.results) == 1 else None
-    # The dim in front of which the same elements lie: joining pieces along either then gives the
-    # same. From (2, 12) to (2, 3, 4) dim 1 goes to dim 1: of 24 elements, 2 groups lie in front of
-    # both, and each group is split in order.
-    other = kind.operands[0].shape
-    before = math.prod(kind.results[0].shape[:dim])
-    places = [d for d in range(len(other)) if math.prod(other[:d]) == before]
-    if not before or not places:
-        return None
-    return next((d for d in places if other[d] > 1), places[-1])
 
 
 def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) -> Value:

@@ -11,6 +11,7 @@ from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify
+from spmd.lowering.rewrites.slices import slice_collectives
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -170,7 +171,7 @@ def test_rewrites_change_nothing(seed: int) -> None:
     topology = Topology(r.choice(TOPOLOGIES))
     combine, prefetch = r.choice([0, 2048, 4 << 20]), r.choice([0, 1, 4])
     room = Room(1 << 40)
-    simple = simplify(program, topology.platform)
+    simple = slice_collectives(simplify(program, topology.platform), mesh)
     rewritten = schedule(simple, mesh, topology, combine, prefetch, room)
     # Ones only, so that sums are exact in any order, even in bfloat16.
     args = [np.clip(a, -1, 1) for a in arguments(program, mesh)]
