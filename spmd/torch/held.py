@@ -96,7 +96,7 @@ class Held:
             else tensor_of(held, dtype=own[name].dtype)
             for name, held in self._held.items()
         }
-        # Tied names share one. What a module adds by get_extra_state stays as it is.
+        # Tied names share one. What a module adds by get_extra_state is its own.
         return {
             name: tensors[aliases[name]] if name in aliases else extra
             for name, extra in self.module.state_dict(keep_vars=True).items()
@@ -104,6 +104,8 @@ class Held:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces parameters and buffers, all or none; they lie on the mesh as before.
+
+        What a part of the module adds by `get_extra_state` goes to its `set_extra_state`.
 
         Raises:
           ArgumentError: a name is missing or unknown, or a tensor has another shape.
@@ -120,7 +122,7 @@ class Held:
             )
         new = {}
         for name, given in state_dict.items():
-            if name not in aliases:  # extra state stays the module's
+            if name not in aliases:
                 continue
             first = aliases[name]
             own, held = self._state.tensors[first], self._held[first]
@@ -137,6 +139,9 @@ class Held:
             else:
                 new[first] = jax.device_put(array_of(tensor, f"{name!r}"), held.sharding)
         self._held |= new
+        for name in state_dict.keys() - aliases.keys():
+            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
+            self._programs.clear()  # it may be a constant of them
 
     def _on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         _ = self.compiled  # only a program says how they lie

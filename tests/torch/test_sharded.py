@@ -277,6 +277,29 @@ class Times(nn.Module):
         return x * constant
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number that is extra state."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        return x * self.scale
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
+def test_extra_state_is_loaded(mesh):
+    sharded = spmd.torch.shard(Scaled(), mesh)
+    close(sharded(x()), x())
+    assert sharded.state_dict() == {"_extra_state": 1.0}
+    sharded.load_state_dict({"_extra_state": 3.0})
+    close(sharded(x()), 3 * x())
+
+
 def test_constants_of_other_types_are_others(mesh):
     sharded, module = spmd.torch.shard(Times(), mesh), Times()
     for constant in (2, 2.0, 1, True, 0.0, -0.0):
