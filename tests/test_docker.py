@@ -93,6 +93,7 @@ def test_an_unknown_accelerator_ends_the_build(tmp_path: Path):
     assert "ACCELERATOR is abacus, not one of cpu, cuda, tpu" in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_first_files_suffice_to_install(tmp_path: Path):
     """What is copied before the environment is made: the version and what metadata names."""
     for sources in of_kind("COPY")[:-1]:

@@ -251,6 +251,7 @@ def project() -> dict[str, Any]:
     return dict(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [

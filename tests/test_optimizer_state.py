@@ -26,6 +26,7 @@ def is_factored(training: Training) -> bool:
     return "FactoredState" in str(state)
 
 
+@pytest.mark.thorough
 def test_leaves_of_a_parameters_shape_get_its_sharding(compiled: Made) -> None:
     training, program = compiled
     by_path = {

@@ -149,6 +149,7 @@ def write_user_program(folder: Path) -> None:
 # The wheel
 
 
+@pytest.mark.thorough
 def test_the_wheel_holds_all_that_is_run(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     ours = [name for name in names if ".dist-info/" not in name]
@@ -190,6 +191,7 @@ def test_installed_it_runs_a_program(installed: Environment, tmp_path: Path):
     assert installed.run("python", "-c", absent, cwd=installed.bin) == "[None, None, None]\n"
 
 
+@pytest.mark.thorough
 def test_commands_help(installed: Environment, tmp_path: Path):
     printed = installed.run("python", "-c", HELP, cwd=tmp_path)
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

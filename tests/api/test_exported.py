@@ -59,6 +59,7 @@ def test_for_another_number_of_devices() -> None:
     np.testing.assert_allclose(ours, layer(X, W), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_for_several_platforms() -> None:
     """An argument says which of them it is; the mesh knows."""
     (b,) = export.symbolic_shape("b")

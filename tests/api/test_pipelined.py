@@ -121,6 +121,7 @@ def test_values_and_gradients(name: str, request: Any, wanted: Any) -> None:
     assert_same(request.getfixturevalue(name).found, wanted)
 
 
+@pytest.mark.thorough
 def test_1f1b_beside_a_model_axis(wanted: Any) -> None:
     case = Case("1f1b", 4, planner="greedy", stage=2, data=2, model=2)
     assert_same(case.found, wanted)

@@ -134,6 +134,7 @@ def test_exported(step: Any, given: Any, wanted: Any) -> None:
     same(exported.call(placed), wanted)
 
 
+@pytest.mark.thorough
 def test_exported_as_bytes() -> None:
     given = _values([d for d in DTYPES if d not in ("int2", "uint2")], ((6, 4),))  # jax has none
     step = spmd.jit(MARKED, mesh=MESH, in_specs=(jax.tree.map(_spec, given),))
@@ -164,6 +165,7 @@ def test_looked_at_while_it_runs() -> None:
     same(seen, given)
 
 
+@pytest.mark.thorough
 def test_printed_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
     given = _values(DTYPES, ((6, 4), (0, 4), ()))
 

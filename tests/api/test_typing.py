@@ -117,6 +117,7 @@ spmd.mark_sharding(x, mesh, ()).astype(float).data  # wrong
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow("mypy reads jax, and all of spmd")
 def test_right_programs_pass_and_wrong_ones_do_not(tmp_path: Path) -> None:
     pytest.importorskip("mypy")

@@ -34,6 +34,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_the_script(tmp_path: Path) -> None:
     path = tmp_path / "model.mlir"
     path.write_text(MODULE)

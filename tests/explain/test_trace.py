@@ -81,6 +81,7 @@ def test_long_loops_show_their_first_iteration(looped: Any, monkeypatch: Any) ->
     assert ends == pytest.approx(looped.timeline.scheduled_seconds, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_the_measured_step_is_a_process_of_its_own(looped: Any) -> None:
     measured = looped.measure(np.ones((64, 32), np.float32), np.ones((4, 32, 64), np.float32))
     written = trace_of(looped._facts())

@@ -44,6 +44,7 @@ def test_scans_along_a_split_dim(mesh: spmd.Mesh, size: int, reverse: bool) -> N
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jitted(a, b), want)
 
 
+@pytest.mark.thorough
 def test_gradients_along_a_split_dim(mesh: spmd.Mesh) -> None:
     a = np.random.default_rng(0).uniform(0.5, 1, (16, 4)).astype(np.float32)
 

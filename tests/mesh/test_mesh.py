@@ -66,6 +66,7 @@ def test_groups_partition_the_mesh_in_order(sizes: list[int], rng):
         assert [each[p] for p in group] == list(range(mesh.extent(atoms)))
 
 
+@pytest.mark.thorough
 def test_a_mesh_from_another_process_is_equal_and_hashes_alike():
     mesh = Mesh(range(8), (4, 2), ("data", "model"))
     assert mesh.shape["data"] == 4

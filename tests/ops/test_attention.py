@@ -414,6 +414,7 @@ def kernel_calls(topology: str, split: bool = False, **sizes: Any) -> str:
     return lowered.as_text("emitted")
 
 
+@pytest.mark.thorough
 def test_which_programs_get_cudnn() -> None:
     own = kernel_calls("h200:4")
     assert "fmhaSoftmax(" in own and "fmhaSoftmaxBackward(" in own and "CAUSAL" in own
@@ -441,6 +442,7 @@ def test_cudnn_gets_a_window_of_its_own_or_in_the_bias() -> None:
     assert windows_of(kernel_calls("h200:4", window=256)) == {0}
 
 
+@pytest.mark.thorough
 def test_which_programs_get_splash() -> None:
     assert kernel_calls("v5e:2x2").count("@tpu_custom_call") == 3
     assert kernel_calls("v5e:2x2", packed=True).count("@tpu_custom_call") == 3

@@ -267,6 +267,7 @@ def test_the_number_of_pages_is_in_types_alone(mesh: spmd.Mesh) -> None:
 # Costs and errors
 
 
+@pytest.mark.thorough
 def test_costs_are_of_the_pages_that_rows_read() -> None:
     def seconds(pages: int, rows: int, window: int | None = None) -> float:
         structs = structs_of(Sizes(b=64, r=rows, p=64, m=8, k=8, d=128), pages)
@@ -427,6 +428,7 @@ def test_tpus_leave_slots_without_rows_out(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_array_equal(attend_on_tpu(*empty.operands), 0)
 
 
+@pytest.mark.thorough
 def test_which_programs_get_jaxs_kernel() -> None:
     def calls(sizes: Sizes, dtype: Any = jnp.bfloat16, window: int | None = None) -> int:
         fn = functools.partial(step, window=window)
@@ -441,6 +443,7 @@ def test_which_programs_get_jaxs_kernel() -> None:
     assert calls(sizes, jnp.float16) == 0
 
 
+@pytest.mark.thorough
 @needs_libtpu
 def test_tpus_write_in_place() -> None:
     structs = structs_of(Sizes(b=8, r=16, k=8, d=128, p=16, m=16), 1 << 12)

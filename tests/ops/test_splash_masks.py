@@ -65,6 +65,7 @@ def test_masks_are_told_apart() -> None:
     assert splash_masks.SlidingWindow((256, 256), 2) in made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 4096])
 def test_of_131072_positions_no_block_is_written_out(
     window: int | None, monkeypatch: pytest.MonkeyPatch

@@ -126,6 +126,7 @@ def by_heads(fn: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
+@pytest.mark.thorough
 def test_linear_attention_goes_by_heads() -> None:
     spec = (None, "seq")
     args = [struct((1, 65_536, 8, 128), SEQ, spec, BF16)] * 3

@@ -184,6 +184,7 @@ def test_most_is_compared_and_most_is_equal() -> None:
     assert sum(pair.relation == EQUAL for pair in split) > 0.8 * len(split)
 
 
+@pytest.mark.thorough
 def test_a_module_that_fails_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
     good = "func.func @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> }"
     found = shardy.run_all({"first": good, "bad": "not a module", "last": good})

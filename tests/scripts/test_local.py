@@ -97,6 +97,7 @@ def test_who_was_killed_is_told_to_the_others(capfd: pytest.CaptureFixture[str])
     assert heard in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
     """Not even what a process has started, or what ignores SIGTERM."""
     script = f"echo $$ > {tmp_path}/$JAX_PROCESS_ID; [ $JAX_PROCESS_ID = 1 ] && trap '' TERM; "

@@ -108,6 +108,7 @@ def test_help_installs_nothing(words: str, not_set_up: Path):
         assert first in result.stdout
 
 
+@pytest.mark.thorough
 def test_help_of_a_command_behind_a_launcher_is_not_the_launchers(project: Path):
     """What follows `--` is another program's: the environment is set up for it."""
     shutil.copy(ROOT / "scripts/launch", project / "scripts")

@@ -63,6 +63,7 @@ def hf_folder(tmp_path_factory):
 PROMPT = checkpoints.TOKENS_BS[0, :11].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow("it imports transformers and writes a bundle")
 def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     """Two key heads on eight devices: they are split over a part of the axis."""

@@ -219,6 +219,7 @@ def wait_for_the_second(group: Pair, threads: ThreadPoolExecutor) -> list[Future
     return waiting
 
 
+@pytest.mark.thorough
 def test_a_model_of_tensors(layer: Path, tmp_path: Path) -> None:
     """Rows of several clients in one call; who waits when a process is lost is told."""
     with serving_tensors(layer, tmp_path) as group, ThreadPoolExecutor(8) as threads:

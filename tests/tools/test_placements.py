@@ -11,6 +11,7 @@ PROGRAM = Drawn((None,), (Step("tanh", (0,)),), ((1024, 2048), (1024, 2048)), (1
 BEATEN = Explored(PROGRAM, 9, 2.2e-5, 2e-5, {1: ("data", None)})
 
 
+@pytest.mark.thorough
 def test_a_seed_gives_the_same_everywhere() -> None:
     done = in_own_process(5, 2)
     assert done.error == ""

@@ -66,6 +66,7 @@ def test_what_torch_exported(mesh):
     np.testing.assert_allclose(found, module(x()).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its own parts
 def test_dims_that_torch_left_open(mesh):
     """torchax makes symbolic dims of them; `symbols=` says how large they are."""

@@ -200,6 +200,7 @@ def test_dropout_differs_from_step_to_step_and_repeats_by_seed(mesh):
     assert float(step(x())) == pytest.approx(float((x() ** 2).mean()), rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_where_it_was_saved(mesh):
     def make():
         module = seeded(

@@ -76,6 +76,7 @@ def test_what_is_kept_shrinks(params):
     assert kept_with("full", scan_layers=False, remat_every=3) < unrolled
 
 
+@pytest.mark.thorough
 def test_a_scan_that_is_written_out_recomputes_late():
     """Each layer's recomputation waits for its gradient: else a compiler does all of it at once."""
     mesh = spmd.Mesh(None, (2,), ("data",))

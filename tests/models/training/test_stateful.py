@@ -120,6 +120,7 @@ def test_each_part_of_a_batch_has_the_state_of_the_one_before():
     np.testing.assert_array_equal(jax.random.key_data(state["key"]), jax.random.key_data(key))
 
 
+@pytest.mark.thorough
 def test_equinox_and_its_own_state():
     eqx = pytest.importorskip("equinox")
 

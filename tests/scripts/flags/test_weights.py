@@ -58,6 +58,7 @@ def test_model_by_name():
     assert weights_flags.model_name(given("--model=tiny")) == "tiny"
 
 
+@pytest.mark.thorough
 def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     out = tmp_path / "new" / "out"
     printed = io.StringIO()

@@ -138,6 +138,7 @@ def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(score < -1 for score in scores)
 
 
+@pytest.mark.thorough
 def test_generate(bundle_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """The same texts for the same seed, errors in one line, and prompts asked for at a terminal."""
     flags = [

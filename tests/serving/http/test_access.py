@@ -65,6 +65,7 @@ def lines(process: Process) -> list[Any]:
     return [json.loads(line) for line in process.lines]
 
 
+@pytest.mark.thorough
 def test_the_log_as_json(start: Start) -> None:
     process = start(serve="log_format='json'")
     process.let("load")
@@ -96,6 +97,7 @@ def test_the_log_as_json(start: Start) -> None:
     assert "completion_tokens" not in missing
 
 
+@pytest.mark.thorough
 def test_failures_in_json(start: Start) -> None:
     """A traceback is a field of the line, and a line of a request has its id."""
     process = start("FakeBackend.step = None", serve="log_format='json'")

@@ -37,6 +37,7 @@ def asking(url: str) -> Iterator[list[Any]]:
     thread.join()
 
 
+@pytest.mark.thorough
 def test_a_gentle_end(start: Start) -> None:
     process = start()
     assert get(f"{process.url}/health").status_code == 503
@@ -61,6 +62,7 @@ def test_a_gentle_end(start: Start) -> None:
     assert "uvicorn.error" not in log  # what libraries tell of themselves
 
 
+@pytest.mark.thorough
 def test_two_signals_end_at_once(start: Start) -> None:
     process = start()
     process.let("load")
@@ -81,6 +83,7 @@ def test_a_signal_while_it_loads(start: Start) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_loaded(start: Start) -> None:
     process = start("return Loaded('fake', FakeBackend(), ByteTokenizer(), chat_template='{% if')")
     process.let("load")

@@ -82,6 +82,7 @@ def test_equals_direct_encoding(tmp_path, bpe):
     assert decoded(tmp_path / "out") == TEXTS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_formats_and_compressions(tmp_path, workers):
     write_jsonl(tmp_path / "a.jsonl")
