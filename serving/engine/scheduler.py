@@ -53,6 +53,10 @@ from spmd.serving.engine.drafts import guess
 from spmd.serving.engine.fairness import FairQueue
 from spmd.serving.engine.groups import Group, Ongoing
 
+FEW = 4
+"""Of so many that draw one at least has to have drafts. Else nobody waits for what is awaited: a
+device that waits for the host between two steps costs all of them."""
+
 
 class _Draft:
     """A step while it is made.
@@ -193,8 +197,12 @@ class Scheduler:
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
         drafts = self._guess()
-        if self._under_way and list(drafts.values()).count(None) * 2 > len(self._decoding):
-            return None  # most go further with what comes now
+        tried = sum(bool(part.drafts) for step in self._under_way for part in step.parts)
+        gain = tried + list(drafts.values()).count(None)
+        if FEW * gain < tried + len(self._decoding):
+            drafts = {key: found for key, found in drafts.items() if found is not None}
+        elif self._under_way:  # then all go together, each as far as it can
+            return None
         draws = self._decoding or self._unmasked
         room = self._budget if draws else self.limits.rows[-1]
         draft = _Draft([room] * len(self.groups))
