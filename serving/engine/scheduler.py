@@ -49,13 +49,9 @@ from collections.abc import Mapping, Sequence
 
 from spmd.serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
 from spmd.serving.engine.backend import Limits, SlotPart, Words
-from spmd.serving.engine.drafts import guess
+from spmd.serving.engine.drafts import LONGEST, guess
 from spmd.serving.engine.fairness import FairQueue
 from spmd.serving.engine.groups import Group, Ongoing
-
-FEW = 4
-"""Of so many that draw one at least has to have drafts. Else nobody waits for what is awaited: a
-device that waits for the host between two steps costs all of them."""
 
 
 class _Draft:
@@ -197,12 +193,8 @@ class Scheduler:
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
         drafts = self._guess()
-        tried = sum(bool(part.drafts) for step in self._under_way for part in step.parts)
-        gain = tried + list(drafts.values()).count(None)
-        if FEW * gain < tried + len(self._decoding):
-            drafts = {key: found for key, found in drafts.items() if found is not None}
-        elif self._under_way:  # then all go together, each as far as it can
-            return None
+        if self._under_way and list(drafts.values()).count(None) * 2 > len(self._decoding):
+            return None  # most go further with what comes now
         draws = self._decoding or self._unmasked
         room = self._budget if draws else self.limits.rows[-1]
         draft = _Draft([room] * len(self.groups))
@@ -267,7 +259,8 @@ class Scheduler:
         """Maps requests to drafts of what they draw next; to None where a token is awaited first.
 
         There are drafts where all who draw can have two at least, in steps of as many rows as a
-        group has slots: these take hardly longer than one of a single row.
+        group has slots: these take hardly longer than one of a single row. A step that waits for
+        the last one's results delays all who draw, so the more there are, the surer a guess is.
         """
         found: dict[int, tuple[int, ...] | None] = {}
         drawing = [0] * len(self.groups)
@@ -283,7 +276,8 @@ class Scheduler:
             if asked.guided or room < 1:
                 continue
             is_known = len(request.tokens) > request.filled
-            drafts = guess(request.tokens, request.trusted, room + (not is_known))
+            least = min(request.trusted + len(self._decoding) - 1, LONGEST)
+            drafts = guess(request.tokens, least, room + (not is_known))
             if drafts and is_known:
                 found[key] = drafts
             elif len(drafts) > 1:
@@ -415,7 +409,9 @@ class Scheduler:
             self.counts.accepted += right
             request.filled += right
             request.wanted -= right
-            request.trusted = max(2, request.trusted - 1) if right else min(request.trusted + 3, 32)
+            request.trusted = (
+                max(2, request.trusted - 1) if right else min(request.trusted + 3, LONGEST)
+            )
             if request.wanted:
                 self._decoding[request.key] = request
         for taken, token in enumerate(ids):
