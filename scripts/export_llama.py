@@ -141,7 +141,9 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
 
 
 def default_rows(slots: int, longest: int) -> tuple[int, ...]:
-    """Numbers of rows: one slot decodes, all do, or do so beside pieces of prompts.
+    """Numbers of rows: one slot decodes, some or all do, or do so beside pieces of prompts.
+
+    A step is padded to the next of them, so a server of many slots for few streams has small ones.
 
     Args:
       slots: of a group.
@@ -149,9 +151,9 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
 
     Example:
       >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
-      ((1, 8, 256, 1024), (1, 16, 256, 1024), (1, 2, 96))
+      ((1, 8, 256, 1024), (1, 16, 64, 256, 1024), (1, 2, 96))
     """
-    few = [1, 16] if slots >= 64 else [1]
+    few = [n for n in (1, 16, 64, 256) if n < slots] if slots >= 64 else [1]
     pieces = [min(n, slots * longest) for n in (256, 1024) if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
 
