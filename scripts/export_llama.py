@@ -153,7 +153,7 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
       >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
       ((1, 8, 256, 1024), (1, 16, 64, 256, 1024), (1, 2, 96))
     """
-    few = [n for n in (1, 16, 64, 256) if n < slots] if slots >= 64 else [1]
+    few = [n for n in (1, 16, 64, 256) if 2 * n <= slots] if slots >= 64 else [1]
     pieces = [min(n, slots * longest) for n in (256, 1024) if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
 

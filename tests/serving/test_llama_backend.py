@@ -324,7 +324,7 @@ def test_errors_of_the_script(arguments, message, tmp_path, export):
 @pytest.mark.parametrize(
     ("slots", "longest", "rows"),
     [(8, 4096, (1, 8, 256, 1024)), (256, 4096, (1, 16, 64, 256, 1024)), (2, 48, (1, 2, 96)),
-     (1, 1, (1,)), (300, 4096, (1, 16, 300, 1024)), (600, 4096, (1, 16, 600, 1200))],
+     (1, 1, (1,)), (300, 4096, (1, 16, 64, 300, 1024)), (600, 4096, (1, 16, 64, 256, 600, 1200))],
 )  # fmt: skip
 def test_rows_that_nobody_named(slots, longest, rows):
     assert script.default_rows(slots, longest) == rows
