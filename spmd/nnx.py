@@ -140,7 +140,7 @@ class _Graph:
 @jax.tree_util.register_dataclass
 @dataclass
 class _Rest:
-    """A function's result: its pytree, and its leaves with None for modules and variables."""
+    """A function's result: the structure of its pytree, and its leaves, None for nnx's nodes."""
 
     leaves: Sequence[Any]
     tree: Any = field(metadata={"static": True})

@@ -245,7 +245,7 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
 
 
 class _Search(NamedTuple):
-    """Searches one block, of the program or of an op's region, for the first wrong op."""
+    """Searches a block, of program or region, for the first op unlike the unsplit program's."""
 
     plan: Plan
     arguments: Arrays  # for each argument of the block a host array

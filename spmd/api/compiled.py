@@ -225,11 +225,11 @@ class Compiled(Planned):
         return results[:count]
 
     def arrays(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the program's arguments: what refs hold, and those that it closes over, too."""
+        """Returns the leaves, then the refs closed over; of each ref the array that it holds."""
         return list(map(held, (*leaves, *self.request.closed_refs)))
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
-        """Moves arguments `which` of `taken` to the program's layout; the second time it warns."""
+        """Puts arguments `which` into the program's memory order; warns at the second call."""
         self._moved += 1
         if self._moved == 2:  # the first time they come from where nobody knew of it
             names = [self.request.arg_names[i] for i in which]

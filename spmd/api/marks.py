@@ -141,7 +141,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
-    """Returns a tracer with a sharding constraint of spelled-out `entries`; SpecError if unfit."""
+    """Returns tracer `t` marked by `entries`; SpecError: unfit, or it splits a manual axis."""
     first = note_mesh(mesh)
     # The axes along which the code being traced is written for one device.
     around = jax.sharding.get_abstract_mesh()

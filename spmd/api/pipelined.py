@@ -288,7 +288,7 @@ def _chosen_pipeline(
 def _refusal(
     of: Pipeline, chunks: int | None, layers: int, batch: int, size: int
 ) -> tuple[str, str] | None:
-    """Says what a pipeline cannot be, and what it would need; None if it can be as it is."""
+    """Returns (what is wrong, what it needs) or None; `size` is the axis', `chunks` the user's."""
     if min(of.stages, of.microbatches) < 1:
         return f"stages={of.stages}, microbatches={of.microbatches}", "numbers of at least 1"
     if batch % of.microbatches:

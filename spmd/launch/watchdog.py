@@ -147,7 +147,7 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """The most seconds that may pass until the next call of `beat`, as of now."""
+        """Seconds allowed now from the last beat, or from where `may_take` began, to the next."""
         if self._begun:
             return self._begun[-1][1]
         return self.timeout_s if self._beats else self.first_timeout_s
@@ -191,7 +191,7 @@ class Watchdog:
         return f"{begun}last finished: {what}" + ("" if step is None else f", step {step}")
 
     def _write(self, why: str) -> None:
-        """Writes this process's file anew; `faulthandler`'s thread may append to it later."""
+        """Writes `why`, beats and all stacks anew, to the file, or to stderr if there is none."""
         self._written_at = self._beats
         with contextlib.suppress(OSError):
             if self._file is not None:

@@ -224,8 +224,8 @@ def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
 def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     """Returns a jitted function that runs a program: `(*constants, *arguments) -> results`.
 
-    All are flat global arrays. The function has to be traced within `on_own_mesh`. Constants come
-    first, as jax's C++ dispatch has them.
+    All are flat global arrays, constants first, as jax's C++ dispatch has them. Trace it within
+    `on_own_mesh`. `outside`: what jax must know besides `emitted`; None: the mesh is enough.
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)

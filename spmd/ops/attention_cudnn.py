@@ -38,7 +38,7 @@ def gradient(*operands: Any, **attributes: Any) -> Any:
 
 
 def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **more: Any) -> Any:
-    """Returns results of jax's cuDNN `primitive`, or NotImplemented; `kept` is (lse, out, dout)."""
+    """Returns (out, lse) or (dq, dk, dv), or NotImplemented; `kept` is () or (lse, out, dout)."""
     q_BSND, k_BTKD, _ = tensors
     (_, queries, _, width), keys = q_BSND.shape, k_BTKD.shape[1]
     is_whole = queries == spec.length == keys

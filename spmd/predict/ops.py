@@ -182,7 +182,7 @@ def ring_pieces(
 
 
 def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
-    """Returns the seconds of an op's all-to-alls, for factors that atoms of other factors split."""
+    """Returns seconds of an op's all-to-alls: for factors that share atoms with others."""
     seconds = 0.0
     for number, trips in rule.exchanges:
         if rule.is_exchanged(number, assignment):

@@ -377,7 +377,7 @@ class Contents:
         return self._known[key]
 
     def marks_of(self, op: Any, ranks: Sequence[int]) -> list[ShardingAttr | None]:
-        """Returns the mark, or None, of each result of an op, by the op's sharding attribute."""
+        """Returns each result's mark; None if its sharding is of one device, manual or partial."""
         name = next(name for name in MARKS if name in op.attributes)
         attrs = shardings_of(op.attributes[name])
         attrs = attrs * len(ranks) if len(attrs) == 1 else attrs

@@ -194,7 +194,7 @@ def malformed() -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
-    """Raises FrontendError or ValueError for text on which MLIR's parser crashes the process."""
+    """Raises FrontendError (nested too deep) or ValueError (not UTF-8) for what crashes MLIR."""
     # It calls itself for each bracket inside another and has no limit of its own.
     depth = 0
     is_deep = sum(map(text.count, "({[<")) > DEEPEST

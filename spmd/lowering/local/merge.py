@@ -283,7 +283,7 @@ def _comes_first(
 def _met(
     op: LocalOp, xs: Sequence[Value], dim: Split, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
-    """Exchanges pieces in pairs of tiles; the first tile keeps the half that sorts first."""
+    """Exchanges pieces of pairs (low, high) of devices; low keeps what sorts first, unsorted."""
     # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
     #   the lower tile keeps the first of each pair, 1 3 2: the three smallest, still to be sorted
     #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9

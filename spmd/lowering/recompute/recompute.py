@@ -334,7 +334,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
 
 
 def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
-    """Returns (the update, its index) if a loop fills a carry, one slice a trip; else None."""
+    """Returns (update, value of its index) if a loop fills a carry, a slice a trip; else None."""
     body = loop.regions[1]
     carry = body.args[number]
     update = index.producers.get(body.results[number])
