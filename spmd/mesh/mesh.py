@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -87,7 +86,8 @@ class Mesh(jax.sharding.Mesh):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")
         dcn_sizes = tuple(dcn_shape) or (1,) * len(sizes)
-        if len(dcn_sizes) != len(sizes) or any(map(operator.mod, sizes, dcn_sizes)):
+        over = zip(sizes, dcn_sizes, strict=False)
+        if len(dcn_sizes) != len(sizes) or any(n < 1 or size % n for size, n in over):
             raise MeshError(
                 f"dcn_shape {dcn_sizes} does not say how much of each axis crosses slices",
                 actual=f"({describe_axes(names, sizes)})",

@@ -50,7 +50,7 @@ class Chip:
     ici: Link
     dcn: Link  # to other slices (torus) or other hosts (switched)
     torus_dims: int = 0  # 0 for chips behind a switch
-    wrap: int = 0  # torus dims whose size is a multiple of this are closed into rings
+    wrap: int = 0  # torus dims whose size is a multiple of this are closed into rings; 0: none
     per_host: int = 8  # devices that share a host
     cores: int = 1  # devices at each point of the torus, joined by `core`
     core: Link | None = None
@@ -466,4 +466,4 @@ def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
 
 def _ways(chip: Chip, size: int) -> int:
     """Returns in how many directions a torus dim of this size sends: 2 for a ring, 1 for a line."""
-    return 2 if size % chip.wrap == 0 else 1
+    return 2 if chip.wrap and size % chip.wrap == 0 else 1

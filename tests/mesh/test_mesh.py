@@ -186,7 +186,7 @@ def test_jax_says_what_a_mesh_without_devices_lacks():
         jax.jit(lambda x: x.sum(0)).lower(struct)
 
 
-@pytest.mark.parametrize("dcn", [(2,), (2, 1, 1), (3, 1)])
+@pytest.mark.parametrize("dcn", [(2,), (2, 1, 1), (3, 1), (0, 1), (-2, 1)])
 def test_slices_that_do_not_fit_the_axes(dcn: tuple[int, ...]) -> None:
     with pytest.raises(MeshError, match="does not say how much of each axis crosses slices"):
         Mesh(None, (4, 2), ("data", "model"), dcn)

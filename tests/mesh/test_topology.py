@@ -87,6 +87,8 @@ def test_other_chips_can_be_given(tmp_path: Path):
     assert topology != Topology("cpu:4") and topology.count == 4
     topology.save(tmp_path / "mine.json")
     assert Topology.load(tmp_path / "mine.json") == topology
+    torus = Topology("mine:4x2", dataclasses.replace(chip, torus_dims=2))  # of lines, not rings
+    assert len(torus.atom_links(Mesh(None, (4, 2), ("a", "b")))) == 3
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "h200:8", "chip": {}}'])
