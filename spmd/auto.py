@@ -48,7 +48,7 @@ class AutoSharding:
     _inferred: frozenset[str]
 
     def mark(self, *args: Any) -> tuple[Any, ...]:
-        """Returns `args`, a call's arguments without static ones, marked with the chosen specs."""
+        """Returns a call's arguments marked with the chosen specs, static ones as they are."""
         given = self.jitted.recipe.arguments(args, {})  # those that are not static
         leaves, tree = jax.tree.flatten([argument.value for argument in given])
         if len(leaves) != len(self.specs):
@@ -64,7 +64,7 @@ class AutoSharding:
         return tuple((dict(enumerate(args)) | dict(values)).values())
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
-        """Returns the rules for `mark_tree` of one argument: path or pattern (`*/w`) -> spec."""
+        """Returns an argument's `mark_tree` rules, pattern -> spec; {} if inferred, or one leaf."""
         # Numbered siblings go under one pattern if all that it matches agrees; patterns come last.
         specs = {
             name.removeprefix(f"{argument}/"): spec
@@ -186,7 +186,7 @@ def _specs(plan: Plan, mesh: Mesh) -> list[tuple[Any, ...]]:
 
 
 def _open(request: Request, options: Options) -> Trial:
-    """Returns the fastest plan, as a Trial, if arguments may have any sharding that keeps marks."""
+    """Returns the Trial of the fastest plan, arguments having any shardings that keep marks."""
     problem = problem_for(request)
     doing("plan")
     problem = opened(problem, [True] * len(problem.arguments))

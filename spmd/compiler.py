@@ -190,9 +190,10 @@ class Trial:
         return self._unpriced.bytes > self._room.bytes
 
     def _schedule(self, first: Program, *others: Program) -> Program:
-        """Sets `optimized`: the fastest of some programs, scheduled; returns it as it was before.
+        """Sets `optimized` to the fastest of the programs, scheduled; returns it unscheduled.
 
-        Its reduce-scatters are sent round as permutes if that is faster still.
+        One that does not fit in memory is no choice if it takes more than those before it. The
+        reduce-scatters in `optimized` are sent round as permutes if that is faster still.
         """
         mesh, topology, room = self.plan.mesh, self.plan.topology, self._room
         most, ahead = self._options.combine_bytes, self._options.prefetch
@@ -244,7 +245,7 @@ class Trial:
 
     @property
     def largest(self) -> list[tuple[str, int]]:
-        """Returns (name, bytes) of arguments, results, the 3 largest values at peak, constants."""
+        """Returns (name, bytes): all arguments, all results, 3 largest at the peak, constants."""
         memory = self._memory
         values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
         results = memory.results - memory.aliased
@@ -271,7 +272,7 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
     planned: list[Trial] = []
 
     def record() -> str:
-        """Returns whether an earlier start kept the plan, and the plan as JSON."""
+        """Returns `kept <plan as JSON>` if an earlier start has it, else `made <JSON or empty>`."""
         kept = clock("keep", store.get, key) if store else None
         if kept is not None:
             return f"kept {kept.decode()}"
@@ -297,7 +298,7 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
 
 
 def _check(whole: Program, partitioned: Partitioned, optimized: Partitioned) -> None:
-    """Raises LegalityError for a malformed program, or a local one not of the pieces of `whole`."""
+    """Raises LegalityError for malformed programs, or local arguments, results of wrong shapes."""
     check_program(whole)
     for stage, local in (("local", partitioned), ("optimized", optimized)):
         ends = (whole.body.args, local.arguments), (whole.body.results, local.results)
@@ -309,7 +310,7 @@ def _check(whole: Program, partitioned: Partitioned, optimized: Partitioned) -> 
 def _check_same_request(
     request: Request, options: Options, together: str, processes: Sequence[int]
 ) -> None:
-    """Raises LaunchError unless all processes are to compile the same; the others would hang."""
+    """Raises LaunchError unless all `processes` compile the same program; else they would hang."""
     module, types = request.module, signature(request.module)[0]
     arguments = zip_longest(request.arg_names, types, request.arg_entries, request.arg_orders)
     results = zip_longest(request.result_names, request.result_entries)
@@ -382,7 +383,7 @@ def _written_out(
 def _replayed(
     kept: str, request: Request, options: Options, imported: Imported, clock: Stopwatch
 ) -> Trial:
-    """Rebuilds the plan that an earlier start or the first process made, for one device."""
+    """Returns the Trial of a plan, JSON here, that an earlier start or the first process made."""
     plan, stacks, is_written_out = json.loads(kept)
     program = clock("unroll", unroll, imported.program, options.unroll or 0)
     if stacks:
@@ -416,7 +417,7 @@ def _key(request: Request, options: Options) -> str:
 
 
 def _deciding(options: Options) -> Options:
-    """Returns options without those that only say how the compiler and XLA go about it."""
+    """Returns options, with defaults for those that do not decide the plan and for the topology."""
     return replace(
         options, topology=None, check=False, verbose=False, progress=False, cache_dir=None,
         compiler_options={},

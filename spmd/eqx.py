@@ -39,8 +39,8 @@ def filter_jit(
     Args:
       fn: the function, or a module that can be called. Without it, a decorator is returned.
       donate: which arrays the results may take the memory of, as for `eqx.filter_jit`: `none`,
-        `all`, those of `fn` among them, or `all-except-first`; with `warn` in place of `all`,
-        jax warns of those that no result can use.
+        `all`, those of `fn` too, or `all-except-first`, which spares the first argument; with
+        `warn` in place of `all`, jax warns of those that no result can use.
       **options: as for `spmd.jit`, but nothing is static or donated by number or name.
 
     Returns:
@@ -80,7 +80,7 @@ class FilterJit(Front):
 
         @functools.cache
         def jitted(count: int, names: tuple[str, ...]) -> Jitted[..., Any]:
-            """Returns the program of calls with so many arguments by place, and these by name."""
+            """Returns the `Jitted` for calls of `count` positional arguments, keywords `names`."""
             donated = [*(name for name in names if name not in kept), self._names[1]]
             if first is None:
                 return jit_arrays(call, **options | own)
@@ -95,7 +95,7 @@ class FilterJit(Front):
         return eqx.combine(results, others.tree)
 
     def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a method of the program with arrays, by name constants and the function's own."""
+        """Calls `method` of the `Jitted` with arrays; constants and `fn`'s arrays go by keyword."""
         (args, kwargs), others = eqx.partition((args, kwargs), _is_traced)
         more = _Constants((self.constants, others)), self.arrays
         named = dict(**kwargs, **dict(zip(self._names, more, strict=True)))

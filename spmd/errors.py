@@ -99,7 +99,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Writes a time with three digits, in s, ms or us: `1.25 ms`."""
+    """Returns a time, given in seconds, as text of three digits in s, ms or us: `1.25 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         count = seconds / scale
         if float(f"{count:.3g}") >= 1 or unit == "us":  # 999.9 us are 1 ms

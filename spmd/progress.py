@@ -29,10 +29,10 @@ PATIENCE, EVERY = 1.5, 0.5  # seconds before the line appears, and between its u
 def progress(
     what: str, wanted: bool, stream: TextIO | None = None, *, kind: str = ""
 ) -> Iterator[None]:
-    """Shows on terminals and in notebooks what is being done inside, if it takes long.
+    """Shows, if `wanted`, a line on a terminal or in a notebook, if what is done inside takes long.
 
-    Inside another one it does nothing: the outer one goes on. The stream is stderr when left out.
-    `kind` is what other processes are told, as with the shapes of arguments.
+    The line names the work, `what`, and its stage. `kind` names the work to other processes, shown
+    or not. Inside another `progress` it does nothing. The stream is stderr when left out.
     """
     if _work.get() is not None:
         yield
@@ -55,13 +55,13 @@ def progress(
 
 
 def _is_seen(stream: TextIO) -> bool:
-    """Whether anybody looks: at a terminal, or a notebook, whose streams are none."""
+    """Whether anybody looks: `stream` is a terminal, or this is a notebook or IPython."""
     ipython = sys.modules.get("IPython")
     return stream.isatty() or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def doing(stage: str) -> None:
-    """Names the stage of the work that begins now, if any is under way here."""
+    """Tells the work that is under way in this thread, if any, which stage of it begins now."""
     work = _work.get()
     if work is not None:
         work.stage = stage
@@ -69,7 +69,7 @@ def doing(stage: str) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Says of what is inside that it waits, to be a stage of the work that is under way, if any."""
+    """Makes `waiting for <what>`, while inside, the stage of the work under way, or of new work."""
     with progress(what, False):
         work = _work.get()
         assert work is not None
@@ -87,7 +87,7 @@ def kind_here() -> str:
 
 
 def under_way() -> str:
-    """Says what is being worked on by any thread, the newest work alone; empty if nothing is."""
+    """Returns `<kind>, <stage>` of the newest work that any thread has under way; empty if none."""
     work = next(reversed(_open.copy()), None)
     return "" if work is None else ", ".join(filter(None, (work.kind, work.stage)))
 

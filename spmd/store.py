@@ -47,7 +47,7 @@ def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
 
 
 def key_of(*decisive: object) -> str:
-    """Hashes the reprs of `decisive`, this package's source and versions of jax, numpy, scipy."""
+    """Returns a hash of `decisive` (by repr), our source, and versions of jax, numpy, scipy."""
     parts = (*map(repr, decisive), _environment())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -76,7 +76,7 @@ class Store:
         return content
 
     def put(self, key: str, content: bytes) -> str:
-        """Writes an entry; if that fails, returns why, and none is left behind."""
+        """Writes an entry; returns an empty text, or why it failed: then no part of it is left."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryDirectory(dir=self.folder) as unfinished:

@@ -162,7 +162,7 @@ class Tolerance(NamedTuple):
 
 
 def default_rtol(types: Iterable[TensorType]) -> float:
-    """Returns the relative tolerance for a program with these types, by its narrowest float."""
+    """Returns a relative tolerance for the narrowest float of these types; 1e-4 without floats."""
     bits = [_float_bits(type_.dtype) for type_ in types]
     return _TOLERANCE_BITS[min((b for b in bits if b), default=32)]
 
@@ -175,7 +175,7 @@ def _float_bits(dtype: str) -> int:
 def compare(
     name: str, type_: TensorType, got: Any, wanted: Any, tolerance: Tolerance
 ) -> Comparison:
-    """Compares two arrays of type `type_`; NaN equals NaN, an infinity only an equal one."""
+    """Compares two arrays, non-floats exactly; NaN equals NaN, an infinity only an equal one."""
     x, y = _wide(got), _wide(wanted)
     with np.errstate(invalid="ignore", over="ignore"):
         same = (x == y) | ((x != x) & (y != y))
@@ -221,7 +221,7 @@ def _wide(array: Any) -> Any:
 
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
-    """Compiles the global program without its marks; returns a function from inputs to results."""
+    """Compiles a program without marks for one device; returns a function: arguments -> results."""
 
     def bare(b: Builder, op: Op, operands: Sequence[Value]) -> Sequence[Value] | None:
         return operands if op.is_mark or op.name == INSPECT else None
@@ -245,7 +245,7 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
 
 
 class _Search(NamedTuple):
-    """Searches a block, of program or region, for the first op unlike the unsplit program's."""
+    """Searches a program, or a loop's body, for the first op whose value partitioning changes."""
 
     plan: Plan
     arguments: Arrays  # for each argument of the block a host array
@@ -254,7 +254,7 @@ class _Search(NamedTuple):
     inside: tuple[str, ...] = ()
 
     def run(self) -> Culprit | None:
-        """Returns the first op whose value differs; None if all results of the block agree."""
+        """Finds the first op with a wrong value, or a wrong reshard; None if all results agree."""
         # Cut n is behind n ops; one more cut has the results in the shardings
         # that are returned. Of 4 ops the third is wrong: cut 2 agrees, cut 3 differs.
         # Values that no later op reads are not compared, so a difference may be gone again later.
@@ -286,7 +286,10 @@ class _Search(NamedTuple):
         return Culprit(op, "\n".join(lines), self.inside, wrong)
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
-        """Compares the values that ops after the first `cut` read; returns those that differ."""
+        """Compares values of the first `cut` ops that are read later; returns those that differ.
+
+        If `cut` exceeds the number of ops, the results are compared, in their final shardings.
+        """
         plan, program = self.plan, self.plan.program
         if cut > len(program.body.ops):  # constants are passed as other arguments are
             passed = _with_program(plan, program._replace(constants=()))
@@ -300,7 +303,7 @@ class _Search(NamedTuple):
         return self.differing(plan)(self.arguments) if plan.results else ()
 
     def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
-        """Compiles both programs; returns a function from arguments to comparisons that differ."""
+        """Returns a function that runs a plan's program split and whole, and tells what differs."""
         emitted = self.lower(plan)
         partitioned, whole = executable(emitted), whole_run(plan.program, plan.mesh)
 
@@ -319,7 +322,7 @@ class _Search(NamedTuple):
         return whole_run(program, self.plan.mesh)(self.arguments)
 
     def descend_loop(self, index: int, op: Op) -> Culprit | None:
-        """Returns the first wrong op of the first iteration that differs; None if none does."""
+        """Finds the first wrong op of the first wrong iteration of `op`; None if none is found."""
         # The whole program makes the carries of every iteration, so that an error in one does not
         # reach the next: the body is always compared on equal inputs.
         condition, body = (_region_program(self.plan, region) for region in op.regions)
@@ -352,14 +355,14 @@ def _with_body(program: Program, body: Region) -> Program:
 
 
 def _with_program(plan: Plan, program: Program) -> Plan:
-    """Returns the plan for another program, made of some of the values of its own."""
+    """Returns the plan for a part of its program, with results sharded as by `probe_sharding`."""
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
     problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
     return plan._replace(problem=problem, results=results)
 
 
 def _region_program(plan: Plan, region: Region) -> Program:
-    """Returns a region as a program; values from outside become arguments, or are recomputed."""
+    """Returns a region as a program; outside values become arguments, cheap ones are recomputed."""
     producers, cheap = plan.problem.index.producers, plan.propagated.cheap
     captured: dict[Value, None] = {}
     made: dict[Value, Op] = {}
@@ -379,7 +382,7 @@ def _region_program(plan: Plan, region: Region) -> Program:
 
 
 def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
-    """Returns the plan of a region's program; None if an argument is partial (no array can be)."""
+    """Returns the plan of `piece`, a region's program; None if one of its arguments is partial."""
     states = [plan.states[v] for v in piece.body.args]
     if any(state is not None and state.partial for state in states):
         return None
@@ -388,9 +391,9 @@ def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
 
 
 def probe_sharding(plan: Plan, value: Value) -> Sharding:
-    """Returns a value's planned sharding, of whole axes that divide its dims, and not partial.
+    """Returns the sharding to compare a value in: as planned, but of whole axes and not partial.
 
-    One that is made for each use has none, and is compared whole.
+    Atoms that do not divide a dim are left out. A value that each use makes anew is replicated.
     """
     shape, state = plan.program.types[value].shape, plan.states[value]
     return Sharding(whole_axes(state.dims if state else ((),) * len(shape), shape, plan.mesh))

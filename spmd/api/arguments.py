@@ -26,14 +26,14 @@ _BY_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class Selected(NamedTuple):
-    """Static or donated parameters by number and by name, for `jax.jit`: ((1,), ("mode",))."""
+    """Static or donated parameters, for `jax.jit`: (numbers, names), as ((1,), ("mode",))."""
 
     numbers: tuple[int, ...]
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, fn: Any, numbers: Numbers, names: Names) -> "Selected":
-        """Returns what `jax.jit` makes of these options.
+        """Returns the parameters that `..._argnums` and `..._argnames` select, as in `jax.jit`.
 
         If only one of `numbers` and `names` is given, the other is read off the signature of `fn`,
         so that it does not matter whether a call passes the argument by position or by name.
@@ -50,7 +50,7 @@ class Selected(NamedTuple):
         return cls(by_number, by_name)
 
     def keys(self, count: int) -> set[int | str]:
-        """Returns numbers and names in one set, for a call with `count` positional arguments."""
+        """Returns numbers and names in one set; n < 0 is n + `count`, the positional arguments."""
         return {*(n + count if n < 0 else n for n in self.numbers), *self.names}
 
 
@@ -58,7 +58,7 @@ Parameters = Sequence[inspect.Parameter]
 
 
 def parameter_names(parameters: Parameters, count: int) -> tuple[str, ...]:
-    """Returns `count` names: the first parameters', then `arg<number>`: ("x", "y", "arg2")."""
+    """Returns the names of `count` positional arguments: ("x", "y", "arg2") for parameters x, y."""
     found = [p.name for p in parameters[:count]]
     return (*found, *[f"arg{number}" for number in range(len(found), count)])
 
@@ -78,7 +78,7 @@ def function_name(fn: Any) -> str:
 
 
 def function_place(fn: Any) -> tuple[str, str] | None:
-    """Returns a callable's (file, qualified name); None if it is not written in Python."""
+    """Returns (file, qualified name) of the Python code inside a callable; None if it has none."""
     fn = _written(fn)
     call = fn if hasattr(fn, "__code__") else _written(type(fn).__call__)
     code = getattr(call, "__code__", None)
@@ -93,7 +93,7 @@ def _written(fn: Any) -> Any:
 
 
 class Argument(NamedTuple):
-    """One argument of a call that is not static."""
+    """A non-static argument of a call: its number or keyword, name, pytree, and if donated."""
 
     key: int | str  # its number among the call's positional ones, or its name if passed by name
     name: str
@@ -111,17 +111,17 @@ def leaf_names(parts: Sequence[Argument]) -> tuple[str, ...]:
 
 
 def donated_leaves(parts: Sequence[Argument]) -> tuple[int, ...]:
-    """Returns which of all arguments' leaves, by number, belong to donated arguments."""
+    """Returns the flat indices, among all arguments' leaves, of those of donated arguments."""
     flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.value)]
     return tuple(i for i, is_donated in enumerate(flags) if is_donated)
 
 
 def updates_of(parts: Sequence[Argument], out_tree: Any) -> tuple[tuple[int, int], ...]:
-    """Pairs results with the donated arguments that they replace: (result leaf, argument leaf).
+    """Returns pairs of leaf numbers: (of a result, of the donated argument that it replaces).
 
-    Leaves are numbered. A donated argument is paired with the first unpaired subtree of the results
-    that has its structure, shapes and dtypes, else leaf by leaf. If `step(params, batch)` returns
-    (loss, params), and `params = {"w": ..}` is donated: ((1, 0),).
+    `out_tree` is the result's pytree of structs. A donated argument is paired with its first
+    unpaired subtree of equal structure, shapes and dtypes, else leaf by leaf if possible. If
+    `step(params, batch)` returns (loss, params), and `params = {"w": ..}` is donated: ((1, 0),).
     """
     counts = [len(jax.tree.leaves(part.value)) for part in parts]
     starts = np.cumsum([0, *counts]).tolist()
@@ -230,8 +230,8 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
     (x, {"a": y, "b": z}) the specs (P("data"), None) become [P("data"), None, None].
 
     Specs go by path, not by jax's tree structures, which differ as static parts do: an optimizer,
-    for example, is another object each time it is made. SpecError: a leaf without a spec, or a spec
-    without a leaf.
+    for example, is another object each time it is made. SpecError, naming the tree by `what`: a
+    leaf without a spec, or a spec without a leaf.
     """
     are_tuples = {type(tree), type(specs)} <= {tuple, list}
     if are_tuples and len(specs) == len(tree) and all(map(_is_spec, specs)):
@@ -272,7 +272,7 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
 
 
 def _by_path(tree: Any, is_leaf: Callable[[Any, Any], bool] | None) -> list[tuple[Any, Any]]:
-    """Returns (keys on the way to it, leaf) for each leaf; `is_leaf(path, node)` as jax has it."""
+    """Returns (path, leaf) of each leaf, as (("w", "0"), x); `is_leaf(path, node)` is as in jax."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf, is_leaf_takes_path=True)
     return [(_names(path), leaf) for path, leaf in found]
 
@@ -304,7 +304,7 @@ def key_dtype(leaf: Any) -> Any:
 
 
 def mesh_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns an array's or struct's `NamedSharding`; None for others and uncommitted arrays."""
+    """Returns the `NamedSharding` of an array or struct; None if it has none, or is uncommitted."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -314,7 +314,7 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns `mesh_sharding(leaf)`, but None if that replicates over a mesh unlike `mesh`."""
+    """Returns `mesh_sharding(leaf)`, but None if it replicates over a mesh with other axes."""
     sharding = mesh_sharding(leaf)
     if sharding is None or not sharding.is_fully_replicated:
         return sharding
@@ -323,10 +323,11 @@ def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
 
 
 def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
-    """Returns an argument's or result's axis names dim by dim: (("data",), (), None); None if open.
+    """Returns the axis names of each dim of an argument or result, as (("data",), (), None).
 
-    An open dim is None, too. Of a key array they are those of its data, which has one more dim.
-    MeshError: a sharding on a mesh whose axes are not made of axes of `mesh`; SpecError: no fit.
+    An open dim is None. If `spec` is None, so is all; a leaf without elements is not split then.
+    A key array has one dim more, that of its data. Errors name the leaf by `what`. MeshError: a
+    sharding on a mesh whose axes are not made of axes of `mesh`; SpecError: a spec does not fit.
     """
     source, own, shape = caller(), mesh, np.shape(leaf)
     if spec is None:
@@ -335,7 +336,7 @@ def leaf_entries(spec: Any, leaf: Any, what: str, mesh: Mesh) -> Entries | None:
         spec = ((),) * len(shape)  # XLA for CPUs crashes where a piece has no elements, in jax 0.11
 
     def axes_here(names: Sequence[str]) -> tuple[str, ...]:
-        """Returns axes of the spec's own mesh as axes of the program's mesh, or parts of them."""
+        """Returns the program mesh's axes, or parts (`x:(2)4`), for axes of the spec's own mesh."""
         atoms = tuple(a for name in names for a in part_atoms(mesh, own, name))
         return tuple(str(ref) for ref in axis_refs(atoms, mesh))
 
@@ -361,7 +362,7 @@ def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
 
 
 def check_memory(sharding: NamedSharding, what: str) -> None:
-    """Raises SpecError for a sharding in other memory than the device's, as `pinned_host`."""
+    """Raises SpecError, about `what`, if a sharding's memory is not the device's: `pinned_host`."""
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",
@@ -375,11 +376,12 @@ def check_memory(sharding: NamedSharding, what: str) -> None:
 def like_parameters(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[E | None]
 ) -> tuple[tuple[E | None, ...], tuple[str | None, ...]]:
-    """Gives open arguments the spec of the marked one that they mirror; returns (specs, reasons).
+    """Returns (specs, reasons) of leaves: an open one gets the spec of a marked one it mirrors.
 
     Optimizer state mirrors parameters: `opt_state/0/mu/w_in` has the shape of `params/w_in` and its
-    path at the end, so it gets its spec and the reason "like argument params/w_in". Others have no
-    reason, None. Propagation alone would split the state of a parameter marked as not split.
+    path at the end, so it gets its spec and the reason "like argument params/w_in". Others keep
+    theirs (None if open) and have the reason None. Propagation alone would split the state of a
+    parameter marked as not split.
     """
     paths = [tuple(name.split("/"))[1:] for name in names]
     marked: dict[tuple[tuple[str, ...], Any], int] = {}
@@ -398,9 +400,10 @@ def like_parameters(
 
 
 def one_for_each(given: Any, names: Sequence[str], option: str, what: str) -> list[Any]:
-    """Returns what a sequence or a mapping by names gives each of `names`, None if nothing.
+    """Returns the entry of `given` for each of `names`, None for those that have none.
 
-    SpecError: a name or pattern that is none of a `what`, or a sequence of another length.
+    `given` is a sequence in their order, a mapping from names or glob patterns, or None. SpecError,
+    with `option` and `what` in its text: a pattern of no name, or a sequence of another length.
     """
     if isinstance(given, Mapping):
         found = match_patterns(given, names, what=what, source=caller())

@@ -55,7 +55,7 @@ class Lowered(Planned):
     Attributes:
       stages: the result of every stage of the compiler.
       options: compile options.
-      target: the machine given as `topology=`, to compile for; None for the mesh's devices.
+      target: the machine to compile for: `topology=`, else the mesh's; None: the mesh's devices.
       request: the compiler's input: the module as traced, mesh, specs, pytrees of arguments.
       mesh: the mesh that the program is planned for.
       name: the function's name.
@@ -65,13 +65,13 @@ class Lowered(Planned):
       in_tree: the pytree structure of ((positional, ...), {name: ...}), static arguments left out.
       out_tree: the pytree structure of the result.
       out_info: the result's pytree of `jax.ShapeDtypeStruct`s.
-      measured: what `Compiled.measure` returned last, which reports show; None before.
+      measured: None. That of a `Compiled` is what its `measure` returned last; reports show it.
     """
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles by XLA for the machine that it was lowered for, else for the mesh's devices.
 
-        `compiler_options` go to XLA, over those in `options`. MeshError as for `Jitted.compile`.
+        `compiler_options` go to XLA, over those in `options`. MeshError: it has no compiler here.
         """
         given = {**self.options.compiler_options, **(compiler_options or {})}
         with progress(self.name, self.options.shows_progress, kind=f"compiling {self.kind}"):
@@ -127,7 +127,7 @@ class Lowered(Planned):
         return self.request.module
 
     def cost_analysis(self) -> Any:
-        """Returns XLA's count of operations and bytes of one device's program, yet to be optimized.
+        """Returns XLA's count of operations and bytes in one device's program, not yet optimized.
 
         `cost` is our prediction in seconds.
         """
@@ -141,9 +141,9 @@ class Compiled(Planned):
       executable: jax's compiled program; takes flat arguments, sharded as `in_shardings` says.
       boundary: the shardings and memory orders of flat arguments and results.
       in_formats: the arguments' `Format`s (sharding and memory order): (positional, ...), or
-        ((positional, ...), {name: ...}). Donated arguments have the memory order that the program's
-        collectives want, see `Options.layouts`. An array that comes in another order is copied at
-        each call; `jax.device_put(x, format)` does that beforehand.
+        ((positional, ...), {name: ...}) if there are keywords. Donated ones have the memory order
+        that the program's collectives want, see `Options.layouts`. An array that comes in another
+        order is copied at each call; `jax.device_put(x, format)` does that beforehand.
       in_shardings: their `NamedSharding`s, likewise.
       out_formats, out_shardings: those of the results, pytrees like the result.
       input_formats, input_shardings: as ((positional, ...), {name: ...}), as jax has them.
@@ -177,7 +177,7 @@ class Compiled(Planned):
         self._tell_inspections()
 
     def _tell_inspections(self) -> None:
-        """Calls what looks at shardings inside the program; of a loop that is written out, once."""
+        """Calls each `jax.debug.inspect_array_sharding` callback once, with planned shardings."""
         plan = self.stages.plan
         seen = {op.kind.attrs["number"]: op for op in plan.program.walk() if op.name == INSPECT}
         for number, op in sorted(seen.items()):
@@ -229,7 +229,7 @@ class Compiled(Planned):
         return list(map(held, (*leaves, *self.request.closed_refs)))
 
     def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
-        """Puts arguments `which` into the program's memory order; warns at the second call."""
+        """Returns `taken`, items `which` in the program's memory order; its second call warns."""
         self._moved += 1
         if self._moved == 2:  # the first time they come from where nobody knew of it
             names = [self.request.arg_names[i] for i in which]
@@ -242,7 +242,7 @@ class Compiled(Planned):
         return self.boundary.laid_out(taken, which, self.donated)
 
     def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns arguments with zeros for structs; ArgumentError if the program reads them."""
+        """Returns `leaves`, with zeros for structs; ArgumentError if the program reads a struct."""
         structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         program, valued = self.stages.optimized.program, list(leaves)
         read = Index(program).users if structs else {}
@@ -312,7 +312,7 @@ class Compiled(Planned):
                 )
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Computes an argument directly in the sharding and layout in which this program takes it.
+        """Computes an argument in the sharding and memory order in which this program takes it.
 
         Args:
           argnum: the argument's number, among the positional ones that are not static.
@@ -408,7 +408,7 @@ class Compiled(Planned):
         return self.executable.memory_analysis()
 
     def cost_analysis(self) -> Any:
-        """Returns XLA's count of operations and bytes; `cost` is our prediction in seconds."""
+        """Returns XLA's count of operations and bytes of one device; `cost` predicts seconds."""
         return self.executable.cost_analysis()
 
     def runtime_executable(self) -> Any:
@@ -443,7 +443,7 @@ class Compiled(Planned):
         return Memory.of(self.executable.memory_analysis(), use.constants, passed)
 
     def as_text(self, stage: str = "planned") -> str:
-        """Returns the program as text after a stage; `hlo` is XLA's optimized module."""
+        """Returns the program's text after a stage of `STAGES`; `hlo` is XLA's optimized module."""
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -468,7 +468,7 @@ class Compiled(Planned):
 
 
 def _running(local: Mapping[str, Any]) -> str | None:
-    """Says which program `Compiled.run` runs, if other processes have to run it, too."""
+    """Says which program a call of `Compiled.run` runs, by its locals; None if on one process."""
     return local["self"].kind if len(processes_of(local["self"].mesh)) > 1 else None
 
 
@@ -479,7 +479,7 @@ class Boundary:
     """The shardings and memory orders of a compiled program's flat arguments and results.
 
     The program itself has only arrays on its own mesh; of a key array it takes the data, and for
-    one of float0, which has no elements, bools.
+    one of float0, whose elements have no bytes, one of bool.
     """
 
     def __init__(
@@ -510,14 +510,14 @@ class Boundary:
         self._known: list[Any] = [object()] * len(self.arguments)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether arguments that lie on a mesh have the program's shardings, key arrays aside."""
+        """Whether leaves committed to a mesh, key arrays aside, have the program's shardings."""
         return all(
             self._lies_right(index, leaf) or mesh_sharding(leaf) is None or self._dressed[index]
             for index, leaf in enumerate(leaves)
         )
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the flat arguments in the program's shardings, moving those in others."""
+        """Returns the flat arguments in the program's shardings, moved if need be; of keys data."""
         elsewhere = [i for i, leaf in enumerate(leaves) if not self._lies_right(i, leaf)]
         taken = list(leaves)
         if elsewhere:
@@ -534,7 +534,7 @@ class Boundary:
         return taken
 
     def in_other_layouts(self, taken: Sequence[Any]) -> list[int]:
-        """Returns the numbers of arguments from `take` that are in another memory order."""
+        """Returns the numbers of arguments that lie in another memory order than the program's."""
         return [i for i, leaf in enumerate(taken) if order_of(leaf) != self._orders[i]]
 
     def laid_out(
@@ -554,7 +554,7 @@ class Boundary:
         return laid
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the arguments with their data in place of key arrays and of float0."""
+        """Returns the arguments: of key arrays their data, for float0 bools of the same shape."""
 
         def plain(leaf: Any) -> Any:
             is_key = key_dtype(leaf) is not None
@@ -564,7 +564,7 @@ class Boundary:
         return [plain(leaf) if is_dressed else leaf for leaf, is_dressed in pairs]
 
     def dress(self, results: list[Any]) -> None:
-        """Makes key arrays of results that are their data, and float0 of what stands for it."""
+        """Replaces in `results` key arrays' data by key arrays, and bools for float0 by float0."""
         for i, struct in enumerate(self._results) if self.is_dressed else ():
             if struct.dtype == jax.dtypes.float0:
                 results[i] = np.zeros(struct.shape, jax.dtypes.float0)
@@ -584,12 +584,12 @@ class Boundary:
 
 
 def _is_dressed(struct: jax.ShapeDtypeStruct) -> bool:
-    """Whether callers see another dtype than the program has: that of keys, or float0."""
+    """Whether a struct is of keys or float0, in place of which the program has plain arrays."""
     return key_dtype(struct) is not None or struct.dtype == jax.dtypes.float0
 
 
 def _seen(placed: Placement, struct: jax.ShapeDtypeStruct) -> Format:
-    """Returns the `Format` that callers see: of a key array, that of its data less the last dim."""
+    """Returns `placed` as a `Format`; of a key array's data, without memory order and last dim."""
     if key_dtype(struct) is None:
         return placed if isinstance(placed, Format) else Format(None, placed)
     sharding = placed.sharding if isinstance(placed, Format) else placed

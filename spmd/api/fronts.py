@@ -13,9 +13,9 @@ from spmd.mesh.topology import Topology
 
 
 class Front:
-    """A function of objects, which calls a program of their arrays: call, `lower` or `compile` it.
+    """Base of `nnx.ModuleJit` and `eqx.FilterJit`: a compiled function of objects with arrays.
 
-    It has not the options `lacks`; `fix` says what to do instead.
+    ArgumentError, with the advice `fix`, if `options` has one of the names in `lacks`.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Front:
         return self._run(functools.partial(Jitted.compile, topology=topology), args, kwargs)
 
     def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
-        """Plans for arguments without compiling by XLA; no device is needed."""
+        """Returns the `Lowered` program for these arguments, without XLA; no device is needed."""
         return self._run(functools.partial(Jitted.lower, topology=topology), args, kwargs)
 
     def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a method of the program with the arrays of these arguments."""
+        """Returns what `method` of the inner `Jitted` returns for the arrays of these arguments."""
         raise NotImplementedError
 
 

@@ -47,7 +47,7 @@ _IS_DELETED = ARRAY.is_deleted
 
 
 class JitOptions(TypedDict, total=False):
-    """What `jit` takes beside a function; specs are pytrees, of any class."""
+    """The keyword arguments that `jit` takes beside a function; specs are pytrees of any class."""
 
     mesh: jax.sharding.Mesh | AbstractMesh | None
     in_specs: Any
@@ -81,8 +81,8 @@ def jit(fn: Any = None, **given: Any) -> Any:
 
     Args:
       fn: a function of pytrees of arrays, as for `jax.jit`. Without it, a decorator is returned.
-      mesh: a `spmd.Mesh` or one of jax. Left out, it is that of the arguments placed on one, of the
-        marks inside `fn`, or that of `jax.set_mesh`.
+      mesh: a `spmd.Mesh` or one of jax. Left out, it is that of a `NamedSharding` among the specs,
+        else of an argument placed on one, else of marks inside `fn`, else that of `jax.set_mesh`.
       in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). As
         for `jax.jit`, static arguments may be left out. A single `PartitionSpec` or `NamedSharding`
         is for all arguments.
@@ -171,7 +171,7 @@ jit.__signature__ = Signature([_FUNCTION, *_OPTIONS])  # type: ignore[attr-defin
 
 
 def _one_of(specs: Any, shardings: Any, name: str) -> Any:
-    """Returns the specs given as `*_specs` or as `*_shardings`; ArgumentError if given as both."""
+    """Returns `specs`, else `shardings`; ArgumentError if both are given; `name`: `in` or `out`."""
     if specs is not None and shardings is not None:
         raise ArgumentError(
             f"spmd.jit was given {name}_specs and {name}_shardings, which are the same",
@@ -200,7 +200,7 @@ class Jitted(Generic[P, R]):
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Returns a bound method: `instance` becomes the function's first argument."""
+        """Returns a method whose first argument is `instance`; if that is None, this object."""
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
@@ -331,10 +331,7 @@ class Jitted(Generic[P, R]):
         machine = None if topology is None else as_topology(topology)
 
         def traced(may_reuse: bool) -> Request:
-            """Traces the call, in the pipeline schedule that is being tried.
-
-            `may_reuse` lets jax take a trace from its cache.
-            """
+            """Traces the call in the schedule being tried; `may_reuse`: jax may use its cache."""
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
             asked = recipe if may_reuse else replace(recipe, fn=again)
@@ -357,7 +354,7 @@ class Jitted(Generic[P, R]):
 
 
 def _running(local: Mapping[str, Any]) -> str | None:
-    """Says which program `Jitted.__call__` runs, if other processes have to run it, too."""
+    """Says what a call of `Jitted` runs, by its locals; None if on one process, or not compiled."""
     jitted, compiled = local["self"], next(iter(local["self"]._cache.values()), None)
     if not compiled or len(processes_of(compiled[0].mesh)) < 2:
         return None
@@ -416,7 +413,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
 
 
 def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
-    """Marks each leaf of `tree` with its spec on `mesh`, or its `NamedSharding`; None: unmarked."""
+    """Returns `tree`, each leaf marked by its spec (on `mesh`) or `NamedSharding`; not by None."""
 
     def mark(leaf: Any, spec: Any) -> Any:
         if spec is None or isinstance(leaf, jax.Ref):  # a ref lies as what was put into it

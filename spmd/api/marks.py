@@ -38,7 +38,7 @@ def mark_sharding(t: jax.ShapeDtypeStruct, mesh: AnyMesh, spec: Spec) -> jax.Sha
 @overload
 def mark_sharding(t: ArrayLike, mesh: AnyMesh, spec: Spec) -> jax.Array: ...
 def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
-    """Promises how a tensor lies on a mesh.
+    """Returns a tensor marked with the sharding that it is to have on a mesh.
 
     A tracer gets jax's own sharding constraint, so the same program runs under plain `jax.jit`, and
     its gradient gets the same mark. An array is placed so. A `ShapeDtypeStruct` gets the sharding.
@@ -56,7 +56,7 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
       SpecError: not one tensor (`mark_tree` marks pytrees), an unknown axis, an axis used twice, a
         spec longer than the rank, an axis that is manual in the `jax.shard_map` around, or, outside
         of traced code, a dim that its axes don't divide (inside, its pieces are padded).
-      MeshError: an array to be placed on devices that are not there.
+      MeshError: `t` is a mesh, or an array to be placed on devices that are not there.
 
     Example:
       >>> w = mark_sharding(w, mesh, ("data", "model"))
@@ -106,7 +106,7 @@ def mark_tree(tree: dict[K, dict[str, V]], mesh: AnyMesh, rules: Rules) -> dict[
 @overload
 def mark_tree(tree: T, mesh: AnyMesh, rules: Rules) -> T: ...
 def mark_tree(tree: Any, mesh: Any, rules: Rules) -> Any:
-    """Marks the leaves of a pytree by path.
+    """Returns a pytree with its leaves marked by path, each as `mark_sharding` marks it.
 
     Args:
       tree: a pytree of tensors.
@@ -141,7 +141,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
-    """Returns tracer `t` marked by `entries`; SpecError: unfit, or it splits a manual axis."""
+    """Returns tracer `t` marked by `entries`; SpecError (on `what`): no fit, or a manual axis."""
     first = note_mesh(mesh)
     # The axes along which the code being traced is written for one device.
     around = jax.sharding.get_abstract_mesh()

@@ -100,7 +100,7 @@ def pipeline(
     of = _chosen_pipeline(schedule, chunks, asked, layers, batch, own)
 
     def mark(tree: Any) -> Any:
-        """Marks dim 0 of each leaf as split over `axis`; the other dims stay open."""
+        """Marks each leaf: dim 0 split over `axis`, other dims open; not if there is no mesh."""
         if own is None:
             return tree
         return jax.tree.map(
@@ -117,7 +117,7 @@ def pipeline(
         return leaf.reshape(-1, of.microbatches, *leaf.shape[1:]).swapaxes(0, 1)
 
     def entering(leaf: Any, fill: Any) -> Any:
-        """Returns what enters stage 0 by step, or a filler: (microbatches, ...) -> (steps, ...)."""
+        """Turns (microbatches, ...) to (steps, ...): what enters stage 0 in a step, or a filler."""
         if of.chunks > 1:  # later chunks enter from the last stage
             groups = leaf.reshape(-1, 1, of.stages, *leaf.shape[1:])
             widths = [(0, of.chunks - 1 if dim == 1 else 0) for dim in range(groups.ndim)]
@@ -164,7 +164,7 @@ def pipeline(
 
 
 def _steps(step: Callable[..., Any], state: Any, inputs: Any, of: Pipeline) -> Any:
-    """Scans `step` over `inputs`; returns its outputs but for the first `stages - 1` steps."""
+    """Scans `step` over `inputs`; returns its stacked outputs without the first `stages - 1`."""
     fill = of.stages - 1
     if not of.is_lean:
         return jax.tree.map(lambda leaf: leaf[fill:], jax.lax.scan(step, state, inputs)[1])
@@ -221,7 +221,7 @@ def _layers(stacked: Any, chunks: int | None) -> int:
 
 
 def _leading(tree: Any, what: str, shape: str, dim: int = 0) -> int:
-    """Returns the size of a dim of all leaves; ArgumentError if they differ, or if it is 0."""
+    """Returns the one size of `dim` in all leaves; ArgumentError (on `what`) if none, or if 0."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     sizes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
     first = {shape[dim] if len(shape) > dim else None for shape in sizes.values()}
@@ -252,7 +252,8 @@ def _chosen_pipeline(
 ) -> Pipeline:
     """Returns a call's pipeline: of the sizes in `of`, in the schedule named or else being tried.
 
-    `layers` and `batch` are the sizes of the stack and the batch. Errors are as for `pipeline`.
+    If that being tried is impossible, it is the first possible one. `layers` and `batch` are the
+    numbers of all layers and of the batch's rows. Errors are as for `pipeline`.
     """
     size = 1 if mesh is None else mesh.shape.get(of.axis)
     if size is None:
@@ -288,7 +289,10 @@ def _chosen_pipeline(
 def _refusal(
     of: Pipeline, chunks: int | None, layers: int, batch: int, size: int
 ) -> tuple[str, str] | None:
-    """Returns (what is wrong, what it needs) or None; `size` is the axis', `chunks` the user's."""
+    """Returns (what is wrong, what is required instead), both for an error; None if nothing is.
+
+    `chunks` is what the user gave; `size` is that of the mesh axis, `batch` that in rows.
+    """
     if min(of.stages, of.microbatches) < 1:
         return f"stages={of.stages}, microbatches={of.microbatches}", "numbers of at least 1"
     if batch % of.microbatches:
@@ -332,10 +336,10 @@ def in_fastest_schedule(
 ) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
 
-    `trace(may_reuse)` traces it, in each schedule that its pipelines leave open in turn;
-    `may_reuse` lets jax take a cached trace. Of schedules that do not fit in memory
-    (`memory_limit`, or what the topology has room for) the one that misses the least is taken;
-    PlanError if there is a limit and none keeps to it.
+    `trace(may_reuse)` traces it, from jax's cache if it may, and `plan` plans it, in each schedule
+    that its pipelines leave open; in 1F1B ones only if all others take over half of the memory
+    (`memory_limit` bytes, or what the topology has room for). If none fits, the one that takes the
+    least is returned; PlanError if there is a limit and none keeps to it.
     """
     request, tried = trace(True), []
     try:

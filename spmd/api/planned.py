@@ -56,7 +56,7 @@ class Planned:
 
     @property
     def args_info(self) -> Any:
-        """As `in_avals`, the arguments' types and whether they are donated, as jax has it."""
+        """A pytree like `in_avals`, of jax's `ArgInfo`s: the type, and whether it is donated."""
         given = enumerate(jax.tree.leaves(self.in_avals))
         infos = [jax.stages.ArgInfo(aval, i in self.donated) for i, aval in given]
         return jax.tree.unflatten(self.in_tree, infos)
@@ -89,7 +89,7 @@ class Planned:
 
     @cached_property
     def prices(self) -> Prices:
-        """What other decisions would cost more than the plan's, a mark left out, for example."""
+        """How many more seconds a run with other decisions takes: without a mark, for example."""
         return Prices(self.stages.plan, self.options)
 
     # Reports are loaded when asked for: training and serving go without.
@@ -172,7 +172,7 @@ class Planned:
         """Returns the program as text after a stage of `spmd.api.STAGES`, the same in each process.
 
         Raises:
-          ArgumentError: there is no such stage.
+          ArgumentError: there is no such stage, or it is `hlo` and this is not compiled by XLA.
         """
         stages, mesh = self.stages, self.mesh
 

@@ -75,8 +75,8 @@ def lower_stablehlo(
 
     Raises:
       FrontendError: a module that cannot be read, or cannot have these shapes.
-      ArgumentError: an update of another shape or dtype than its argument, or a symbolic dim
-        without a size.
+      ArgumentError: an update of another shape or dtype than its argument, a dim without a size,
+        or sizes that a module with static shapes has no use for.
       SpecError: a spec for no argument or result, or one that does not fit.
 
     Example:
@@ -151,9 +151,9 @@ def static_module(
 ) -> Any:
     """Returns a module in memory with static shapes, its symbols replaced by their sizes.
 
-    `source` may be a `jax.export.Exported`, which may be for several platforms. FrontendError: it
-    cannot be read, or cannot have these shapes. ArgumentError: a dim whose size is not known, sizes
-    for what is not there, or it is for other platforms.
+    `source` is as for `lower_stablehlo`; of one exported for several platforms `platform` is taken.
+    FrontendError: it cannot be read, or cannot have these shapes. ArgumentError: a dim whose size
+    is not known, sizes for what is not there, or `source` is for several other platforms.
     """
     exported = source if hasattr(source, "mlir_module_serialized") else None
     module = parse_module(source if exported is None else exported.mlir_module_serialized)

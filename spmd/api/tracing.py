@@ -96,7 +96,7 @@ class Recipe:
 def type_of(leaf: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
     """Returns the type of an array, struct or number; TypeError for all else.
 
-    It has a `sharding` only where jax has that in types: on a mesh with Explicit axes.
+    Its `sharding` is the given one if that is on a mesh with Explicit axes, as in jax, else None.
     """
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
@@ -111,7 +111,7 @@ def type_of(leaf: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeS
 
 
 def order_of(leaf: Any) -> Order | None:
-    """Returns an array's order of dims in memory, as (1, 0); None: major to minor, or unknown."""
+    """Returns an array's dims as in memory, major first: (1, 0); None: in order, or unknown."""
     if np.ndim(leaf) < 2 or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
         return None
     layout = getattr(getattr(leaf, "format", None), "layout", None)
@@ -137,7 +137,7 @@ class Call(NamedTuple):
         return (self.static, self.tree, self.types, self.orders, self.settings)
 
     def put_together(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the call's arguments, by position and by name, with `leaves` for its own."""
+        """Returns the call's (args, kwargs), static ones too, with `leaves` for its own leaves."""
         positional, named = jax.tree.unflatten(self.tree, leaves)
         static, rest = dict(self.static), iter(positional)
         count = len(positional) + sum(isinstance(key, int) for key in static)
@@ -146,12 +146,12 @@ class Call(NamedTuple):
 
 
 def keyed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
-    """Returns a call's arguments by number, then sorted by name."""
+    """Returns a call's arguments in one dict: by number, then by name, sorted."""
     return {**dict(enumerate(args)), **dict(sorted(kwargs.items(), key=itemgetter(0)))}
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Splits a call's arguments into static ones and array leaves; ArgumentError for others."""
+    """Splits a call into static arguments and array leaves; ArgumentError for any other leaf."""
     given = recipe.arguments(args, kwargs)
     dynamic = {argument.key: argument.value for argument in given}
     static = tuple(item for item in keyed(args, kwargs).items() if item[0] not in dynamic)
@@ -191,17 +191,18 @@ def kind_text(name: str, names: Sequence[str], leaves: Sequence[Any]) -> str:
 
 
 def kind_of_call(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Says what kind of call one of these arguments is; see `kind_text`."""
+    """Says, as `kind_text` does, what a call with these arguments is: `step for x[8,16]`."""
     given = recipe.arguments(args, kwargs)
     leaves = jax.tree.leaves([argument.value for argument in given])
     return kind_text(function_name(recipe.fn), leaf_names(given), leaves)
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request:
-    """Traces a function at the arguments of a call; nothing is compiled yet.
+    """Returns the compiler's input for a call of a function, which is traced, not yet compiled.
 
     It is to be planned for `topology`, else that of the options, else that of the mesh's devices.
-    MeshError: there is no mesh, or two that differ; SpecError: a spec that does not fit.
+    MeshError: no mesh, or a `jax.shard_map` on other or reordered devices; SpecError: a spec that
+    does not fit; ArgumentError: a symbolic dim.
     """
     leaves = call.types
     symbolic = [(i, d) for i, s in enumerate(leaves) for d in s.shape if is_symbolic_dim(d)]
@@ -346,7 +347,7 @@ def _is_object(value: Any) -> bool:
 
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Returns jax's axis types of the first mesh like `mesh` with Explicit axes, else None."""
+    """Returns jax's axis types of the first of `givens` like `mesh` with Explicit axes, or None."""
     for given in filter(has_explicit_axes, givens):
         if tuple(given.shape.items()) == tuple(mesh.shape.items()):
             return tuple(given.axis_types)

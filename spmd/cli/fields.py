@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def read_by(read: Callable[[str], Any]) -> Mapping[str, Any]:
-    """Returns metadata for a field whose text `read` parses; users see its ValueError's message."""
+    """Returns metadata for a field whose text `read` parses; users see `read`'s ValueErrors."""
 
     def value(text: str) -> Any:
         try:

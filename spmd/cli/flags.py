@@ -51,7 +51,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other namespaces
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does, after dashes in flags' names have become underscores."""
+        """Parses as argparse does, after dashes in flags' names have become underscores.
+
+        Flags in `--settings` files come first; `--print_settings` prints all flags and exits.
+        """
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)  # what follows are no flags
         words[:end] = map(_underscored, words[:end])
@@ -62,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         return given, unknown
 
     def format_help(self) -> str:
-        """Formats `--help` with the names that programs have here."""
+        """Returns the text of `--help`; installed from a wheel, `scripts/x` in it is `spmd-x`."""
         return as_called(super().format_help())
 
     def _from_files(self, words: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ NOT_SETTINGS = ("help", "settings", "print_settings")  # flags that are no setti
 
 
 class SettingsError(SpmdError):
-    """Raised for a file of settings that cannot be used; one line says why, with file and line."""
+    """Raised for an unusable file of settings; one line says why, with file and, if known, line."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -100,7 +100,7 @@ def _name(flag: argparse.Action) -> str:
 
 
 def _as_words(parser: argparse.ArgumentParser, flag: argparse.Action, value: Any) -> list[str]:
-    """Returns the words that give a flag a value: [a, b] -> ["--data=a,b"]; None -> []."""
+    """Returns a value as words: [a, b] -> ["--data=a,b"], None -> []; ArgumentError if wrong."""
     name = f"--{_name(flag)}"
     if value is None:
         return []

@@ -13,7 +13,7 @@ from spmd.frontend.importer.module import boundary_names
 
 
 class UsageError(SpmdError):
-    """Raised for a flag that is not NUMBER=SPEC or NAME=SPEC, or whose NUMBER is too large."""
+    """Raised for a flag unlike NUMBER=SPEC or NAME=SPEC, a NUMBER too large, or a NAME twice."""
 
 
 def add_module_flags(parser: ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_module_flags(parser: ArgumentParser) -> None:
 
 
 def read_module(given: Namespace) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Returns the module of parsed flags, and the specs of its arguments and of its results."""
+    """Returns (module, arguments' specs by name, results' specs by name) of parsed flags."""
     module = static_module(given.module, given.symbols)
     arguments, results = boundary_names(module)
     return (
@@ -44,7 +44,7 @@ def read_module(given: Namespace) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def default_to_cpus(count: int | None = None) -> None:
-    """Makes jax use `count` virtual CPUs, unless JAX_PLATFORMS or XLA_FLAGS say otherwise."""
+    """Makes jax use CPUs, `count` if given, unless JAX_PLATFORMS or XLA_FLAGS say otherwise."""
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     if count and "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -76,7 +76,8 @@ def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     """Parses `0=data,None` or `w=data,None` into specs by name; UsageError for other forms.
 
-    With `names` ["x"], `["0=data,None"]` is {"x": (("data",), None)}. `flag` is for errors.
+    With `names` ["x"], `["0=data,None"]` is {"x": (("data",), None)}. UsageError also for
+    a number too large or two specs of one name; a name need not be in `names`. Errors name `flag`.
     """
     specs: dict[str, Any] = {}
     for text in texts:

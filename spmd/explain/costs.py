@@ -43,7 +43,7 @@ class Collective(NamedTuple):
 
 
 def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
-    """Returns the collectives of a local program, and kernels that send data, in program order."""
+    """Returns the collectives of a local program, and other ops that send, in program order."""
     program, mesh = partitioned.program, partitioned.mesh
     return tuple(
         Collective(
@@ -62,7 +62,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
 
 
 def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yields (op, its executions) of a region that runs `times` times; a loop follows its body."""
+    """Yields (op, how often it runs) if a region runs `times` times; a loop follows its body."""
     for op in region.ops:
         for inner in op.regions:
             yield from with_runs(inner, index, times * index.runs(op))
@@ -150,7 +150,7 @@ def occurrences(slots: Sequence[Slot], whole: bool) -> Iterator[tuple[Slot, floa
 
 
 def loop_text(slot: Slot) -> str:
-    """Returns how often a loop runs, as text: `loop ×4`; `conditional` of a conditional."""
+    """Returns how often a loop runs: `loop ×4`, or `loop, taken as ×16`; else `conditional`."""
     if not slot.op.is_loop:
         return "conditional"
     return f"loop, taken as ×{UNKNOWN_TRIPS}" if slot.runs is None else f"loop ×{slot.runs}"
@@ -219,7 +219,7 @@ class Cost(NamedTuple):
 
 
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
-    """Returns a run's costs, one for each source line and kind of work, most seconds first."""
+    """Returns a run's costs, one for each source line, kind and axes, most seconds first."""
     alike = w.grouped(
         spent(timeline, topology),
         lambda part: (part.slot.lane, part.slot.kind, part.slot.op.loc.user_frames[:2]),
@@ -248,7 +248,7 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
 
 
 def largest(found: Sequence[Cost], seconds: float) -> tuple[str, Sequence[Cost]]:
-    """Returns the first `MOST` costs, behind a title that has their share of `seconds`."""
+    """Returns (a title with their share of `seconds`, the first `MOST` costs that are not 0)."""
     most = [cost for cost in found[:MOST] if cost.seconds]
     share = w.share_text(sum(cost.seconds for cost in most), seconds)
     title = f"the {len(most)} largest of {w.plural(len(found), 'cost')}: {share} of the predicted"
@@ -256,7 +256,7 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, Sequence[Cost]]
 
 
 def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
-    """Maps `compute`, and then each kind of collective, to the seconds that its costs add up to."""
+    """Maps `compute`, then kinds of collectives, to the seconds of their costs; without zeros."""
     by_kind = {COMPUTE: 0.0}
     for cost in found:
         by_kind[cost.kind] = by_kind.get(cost.kind, 0.0) + cost.seconds

@@ -157,7 +157,7 @@ class Facts:
 
     @property
     def memory(self) -> tuple[tuple[str, str], ...]:
-        """Rows (what for, bytes as text) of one device: as predicted, and the peak by XLA."""
+        """Rows (what for, bytes as text) of a device: as predicted, and XLA's peak if compiled."""
         use = self.use
         limit = w.bytes_text(self.plan.topology.hbm_bytes)
         room: str = room_for(use.peak, self.plan.topology)
@@ -202,7 +202,7 @@ def proof_text(plan: Plan) -> str:
 def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
     """Returns `2 MiB (unpartitioned 8 MiB, 4x less)`: bytes per device, and of whole leaves.
 
-    `held`, if given, is what a device holds: pieces of `leaves`, and more that is not split.
+    `held`, if given, is the bytes a device holds: pieces of `leaves`, and more that is not split.
     """
     pieces = sum(leaf.local.bytes for leaf in leaves)
     part = pieces if held is None else held
@@ -226,7 +226,7 @@ class Leaf(NamedTuple):
 
 
 def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:
-    """Returns (`argument` or `result`, name, value, sharding) of arguments, then of results."""
+    """Returns (`argument` or `result`, name, value, sharding): arguments, constants, results."""
     program = plan.program
     arguments = zip(program.arg_names, program.body.args, plan.arguments, strict=True)
     results = zip(program.result_names, program.body.results, plan.results, strict=True)
@@ -296,7 +296,7 @@ def group_leaves(
 
 
 def pattern(names: Iterable[str]) -> str:
-    """Returns one pattern for texts: `a/0/w`, `a/1/w` -> `a/*/w`; `x/w`, `y/w` -> `{x,y}/w`."""
+    """Returns one pattern: `a/0`, `a/1` -> `a/*`; `x/w`, `y/w` -> `{x,y}/w`; or `x and 2 more`."""
     given = list(dict.fromkeys(names))
     split = [re.split(r"(/|\d+| )", name) for name in given]
     if len({len(parts) for parts in split}) > 1:

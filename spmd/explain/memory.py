@@ -39,7 +39,7 @@ class Memory(NamedTuple):
     def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
         """Converts XLA's `memory_analysis()`; all bytes are 0 if that is None.
 
-        `constants` are all bytes of constants, `passed` those that XLA counts as arguments.
+        `constants` are all bytes of constants, `passed` those of them that XLA counts as arguments.
         """
         if analysis is None:
             return Memory(0, 0, 0, 0, 0)  # the backend reports nothing

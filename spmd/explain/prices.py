@@ -102,7 +102,7 @@ def price_of(plan: Plan, other: Plan) -> Price:
 
 
 def held_bytes(plan: Plan) -> int:
-    """Returns the bytes that each device holds of all arguments."""
+    """Returns the bytes that each device holds of all arguments and large constants."""
     leaves = zip(plan.program.body.args, plan.arguments, strict=True)
     return sum(local_type(plan.program.types[v], s, plan.mesh).bytes for v, s in leaves)
 
@@ -118,7 +118,7 @@ class Prices:
 
     @cached_property
     def marks(self) -> w.Section:
-        """What a run would save without the marks that may cost the most, one at a time."""
+        """What a run would save without the marks that may cost the most, one group at a time."""
         groups = [group for group in mark_groups(self.plan) if group.seconds]
         tried = groups[: self._most(MOST_TRIES, TIMED_FOR_MARK)]
         reliefs = worthwhile(self.plan, tried, self.options)
@@ -145,7 +145,7 @@ class Prices:
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The marks that cost the most, if they obviously cost much; see the function."""
+        """The marks that obviously cost much, or None: what the function `costly_mark` returns."""
         return costly_mark(self.plan, self.options)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
@@ -206,7 +206,7 @@ class Prices:
         units, domains = self._built.units, self._built.domains
 
         def place_of(conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
-            """Returns (variable of a conflict's op or carry, its factor's axes in each choice).
+            """Returns (variable of a conflict's op or carry, axes of factor or dim in each choice).
 
             None where the network has no variable: around values of which each use makes its own.
             """
@@ -265,7 +265,7 @@ class Prices:
 
 
 def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
-    """Returns the axes that the plan gave to a conflict's factor, or to its last claim's dim."""
+    """Returns the plan's axes of a conflict's factor; without a choice, of its last claim's dim."""
     op = conflict.op
     choice = plan.choices.get(op.results[0]) if op.results else None
     if choice is not None and conflict.factor < len(choice.assignment):
@@ -362,7 +362,7 @@ def worthwhile(
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
-    """Plans again without a group of marks, and returns what changes: its price and a sharding."""
+    """Plans again without a group of marks; returns the price and a sharding that this changes."""
     other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
     body, producers = other.program.body, plan.problem.index.producers
 
@@ -455,10 +455,11 @@ def costly_text(relief: Relief, mesh: Mesh) -> str:
 
 
 def mark_groups(plan: Plan) -> tuple[MarkGroup, ...]:
-    """Groups the marks; those that the most seconds of reshards and arithmetic may be due to first.
+    """Returns the marks in groups, those first to which the most predicted seconds may be due.
 
-    Of a reshard they mark what is resharded, its reader's results, or an origin of the axes that
-    change; an argument that is only an origin gets the seconds divided by the number of marks.
+    A reshard may be due to marks of its value, of its reader's results, and of values from which
+    the axes that change were propagated. The group of each gets all seconds of the reshard; a
+    group of arguments that is only an origin gets these divided by the number of such groups.
     Arithmetic that devices repeat may be due to every mark on what it is computed from.
     """
     propagated, body = plan.propagated, plan.program.body

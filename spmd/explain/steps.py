@@ -48,7 +48,7 @@ class PipelineRow(NamedTuple):
 
     @property
     def item(self) -> w.Item:
-        """What a report says of it: bubble, bytes sent."""
+        """What a report says of the pipeline: its bubble, and what is sent to neighbour stages."""
         bubble = (
             f"{w.share_text(self.idle, 1)} of {w.seconds_text(self.seconds)} in its loops: "
             f"{self.of.steps - self.of.busy_steps} of {self.of.steps} steps fill and drain"

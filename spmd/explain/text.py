@@ -55,7 +55,7 @@ def explain_program(facts: Facts) -> str:
 
 
 def _joined(lines: Sequence[str], *meshes: Mesh) -> str:
-    """Makes one text, with what its parts of axes are below it."""
+    """Joins lines to one text, and says below them what parts of axes in it (`data:(2)4`) are."""
     parts = w.section("parts of axes", w.parts_of_axes("\n".join(lines), *meshes))
     return "\n".join([*lines, *parts]).rstrip() + "\n"
 
@@ -153,7 +153,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
 
 
 def _found(plan: Plan, name: str) -> tuple[Found, str]:
-    """Returns the values that `name` stands for, and a verb for any more: `match 'params/*'`."""
+    """Returns (title, value, sharding) of what fits, and the end of `2 more match 'params/*'`."""
     # An argument or a result of this name, or those that match it as a pattern.
     ends = boundary(plan)
     fitting = [end for end in ends if end[1] == name]
@@ -346,7 +346,7 @@ Lying = dict[tuple[str, ...], tuple[str, int]]  # what something is -> (how it l
 
 
 def _changed(title: str, before: Lying, after: Lying, most: int = MOST_CHANGES) -> w.Lines:
-    """Yields a line for each thing that lies otherwise after than before, the largest first."""
+    """Yields a heading and lines on the `most` largest keys whose text changed; nothing if none."""
     every, none = list(dict.fromkeys([*before, *after])), ("none", 0)
     sized = [
         (max(old[1], new[1]), (*key, f"{old[0]} -> {new[0]}"))
@@ -382,7 +382,7 @@ def _changed_leaves(what: str, facts: Sequence[Facts], leaves: Sequence[Sequence
 
 
 def _inside(facts: Facts) -> Lying:
-    """Maps (op, type, source line) to how the results lie, and the bytes of the largest piece."""
+    """Maps (op, type, source line) to (its results' shardings as text, largest local bytes)."""
     plan = facts.plan
     # What copies cost is among the collectives. How many there are may differ by what is computed
     # twice: only their shardings are compared.
@@ -400,7 +400,7 @@ def _inside(facts: Facts) -> Lying:
 
 
 def _sent(facts: Facts) -> Lying:
-    """Maps (kind and axes, layer, source line) to how often collectives run, and their bytes."""
+    """Maps (kind and axes, layer, source line) to (collectives' runs and bytes as text, bytes)."""
     alike = costs.totals(
         (c for c in facts.collectives if c.count),  # what never runs is not there
         lambda c: (f"{c.kind} over {', '.join(c.axes)}", c.layer, w.source_text(c.source)),

@@ -62,7 +62,7 @@ def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, An
 
 
 def _predicted(slots: Sequence[Slot], mesh: Mesh, whole: bool) -> Iterator[Slice]:
-    """Yields rectangles of slots; all iterations of loops if `whole`, else one."""
+    """Yields rectangles of slots: all iterations of loops if `whole`, else one, stretched."""
     labels = {id(slot.op): label_of(slot.op, mesh) for slot in slots}
     for slot, start, seconds in occurrences(slots, whole):
         op, end = slot.op, start + seconds
@@ -78,7 +78,7 @@ def _predicted(slots: Sequence[Slot], mesh: Mesh, whole: bool) -> Iterator[Slice
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:
-    """Yields rectangles of events in lanes `compute`, `collectives`; in more where they overlap."""
+    """Yields rectangles of events in lanes `compute`, `collectives`, on overlap `compute 2` etc."""
     ends: dict[str, list[float]] = {"compute": [], "collectives": []}
     for work in sorted(step, key=lambda work: work.event.start):
         event, label = work.event, work.label

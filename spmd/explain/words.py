@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def parts_of_axes(text: str, *meshes: Mesh) -> list[str]:
-    """Says of each part of an axis that a text names, as `data:(2)4`, what it is."""
+    """Returns a sentence on each part of an axis in a text: `data:(2)4 is the inner part of ..`."""
     said = {}
     for mesh in meshes:
         for axis, whole in mesh.shape.items():
@@ -113,7 +113,7 @@ def _noted(trail: str, note: str) -> Cell:
 
 
 class Table(NamedTuple):
-    """Holds a table of unformatted values."""
+    """Holds a table of values that are not text yet; a column's head says how to format them."""
 
     heads: tuple[str, ...]
     rows: Sequence[tuple[Any, ...]]
@@ -149,7 +149,7 @@ class Table(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Holds a thing and what is said of it. Without a title its rows are the section's own."""
+    """Holds a title, and rows of a name and a text; without a title they are the section's own."""
 
     title: str
     source: str = ""  # the user's source line and its caller's
@@ -163,7 +163,7 @@ class Item(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Holds one part of a report: a title, a remark beside the title, and what there is."""
+    """Holds one part of a report: a title, a remark beside the title, and a table or items."""
 
     title: str
     remark: str
@@ -177,7 +177,7 @@ class Section(NamedTuple):
         return self.body
 
     def lines(self) -> Lines:
-        """Yields the section as lines of text; nothing if there is nothing, and no `empty`."""
+        """Yields title and body as lines of text; for an empty body `empty`, or nothing at all."""
         if isinstance(self.body, Table):
             lines = self.body.lines()
         else:

@@ -28,7 +28,7 @@ class BytecodeError(ValueError):
 
 
 def bytecode_to_text(data: bytes) -> str:
-    """Returns the MLIR text of a module in bytecode or of an artifact; else BytecodeError."""
+    """Returns the MLIR text of a module in bytecode or of an artifact, or raises BytecodeError."""
     return bytecodes_to_texts([data])[0]
 
 

@@ -60,7 +60,7 @@ class Site(NamedTuple):
         return self.op.kind.results[0]
 
     def computed(self, function: Callable[..., Any]) -> tuple[Value, ...]:
-        """Traces a jax function of the op's operands, appends its ops, and returns its results."""
+        """Appends a jax function of the operands; returns results or raises UnsupportedOpError."""
         kind = self.op.kind
         structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
         try:
@@ -101,7 +101,7 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
 
 
 def canonicalize(program: Program) -> Program:
-    """Rewrites ops in `CANONICAL`, then values without elements; UnsupportedOpError for others."""
+    """Rewrites ops in `CANONICAL` and values without elements; UnsupportedOpError if it cannot."""
     program = _rewritten(program, lambda op: CANONICAL.get(key_of(op.name, op.kind.attrs)))
     if any(type_.is_empty for type_ in program.types):
         program = _rewritten(program, _of_nothing)
@@ -238,7 +238,7 @@ def _top_k(site: Site) -> Sequence[Value]:
 def _approx_top_k(site: Site) -> Sequence[Value]:
     """Rewrites an approximate top-k as an exact one: the first elements of a sort.
 
-    The call's body is the comparator. Its operands are tensors, then initial values (not needed).
+    The call's body is the comparator, its operands are tensors, then unneeded initial values.
     """
     if "body" not in site.attrs:
         site.fail("the module lacks its comparator", "use jax.lax.top_k")
@@ -348,7 +348,7 @@ def _norm(site: Site) -> Sequence[Value]:
 
 
 def _of_nothing(op: Op) -> Canonical | None:
-    """Returns how an op that makes nothing, or reads nothing, is written; None for other ops."""
+    """Returns what rewrites an op on values without elements; None if the op stays as it is."""
     if op.name in (TO_MANUAL, FROM_MANUAL) or has_effect(op):
         return None
     if op.results and all(type_.is_empty for type_ in op.kind.results):

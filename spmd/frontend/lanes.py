@@ -62,7 +62,10 @@ class Block:
 
     @cached_property
     def users(self) -> Mapping[Value, Sequence[tuple[int, int]]]:
-        """Returns value -> (index of a reader, number of the operand) pairs; -1: see `OUTSIDE`."""
+        """Returns value -> (index of a reader, number of its operand) pairs.
+
+        `(i, -1)` stands for a read inside the regions of op i, `(-1, -1)` for a program's result.
+        """
         users: dict[Value, list[tuple[int, int]]] = {}
         for place, op in enumerate(self.ops):
             for i, value in enumerate(self.reads[place]):
@@ -72,7 +75,7 @@ class Block:
         return users
 
     def shape(self, place: int) -> Hashable:
-        """Returns a key that is equal for ops to batch together; None if the op cannot be."""
+        """Returns a key that equal ops share; None if regions keep the op from being batched."""
         op = self.ops[place]
         if not op.regions:
             return op.kind
@@ -104,9 +107,9 @@ class Block:
     # What does the same.
 
     def grown(self, seeds: Row, taken: Iterable[int] = ()) -> list[Row]:
-        """Returns `seeds`, a row of equal ops, and rows of producers and readers found from it.
+        """Returns `seeds`, a row of equal ops, and rows of producers and readers found from there.
 
-        No row has an op at an index in `taken`. [] if the ops of `seeds` cannot be batched.
+        No other row has an op whose index is in `taken`. [] if the ops of `seeds` can't be batched.
         """
         if not self._fits(seeds):
             return []
@@ -120,7 +123,7 @@ class Block:
         return rows
 
     def _beside(self, row: Row) -> Iterator[Row]:
-        """Yields rows of ops that produce one operand, or read one result, of a row's equal ops."""
+        """Yields rows: producers of one operand, or equal readers of one result, of a row's ops."""
         for values in self.operands(row):
             if all(v in self.places for v in values):
                 yield tuple(self.places[v] for v in values)
@@ -149,11 +152,10 @@ class Block:
         return form_of(op.kind, len(row), differs) is not None
 
     def independent(self, rows: Sequence[Row], seeds: Row) -> list[Row]:
-        """Drops rows in which an op depends on another lane; lane k is the k-th ops of all rows.
+        """Returns the rows in which no op depends on another lane (lane k: the k-th ops of rows).
 
-        First it drops rows in which an op depends on another lane's op in `seeds`, or that op on
-        it, such as a network's layers, found from their gradients. Of the others it drops those in
-        which an op depends on another lane's op in a row that is kept.
+        First it drops rows in which an op depends on another lane's op in `seeds`, or that on it;
+        then rows in which an op depends on another lane's op in a row that is kept.
         """
         span = range(min(map(min, rows)), max(map(max, rows)) + 1)
         seed = {place: 1 << lane for lane, place in enumerate(seeds)}
@@ -184,7 +186,7 @@ class Block:
         return kept
 
     def _led_to_by(self, own: Mapping[int, int], span: range) -> dict[int, int]:
-        """Returns index of an op -> all bits in `own` of that op and of ops that it depends on."""
+        """Returns index of an op in `span` -> all bits in `own` of it and of what it depends on."""
         of: dict[Value, int] = {}
         found: dict[int, int] = {}
         for place in span:
@@ -201,8 +203,8 @@ class Block:
     def order(self, stacks: Sequence[Stack]) -> list[Row] | None:
         """Returns an order of the body with each row of equal ops at one place, behind producers.
 
-        Entries are indices of ops, several for a row; None if there is no such order. The old order
-        is kept as far as it can be, a row being where its last op was. Effects keep their order.
+        Entries are tuples, of one op's index or of a row's. None if there is no such order. The old
+        order is kept as far as it can be, a row where its last op was. Effects keep their order.
         """
         nodes: list[Row] = [(place,) for place in range(len(self.ops))]
         for stack in stacks:
@@ -256,9 +258,9 @@ def _structure(region: Region) -> Hashable:
 
 
 def carries_that_differ(op: Op, count: int, differs: Sequence[bool]) -> list[bool] | None:
-    """Returns which carries differ among `count` equal loops; None if they cannot be batched.
+    """Returns for each carry whether it differs among `count` loops; None if not batchable.
 
-    `differs` says which operands of the loops, the carries' initial values, do.
+    `differs` says for each operand of the loops, a carry's initial value, whether it differs.
     """
     cond, body = op.regions
     carried, after = list[bool](), list(differs)
@@ -294,7 +296,7 @@ def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | N
 
 
 def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
-    """Batches each row of equal ops; `Block(program).order(stacks)` must not be None."""
+    """Writes each row of `stacks` as one op; `Block(program).order(stacks)` must not be None."""
     block, b = Block(program), Builder(program.types)
     order = block.order(stacks)
     assert order is not None

@@ -20,11 +20,11 @@ def collect_marks(
     result_entries: Sequence[Entries | None],
     arg_reasons: Sequence[str | None],
 ) -> dict[Value, Mark]:
-    """Returns value -> mark for values that mark ops, the user's specs, or the module's mark.
+    """Returns value -> mark for the values that have one: from a mark op, a spec, or the module.
 
-    An argument's or result's spec (`..._entries`) counts before the module's mark. `arg_reasons`
-    say why an argument has its spec (None: the user gave it). A result's mark counts only where
-    nothing else marks the value. SpecError: a mark does not fit the mesh or the shape.
+    An argument's or result's spec (`..._entries`, None: no spec) replaces the module's mark of it.
+    `arg_reasons` say why an argument has its spec (None: the user gave it). A result's mark counts
+    only where nothing else marks the value. SpecError: a mark does not fit the mesh or the shape.
     """
     program = imported.program
     marks: dict[Value, Mark] = {}
@@ -56,7 +56,7 @@ def collect_marks(
 def result_mark(
     imported: Imported, mesh: Mesh, entries: Sequence[Entries | None], index: int
 ) -> Mark | None:
-    """Returns the mark of result `index`: of its spec in `entries`, else of the module, or None."""
+    """Returns the mark of result `index`: by `entries[index]`, else by the module, else None."""
     program = imported.program
     what = f"result {program.result_names[index]}"
     shape = program.types[program.body.results[index]].shape
@@ -83,8 +83,8 @@ def atoms_of_attr(
 ) -> tuple[Axes, ...]:
     """Returns for each dim the atoms that split it, major to minor, by a sharding of the module.
 
-    `what` and `source` (`file:line`) are for errors. SpecError: an axis or part of one is not in
-    the mesh, or (if `even`) does not divide its dim.
+    Errors call the value `what` and cite the line `source`. SpecError: an axis or part of one is
+    not in the mesh, or (if `even`) the axes of a dim do not divide it.
     """
     entries = tuple(
         tuple(f"{name}:({pre}){size}" if size else name for name, pre, size in axes)

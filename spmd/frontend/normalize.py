@@ -64,11 +64,11 @@ from spmd.ir.types import Dense, DotDims, TensorType
 
 
 def unflatten(program: Program) -> Program:
-    """Lets reductions and inner products of flattened tensors run over the dims before that."""
+    """Rewrites reductions and inner products of flattened tensors, to run over unflattened dims."""
     producers = Index(program).producers
 
     def before(value: Value, dims: Iterable[int]) -> tuple[Value, tuple[int, ...]] | None:
-        """Returns what a reshape flattened, and which dims of that became all of `dims`."""
+        """Returns (what is flattened to `value`, its dims that become `dims`); None if not so."""
         made = producers.get(value)
         if made is None or made.name != RESHAPE:
             return None
@@ -107,10 +107,10 @@ def _edited(program: Program, edit: Edit) -> Program:
 def _dims_before(
     before: Sequence[int], after: Sequence[int], dims: set[int]
 ) -> tuple[int, ...] | None:
-    """Returns the dims of the shape `before` that a reshape to `after` turns into its dims `dims`.
+    """Returns the dims of the shape `before` that a reshape to the shape `after` makes into `dims`.
 
-    None if none is flattened, or only with dims that are not in `dims`: for 8x16x4 -> 128x4, whose
-    shortest runs of equal size are (0, 1) -> (0) and (2) -> (1), these are (0, 1) for {0}.
+    These are (0, 1) for {0} and 8x16x4 -> 128x4, whose shortest runs of equal size are (0, 1) ->
+    (0) and (2) -> (1). None if nothing is flattened, or such a run makes dims outside `dims`.
     """
     found: list[int] = []
     is_flattened, i, j = False, 0, 0
@@ -141,7 +141,7 @@ def accumulate(program: Program) -> Program:
     index = Index(program)
 
     def is_apart(value: Value) -> bool:
-        """Returns whether a value is a scatter-add at unique indices of zeros, and read once."""
+        """Returns whether a value is a scatter-add into zeros, at unique indices, and read once."""
         made = index.producers.get(value)
         if made is None or made.name != SCATTER or len(made.results) > 1:
             return False
@@ -167,7 +167,7 @@ def accumulate(program: Program) -> Program:
 
 
 def separate(program: Program) -> Program:
-    """Splits barriers into one for each operand."""
+    """Splits each optimization barrier into one for each operand."""
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         if op.name != BARRIER or len(op.operands) < 2:
@@ -182,7 +182,7 @@ def separate(program: Program) -> Program:
 
 
 def start_neutral(program: Program) -> Program:
-    """Lets reductions start from an identity; other initial values join their results, once."""
+    """Lets all reductions start from an identity; any other initial value joins the result once."""
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         reduces = op.name in (REDUCE, "stablehlo.reduce_window")
@@ -220,7 +220,10 @@ microseconds on eight devices; to hold a smaller constant whole on each device c
 
 
 def lift_constants(imported: Imported) -> Imported:
-    """Makes large constants arguments behind the others; equal constants become one argument."""
+    """Makes large constants arguments behind the others; equal constants become one argument.
+
+    Large is above `LARGE` bytes. Splats and the constants inside manual regions stay constants.
+    """
     program = imported.program
     made = {op.results[0]: op.kind.attrs["value"] for op in program.walk() if op.name == CONSTANT}
     large = {v for v, dense in made.items() if not dense.splat and len(dense.data) > LARGE}

@@ -79,9 +79,9 @@ def refine(
 ) -> ir.Module:
     """Returns a copy of a module with static shapes, given those of its arguments.
 
-    The copy has no dynamic shapes, shape assertions, or arguments for symbols' values. `shapes` has
-    none for these; `symbols` has the values by name. FrontendError: shapes or values that do not
-    fit, or a dim that depends on data.
+    The copy has no dynamic shapes, shape assertions, or arguments for symbols' values. `symbols`
+    has these values by name, `shapes` the shapes of the other arguments. FrontendError: shapes or
+    values that are missing or do not fit, or a dim that depends on data.
     """
     with module.context, ir.Location.unknown():
         copy = ir.Module.parse(_bytes(module))
@@ -153,13 +153,13 @@ def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
 
 
 def exported_dims(exported: Any) -> list[ArgumentDims]:
-    """Returns the dims of arguments of a `jax.export.Exported`'s module, symbolic ones as text."""
+    """Returns the dims of each argument of a `jax.export.Exported`'s module, symbolic as text."""
     shapes = [exported.in_avals[i].shape for i in exported.module_kept_var_idx]
     return [tuple(d if isinstance(d, int) else str(d) for d in shape) for shape in shapes]
 
 
 def constraints_of(dim: Any) -> list[str]:
-    """Returns the user's constraints on a jax dim's symbols as text, such as `mod(n, 8) == 0`."""
+    """Returns the user's constraints in a jax dim's scope as text, such as `mod(n, 8) == 0`."""
     # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
     # nobody wrote.
     stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
@@ -170,8 +170,8 @@ def constraints_of(dim: Any) -> list[str]:
 def stated_dims(module: ir.Module) -> list[ArgumentDims]:
     """Returns the dims of each argument: numbers, expressions of symbols, or None if unknown.
 
-    Symbols' values are left out. A dynamic dim is `?` in a type. But modules of `jax.export` check
-    their arguments' shapes, and the message of a failure has the expressions:
+    Arguments that are symbols' values are left out. A dynamic dim is `?` in a type. But modules of
+    `jax.export` check their arguments' shapes, and the message of a failure has the expressions:
 
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
     """
@@ -240,7 +240,7 @@ def _symbols(function: Any) -> dict[int, str]:
 
 
 def _bind(function: Any, symbols: Mapping[str, int]) -> None:
-    """Replaces a function's arguments that are symbols' values by constants."""
+    """Replaces arguments that are symbols' values by constants; FrontendError if one is missing."""
     own = _symbols(function)
     missing = [name for name in own.values() if name not in symbols]
     if PLATFORM in missing:
@@ -302,7 +302,7 @@ def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> Taken:
-    """Replaces composites by calls; returns what they were, by the names of the functions."""
+    """Replaces composites by calls; returns function -> the composite's (attributes, location)."""
     functions, taken, builder = named_ops(module, "func.func"), Taken(), cast(Any, func)
     for op in ops_in(module.operation):
         if op.name != "stablehlo.composite":

@@ -28,10 +28,10 @@ SLICE, CONCATENATE, PAD = "stablehlo.slice", "stablehlo.concatenate", "stablehlo
 
 
 def shift_heads(program: Program, proposals: Sequence[Sequence[Axes]]) -> Program:
-    """Replaces each concatenate of one element and a tail by a select, as the module describes.
+    """Replaces concatenates of one element and a tail by selects, as the module describes.
 
-    It does so only along dims that propagation proposes to split: `proposals[value][dim]` are the
-    atoms proposed for a dim.
+    It does so only along dims that propagation proposes to split (`proposals[value][dim]` are the
+    atoms proposed), and where nothing else reads the elementwise ops that compute the tail.
     """
     joins = []
     for op in program.walk():
@@ -67,7 +67,7 @@ class _Shifts(NamedTuple):
 
 
 def _shifts(op: Op, producers: Mapping[Value, Op]) -> _Shifts | None:
-    """Returns how a concatenate's tail is made; None if no slice in it begins behind the head."""
+    """Returns how `op`'s tail is made; None if not by elementwise ops on a slice past its head."""
     dim = op.kind.attrs["dimension"]
     first = producers.get(op.operands[0])
     if first is None or first.name != SLICE:
@@ -102,7 +102,7 @@ def _chosen(
     dim = shifts.dim
 
     def longer(value: Value) -> Value:
-        """Returns a value with one more element in front along the dim: `[b, c]` -> `[a, b, c]`."""
+        """Returns a value with one more element in front (0 if unknown): `[b]` -> `[a, b]`."""
         return b.once(("longer", value, dim), lambda: made(value))
 
     def made(value: Value) -> Value:

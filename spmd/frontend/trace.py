@@ -58,7 +58,7 @@ def mesh_at_hand() -> Mesh | None:
 
 
 def note_mesh(mesh: Mesh) -> Mesh:
-    """Adds a mark's mesh to the trace's; returns the trace's first, or `mesh` outside a trace."""
+    """Adds a mark's mesh to the trace's meshes; returns their first, or `mesh` outside a trace."""
     found = _SEEN.get()
     if found is None:
         return mesh
@@ -102,12 +102,13 @@ def trace(
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
     `args` and `kwargs` are `jax.ShapeDtypeStruct`s, but static arguments are passed as they are;
-    `platform` is `cpu`, `cuda` or `tpu`. With `on_callbacks` None, jax's callbacks stay, and such a
-    module cannot be imported, since they point to Python objects. `mesh` is the mesh to compile
-    for, or if left out the first mark's. The module numbers devices by their position in it.
+    `platform` is `cpu`, `cuda` or `tpu`. `on_callbacks` ("run" or "drop") is for debug callbacks.
+    If it is None, jax's callbacks stay, and a module that has any cannot be imported, since it
+    points to Python objects. `mesh` is the mesh to compile for, or if left out that of the first
+    mark or `shard_map`. The module numbers devices by their position in it.
 
     Raises:
-      FrontendError: a `shard_map` over Explicit axes gets an argument that is split otherwise.
+      FrontendError: over Explicit axes, a `shard_map`'s argument is not split as its in_specs say.
       ClosedOverTracer: `fn` uses a tracer that is no argument.
       MeshError: jax's constraints and `shard_map`s are over meshes of different orders of devices.
     """
@@ -167,7 +168,7 @@ def trace(
 
 
 def _flat(program: ClosedJaxpr, name: str) -> Callable[..., Any]:
-    """Returns a program as a flat function `name`, of what `jax.Ref`s hold in place of these.
+    """Returns a program as a flat function called `name`, with arrays in place of `jax.Ref`s.
 
     before: `r, x -> y`, which writes to `r` and to `q`, a ref that it closes over
     after:  `r's array, x, q's array -> y, r's new array, q's new array`
@@ -189,7 +190,7 @@ def _flat(program: ClosedJaxpr, name: str) -> Callable[..., Any]:
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns a `ShapeDtypeStruct` of an abstract value, weakly typed and Explicit as that is."""
+    """Returns an abstract value's `ShapeDtypeStruct`, with its weak type and Explicit sharding."""
     typed = getattr(aval, "sharding", None)
     sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
@@ -198,7 +199,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Converts errors raised inside by jax, on Explicit axes or device orders, to `spmd`'s."""
+    """Converts jax's errors on Explicit axes to FrontendErrors, on device orders to MeshErrors."""
     try:
         yield
     except ValueError as error:
@@ -273,7 +274,7 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
 def _lower_composite(
     ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
 ) -> Any:
-    """Lowers a composite by way of a call, which passes the symbols' values to its function."""
+    """Lowers a composite to one whose operands begin with the symbols' values, as a call's do."""
     (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
     function = plain_jit(jaxpr_as_fun(closed))
     results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
@@ -306,7 +307,7 @@ _uneven_mark = Primitive("spmd_mark")
 
 
 def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
-    """Returns a tracer marked with the axes of each dim (None: open), which need not divide it."""
+    """Returns `x` marked with axes for each dim (None: open), which need not divide its size."""
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
 
@@ -404,7 +405,7 @@ class _OwnCallbacks:
         return self._done[id(value)]
 
     def _eqn(self, eqn: Any) -> Sequence[Any]:
-        """Returns an equation with callbacks replaced, as a tuple; () for a dropped callback."""
+        """Returns (the equation with callbacks replaced,), or () if it is a dropped callback."""
         effects = _own_effects(eqn.effects)
         if eqn.primitive.name == "call_exported" and eqn.params["exported"].nr_devices > 1:
             # jax lowers for one device here; which mesh it is for, the module says.
@@ -482,7 +483,7 @@ def _is_ordered(params: Mapping[str, Any]) -> bool:
 
 
 def _own_effects(effects: Any) -> Any:
-    """Returns effects with `spmd_callback`'s in place of those of jax's callbacks."""
+    """Returns effects with that of `spmd_callback` in place of those of jax's callbacks."""
     return frozenset(_of_jax().own if isinstance(e, _of_jax().effects) else e for e in effects)
 
 

@@ -47,7 +47,7 @@ _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def unroll(program: Program, most: int) -> Program:
-    """Writes out the loops of at most `most` trips, but not loops around such a loop."""
+    """Writes out loops known to take at most `most` trips, but no loop around such a loop."""
     index = Index(program)
     chosen: dict[Value, int] = {}
     for op in program.walk():  # inner loops first
@@ -134,7 +134,7 @@ class _Unroller:
         return self._repeated(b, op.kind, operands)
 
     def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
-        """Appends an op, its operands behind a barrier if it is remat; returns its results."""
+        """Appends an op, its residuals behind a barrier if it recomputes; returns its results."""
         source = self.widened.get(operands[0]) if len(operands) == 1 else None
         if source is not None and _widens(kind, -1) and b.types[source] == kind.results[0]:
             return (source,)
@@ -166,7 +166,7 @@ class _Unroller:
         return integer_of(self.index.producers, value) if known is None else known
 
     def _folded(self, kind: OpKind, operands: Sequence[Value]) -> int | None:
-        """Returns the integer scalar that an op computes; None unless its operands are known."""
+        """Returns an op's result if it is a known integer or bool scalar, else None."""
         if len(kind.results) != 1 or kind.results[0].rank:
             return None
         dtype = numpy_dtype(kind.results[0].dtype)
@@ -188,7 +188,7 @@ class _Unroller:
         return found if fits else None
 
     def _place(self, starts: Sequence[Value], shape: Sequence[int], piece: Sequence[int]) -> Any:
-        """Returns a piece's index in dim 0; None if unknown, or not of shape `(1, *shape[1:])`."""
+        """Returns a piece's index in dim 0; None if not known or `piece` != `(1, *shape[1:])`."""
         known = [self._integer(v) for v in starts]
         if not shape or tuple(piece) != (1, *shape[1:]) or None in known[:1]:
             return None

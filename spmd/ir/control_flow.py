@@ -18,7 +18,7 @@ UNKNOWN_TRIPS = 16  # assumed trip count of a loop whose condition doesn't tell 
 
 
 class Tie(NamedTuple):
-    """One result of a loop, branch or manual region, and the values to be sharded like it."""
+    """A `result` of an op with regions and values sharded like it; loops alone have a `source`."""
 
     source: Value | None  # the initial value of a loop's carry; None for other ops
     inside: tuple[Value, ...]  # of a loop: arguments of condition and body, next value
@@ -41,7 +41,7 @@ def ties(op: Op) -> tuple[Tie, ...]:
 
 
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
-    """Returns the integer that a scalar constant (or a converted one) is; None for other values."""
+    """Returns the integer of an integer scalar constant, also of a converted one; else None."""
     op = producers.get(value)
     if op is None:
         return None
@@ -66,7 +66,7 @@ class Index:
 
     @cached_property
     def users(self) -> dict[Value, list[tuple[Op | None, int]]]:
-        """Maps each value to its uses: (op, operand index), or (None, i) as a region's result i."""
+        """Maps each read value to its uses: (op, operand index), (None, i) as region's result i."""
         users: dict[Value, list[tuple[Op | None, int]]] = {}
 
         def visit(region: Region) -> None:
@@ -119,7 +119,7 @@ class Index:
         return UNKNOWN_TRIPS if trips is None else trips
 
     def _trip_count(self, op: Op) -> int | None:
-        """Returns how often a loop `while i < n` runs; None if it cannot be told."""
+        """Returns how often `while i < n` with constant start, step and `n` runs; else None."""
         cond, body = op.regions
         if len(cond.results) != 1:
             return None

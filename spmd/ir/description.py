@@ -85,7 +85,7 @@ UNKNOWN = Description()
 
 
 def columns(kind: Any) -> float:
-    """Guesses how often an op reads its operands: the larger of the largest's last two sizes."""
+    """Returns how often an op may read operands: the larger of the largest one's last 2 sizes."""
     shape = max((t.shape for t in kind.operands), key=math.prod, default=())
     return max(1, *shape[-2:]) if shape else 1
 
@@ -122,8 +122,8 @@ LIBRARY_CALL = re.compile(
 def batch_rank(kind: Any) -> int | None:
     """Returns how many leading dims of a custom call's operands are a batch; None if unknown.
 
-    jax writes it on every call of a target registered as batch-partitionable. In other calls of
-    linear algebra libraries a matrix comes behind the batch dims.
+    jax writes the number on each call of a target registered as batch-partitionable. In other calls
+    of linear algebra libraries it is the largest operand rank less 2; in all others it is unknown.
     """
     frontend = getattr(kind.attrs.get("mhlo.frontend_attributes"), "text", "")
     said = re.search(r'num_batch_dims = "(\d+)"', frontend)
@@ -134,7 +134,11 @@ def batch_rank(kind: Any) -> int | None:
 
 
 def rule_name(kind: Any) -> str:
-    """Returns the key of an op's description; calls with known batch dims share one."""
+    """Returns the key in `DESCRIPTIONS` by which an op's description is looked up: `key_of` mostly.
+
+    A custom call without a description of its own has `LONE_CALL` if it is `ALONE`, or else
+    `BATCHED_CALL` if its `batch_rank` is known.
+    """
     name = key_of(kind.name, kind.attrs)
     if kind.name != CUSTOM_CALL or name in DESCRIPTIONS:
         return name

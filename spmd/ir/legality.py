@@ -21,10 +21,10 @@ _PREDICATE = TensorType((), "i1")
 def check_program(
     program: Program, stage: str = "program", ends: Sequence[Sequence[TensorType]] = ()
 ) -> None:
-    """Raises LegalityError if a program is not as its stage must leave it; it names the op.
+    """Raises LegalityError, which names the op, if a program is not as its stage must leave it.
 
-    `stage` is `program` for a global program, `local` or `optimized` for a local one. `ends` are
-    the types that its arguments must have, and those of its results; it may be left out.
+    `stage` is `program` for a global program, `local` or `optimized` for a local one. `ends` is a
+    pair, the types that the arguments and that the results must have; if empty, any will do.
     """
     walk = _Walk(program.types, stage)
     walk.region(program.body)
@@ -66,7 +66,7 @@ class _Walk:
         return tuple([self.types[v] for v in values])
 
     def region(self, region: Region, owner: Op | None = None, is_manual: bool = False) -> None:
-        """Checks a region and all inside it; its values are visible only meanwhile."""
+        """Checks a region of op `owner` and all inside; its values are visible only meanwhile."""
         self.define(region.args, owner)
         for op in region.ops:
             self.read(op.operands, op)
@@ -95,7 +95,7 @@ class _Walk:
                 self.fail(f"%{value} is read {where}", op)
 
     def belongs(self, op: Op, is_manual: bool) -> None:
-        """Fails if the op is none of the stage, or a manual one in no manual region."""
+        """Fails for ops of other stages, manual ops unless `is_manual`, axis-less collectives."""
         about, is_whole = op.kind.about, self.stage == "program"
         if op.name.partition(".")[0] not in _DIALECTS:
             self.fail(f"its dialect is none of {_DIALECTS}", op)
@@ -107,7 +107,7 @@ class _Walk:
             self.fail("a collective without axes", op)
 
     def fits(self, op: Op) -> None:
-        """Fails if the op's values have not its kind's types, or its regions not what these ask."""
+        """Raises LegalityError if the types of the op's values and regions do not fit its kind."""
         kind, about = op.kind, op.kind.about
         operands, results = kind.operands, kind.results
         inside: list[tuple[TensorType, ...]] = []  # what each region takes and gives

@@ -30,7 +30,7 @@ class FlowNetwork:
         return sum(cost for start, end, cost in ends if end and not start)
 
     def behind_cut(self) -> set[object]:
-        """Returns the nodes on the sink's side of the cheapest cut; of equal cuts the fewest."""
+        """Returns the nodes on the sink's side of the cheapest cut (fewest if equal) and `SINK`."""
         if not self.edges:
             return set()
         # Imported late: few programs make values again, and all wait for their imports.

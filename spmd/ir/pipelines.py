@@ -76,7 +76,7 @@ class Pipeline(NamedTuple):
 
 
 def pipelines_in(text: str) -> tuple[Pipeline, ...]:
-    """Reads the pipelines that name scopes in a text speak of, each once."""
+    """Returns the pipelines whose `Pipeline.scope` occurs in a text, in this order, each once."""
     return tuple(
         Pipeline(axis, int(stages), int(microbatches), int(chunks), lean == "1", int(opened))
         for axis, stages, microbatches, chunks, lean, opened in dict.fromkeys(_SCOPE.findall(text))

@@ -64,12 +64,12 @@ class Loc(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The innermost frame of the user's own code, `model.py:252 (linear)`; empty if unknown."""
+        """The first of `user_frames` as text, `model.py:252 (linear)`; empty if there is none."""
         return str(self.user_frames[0]) if self.frames else ""
 
     @property
     def trail(self) -> str:
-        """`source` and the frame that called it: `model.py:252 (linear) <- model.py:240 (mlp)`."""
+        """`source`, and its caller if a function: `model.py:252 (linear) <- model.py:240 (mlp)`."""
         shown = self.user_frames[:2]
         return " <- ".join(str(f) for f in shown if f is shown[0] or f.function != "<module>")
 
@@ -85,7 +85,7 @@ class Loc(NamedTuple):
 
 
 def numberless(name: str) -> str:
-    """Returns a path with `*` for its numbers, one for all layers: `layers/3/w` -> `layers/*/w`."""
+    """Returns a path with `*` for each part behind a `/` that is a number: `h/3/w` -> `h/*/w`."""
     return re.sub(r"(?<=/)\d+(?=/|$)", "*", name)
 
 
@@ -128,7 +128,7 @@ class OpKind:
         return kind
 
     def __getattr__(self, name: str) -> Description:
-        """Returns the op's `Description` when `about` is read and is not a field yet."""
+        """Returns the op's `Description` for `about`; raises AttributeError for any other name."""
         if name != "about":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = DESCRIPTIONS.get(rule_name(self))
@@ -140,7 +140,7 @@ class OpKind:
 
     @property
     def is_renaming(self) -> bool:
-        """Whether the op only adds or moves dims of size 1, so that no element moves in memory."""
+        """Whether it is a broadcast or transpose that only adds or moves dims of size 1."""
         if self.name == BROADCAST and self.operands[0].size == self.results[0].size:
             dims = list(self.attrs["broadcast_dimensions"])
             return dims == sorted(dims)
@@ -173,7 +173,7 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op's name for people: `dot_general`, or the name of a composite or a callback."""
+        """The op's name for people: `dot_general`, a composite's name, `<callback> at <source>`."""
         if self.kind.name == COMPOSITE:
             return str(self.kind.attrs["name"])
         if "called" in self.kind.attrs:  # a callback

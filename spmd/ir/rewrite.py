@@ -29,7 +29,7 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
 
 
 def append_ops(b: Builder, program: Program, args: Sequence[Value], loc: Loc) -> tuple[Value, ...]:
-    """Appends a program's ops at `loc`, like a call with `args`; returns values of its results."""
+    """Appends a program's ops with location `loc`, like a call with `args`; returns its results."""
     env = dict(zip(program.body.args, args, strict=True))
     for op in program.body.ops:
         repeat_op(b, op, env, loc=loc)

@@ -102,7 +102,7 @@ class _Printer:
                 yield "}"
 
     def head(self, op: Op) -> str:
-        """Returns an op's text without its regions: a line, or several if it has a scalar body."""
+        """Returns an op's text without its regions: one line, more if it has an unnamed body."""
         kind = op.kind
         text = _values(op.results) + " = " if op.results else ""
         text += _name(kind.name)
@@ -188,8 +188,7 @@ def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
 
 
 READABLE_ELEMENTS = 16
-"""Constants of more elements, if not all equal, are written as the hexadecimal digits of their
-bytes."""
+"""Constants of more elements, if not all equal, are written as their bytes in hexadecimal."""
 
 LARGEST = 1 << 16
 """Constants of more bytes are written as a SHA-256 digest, from which they cannot be read back."""
@@ -216,7 +215,7 @@ def dense_text(dense: Dense) -> str:
 
 
 def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
-    """Returns an element's bytes from text: `1.5`, `true` or `0x3f`."""
+    """Returns an element's bytes from text: `1.5`, `true`, or `0x3f`, its bits as an integer."""
     if text.startswith("0x"):
         return int(text, 16).to_bytes(dtype.itemsize, "little")
     number: Any

@@ -62,7 +62,7 @@ class TensorType(NamedTuple):
         return self.with_shape((*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
     def scaled(self, dim: int, times: int, parts: int = 1) -> TensorType:
-        """Returns the type with the size of one dim multiplied by `times`, divided by `parts`."""
+        """Returns the type with a dim's size times `times` and divided by `parts`, rounded down."""
         return self.with_dim(dim, self.shape[dim] * times // parts)
 
 
@@ -72,7 +72,7 @@ def _bytes_of(type_: TensorType) -> int:
 
 
 def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
-    """Returns the type of one device's piece of a value of this type and sharding."""
+    """Returns the type of one device's piece, padding included, of a value so typed and sharded."""
     return type_.with_shape(local_shape(type_.shape, sharding, mesh))
 
 

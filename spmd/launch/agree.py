@@ -53,17 +53,17 @@ def check_same(
 ) -> None:
     """Raises LaunchError unless `what` is equal in all processes; does nothing with one process.
 
-    All processes have to call it, in the same order.
+    All processes have to call it, and make all such calls in the same order.
 
     Args:
-      what: names and values that should be equal everywhere, such as flags.
-      label: what is compared, for messages.
-      processes: those that take part; all if left out.
+      what: name -> value of what should be equal everywhere, such as flags.
+      label: what is compared, for messages; the same in all processes.
+      processes: the numbers of those that take part; all if left out. Others do nothing.
       timeout_s: seconds to wait for the slowest process.
 
     Raises:
-      LaunchError: values differ, or a process did not come in time. It is raised on every process,
-        and says which process has which value.
+      LaunchError: names or values differ, or a process did not come in time. It is raised on every
+        process, and says which process has which value.
 
     Example:
       >>> check_same({"--steps": "100", "--mesh": "data=8"})
@@ -75,7 +75,7 @@ def check_same(
 def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str]:
     """Returns the texts of all processes, in the order of their numbers; with one process, its own.
 
-    All processes have to call it, in the same order. No device takes part.
+    All processes have to call it, and make all such calls in the same order. No device takes part.
 
     Args:
       text: this process's text.
@@ -109,11 +109,11 @@ def judged(
     processes: Sequence[int] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
-    """Returns `judge(found)` on each process, where `found` has every process's `what`, by number.
+    """Returns `judge(found)` on each process; `found` maps each process's number to its `what`.
 
-    The first process runs `judge`, whose result has to fit JSON and be no dict. `what["checked"]`
-    names the call and has to be the same in all. None if alone or not in `processes`. LaunchError
-    on all if `judge` raises one, these names differ, or a process does not come in time.
+    Only the process of the lowest number runs `judge`, whose result has to fit JSON. Returns None
+    on a process that is alone or not in `processes` (None: all). LaunchError on all if `judge`
+    fails, `what["checked"]`, which names the call, differs, or one does not come in `timeout_s`.
     """
     occasion, me = _next(what["checked"], processes), this_process()[0]
     return occasion and occasion.judged(me, what, judge, timeout_s)
@@ -122,10 +122,10 @@ def judged(
 def made_by_first(
     make: Callable[[], str], *, label: str, processes: Sequence[int] | None = None
 ) -> str:
-    """Returns what the first process makes; the others wait for it, as long as that takes.
+    """Returns on all `processes` (None: all) the text that `make` returns on the lowest-numbered.
 
-    All call it, in the same order, once a comparison has shown that all are there. What `make`
-    raises is raised on all of them; a LaunchError says so if that is none of ours.
+    All call it after a comparison, and wait as long as it takes. They raise what `make` raises (the
+    others a LaunchError if it is no SpmdError). One alone or not in `processes` makes its own.
     """
     occasion = _next(label, processes)
     if occasion is None:
@@ -140,11 +140,11 @@ def made_by_first(
 
 
 class Occasion(NamedTuple):
-    """Some processes that agree on something: each leaves a record, the first one the outcome.
+    """One comparison among `members` (process numbers); `folder` is its place in the store.
 
-    Occasions of one line are counted, and those of the same number belong together, so processes
-    that come to different ones find out at once. The main thread is a line, and so is what runs
-    inside of `line`. On other threads nobody knows the order: there each label is a line.
+    Each member writes a record there, the first one the outcome. Comparisons are counted on each
+    line, and those of the same number belong together. A line is a sequence of comparisons: those
+    of the main thread, those inside one name of `line`, or on other threads those of one label.
     """
 
     # Processes 0 1 2 with --steps 100 100 90:
@@ -161,13 +161,13 @@ class Occasion(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """The name of the outcome, which `heard` reads."""
+        """The key in the store under which the first member puts the outcome for the others."""
         return f"{self.folder}.outcome"
 
     def judged(
         self, me: int, what: Mapping[str, str], judge: Callable[[Found], Any], timeout_s: float
     ) -> Any:
-        """Does what the function `judged` says."""
+        """Does what the function `judged` says; `me` is the number of this process."""
         label = what["checked"]
 
         def come(process: int, name: str, timeout_s: float) -> str:
@@ -195,9 +195,11 @@ class Occasion(NamedTuple):
             return heard(come(self.members[0], self.outcome, 1.5 * timeout_s))
 
     def look_for(self, process: int, me: int, label: str, seen: Sign | None) -> Sign | None:
-        """Looks what `process` does, for which this one waits; `seen` is what it did at first.
+        """Looks what `process` does, for which this one, `me`, waits to compare `label`.
 
-        Raises LaunchError if it cannot come, as it runs a program that this process does not run.
+        Returns the sign to pass as `seen` at the next look: the first one read in its present run
+        of a program, or its last one if it runs none; None if it gives none. LaunchError if it
+        stays in a program that this process does not run, and so cannot come.
         """
         # Process 1 compiles for its last, smaller batch; 0 runs what was compiled for the others:
         #   0 s   1 waits for 0 to compare what it compiles; 0 is inside a collective, and waits for
@@ -221,7 +223,7 @@ class Occasion(NamedTuple):
 
 @contextlib.contextmanager
 def line(name: str) -> Iterator[None]:
-    """Makes what is compared inside a line of its own, whichever thread it runs on.
+    """Makes the comparisons inside, on any thread, a sequence of their own, matched by `name`.
 
     Example:
       >>> with line("loading"):  # on the main thread of one process, on another's second thread
@@ -235,7 +237,7 @@ def line(name: str) -> Iterator[None]:
 
 
 def _next(label: str, processes: Sequence[int] | None) -> Occasion | None:
-    """Returns the next occasion of these processes (all: None); None if this one agrees alone."""
+    """Returns the next occasion of `processes` (None: all); None if alone or not one of them."""
     store, (me, count) = job_store(), this_process()
     members = tuple(range(count) if processes is None else sorted(processes))
     if store is None or len(members) < 2 or me not in members:
@@ -252,7 +254,7 @@ def _next(label: str, processes: Sequence[int] | None) -> Occasion | None:
 
 
 def _packed(value: Any) -> str:
-    """Returns as a short text what fits JSON; `_unpacked` returns it."""
+    """Returns a value of JSON as a short text, of which `_unpacked` makes it again."""
     return base64.b85encode(zlib.compress(json.dumps(value, default=str).encode(), 1)).decode()
 
 
@@ -261,7 +263,10 @@ def _unpacked(text: str) -> Any:
 
 
 def deciding(decide: Callable[[], Any], tell: Callable[[str], None], label: str) -> Any:
-    """Returns or raises what `decide` does, after `tell` got that for other processes' `heard`."""
+    """Returns or raises what `decide()` does, after `tell` got that as a text for `heard`.
+
+    An error that is no SpmdError is told as a LaunchError, which says that `label` failed.
+    """
     try:
         result = decide()
     except BaseException as error:
@@ -276,7 +281,7 @@ def deciding(decide: Callable[[], Any], tell: Callable[[str], None], label: str)
 
 
 def heard(text: str) -> Any:
-    """Returns what another process has decided (see `deciding`), or raises its `SpmdError`."""
+    """Returns the result in `text`, from another process's `deciding`; raises its SpmdError."""
     found = _unpacked(text)
     if not isinstance(found, dict):
         return found[0]
@@ -287,9 +292,9 @@ def heard(text: str) -> Any:
 
 
 def refuse_differences(found: Found, may_lack: bool = False) -> None:
-    """Raises LaunchError if processes differ in a value; it tells which process has which.
+    """Raises LaunchError if processes differ in the value of a name; it tells who has which.
 
-    If `may_lack`, a name that only some processes have is compared among those.
+    A name that only some processes have is compared among those if `may_lack`, else differs.
     """
     parts = {}
     for name in dict.fromkeys(name for what in found.values() for name in what):
@@ -320,7 +325,7 @@ def refuse_differences(found: Found, may_lack: bool = False) -> None:
 
 
 def who_has_what(values: Mapping[int, str]) -> str:
-    """Says who has which value: `process 1: b; processes 0, 2: a`, the most common value last."""
+    """Returns the text `process 1: b; processes 0, 2: a`, with the most common value last."""
     having: dict[str, list[int]] = {}
     for process, value in values.items():
         having.setdefault(value, []).append(process)
@@ -351,15 +356,15 @@ PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 Texts = Mapping[str, tuple[str, Callable[[], str]]]
-"""Name -> a text's hash without source locations, and how to get the text with them."""
+"""Name -> (hash of a text without source locations, function that returns the text with them)."""
 
 
 def check_same_program(
     label: str, texts: Texts, mesh: Mesh, processes: Sequence[int], more: Mapping[str, str]
 ) -> None:
-    """Compares a program's texts, its mesh, settings of jax and XLA, and `more`, as `check_same`.
+    """Raises LaunchError unless texts, mesh, settings and `more` are the same on `processes`.
 
-    Of texts that differ, the first line that does is told. Source locations do not count.
+    Source locations do not count. The error shows the first different line of texts that differ.
     """
     what = {
         "checked": label,
@@ -379,7 +384,10 @@ def check_same_program(
 
 
 def _other_text(names: Iterable[str], found: Found) -> tuple[str, int] | None:
-    """Returns a text's name, and a process whose hash differs; LaunchError if others differ."""
+    """Returns (name, process) of a text hash unlike that of the first process; None if all agree.
+
+    `names` are those of the texts. LaunchError if values of other names in `found` differ.
+    """
     refuse_differences(
         {p: {k: v for k, v in w.items() if k not in names} for p, w in found.items()}
     )
@@ -389,7 +397,7 @@ def _other_text(names: Iterable[str], found: Found) -> tuple[str, int] | None:
 
 
 def _refuse_lines(name: str, process: int, label: str, found: Found) -> None:
-    """Raises LaunchError with the first line in which a process's text differs."""
+    """Raises LaunchError with the first line where texts of `process` and the first one differ."""
     first = min(found)
     pair = (_lines(found[p]["text"]) for p in (first, process))
     both = zip_longest(*pair, fillvalue=("nothing", None))
@@ -408,13 +416,13 @@ _ALIAS, _FILE = re.compile(r"#loc\d*"), re.compile(r'"([^"]+)":(\d+):')
 
 
 def without_locations(module: str) -> str:
-    """Returns a module's text without source locations, which differ between hosts."""
+    """Returns the text of an MLIR module without source locations, which differ between hosts."""
     lines = (line for line in module.splitlines() if not line.startswith("#loc"))
     return "\n".join(_LOC.sub("", line) for line in lines)
 
 
 def _lines(module: str) -> list[tuple[str, str | None]]:
-    """Returns a module's lines without locations, each with its source line."""
+    """Returns (line without location, `file:line` of its source or None) for each line."""
     known = dict(line.split(" = ", 1) for line in module.splitlines() if line.startswith("#loc"))
 
     def source(text: str) -> str | None:  # of a call's location, the one inside comes first
@@ -445,7 +453,7 @@ def settings() -> dict[str, str]:
 def sources() -> dict[str, str]:
     """Returns `sources of <name> (hash)` -> hash of the file of each imported module of the user's.
 
-    The paths of files do not count.
+    Paths do not count. Installed modules, Python's and this package's are left out.
     """
     found = {}
     for name, module in list(sys.modules.items()):
@@ -462,10 +470,10 @@ def sources() -> dict[str, str]:
 
 
 def check_same_sources() -> None:
-    """Raises LaunchError on all processes if two have imported different source files.
+    """Raises LaunchError on all processes if two have different files of one imported module.
 
-    `spmd.initialize` has compared what was imported by then; this finds what came later. Modules
-    that some processes have not imported are compared among the others. All processes have to
-    call it.
+    `spmd.initialize` has compared what was imported by then; this finds what came later. Installed
+    modules do not count; one that some have not imported is compared among the others. All
+    processes have to call it.
     """
     judged({"checked": "sources", **sources()}, partial(refuse_differences, may_lack=True))

@@ -40,7 +40,10 @@ WHO = f"pid {os.getpid()} on {socket.gethostname()}"
 
 
 class Sign(NamedTuple):
-    """A sign of life."""
+    """A sign of life: its number (`look`), `who` gives it (pid and host), and what that is `doing`.
+
+    `runs` counts the signs in a row in the present run of a program; it is 0 if none runs.
+    """
 
     look: int  # how often this process has looked after the others
     who: str
@@ -50,28 +53,28 @@ class Sign(NamedTuple):
     runs: int
 
     def next(self, is_leaving: bool) -> "Sign":
-        """Returns the sign of the next look: what this process is doing now."""
+        """Returns this process's next sign after `self`; `is_leaving` if its program has ended."""
         doing, is_running = (AT_END, True) if is_leaving else doing_now()
         runs = (self.runs if doing == self.doing else 0) + 1 if is_running else 0
         return Sign(self.look + 1, WHO, doing, runs)
 
 
 def sign_of(store: JobStore, process: int) -> Sign | None:
-    """Returns a process's sign; None if it has given none, or has left."""
+    """Returns a process's last sign; None if it has given none, or ends because the job does."""
     text = store.get(f"{ALIVE}/{process}")
     return None if text in (None, LEFT) else Sign(*json.loads(text))
 
 
 def all_signs(store: JobStore) -> dict[int, Sign]:
-    """Returns the sign of each process that has given one, and has not left."""
+    """Returns process -> last sign, without those that gave none or end because the job does."""
     found = store.all(ALIVE).items()
     return {process: Sign(*json.loads(text)) for process, text in found if text != LEFT}
 
 
 def doing_now() -> tuple[str, bool]:
-    """Reads what this process is doing: compiling, running, or at which line its program is.
+    """Returns (what this process is doing, whether it runs a program of several processes).
 
-    The bool says whether it runs a program of several processes, and so does nothing else.
+    The text says what it compiles or runs, or at which line the user's code is, else is empty.
     """
     if work := under_way():
         return work, False
@@ -89,7 +92,7 @@ def doing_now() -> tuple[str, bool]:
 
 
 def is_computing() -> bool:
-    """Whether this process's devices compute a result that lies on those of others, too."""
+    """Whether a result that lies on devices of other processes, too, is still being computed."""
     if not devices_are_open():
         return False
     for array in jax.live_arrays():
@@ -102,5 +105,5 @@ def is_computing() -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's code: not of this package, and not of what is installed."""
+    """Whether a file is the user's: not of this package, Python or an installed package."""
     return not file.startswith(("<frozen", *_OTHERS)) and not _PACKAGES & set(Path(file).parts)

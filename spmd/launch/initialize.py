@@ -48,9 +48,10 @@ def initialize(
 ) -> None:
     """Joins this process to the others of its job; call it before anything else of jax.
 
-    With one process, or outside of any cluster, it does nothing. Called again it does nothing
-    either. From here on processes stop together: when one is killed, hangs as a whole or fails, the
-    others say which and why and exit with `spmd.launch.EXIT_PEER_LOST`.
+    Arguments left out come from the launcher's environment, or else from the cluster (Slurm, ...).
+    With one process, outside of any cluster, or called again, it does nothing. From here on
+    processes stop together: when one is killed, hangs as a whole or fails, the others say which and
+    why and exit with `spmd.launch.EXIT_PEER_LOST`.
 
     Args:
       coordinator_address: `host:port` of process 0, where it will listen.
@@ -62,7 +63,7 @@ def initialize(
 
     Raises:
       LaunchError: the coordinator cannot be reached, too few or too many processes came, they run
-        different versions or sources, or jax has used its devices already.
+        different versions or sources, jax has used its devices already, or an argument is unfit.
 
     Example:
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
@@ -133,7 +134,7 @@ def versions() -> dict[str, str]:
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
-    """Returns this process's place by arguments, environment or cluster; None if it is alone."""
+    """Returns `given`, completed by `env`, else by the cluster; None if this process is alone."""
     coordinator = given.coordinator or env.get(ENV_COORDINATOR) or None
     processes = _from(env, ENV_PROCESSES) if given.processes is None else given.processes
     process = _from(env, ENV_PROCESS) if given.process is None else given.process
@@ -164,7 +165,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _seat(place: Place) -> tuple[str, int, int]:
-    """Returns (host:port, number of processes, this one's); LaunchError if one is unfit."""
+    """Returns (host:port, process count, this one's number); LaunchError if any is unfit."""
     parts = {
         f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
         f"num_processes ({ENV_PROCESSES})": place.processes,

@@ -28,8 +28,8 @@ def meet(
 ) -> None:
     """Waits until all processes of a job have connected, and compares their `about`: name -> value.
 
-    `coordinator` is `host:port` of process 0. LaunchError if it cannot be reached, a process did
-    not come, came twice or expects another number of processes, or something in `about` differs.
+    `coordinator` is `host:port` of process 0. LaunchError on all if a process does not come in
+    `timeout_s` seconds, two have one number, or `processes` or a value in `about` differs.
     """
     about = {_COUNT: str(processes), **about}
     if process:
@@ -39,7 +39,7 @@ def meet(
 
 
 def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: float) -> None:
-    """As process 0: waits for all others, and tells them what is raised here (see `deciding`)."""
+    """Waits, as process 0, for all others, and tells them what it raises, or that all agree."""
     # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
     #              1 -> 0 [1, {number of processes, versions}]
     #              2 -> 0 [2, {...}]          connections stay open meanwhile
@@ -91,7 +91,7 @@ def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: fl
 
 
 def listen(port: int, backlog: int) -> socket.socket:
-    """Opens a socket that listens on all interfaces; port 0 takes any free one."""
+    """Returns a socket that listens on all interfaces (port 0: a free one), else LaunchError."""
     dual = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
@@ -109,7 +109,7 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 
 def _ask(coordinator: str, process: int, about: dict[str, str], timeout_s: float) -> str:
-    """Connects to process 0, waiting until it is there, sends `about`, and returns its answer."""
+    """Sends `about` to process 0, returns its answer for `heard`; LaunchError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     host, _, port = coordinator.rpartition(":")
     while True:
@@ -135,7 +135,7 @@ def _ask(coordinator: str, process: int, about: dict[str, str], timeout_s: float
 
 
 def _read_line(line: socket.socket, longest: int = _LONGEST) -> str:
-    """Reads one line, without its end; OSError if the other side ended before it was whole."""
+    """Returns the next line from a socket; OSError if cut off or over `longest` bytes."""
     with line.makefile("rb") as file:
         data = file.readline(longest)
     if not data.endswith(b"\n"):

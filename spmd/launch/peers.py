@@ -55,16 +55,17 @@ SHOWN = 4  # so many lost processes are named with their hosts
 
 
 class Signs:
-    """Keeps when each process's sign of life, a counter, changed last; at first `started`."""
+    """Keeps when, in s, each process's sign of life last changed: at first `started` for all."""
 
     def __init__(self, processes: int, timeout_s: float, started: float) -> None:
         self.timeout_s = timeout_s
         self._seen = dict.fromkeys(range(processes), ("", started))
 
     def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
-        """Returns process -> seconds since its counter changed, if these are over `timeout_s`.
+        """Returns process -> seconds since its sign changed, if these are over `timeout_s`.
 
-        `signs` has each process's counter, or `LEFT` after its normal end; `now` is in seconds.
+        `signs` is process -> its present sign, `LEFT` if it ends because the job does and may be
+        silent; one that is missing has not changed. `now` is the time of the call in seconds.
         """
         # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
         # at the moment when it sees a counter change.
@@ -79,7 +80,7 @@ class Signs:
 
 
 def lost(how: str, processes: Iterable[int], signs: Mapping[int, Sign]) -> str:
-    """Returns `process 1 was lost: <how>; it was pid 4711 on host`, the latter if signs say so."""
+    """Returns `process 1 was lost: <how>; it was pid 4711 on host`, the end if `signs` has it."""
     names = sorted(processes)
     each = [signs[process].who for process in names if process in signs]
     told = f"; it was {', '.join(each[:SHOWN])}" if each else ""
@@ -108,7 +109,7 @@ class StopVote:
         self._change = threading.Condition()
 
     def reached(self, step: int, wanted: bool) -> bool:
-        """Whether all processes stop before this step; if `wanted`, this one asks them to stop."""
+        """Whether all processes stop before `step`, which is next; `wanted` asks them to stop."""
         # While steps are being counted this process must not go on to the next one, or the furthest
         # would be wrong. The wait is short: threads answer even while main threads compute.
         with self._change:
@@ -125,7 +126,7 @@ class StopVote:
         self.store.put(f"{STOP_REACHED}/{self.process}", str(self._step))
 
     def look(self) -> None:
-        """Once a process is to stop, publishes this one's step, then sets the step to stop at."""
+        """Publishes this process's step once one asks to stop; once all did, sets where to stop."""
         if self._stop_at is not None or not (reached := self.store.all(STOP_REACHED)):
             return
         with self._change:
@@ -139,7 +140,7 @@ class StopVote:
 
 
 class Peers:
-    """Runs a thread that writes this process's signs of life, and ends it when another one is lost.
+    """Writes this process's signs of life on a thread; ends this process if another one is lost.
 
     A process is lost after `timeout_s` seconds without a sign, or when it reports its failure.
     """
@@ -213,7 +214,7 @@ class Peers:
         return lost(how, [0], self.known)
 
     def _watch_store(self) -> None:
-        """Runs in a thread: ends this process if the store has no answer for `timeout_s`."""
+        """Runs in a thread; ends this process if the store is silent for `timeout_s` seconds."""
         # Silence is counted in turns of this thread, so that it ends where this process itself was
         # stopped or had no time.
         contact, silence = self._contact, 0.0
@@ -224,7 +225,7 @@ class Peers:
                 self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
 
     def is_coordinator_gone(self) -> bool:
-        """Whether process 0 is another one, and refuses connections."""
+        """Whether process 0 accepts no connection within 2 s; False on process 0 itself."""
         if self.process == 0:
             return False
         host, _, port = str(connected_to()).rpartition(":")
@@ -235,12 +236,12 @@ class Peers:
         return False
 
     def hear(self, news: str) -> NoReturn:
-        """Stops this process, since the launcher says that another one was lost; all hear that."""
+        """Ends this process with the launcher's `news` that another was lost; others hear it."""
         self.others_know = True
         self.stop(news)
 
     def stop(self, verdict: str) -> NoReturn:
-        """Prints `verdict`, why the job ends, and ends this process, whatever its threads do."""
+        """Prints `verdict`, why the job ends; exits with `failed`, or if None EXIT_PEER_LOST."""
         with self._stopping:
             self._tell(verdict)
             _flush()
@@ -272,7 +273,7 @@ class Peers:
     # This process's own end.
 
     def wait_for_cause(self, why: str) -> None:
-        """Waits, if the error text `why` is of a failed collective, until its cause would be known.
+        """Waits, if `why` is a failed collective's error text, until its cause would be known.
 
         Most likely another process ended. The thread that watches them then ends this process, with
         that reason: its own error, which tells users nothing, is not shown.
@@ -281,13 +282,13 @@ class Peers:
             self.await_stop(self.timeout_s + 3 * self.interval_s)
 
     def await_stop(self, seconds: float) -> None:
-        """Waits so long for another thread to `stop` this process."""
+        """Waits `seconds` for another thread to `stop` this process; returns if none began to."""
         time.sleep(seconds)
         with self._stopping:  # held by `stop` until the end: its message is the last
             pass
 
     def fail(self, why: str, code: int) -> None:
-        """Tells the others that this process fails with error `why`, and will exit with `code`."""
+        """Makes the others stop, as this one fails with error `why` and will exit with `code`."""
         verdict = f"process {self.process} failed: {first_line(why)}"
         with self._stopping:
             self.failed = code
@@ -343,7 +344,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
     libc = ctypes.CDLL(None)
 
     def on_abort(_: int) -> None:
-        """Handles SIGABRT: if it is since process 0 was lost, says so and exits."""
+        """Handles SIGABRT: if process 0 was lost, says so and exits; otherwise aborts."""
         # Our message and exit code then; any other abort goes on as it would without us.
         silence = time.monotonic() - peers._contact
         if peers.process == 0 and silence > peers.timeout_s:
@@ -365,7 +366,7 @@ def watch_peers(store: JobStore, timeout_s: float) -> None:
 
 
 def fail_peers(why: str, code: int = 1) -> None:
-    """Makes the other processes, if there are any, stop: this one fails with error `why`."""
+    """Makes the others stop, as this process fails with error `why` and will exit with `code`."""
     if _peers is not None:
         _peers.wait_for_cause(why)
         _peers.fail(why, code)
@@ -374,8 +375,8 @@ def fail_peers(why: str, code: int = 1) -> None:
 def at_stop(say: Callable[[str], object], tells_others: bool = True) -> None:
     """Has `say` called with the reason before this process ends because one of the job failed.
 
-    It runs on any thread. If it `tells_others` the reason, process 0 no longer waits until they
-    have read it in the store. Does nothing where there is but one process.
+    `say` runs on any thread. `tells_others` means that `say` tells the others: process 0 then does
+    not wait until they have read the reason. Does nothing where there is but one process.
     """
     if _peers is not None:
         _peers.last_words.append(say)
@@ -383,26 +384,26 @@ def at_stop(say: Callable[[str], object], tells_others: bool = True) -> None:
 
 
 def form_last_line(form: Callable[[str], str]) -> None:
-    """Sets `form`, which brings the last line, `error: ...`, into the format of the job's logs.
+    """Sets `form(line)`, which returns the last line, `error: ...`, in the form of the job's logs.
 
-    It runs on any thread. Does nothing where there is but one process.
+    `form` runs on any thread. Does nothing where there is but one process.
     """
     if _peers is not None:
         _peers.form = form
 
 
 def peer_lost(process: int, how: str) -> NoReturn:
-    """Ends this process since `process` was lost, by cause `how`, or by the store's verdict."""
+    """Ends this process (EXIT_PEER_LOST) and the others, as `process` was lost by cause `how`."""
     assert _peers is not None
     # With process 0 the store is gone.
     stop_now(lost(how, [process], _peers.known), tells_others=process != 0)
 
 
 def stop_now(verdict: str, code: int = EXIT_PEER_LOST, *, tells_others: bool = False) -> NoReturn:
-    """Prints `verdict`, why the job ends, and ends this process, whatever its threads do.
+    """Ends this process with exit code `code`, whatever its threads do.
 
-    If it `tells_others` they end, too, and before it. If they know a verdict already, that one is
-    printed.
+    Unless it is alone it first prints `verdict`, why the job ends. If `tells_others`, the others
+    end, too, and before it; if they have a verdict already, that one is printed instead.
     """
     if _peers is not None:
         _peers.failed, _peers.is_last = code, _peers.is_last or tells_others
@@ -456,9 +457,9 @@ def stopping_peers() -> Iterator[None]:
 
 
 def first_line(error: object) -> str:
-    """Returns the first line of an error's text, or its type where it has none.
+    """Returns the first line of an error's text, or its type's name where the text is empty.
 
-    Of an error of ours it has what is there (`actual`), too.
+    For an SpmdError, its `actual` follows in parentheses. Cut off after 1000 characters.
     """
     first, *rest = str(error).strip().splitlines() or [type(error).__name__]
     actual = [f" ({line.partition(': ')[2]})" for line in rest if line.startswith("  actual: ")]

@@ -19,12 +19,12 @@ _begun = threading.Event()
 
 
 def begun() -> None:
-    """Says that this process has run something: what ends it now may be worth another start."""
+    """Notes that this process has run something: from now on `exit_code` returns 1."""
     _begun.set()
 
 
 def max_restarts() -> int:
-    """Returns how many times a launcher may start this job again."""
+    """Returns how many times a launcher may start this job again; 0 without such a launcher."""
     text = os.environ.get(ENV_MAX_RESTARTS, "")
     return int(text) if text.isdecimal() else 0
 
@@ -35,10 +35,10 @@ def is_first_start() -> bool:
 
 
 def exit_code(error: BaseException, mends: bool = False) -> int:
-    """Returns the exit code of a process that an error ends.
+    """Returns the exit code of a process that an error ends: EXIT_REFUSED or 1.
 
-    `mends` says that it is one that a user can mend, as errors of ours are. What a disk or another
-    process does may be otherwise the next time.
+    A launcher does not start jobs again after EXIT_REFUSED. That is for SpmdErrors and, if `mends`,
+    all others; but not for OSError, LaunchError, after `begun()`, or if `max_restarts()` is 0.
     """
     is_refused = mends or isinstance(error, SpmdError)
     is_passing = isinstance(error, OSError | LaunchError) or _begun.is_set()
@@ -46,12 +46,12 @@ def exit_code(error: BaseException, mends: bool = False) -> int:
 
 
 def pipe_name(number: int) -> str:
-    """Names an open pipe, so that no other file is taken for it."""
+    """Returns `number:inode` of the open pipe with file descriptor `number`."""
     return f"{number}:{os.fstat(number).st_ino}"
 
 
 def hear_news(tell: Callable[[str], object]) -> None:
-    """Calls `tell` once, on a thread, with the launcher's line that a process here was lost."""
+    """Calls `tell(line)` on a thread once the launcher, if any, says that a process was lost."""
     name = os.environ.pop(ENV_NEWS, "")
     number = int(name.partition(":")[0] or -1)
     try:

@@ -50,14 +50,14 @@ class JobStore:
             raise
 
     def all(self, folder: str) -> dict[int, str]:
-        """Returns process -> value of a folder in which each process has a value by its number."""
+        """Returns process -> value for the keys `<folder>/<number of a process>` that are set."""
         start = f"{_PREFIX}{folder}/"
         found = self._client.key_value_dir_get(start)
         return {int(key.removeprefix(start)): value for key, value in found}
 
 
 class Place(NamedTuple):
-    """Which process of which job a process is, with None for what is unknown.
+    """A process's number (`process`) and how many there are (`processes`), None where unknown.
 
     `coordinator` is `host:port` of process 0, `devices` are the local accelerators that it may use.
     """
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 def detect_cluster(known: Place, timeout_s: float) -> Place:
-    """Fills in unknown parts of a place from the cluster that jax recognises (Slurm, TPU, ...)."""
+    """Returns `known` with what is None filled in from the cluster (Slurm, ...) that jax finds."""
     devices = None if known.devices is None else list(known.devices)
     with warnings.catch_warnings():  # our JobSets say who is who: jax need not ask Kubernetes
         warnings.filterwarnings("ignore", message="Kubernetes environment detected")
@@ -81,7 +81,7 @@ def detect_cluster(known: Place, timeout_s: float) -> Place:
 
 
 def this_process() -> tuple[int, int]:
-    """Returns this process's number and how many there are, without touching a device."""
+    """Returns (this process's number, how many there are), without touching a device."""
     state = distributed.global_state
     return state.process_id, (state.num_processes or 1) if state.client is not None else 1
 

@@ -40,8 +40,8 @@ class Watchdog:
     Args:
       timeout_s: the most seconds between two calls of `beat`.
       folder: where the files go; made when needed.
-      first_timeout_s: the most seconds until the first one; 10 * `timeout_s` if left out.
-      stop: end the process with `EXIT_HUNG`; else go on waiting, and write again after a new beat.
+      first_timeout_s: the most seconds until the first beat; 10 * `timeout_s` if left out.
+      stop: end all processes, this one with `EXIT_HUNG`; if False only write, once at each hang.
 
     Raises:
       ValueError: a limit that is not positive.
@@ -111,9 +111,7 @@ class Watchdog:
     def beat(self, step: int | None = None, what: str = "step finished") -> None:
         """Reports progress: the time limit starts anew.
 
-        Args:
-          step: the step that was finished.
-          what: what was finished, where it is no step: `"checkpoint"`, `"gradients reduced"`.
+        `step` is the step that was finished; `what` is what was, where it is no step: `checkpoint`.
         """
         when = datetime.datetime.now().isoformat(" ", "milliseconds")
         where = "" if step is None else f"  step {step}"
@@ -125,16 +123,15 @@ class Watchdog:
 
     @property
     def doing(self) -> str:
-        """What is being done by the innermost `may_take` around: `evaluating`; else empty."""
+        """The `what` of the innermost `may_take` that is running, or an empty text."""
         return next((what for what, _ in reversed(tuple(self._begun))), "")
 
     @contextlib.contextmanager
     def may_take(self, what: str, seconds: float | None = None) -> Iterator[None]:
         """Sets another limit for the code inside, which takes longer than a step, as saving does.
 
-        Args:
-          what: what is done inside, for messages: `"evaluating"`.
-          seconds: until it ends or the next beat; ten times `timeout_s` if left out.
+        `what` is what is done inside, for messages: `evaluating`. `seconds` is the most time until
+        its end or the next beat; 10 * `timeout_s` if left out.
         """
         self._begun.append((what, LONG * self.timeout_s if seconds is None else seconds))
         self._last = time.monotonic()
@@ -147,13 +144,13 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds allowed now from the last beat, or from where `may_take` began, to the next."""
+        """The present limit in s, from the last beat or start of `may_take` to the next beat."""
         if self._begun:
             return self._begun[-1][1]
         return self.timeout_s if self._beats else self.first_timeout_s
 
     def _arm(self) -> None:
-        """Makes `faulthandler` write all stacks if no beat comes, some time after `limit_s`."""
+        """Makes `faulthandler` write all stacks if no beat comes within about 1.25 * `limit_s`."""
         later = self.limit_s * 1.25 + 2 * self._interval_s
         faulthandler.dump_traceback_later(later, file=self._file or sys.stderr)
 
@@ -179,7 +176,7 @@ class Watchdog:
             stop_now(why, EXIT_HUNG, tells_others=True)
 
     def _on_stop(self, why: str) -> None:
-        """Writes this process's file as it ends because of another one."""
+        """Writes the file as the job ends for the reason `why`, unless done since the last beat."""
         if not self._end.is_set() and self._written_at != self._beats:
             self._write(f"{why}; here: {self._last_mark()}")
 
@@ -191,7 +188,7 @@ class Watchdog:
         return f"{begun}last finished: {what}" + ("" if step is None else f", step {step}")
 
     def _write(self, why: str) -> None:
-        """Writes `why`, beats and all stacks anew, to the file, or to stderr if there is none."""
+        """Writes `why`, last beats and all stacks to the file, or if it cannot, to stderr."""
         self._written_at = self._beats
         with contextlib.suppress(OSError):
             if self._file is not None:
@@ -211,7 +208,7 @@ class Watchdog:
 
 
 class Unwatched:
-    """Takes the same calls as a `Watchdog` where a run has none: nothing is watched."""
+    """Has `beat`, `may_take` and `doing` as a `Watchdog` has, where a run has none to watch it."""
 
     def __init__(self) -> None:
         self.doing = ""

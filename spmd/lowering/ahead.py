@@ -77,7 +77,7 @@ _CHIP_CONFIG = {"v4": "megacore"}  # chips whose two cores are one device only i
 
 
 def is_here(mesh: Mesh, topology: Topology) -> bool:
-    """Whether jax sees all devices of the mesh, and the topology is for their platform or any."""
+    """Whether jax sees all devices of the mesh, and the topology has their platform or none."""
     return mesh.is_here and topology.platform in (None, platform_of(mesh))
 
 
@@ -85,7 +85,7 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
     """Returns jax descriptions of a topology's devices, in the mesh's order, to compile for.
 
     A mesh of GPUs has as many devices as the topology, one of TPUs a multiple (several slices).
-    Raises MeshError if the number does not fit, or no compiler for the topology is installed.
+    Raises MeshError if the number does not fit, or nothing here compiles for the topology.
     """
     is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
     if not is_tpu and (topology.platform != "cuda" or chip not in _GPUS):

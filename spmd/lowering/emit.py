@@ -111,7 +111,7 @@ def formats(
 
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
-    """Returns an expanded local program as text; `donated` are positions of donated arguments."""
+    """Returns an expanded local program as `Emitted`; `donated`: positions of donated arguments."""
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)
@@ -147,8 +147,8 @@ _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 def emit(program: Program, mesh: Mesh) -> str:
     """Returns a program as StableHLO text with one public function, `main`.
 
-    Arguments of zero elements are constants inside `main` instead. Of a global program there is
-    none with a `jax.shard_map`.
+    Arguments of zero elements are constants inside `main` instead. The program may be local, or
+    global without a `jax.shard_map`.
     """
     return _Emitter(program, mesh).run()
 

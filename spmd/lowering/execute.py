@@ -87,7 +87,7 @@ mlir.register_lowering(_program, _lower)
 
 @dataclass(frozen=True)
 class Outside:
-    """What jax needs to know of arguments and results besides what `Emitted` has."""
+    """What jax must know besides `Emitted`: mesh, weak types, absent devices, result shardings."""
 
     mesh: jax.sharding.Mesh  # the mesh of their shardings, with the user's axis types
     weak: tuple[bool, ...] = ()  # whether each result is weakly typed; none is if empty
@@ -105,7 +105,7 @@ def compile_emitted(
 
     Returns jax's compiled program, which takes and returns flat global arrays; inside a
     `WithConstants` if it has constants. Raises LaunchError if another process of the mesh has
-    another program, which is not checked for devices that are not here (`outside.devices`).
+    another program or other options; not checked for devices that are not here (`outside.devices`).
     """
     outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
@@ -142,7 +142,7 @@ class _Order(Layout):
 class WithConstants:
     """jax's compiled program, called with its constants in front of the given arguments.
 
-    The constants are put on the devices at once, but not if these are not here.
+    The constants are put on the devices when it is made, unless these are not here.
     """
 
     def __init__(self, compiled: Any, emitted: Emitted, outside: Outside) -> None:
@@ -171,7 +171,7 @@ def on_own_mesh(
 
 
 def cost_analysis(emitted: Emitted) -> Any:
-    """Returns XLA's count of operations and bytes of the program of one device, none of it here."""
+    """Returns XLA's cost analysis of one device's program (`flops`, ...), which is not compiled."""
     types = (*emitted.argument_types, *(constant.value.type for constant in emitted.constants))
     shardings = (*emitted.arguments, *emitted.constant_shardings)
     structs = [
@@ -350,7 +350,7 @@ def _emit(ctx: Any, op: Any, callback: Callback, raised: list[Exception]) -> Non
         raise RuntimeError(f"{callback.label} raised\n{trace}")
 
     def call(*args: Any) -> _Arrays:
-        """Returns (flag: 1 if the function raised, *results, and the last argument if linked)."""
+        """Returns (1 if its error is in `raised`, else 0; *results; last argument if linked)."""
         args, link = (args[:-1], args[-1:]) if is_linked else (args, ())
         flag = 0
         try:
@@ -390,7 +390,7 @@ def _aval(type_: Any) -> Any:
 
 
 def _on_cpu(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
-    """Calls `function` with jax arrays on a CPU (else numpy arrays); returns numpy arrays."""
+    """Calls `function` with `args` on jax's CPU (if none, as they are); returns numpy arrays."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -41,7 +41,11 @@ MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is m
 
 
 def expand(program: Program, mesh: Mesh) -> Program:
-    """Writes `spmd.*` helper ops as StableHLO, puts callbacks in branches, links ordered ones."""
+    """Returns a local program whose `spmd.axis_index` and `spmd.local_slice` are StableHLO ops.
+
+    Callbacks are put into branches, and ordered ones are linked (`in_order`). Starts of dynamic
+    slices that are sliced again are clamped. Elements of 2 bits are joined and sent as bytes.
+    """
     program = in_order(program)
     sliced = _sliced(program)
 
@@ -77,9 +81,9 @@ def expand(program: Program, mesh: Mesh) -> Program:
 
 
 def _sliced(program: Program) -> set[Value]:
-    """Returns the results of dynamic slices that another slice is taken from, by XLA at the latest.
+    """Returns the results of dynamic slices that another slice reads, directly or behind `MOVES`.
 
-    That one may read it behind a loop or a branch: XLA inlines loops of one trip.
+    It may also read them behind a loop or a branch, since XLA inlines loops of one trip.
     """
     producers = Index(program).producers
     comes: dict[Value, list[Value]] = {}  # a value of a loop or a branch -> what it may be
@@ -107,7 +111,7 @@ def _sliced(program: Program) -> set[Value]:
 
 
 def _in_bytes(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
-    """Joins or sends elements of 2 bits as bytes: XLA for CPUs mixes them up, or aborts."""
+    """Appends `op` on bytes, as XLA for CPUs fails on 2 bits; returns results of 2 bits again."""
 
     def wide(type_: TensorType) -> TensorType:
         return type_._replace(dtype="i8") if dtype_bits(type_.dtype) == 2 else type_

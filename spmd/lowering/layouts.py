@@ -50,9 +50,10 @@ def lay_out(
     """Returns `local` with orders in memory for donated arguments and the results in their buffers.
 
     `links` are pairs of positions: a result, and the donated argument whose buffer it reuses. All
-    other arguments keep their order in `given` (dims, outermost first; None: 0, 1, 2, ...). The
-    collectives in the program decide, so none may be added later. `wanted` is whether to choose
-    orders at all; None: if the platform's collectives need the outermost dim (GPUs).
+    other arguments keep their order in `given` (dims, outermost first; None: 0, 1, 2, ...). Large
+    concatenates and scatters tied to donated arguments are pinned to their orders. The collectives
+    in the program decide, so none may be added later. `wanted` is whether to choose orders at all;
+    None: if the platform's collectives need the outermost dim (GPUs).
     """
     program, body, types = local.program, local.program.body, local.program.types
     arguments = [*given, *[None] * (len(body.args) - len(given))]
@@ -71,7 +72,7 @@ def lay_out(
 
 
 def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Program:
-    """Adds `LayoutConstraint`s behind large concatenates and scatters tied to donated `links`."""
+    """Pins memory orders of large concatenates and scatters tied to donated arguments, `links`."""
     ranks = [(value, program.types[value].rank) for value in links]
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
@@ -132,7 +133,7 @@ class _Wishes:
         return dim
 
     def wish(self, region: Region, runs: int) -> None:
-        """Adds to `first`, for pairs of dims, the bytes of a region's collectives, times `runs`."""
+        """Adds a region's gathered or scattered bytes times `runs` to `first[their dim, other]`."""
         for op in region.ops:
             for inner in op.regions:
                 self.wish(inner, runs * self.index.runs(op))

@@ -41,7 +41,7 @@ _REDUCED = {
 
 
 class Partitioned(NamedTuple):
-    """A local program with explicit collectives, and the shardings of its arguments and results."""
+    """A local program, its mesh, the shardings and memory orders of its arguments and results."""
 
     program: Program
     mesh: Mesh
@@ -87,7 +87,7 @@ class _Partitioner:
     def returned(
         self, values: Sequence[Value], shardings: Sequence[Sharding], names: Sequence[str], loc: Loc
     ) -> list[Value]:
-        """Returns local copies of `values` in `shardings`; reshards get their producers' lines."""
+        """Returns local copies of `values` in `shardings`; reshards note that `names` need them."""
         found = []
         for value, sharding, name in zip(values, shardings, names, strict=True):
             maker = self.producers.get(value)
@@ -238,7 +238,7 @@ class _Partitioner:
             self.barrier(waiting)
 
     def barrier(self, ops: Sequence[Op]) -> None:
-        """Appends one optimization barrier over the operands of several, in place of these."""
+        """Appends one optimization barrier in place of several, `ops`, over the operands of all."""
         choices = [self.plan.choice(op) for op in ops]
         operands = [
             v for op, choice in zip(ops, choices, strict=True) for v in self.operands(op, choice)
@@ -317,7 +317,7 @@ class _Partitioner:
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, mesh: Mesh) -> Value:
-    """Appends one reshard step of `x`, which is in `step.before`; returns it in `step.after`."""
+    """Appends a reshard step of local `x` in sharding `step.before`; returns it in `step.after`."""
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
     # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)

@@ -42,7 +42,8 @@ def register_rule(
         shapes, with the padding of reduced dims replaced by the reduction's identity.
 
     Raises:
-      SpmdError: the op has a rule already, or the text is not a rule.
+      SpmdError: the op has a rule already, or `kinds` is wrong or lacks a `reduction`. A text that
+        does not fit an op's operands and results raises it later, for a program with that op.
 
     Example:
       >>> register_rule("my_norm", "b s h, h -> b s h", kinds={"h": "replicate"})
@@ -101,8 +102,8 @@ def register_composite(
     On a platform without a kernel and with no `decomposition`, the composite is inlined.
 
     Raises:
-      SpmdError: the composite is registered already, there is nothing to compute it, or the rule's
-        text is not one.
+      SpmdError: the composite is registered already, nothing computes it, or `kinds` is wrong; a
+        text that does not fit raises it later, as in `register_rule`.
 
     Example:
       >>> register_composite(
@@ -125,7 +126,7 @@ def register_composite(
 
 
 def _note(name: str) -> None:
-    """Adds an op to `registry.TAUGHT` if code outside of this package is registering it."""
+    """Adds an op's name, without its prefix, to `registry.TAUGHT` unless `spmd` registers it."""
     if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "spmd":
         registry.TAUGHT.add(name.rpartition(":")[2])
 
@@ -137,7 +138,7 @@ def _rule_function(
     reduction: str,
     linear: Iterable[Sequence[int]],
 ) -> Callable[[OpKind], Rule]:
-    """Returns a function from an op's kind to its rule; raises SpmdError if `kinds` is wrong."""
+    """Returns a function from op kinds to rules; SpmdError if `kinds` or `reduction` is wrong."""
     if bad := set(kinds.values()) - {"pass", "reduce", "replicate"}:
         raise SpmdError(
             f"{sorted(bad)[0]!r} is not a kind of factor",

@@ -103,7 +103,7 @@ def kernel_collective(name: str) -> str:
 
 
 class Labels:
-    """Labels a profile's events, from the optimized HLO's text and the local program it is of."""
+    """Labels a profile's events, by the optimized HLO's text and the local program behind it."""
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
         self.module = hlo.parse_module_text(text)
@@ -179,7 +179,7 @@ class Labels:
         return [instruction, *hlo.called(instruction, self.module)]
 
     def collective(self, instruction: hlo.Instruction) -> str:
-        """Returns the kind of collective in an instruction without products or attention, or ""."""
+        """Returns an instruction's kind of collective; "" if none, or with product or attention."""
         if self.kind(instruction):
             return ""
         return next(filter(None, map(hlo.kind_of, self._parts(instruction))), "")
@@ -291,7 +291,7 @@ def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instr
 
 
 def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-    """Maps a sort's events that name no op to the ops that none names, both in order."""
+    """Pairs, in order, events that name none of `ops` with those that none names; {} if unequal."""
     named = {event.op for event in events}
     unnamed = [event for event in events if event.op not in ops]
     left = [op for op in ops if op not in named]

@@ -170,7 +170,7 @@ def _device_events(profile: Any) -> Iterator[Event]:
 
 
 class _Thread:
-    """Holds a CPU thread's events: ops, tasks, and the ends of ops, also those of other threads."""
+    """Holds a CPU thread's events: ops, tasks, and ends of ops, also ones other threads began."""
 
     def __init__(self, line: Any) -> None:
         self.ops: list[tuple[Event, Mapping[str, Any]]] = []  # each with its stats
@@ -191,12 +191,12 @@ class _Thread:
         self.tasks.sort()
 
     def task_at(self, moment: float) -> float:
-        """Returns when the task began that the thread runs at a moment, in nanoseconds; else 0."""
+        """Returns when the task that runs at a moment began, in nanoseconds; 0 if there is none."""
         at = bisect_right(self.tasks, moment)
         return self.tasks[at - 1] if at else 0.0
 
     def first_for(self, device: int, after: float, before: float) -> float:
-        """Returns the next start after `after` of an op of `device`; `before` if there is none."""
+        """Returns the next start after `after` of an op of `device`; `before` if none is before."""
         at = bisect_right(self.ops, after, key=lambda op: op[0].start)
         for event, _ in self.ops[at:]:
             if event.start >= before:

@@ -16,24 +16,26 @@ from spmd.mesh.topology import Topology, as_topology
 def make_mesh(
     *shape_and_names: Any, devices: Any = None, topology: Any = None, **axes: int
 ) -> Mesh:
-    """A mesh over the visible devices, or over those of another machine; one keyword an axis.
+    """Returns a mesh over the visible devices, or over another machine's; one keyword an axis.
 
-    The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
-    minor axes on the fastest links.
+    The order of devices that are here comes from `jax.experimental.mesh_utils`, which places
+    neighbours along the minor axes on the fastest links.
 
     Args:
       *shape_and_names: sizes and names of the axes, as `jax.make_mesh` takes them, in place of the
         keywords.
-      devices: jax devices to use; all visible ones (as many as the axes need) when left out.
-      topology: a machine that need not be here, a `Topology` or its name: programs are planned for
-        it, and compiled where its compiler is installed.
+      devices: jax devices, of which the first are used, as many as the axes need; by default all
+        visible ones.
+      topology: in place of `devices` a machine that need not be here, a `Topology` or its name:
+        programs are planned for it, and compiled where its compiler is installed.
       **axes: size of each axis, major first.
 
     Returns:
       A `Mesh`.
 
     Raises:
-      MeshError: axes that need other devices than there are, or are given in neither form.
+      MeshError: axes that no mesh has, of more devices than there are, or not of just those of the
+        topology; devices that are not jax's, or beside a topology.
 
     Example:
       >>> mesh = make_mesh(data=4, model=2)
@@ -65,16 +67,16 @@ def HybridMesh(
     devices: Sequence[Any] | None = None,
     topology: Topology | str | None = None,
 ) -> Mesh:
-    """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
+    """Returns a mesh over several slices: an axis is its `dcn` part (major) times its `ici` part.
 
     Args:
       ici: axis -> size within a slice (fast links).
       dcn: axis -> size across slices (data-centre network); axes left out have size 1.
-      devices: jax devices; all visible ones when left out.
+      devices: jax devices, by default all visible ones; equal runs are slices where none are known.
       topology: what one slice is, of a machine that need not be here, as for `make_mesh`.
 
     Returns:
-      A `Mesh` whose `dcn_sizes` records how much of each axis crosses slices.
+      A `Mesh` whose `dcn_sizes` are the sizes of its axes across slices, as in `dcn`.
 
     Raises:
       MeshError: an axis of `dcn` that `ici` lacks, and as for `make_mesh`.
@@ -114,7 +116,7 @@ def _mesh_of(
     names: tuple[str, ...],
     slices: tuple[int, ...],
 ) -> Mesh:
-    """Returns a mesh of a machine that need not be here: for each axis, so much crosses slices."""
+    """Returns a mesh of slices that are each a `topology`; axis k has `slices[k]` across slices."""
     machine, count = as_topology(topology), math.prod(slices)
     if devices is not None:
         raise MeshError("a mesh has devices, which are here, or a topology", fix="give one of them")

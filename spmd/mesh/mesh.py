@@ -21,7 +21,8 @@ class Atom:
     """A prime-sized part of a mesh axis: the smallest part that can split a dim of a tensor.
 
     Axis `data` of size 4 has the atoms `data:(1)2`, its halves, and `data:(2)2`, the two places in
-    a half; in brackets is the product of the sizes of the axis's atoms before it.
+    a half; in brackets is `pre`, the product of the sizes of the axis's atoms before it. `stride`
+    is how many devices apart, in row-major order, two neighbours along the atom are.
     """
 
     axis: int  # index of the mesh axis
@@ -41,12 +42,12 @@ class Mesh(jax.sharding.Mesh):
       device_ids: jax's id of each device, in row-major order of `shape`; `None` for 0, 1, 2, ...
       shape: size of each axis.
       axis_names: name of each axis, major first.
-      dcn_shape: how much of each axis crosses slices of machines, as `HybridMesh` says; 1 for each
-        if left out.
+      dcn_shape: size of each axis across slices of machines (its `dcn` in `HybridMesh`), a divisor
+        of its size in `shape`; 1 for each if left out.
       topology: the machine that it is a mesh of, as `make_mesh` says; the devices here if left out.
 
     Raises:
-      MeshError: sizes and names that don't match, a repeated name or a repeated device.
+      MeshError: sizes, names, ids or `dcn_shape` that don't match, a repeated name or device.
 
     Example:
       >>> Mesh(range(8), (4, 2), ("data", "model"))
@@ -60,7 +61,7 @@ class Mesh(jax.sharding.Mesh):
     topology: Any = field(default=None, repr=False)  # a `Topology`, whose module has this one
 
     def __new__(cls, *_: Any, **__: Any) -> Mesh:
-        """Makes one by `__init__` alone: jax's own takes devices here."""
+        """Returns a mesh without fields, for `__init__` to fill: jax's `__new__` wants devices."""
         return object.__new__(cls)
 
     def __init__(
@@ -120,7 +121,7 @@ class Mesh(jax.sharding.Mesh):
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether every device is visible to this process, and of the topology's kind if told."""
+        """Whether this process sees all devices, and on the topology's platform if it has one."""
         known, topology = devices_by_id(), self.topology
         kind = str(next(iter(known.values())).platform).replace("gpu", "cuda")
         is_it = topology is None or topology.platform in (None, kind)
@@ -135,7 +136,7 @@ class Mesh(jax.sharding.Mesh):
 
     @cached_property
     def devices(self) -> np.ndarray[Any, Any]:  # type: ignore[override]
-        """The devices, in the shape of the mesh; MeshError if one of them is not here."""
+        """The jax devices, an array in the shape of the mesh; MeshError unless `is_here`."""
         known, topology = devices_by_id(), self.topology
         if not self.is_here:
             missing = [i for i in self.device_ids if i not in known]
@@ -204,7 +205,7 @@ class Mesh(jax.sharding.Mesh):
         }
 
     def pieces(self) -> dict[str, tuple[str, ...]]:
-        """Maps each axis to the axes of `refined()` that replace it: `{"m": ("m.0", "m.1")}`."""
+        """Returns axis -> the axes of `refined()` that replace it: `{"m": ("m.0", "m.1")}`."""
         return {
             name: tuple(f"{name}.{i}" for i in range(len(atoms))) if len(atoms) > 1 else (name,)
             for name, atoms in self.axis_atoms.items()
@@ -283,17 +284,17 @@ def describe_axes(names: Sequence[str], sizes: Sequence[int]) -> str:
 
 @lru_cache(maxsize=64)
 def devices_by_id() -> dict[int, Any]:
-    """Returns the devices that are visible to this process."""
+    """Returns jax's id -> device, of the devices that are visible to this process."""
     return {device.id: device for device in jax.devices()}
 
 
 def on_cpu(count: int) -> str:
-    """Says how a process gets so many devices on any machine."""
+    """Returns advice for an error's text: the flag with which a process has `count` CPU devices."""
     return f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} before jax starts"
 
 
 def check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
-    """Raises MeshError for axes that no mesh can have."""
+    """Raises MeshError unless each size is at least 1, and has a name of its own, not empty."""
     if len(sizes) != len(names):
         raise MeshError(
             f"a mesh needs one name for each axis: {len(sizes)} sizes and {len(names)} names",

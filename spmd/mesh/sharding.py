@@ -26,8 +26,9 @@ def common_prefix(first: Axes, second: Axes) -> Axes:
 class Sharding:
     """How one value is split: the atoms of each dim, and the atoms over which it is partial.
 
-    Equal shardings are the same object, so they are compared and hashed by identity: the planner's
-    tables have shardings, or tuples of them, as keys.
+    `kind` is how the terms of a partial value combine: `add`, `mul`, `max`, `min`, `and`, `or`,
+    `xor`; empty if none. `used` has the atoms of `dims` (each major to minor) and of `partial`.
+    Equal shardings are the same object, so they are compared and hashed by identity.
     """
 
     __slots__ = ("dims", "kind", "partial", "used")
@@ -94,7 +95,7 @@ def replicated(rank: int) -> Sharding:
 
 
 def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True) -> bool:
-    """Whether a sharding has the shape's rank, no atom twice and, if `even`, no padded pieces."""
+    """Whether it has the shape's rank, no atom twice, a kind iff partial; if `even`, no padding."""
     atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
     if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):
         return False
@@ -159,7 +160,7 @@ def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
 
 
 class AxisRef(NamedTuple):
-    """A whole axis of a mesh, or its part `name:(pre)size`; a part of size `pre` is before it."""
+    """A whole axis (`whole`), or its part `name:(pre)size`: a part of size `pre` is before it."""
 
     name: str
     pre: int
@@ -187,7 +188,7 @@ def axis_refs(axes: Iterable[int], mesh: Mesh) -> tuple[AxisRef, ...]:
 
 
 def spec_text(sharding: Sharding, mesh: Mesh) -> str:
-    """Writes a sharding as `mark_sharding` takes it: `("data", None)`; `replicated`; `scalar`."""
+    """Returns a sharding as text: `("data", None) partial add over x`, `replicated` or `scalar`."""
     if not any(sharding.dims):
         text = "replicated" if sharding.dims else "scalar"
     else:
@@ -200,7 +201,7 @@ def spec_text(sharding: Sharding, mesh: Mesh) -> str:
 
 
 def axes_text(axes: Iterable[int], mesh: Mesh) -> str:
-    """Writes axes by name: `data, model`."""
+    """Returns atoms as `format_axes` does, but without braces: `data, model:(2)2`."""
     return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
 
 
@@ -218,7 +219,7 @@ def format_sharding(sharding: Sharding, mesh: Mesh) -> str:
 
 
 def parse_axes(text: str, mesh: Mesh) -> Axes:
-    """Returns the atoms of a text from `format_axes`, given without braces; else SpecError."""
+    """Returns the atoms of a text from `axes_text`; SpecError if it has no such axis or part."""
     atoms: list[int] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"([^:]+)(?::\((\d+)\)(\d+))?", item)
@@ -253,8 +254,8 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
 def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) -> Axes:
     """Returns the atoms of `mesh` that split devices as axis `name` of the mesh `other` does.
 
-    With `pre` and `size`: as the part `name:(pre)size` of it. MeshError if the meshes are of
-    different devices, or no atoms of `mesh` do.
+    With `pre` and `size`: as the part `name:(pre)size` of it. MeshError if there is no such part,
+    the meshes are of different devices, or no atoms of `mesh` split them so.
     """
     if set(mesh.device_ids) != set(other.device_ids):
         raise MeshError(
@@ -301,7 +302,7 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
 
 
 def _described(mesh: Mesh) -> str:
-    """Returns `(x=2, y=4) of 8 devices`, or with a list of their ids if not 0, 1, 2, ..."""
+    """Returns `(x=2, y=4) of 8 devices`; with their ids, 16 at most, if these aren't 0, 1, ..."""
     if mesh.device_ids == tuple(range(mesh.size)):
         return f"({mesh}) of {mesh.size} devices"
     more = ", ..." if mesh.size > 16 else ""

@@ -19,7 +19,7 @@ OPEN = PartitionSpec.UNCONSTRAINED
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """Returns a `spmd.Mesh` as it is, a jax `Mesh` or `AbstractMesh` as one; else a MeshError."""
+    """Returns a mesh (`spmd.Mesh`, jax `Mesh`, `AbstractMesh`) as a `spmd.Mesh`; else MeshError."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
@@ -39,9 +39,9 @@ def as_mesh(mesh: Any) -> Mesh:
 
 
 def numbered_as(given: Any, mesh: Mesh) -> Mesh:
-    """Returns a mesh, ours or jax's, with its devices numbered as those of `mesh` are.
+    """Returns a mesh, ours or jax's, as a `Mesh` whose device ids are those of `mesh`.
 
-    Numbers tell something where the devices of both are here. Elsewhere positions correspond.
+    It keeps its own ids if the devices of both are here, or if the two meshes differ in size.
     """
     other = as_mesh(given)
     are_here = other.is_here and mesh.is_here and not isinstance(given, AbstractMesh)
@@ -53,9 +53,9 @@ def numbered_as(given: Any, mesh: Mesh) -> Mesh:
 def jax_mesh(
     mesh: Mesh, devices: Any = None, axis_types: Sequence[AxisType] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns `mesh` as a jax mesh; MeshError if a device is not visible to this process.
+    """Returns `mesh` as a jax mesh, over its own devices: MeshError if one is not visible here.
 
-    `devices` are jax's in the mesh's order, by default those with its ids; types are Auto.
+    Given `devices`, jax's in the mesh's order, take their place. Types are Auto by default.
     """
     array = np.asarray(mesh.devices if devices is None else devices, dtype=object)
     types = tuple(axis_types or mesh.axis_types)
@@ -87,7 +87,7 @@ def has_explicit_axes(mesh: Any) -> bool:
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Returns `cpu`, `cuda` or `tpu`: of a mesh's devices if visible, else of jax's default."""
+    """Returns `cpu`, `cuda` or `tpu`: of the topology, else of devices if here, else of jax."""
     if mesh is not None and mesh.topology is not None and mesh.topology.platform:
         return str(mesh.topology.platform)
     if mesh is None or not mesh.is_here:
@@ -96,7 +96,7 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
-    """Returns as a `PartitionSpec` a sharding over whole axes, for which `has_parts` is False."""
+    """Returns a sharding's dims as a `PartitionSpec`; they have to be split over whole axes."""
     dims = (tuple(ref.name for ref in axis_refs(axes, mesh)) for axes in sharding.dims)
     return PartitionSpec(*dims)
 
@@ -128,7 +128,8 @@ def match_patterns(
 ) -> list[str | None]:
     """Returns, for each name, the first pattern that is or (as a glob) matches it; else None.
 
-    `*` matches `/`, too. SpecError for a pattern that matches no name; `what` says of what.
+    `*` matches `/`, too. SpecError for a pattern that matches no name: its text calls names `what`
+    and points to the user's line `source`.
     """
     for pattern in patterns:
         if not any(first_match(name, (pattern,)) for name in names):
@@ -149,8 +150,8 @@ def spec_entries(
 
     An entry of a spec is the name or index of a mesh axis, a tuple of these (major to minor), None
     (not split), or `...` or `OPEN` (open). Dims without an entry are not split. SpecError for a
-    spec that is too long, an unknown axis, or one used twice: it says `what` the spec is of, and
-    the user's line `source`.
+    spec that is too long or unreduced, a jax Sharding, an unknown axis, or one used twice: it says
+    `what` the spec is of, and the user's line `source`.
     """
     if isinstance(spec, jax.sharding.Sharding):
         raise SpecError(
@@ -214,7 +215,7 @@ def spec_entries(
 
 
 def check_reduced(unreduced: Iterable[str], what: str, source: str | None = None) -> None:
-    """Raises SpecError for an argument or result that is unreduced over some axes."""
+    """Raises SpecError if `unreduced` has any axis; its text names `what` and the line `source`."""
     if axes := ", ".join(sorted(unreduced)):
         raise SpecError(
             f"{what} is unreduced over {axes}: each device would have one term of it",
@@ -236,7 +237,7 @@ def dims_of(
 ) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
     """Returns (the atoms of each dim, whether each dim is open) for entries of `spec_entries`.
 
-    SpecError, if `even`, for a dim of `shape` whose size its axes don't divide.
+    SpecError (of `what`, at line `source`), if `even`, for a dim whose size its axes don't divide.
     """
     dims: list[Axes] = []
     for d, (entry, size) in enumerate(zip(entries, shape, strict=True)):

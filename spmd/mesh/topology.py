@@ -26,7 +26,7 @@ class Link(NamedTuple):
 
 
 class CollectiveSpeed(NamedTuple):
-    """Measured latency and bandwidth of a collective `kind` among `devices` of one host."""
+    """Measured latency (s), bandwidth (bytes/s) of a collective, among `devices` of one host."""
 
     kind: str
     devices: int
@@ -39,7 +39,11 @@ DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is
 
 @dataclass(frozen=True)
 class Chip:
-    """A kind of device: arithmetic, memory and links. Every figure is of one device."""
+    """A kind of device: arithmetic, memory and links, in operations/s, bytes, bytes/s of a device.
+
+    `overlap` is the share of a collective's time that is saved beside arithmetic; `efficiency` has
+    (kind of kernel, share of a matrix product's speed that it reaches).
+    """
 
     name: str  # as in `Topology("name:shape")`
     flops: tuple[tuple[str, float], ...]  # (one of `DTYPES`, operations/s of matrix products)
@@ -170,7 +174,7 @@ _SLICES = {
 
 
 def slices_of(kind: str) -> dict[str, str]:
-    """Returns names of slices of a kind, as `v5p-256`, each with its topology, as `v5p:4x4x8`."""
+    """Returns slice -> topology, as `v5p-256` -> `v5p:4x4x8`, of a kind; {} if it is unknown."""
     chip, counts, shapes = _SLICES.get(kind, ("", 0, ()))
     return {
         f"{kind}-{counts * math.prod(map(int, shape.split('x')))}": f"{chip}:{shape}"
@@ -314,7 +318,7 @@ class Topology:
         return Link(min(x.bandwidth for x in links), max(x.latency for x in links))
 
     def atom_links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """Returns the link along each of `mesh.atoms`: `dcn` if it crosses slices or hosts."""
+        """Returns the link along each of `mesh.atoms`: `dcn` across slices or (no torus) hosts."""
         return _atom_links(self, mesh)
 
     def detour(self, mesh: Mesh, axis: int) -> float:
@@ -443,7 +447,7 @@ def _atom_links(topology: Topology, mesh: Mesh) -> tuple[Link, ...]:
 
 
 def _torus_dims(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Returns for each mesh axis the fewest torus dims whose sizes multiply to its size, or ()."""
+    """Returns for each mesh axis the indices of the fewest torus dims that make its size, or ()."""
     # Minor axes choose first, as in jax's mesh_utils: they are expected to communicate most.
     # On v5e:4x4 with data=4, model=4, `model` takes torus dim 1 and `data` dim 0. With data=2,
     # model=8, no set of dims multiplies to 8 or 2: such axes count on one port in one direction.

@@ -73,7 +73,8 @@ def attention(
       (B, S, N, D) in the dtype of the queries. The result of a query that sees no key is undefined.
 
     Raises:
-      ArgumentError: shapes that do not fit each other, or an unknown implementation.
+      ArgumentError: shapes or dtypes that do not fit each other, an unknown implementation, window
+        or positions without `causal`, a window below 1, or zigzag order of a part of a sequence.
 
     Example:
       >>> out_BSND = attention(q_BSND, k_BTKD, v_BTKD, segment_ids=documents_BS)
@@ -180,7 +181,7 @@ def _run(
 def _composite(name: str, reference: Kernel, attributes: Any, positions: int, tensors: int) -> Any:
     """Returns `reference` as a composite, which under `jax.vmap` is one with a larger batch.
 
-    It has `tensors` operands (B, ...), `positions` (0 or 1) operands (S,), and segments (B, ...).
+    Its operands are `tensors` of (B, ...), `positions` (0 or 1) of (S,), and segments (B, ...).
     """
 
     @custom_vmap

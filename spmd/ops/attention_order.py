@@ -28,7 +28,7 @@ def zigzag(x: Any, parts: int, dim: int = 1) -> Any:
       result has the i-th piece from the front, then the i-th from the back.
 
     Raises:
-      ArgumentError: the size of the dim is no multiple of 2 * parts.
+      ArgumentError: the size of the dim is no multiple of 2 * parts, or `parts` is less than 1.
 
     Example:
       >>> zigzag(np.arange(8), 2, dim=0).tolist()
@@ -46,7 +46,7 @@ def from_zigzag(x: Any, parts: int, dim: int = 1) -> Any:
       dim: the dim of positions.
 
     Raises:
-      ArgumentError: the size of the dim is no multiple of 2 * parts.
+      ArgumentError: the size of the dim is no multiple of 2 * parts, or `parts` is less than 1.
     """
     return _reordered(x, parts, dim, 1)
 
@@ -86,6 +86,7 @@ def in_usual_order(
     """Returns `kernel` for both orders: what is in zigzag order is reordered before and after it.
 
     `dims` has the dim of positions of each operand but masks, and `results` that of each result.
+    The result returns NotImplemented if `kernel` does, or for zigzag order of a part of a sequence.
     """
     masks = 0, 1, 1  # positions, segments of queries and of keys
 

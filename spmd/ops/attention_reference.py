@@ -132,7 +132,7 @@ def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
 
 
 def _scores(q_BQND: Any, k_BTKD: Any, mask: Mask, spec: Spec) -> tuple[Any, Any]:
-    """Returns (scores (B, K, G, Q, T), lowest where a key is not seen; which are seen, or None)."""
+    """Returns (scores (B, K, G, Q, T), lowest where not seen; which keys are seen, None if all)."""
     q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
     dtype = spec.logits_dtype
     scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=dtype)

@@ -87,7 +87,7 @@ def experts(
 
 
 def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    """Returns rows times their experts' weights (a `Product`), by the Triton kernel if it fits."""
+    """Returns rows times their experts' weights (a `Product`), by Triton if it fits, else XLA."""
     found = products_triton.ragged_product(x_RI, weights_EOI, sizes_E)
     return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 

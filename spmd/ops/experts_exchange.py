@@ -46,12 +46,12 @@ class Places(NamedTuple):
 
 
 def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
-    """Exchanges rows (a `Send`) by `jax.lax.ragged_all_to_all`, which TPUs and GPUs have."""
+    """Returns `out` with the rows that arrive, by `jax.lax.ragged_all_to_all` (TPUs and GPUs)."""
     return jax.lax.ragged_all_to_all(x, out, *places, axis_name=axes)
 
 
 def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
-    """Exchanges rows (a `Send`) by an all-gather, of which each device takes the rows for it."""
+    """Returns `out` with the rows that arrive, taken out of an all-gather of all devices' rows."""
     every = jax.lax.all_gather((x, places), axes)
     me = jax.lax.axis_index(axes)
     rows, (here_NN, sent_NN, there_NN, _) = every

@@ -87,7 +87,7 @@ def inverse(order_X: Any) -> Any:
 
 
 def summed(terms: Iterable[Any]) -> Any:
-    """Returns the sum of arrays in their dtype; XLA can fuse it, unlike a reduction of a stack."""
+    """Returns arrays' sum, taken in float32, in their dtype; XLA can fuse it, unlike a stack's."""
     first, *others = terms
     total = first.astype(jnp.float32)
     for term in others:

@@ -65,8 +65,8 @@ def paged_attention(
       page at positions that no row sees have no effect, even if they are NaN.
 
     Raises:
-      ArgumentError: shapes or dtypes that do not fit each other; for NVIDIA GPUs, when compiled,
-        also an int8 pool of more than 2 and up to 4 GiB on a device.
+      ArgumentError: shapes, dtypes or scales that do not fit, a window below 1; for NVIDIA GPUs,
+        when compiled, also an int8 pool of more than 2 and up to 4 GiB on a device.
 
     Example:
       >>> heads_ARKGD = paged_attention(

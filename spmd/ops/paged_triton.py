@@ -82,7 +82,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
-    """Whether the kernel takes these G (`groups`), D (`width`), P (`size`), bytes an element."""
+    """Whether the kernel takes G (`groups`), D (`width`), P (`size`), bytes an element (`item`)."""
     are_powers = all(n & (n - 1) == 0 for n in (width, size))
     are_enough = width >= 16 and size >= 8
     return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
@@ -127,7 +127,7 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int 
 
 
 def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool) -> Any:
-    """Returns the kernel's (A, R, K, G, D) of tiles of `queries`; undefined for rows in no tile."""
+    """Returns (A, R, K, G, D), by tiles of `queries` each; undefined for rows in no tile."""
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]

@@ -85,7 +85,7 @@ class LinearTiles(NamedTuple):
 def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
     """Returns a tuple of `x @ weight.T` (B, O) for each weight, or NotImplemented.
 
-    The kernel takes 2 to 128 rows, weights (O, I) of the same 16-bit float, and sums in float32.
+    The kernel takes 2 to 128 rows and weights (O, I), multiples of 64, of one 16-bit float type.
     `interpret` runs it step by step in jax, on any platform: for tests.
     """
     tiles = tiles_for(x_BI, weights)
@@ -200,11 +200,11 @@ NEIGHBOURS = 8
 
 
 def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = False) -> Any:
-    """Returns (R, O): each row times its group's weights; NotImplemented if shapes do not fit.
+    """Returns (R, O): each row times its group's weights; NotImplemented for other operands.
 
-    Rows, 16-bit floats, are sorted by group; group e has `sizes_E[e]` rows. Results and gradients
-    of rows after the last group are undefined. Sums are in float32. `interpret` runs the kernel
-    step by step in jax: for tests.
+    O and I are multiples of 64, dtypes the same 16-bit float. Rows are sorted by group; group e has
+    `sizes_E[e]`. Results and gradients of rows after the last group are undefined. Sums are in
+    float32. `interpret` runs the kernel step by step in jax: for tests.
     """
     fits = _of_16_bits(x_RI) and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
     fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])

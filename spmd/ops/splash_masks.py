@@ -19,7 +19,7 @@ class _Band(jax_masks.Mask):
     most: float = math.inf
 
     def __getitem__(self, block: tuple[slice, slice]) -> Any:
-        """Returns (whether any, whether all of a block is seen), which stand for the block."""
+        """Returns an array [[is any, is all of a block seen]], which jax takes for the block."""
         queries, keys = block
         nearest, furthest = queries.start - keys.stop + 1, queries.stop - 1 - keys.start
         is_any = nearest <= self.most and furthest >= self.least

@@ -57,9 +57,9 @@ class Choices:
         """Returns the choices of an op that follow from known shardings of operands and results.
 
         `operands` has for each operand the shardings that it exists in (none: it can be made in
-        any), `wishes` for each result those that it should have, the best first. There is a choice
-        without partial operands for each assignment that these lead to, and choices in which
-        partial operands flow through the op, where its rule allows that.
+        any), `wishes` for each result those it should have, the best first. Choices without partial
+        operands come first, one for each of `assignments_around`; then those in which some operands
+        flow through partial, if the op's rule allows it. A mark has just the choice of `of_mark`.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -96,10 +96,11 @@ class Choices:
     ) -> tuple[Choice, ...]:
         """Returns the choices of an op with the mesh `axes` in every place that its rule allows.
 
-        An axis splits a factor, or operands are partial over it, or it does nothing. Other axes,
-        and held ones, are where the choice `base` has them; without it they only split fixed
-        factors. Each of `sums` is a group of operands that may be partial together, and how terms
-        combine: `((0, 1), "add")`.
+        Each of `axes` (the atoms of one) splits a factor, or operands are partial over it, or it
+        does nothing. Other axes, and held ones, are where the choice `base` has them; without it
+        they only split fixed factors. Each of `sums` is a group of operands that may be partial
+        together, and how terms combine: `((0, 1), "add")`. They do not count if operands of `base`
+        are partial over other axes: those stay so. A mark has only the choice of `of_mark`.
         """
         if op.is_mark:
             return self.of_mark(op)
@@ -134,7 +135,7 @@ class Choices:
         return self._made[key]
 
     def of_mark(self, op: Op) -> tuple[Choice, ...]:
-        """Returns the one choice of a user's mark: split as marked, open dims as proposed."""
+        """Returns the one choice of a mark: operand and result as marked, open dims as proposed."""
         wanted = Sharding(self.propagated.proposals[op.results[0]])
         return (Choice(wanted.dims, (wanted,), (wanted,)),)
 
@@ -149,7 +150,7 @@ class Choices:
         """Returns a table of the seconds of reshards of a value, memory traffic included.
 
         Rows are the `states` before, columns the `needs` after; an impossible reshard costs
-        `FORBIDDEN`. `stores`: the reader needs it in memory.
+        `FORBIDDEN` (1e9). `stores` says whether the reader needs the value in memory.
         """
         problem, type_ = self.problem, self.problem.program.types[value]
         key = type_, self.resharder.held(value), problem.in_memory[value], states, needs, stores
@@ -177,7 +178,7 @@ class Choices:
 
 
 def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
-    """Returns the choice by which an op that is recomputed at a use makes its result as wanted."""
+    """Returns the choice by which an op recomputed at a use makes its result split as `wanted`."""
     rule = rule_of(op.kind, op.loc)
     assignment = list(unsplit(rule))
     for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
@@ -186,7 +187,7 @@ def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
 
 
 def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
-    """Returns the choice that follows from an assignment if no operand is partial."""
+    """Returns the choice that an assignment makes if no operand is partial; results may be."""
     sizes = mesh.atom_sizes
     operands = [project(rule, dims, assignment, sizes) for dims in rule.operands]
     results = [
@@ -221,14 +222,14 @@ def assignments_around(
     """Returns assignments that fit known shardings of operands and results, and the unsplit one.
 
     `states` has for each operand and result the shardings that it may have, the likeliest first
-    (none: any will do). Each of these in turn splits the op's factors first, and the likeliest of
-    the other values split what is left; then each is used alone. Variants keep window and merge
+    (none: any will do). Each of these in turn splits the op's factors first, and the likeliest one
+    of each value splits what is left; then each is used alone. Variants keep window and merge
     factors whole, move atoms away from dims that the op needs whole, and split ring or exchanging
-    factors.
+    factors. At most `MOST_ASSIGNMENTS` are kept.
 
     Example:
-      `b i, i j -> b j`, of operands in `[{x}, {}]` and `[{}, {y}]`: b over x and j over y; b over x
-      alone; j over y alone; nothing split.
+      `b i, i j -> b j`, the left operand in `[{x}, {}]`, the right one in `[{}, {y}]`: b over x and
+      j over y; b over x alone; j over y alone; nothing split.
     """
     claims = [
         [c for state in options if (c := claims_of(rule, dims, state, sizes))]
@@ -265,7 +266,7 @@ def assignments_around(
 def placements(
     rule: Rule, base: Assignment, runs: Sequence[Axes], sizes: Sequence[int]
 ) -> list[Assignment]:
-    """Returns the assignments that put each run of atoms on any factor that it divides, or on none.
+    """Returns all ways to add each run of atoms to a factor of `base` that it divides, or to none.
 
     Runs, mostly whole axes, have no atom that is held or that `base` uses. `varied` adds variants.
 
@@ -288,9 +289,9 @@ def varied(
 ) -> list[Assignment]:
     """Returns each assignment, and its variants that also split ring and exchanging factors.
 
-    A ring factor (keys of attention) gets the atoms of the factor whose ring it is: its pieces then
-    go round the devices. A factor with an exchange gets atoms that split others, if an entry of
-    `wanted` has them for it, and devices run an all-to-all: experts over the atoms of tokens, say.
+    A ring factor (keys of attention) gets the atoms of the factor that its `Ring` names: its pieces
+    then go round the devices. A factor with an exchange gets atoms that split others if a mapping
+    in `wanted` (factor -> atoms) has them for it: experts over the atoms of tokens, by all-to-all.
     """
     found: list[Assignment] = []
     for plain in assignments:
@@ -313,15 +314,15 @@ _STUCK = (REPLICATE, RING, WINDOW, MERGE)  # kinds of factors along which dims d
 def moved_whole(
     rule: Rule, assignment: Assignment, states: Sequence[States], sizes: Sequence[int]
 ) -> Iterable[Assignment]:
-    """Yields assignments that keep whole what the op needs whole, and split other dims instead.
+    """Yields variants of an assignment that split other dims in place of those an op needs whole.
 
     If a sort along dim 0 has an operand in `[{a}, {}]`, one can gather dim 0; or split dim 1, along
     which the sort passes, over `a`. That takes an all-to-all before and one after the sort, and no
     device holds all of the operand.
 
     `states` has the shardings of each operand and result, of which the first counts. There is one
-    assignment for each `pass` factor that all values concerned have: this gets as many of the atoms
-    as fit, the other such factors get the rest.
+    assignment for each `pass` factor that all values with such atoms have: this gets as many of the
+    atoms as fit, the other such factors get the rest. One that adds nothing is left out.
     """
     used = {a for axes in assignment for a in axes}
     stuck: dict[int, None] = {}
@@ -367,8 +368,9 @@ def merge(
 ) -> Assignment:
     """Returns the assignment that takes atoms from claims (factor -> atoms), the first claim first.
 
-    A claim that begins with the atoms that its factor has by then adds those behind that are free.
-    `joined` factors, which share a dim with others, take only atoms that divide their size.
+    If a claim's atoms for a factor begin with all that the factor has by then, those behind are
+    added, up to the first that is held or already used; else none is. For factors in `joined`,
+    which share a dim with others, adding also ends at an atom that does not divide the size.
     """
     assignment = list(unsplit(rule))
     used = set(rule.held)

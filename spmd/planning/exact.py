@@ -49,7 +49,7 @@ def plan_exactly(
     recompute: bool = True,
     like: Plan | None = None,
 ) -> P:
-    """Plans a program; returns the tried plan that is predicted to be the fastest that fits.
+    """Plans a program; returns the trial of the plan that is predicted to be the fastest that fits.
 
     `try_out` brings a plan down to one device's program and predicts its seconds and bytes. Plans
     that may win are tried: the cheapest with axes placed in any way, the cheapest among what the
@@ -57,9 +57,10 @@ def plan_exactly(
     marks suggest; and on machines that can hide most communication the cheapest if that counts for
     less.
 
-    `memory_limit` is in bytes of one device; if it is None, a plan that exceeds the topology's
-    memory is returned with a note. `recompute` allows remat. `like` is a plan of another form of
-    the program: ops choose among what it took and what the marks suggest, not among all placements.
+    `memory_limit` is in bytes of one device. If it is None the limit is the topology's memory less
+    headroom, and if nothing fits the smallest plan is returned with a note. `recompute` allows
+    remat. `like` is a plan of another form of the program: ops choose among what it took and what
+    the marks suggest, not among all placements.
 
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
@@ -99,11 +100,12 @@ def plan_exactly(
 
 
 def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwork]:
-    """Returns the greedy plan, and the cost network over all placements of mesh axes.
+    """Returns the greedy plan, and a cost network over placements of mesh axes.
 
-    Of up to two axes (`TOGETHER`) all placements are in one network. Of more, each pair in turn is
-    placed anew while other axes stay as in the best plan so far, until no pair improves it. With
-    `like`, a plan of another form of the program, ops choose among what that took instead.
+    Of up to two axes (`TOGETHER`) all placements are in it. Of more, each pair in turn is placed
+    anew while others stay as in the best plan so far, until no pair improves that; the last pair's
+    network is returned. With `like`, a plan of another form of the program, ops choose among what
+    that took instead.
     """
     choices = Choices(problem)
     greedy = plan_greedily(problem, choices)
@@ -136,9 +138,9 @@ def _try_nearby(
     """Tries plans almost as cheap as the cheapest one, each with one decision changed.
 
     The costs of a plan are a sum, but its program may take less where rewrites merge and hide some.
-    So the decisions that raise the sum least are tried, as many as the program's size allows; one
-    that makes the program faster is kept in later tries, and its trial added to `search`. Plans in
-    `seen` are skipped; those that are tried are added to it.
+    So the decisions that raise the sum least are tried, as many as the program's size allows. One
+    that makes the program the fastest yet is kept in later tries. Trials that are the fastest, or
+    fastest of those that fit, are added to `search`. Plans in `seen` are skipped, new ones added.
     """
     ops = sum(1 for _ in costs.problem.program.walk())
     best = min(trial.seconds for trial in search.tried)

@@ -89,9 +89,9 @@ class Walk:
     def demand(self, value: Value, wanted: Sharding, times: int, user: Op | None = None) -> float:
         """Plans the reshard of a value for a use that wants a sharding; returns its seconds, once.
 
-        One run does it `times` times, which the `Move` that is recorded counts. The seconds are 0
-        if that copy exists, or if each use recomputes the value. `user` reads it; None: carry,
-        result.
+        One run does it `times` times: the `Move` that is recorded has their sum. What is returned
+        is for one time, with memory traffic; 0 if a copy in that sharding exists, or if each use
+        recomputes the value. `user` reads it; None for results and operands of control flow.
         """
         if value in self.cheap or wanted in self.copies[value]:
             return 0.0
@@ -224,7 +224,7 @@ class _Greedy(Walk):
 
 
 def undivided_notes(problem: Problem) -> list[str]:
-    """Returns notes on dims of arguments and results that axes propagation wants do not divide."""
+    """Returns a note on each dim of an argument or result that axes wanted for it do not divide."""
     program, mesh, propagated = problem.program, problem.mesh, problem.propagated
     results = zip(program.body.results, program.result_names, strict=True)
     arguments = zip(program.body.args, program.arg_names, strict=True)

@@ -49,7 +49,7 @@ def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
 
     Writing a value to memory in a forward loop and reading it in the backward loop may take longer
     than computing it again. So the plan, which fits as it is, is tried at a low price of memory, at
-    which values are recomputed where that is nearly free.
+    which values are recomputed where that is nearly free, if the program has several loops.
     """
     best = search.best
     if sum(op.is_loop for op in best.plan.program.walk()) > 1:
@@ -61,9 +61,9 @@ def skip_detours(search: Search[P], try_out: TryOut[P]) -> None:
 def pay_for_memory(
     search: Search[P], priced: Callable[[Prices], Plan], try_out: TryOut[P], recompute: bool
 ) -> None:
-    """Adds plans at rising prices of memory to a search in which no plan fits yet.
+    """Adds trials at rising prices of memory to a search whose fastest plan does not fit.
 
-    `priced` returns the cheapest plan at value -> seconds a byte held; `recompute` allows remat.
+    `priced` makes the cheapest plan from value -> seconds a byte held; `recompute` allows remat.
     """
     fastest, plain = min(search.tried, key=lambda trial: trial.seconds), search.tried
     if recompute:
@@ -71,7 +71,7 @@ def pay_for_memory(
     unsplit, alive = len(search.tried), dict[Value, None]()
 
     def at(price: float, last: P) -> P:
-        """Returns the trial at `price` seconds a byte of all held at peaks that did not fit."""
+        """Returns the trial at `price` seconds a byte held at too large peaks; `last` if equal."""
         if not search.fits(last):
             alive.update(dict.fromkeys(held_at_peak(last.plan)))
         plan = priced(dict.fromkeys(alive, price))
@@ -83,10 +83,11 @@ def pay_for_memory(
 
 
 def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
-    """Returns the best of a search in which memory was short, with a note for the user.
+    """Returns the best of a search in which memory was short, a note for the user in its plan.
 
-    If nothing fits and the user gave a `memory_limit`, it raises a `PlanError`; without one, the
-    note says what is needed and what there is.
+    If it fits, the note says how much longer than the fastest it takes. If nothing fits and the
+    user gave a `memory_limit`, it raises a `PlanError` (which advises remat if `recompute` is off);
+    without one, the note says what is needed and what there is.
     """
     best, limit = search.best, bytes_text(int(search.limit))
     need = bytes_text(best.bytes)
@@ -110,7 +111,7 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
 
 
 def check_possible(problem: Problem, memory_limit: int | None) -> None:
-    """Raises a `PlanError` if the least that any plan holds exceeds the limit, given in bytes."""
+    """Raises a `PlanError` if every plan holds more than `memory_limit` bytes (None: no limit)."""
     if memory_limit is None:
         return
     held = least_held(problem)
@@ -133,7 +134,7 @@ def _refusal(what: str, limit: int, least: int, actual: str, recompute: bool = T
 
 
 def _make_again(search: Search[P], trials: Sequence[P], try_out: TryOut[P]) -> None:
-    """Adds to a search the trials that do not fit, with remat, each at rising prices of memory."""
+    """Adds trials to a search: plans of `trials` that do not fit, with remat at rising prices."""
     for trial in sorted(trials, key=lambda trial: trial.seconds):
 
         def at(price: float, _: P, plan: Plan = trial.plan) -> P:
@@ -155,7 +156,8 @@ def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: flo
     """Adds trials at rising prices of memory until one fits, then seeks the lowest such price.
 
     `trial` is the one without a price; `at` returns that at a price (seconds a byte), given the one
-    before. It ends when the prices on both sides of the lowest have a ratio of at most `close`.
+    before. It ends when a price that fits is at most `close` times one that does not. It gives up
+    if `ROUNDS` trials do not fit, or before if these save no memory or are slower than what fits.
     """
     low, high = trial.seconds / search.limit * FIRST, 0.0
     price, first, slowest = low, trial.bytes, search.seconds
@@ -176,7 +178,7 @@ def _rising(search: Search[P], trial: P, at: Callable[[float, P], P], close: flo
 
 
 def held_at_peak(plan: Plan) -> list[Value]:
-    """Returns the values that one device holds at the fullest moment, and the program's results.
+    """Returns arguments, results, and all else that one device holds at the fullest moment.
 
     It is the global program's memory, each value in the piece that the plan leaves on a device.
     """
@@ -188,10 +190,11 @@ def held_at_peak(plan: Plan) -> list[Value]:
 
 
 def least_held(problem: Problem) -> dict[str, int]:
-    """Returns the least bytes that one device holds under any plan: purpose -> bytes.
+    """Returns the least bytes that one device holds under any plan: purpose -> bytes, none 0.
 
-    The purposes are `arguments`, `results` (less those written over donated arguments) and
-    `constants`. Each value counts where it takes the least: as marked, or split over all devices.
+    The purposes are `arguments`, `results` (less those that lie in arguments) and `constants`. Each
+    argument and constant counts in the smallest of its allowed shardings; each result as the user
+    asked for it, or else split over all devices.
     """
     program, body = problem.program, problem.program.body
     arguments = zip(body.args, problem.arguments, strict=True)

@@ -51,7 +51,7 @@ class Variable(NamedTuple):
         return int(self.choices[state]), self.copies[again] if again >= 0 else None
 
     def state(self, choice: int, copy: Sharding | None) -> int:
-        """Returns the state with a choice and a copy; if none has both, the one without a copy."""
+        """Returns the number of a choice's state with a copy, or of that without if none has it."""
         again = self.copies.index(copy) if copy in self.copies else -1
         found = np.flatnonzero((self.choices == choice) & (self.again == again))
         return int(found[0]) if len(found) else choice
@@ -61,7 +61,7 @@ Copies = Mapping[tuple[int, int], States]  # class and result -> states of possi
 
 
 class _States(NamedTuple):
-    """The different ones among many states, and for each of these which one it is."""
+    """The different shardings of a sequence, and for each of the sequence its index among them."""
 
     different: States
     at: Table
@@ -90,9 +90,9 @@ class _Flow(NamedTuple):
 class CostNetwork:
     """The cost network of a program: a variable for each class of units, costs for pairs of them.
 
-    `domains` has what each class decides between, those of the plan `base` among it: the solver
-    starts there. `known` are copies of values that paid in a network of the same units; without it
-    they are searched for.
+    `domains` has what each class decides between, what the plan `base` took among it: the solver
+    starts there. `known` has (class, result) -> shardings in which a copy of that value may pay, as
+    a network of the same units found; if it is None they are searched for.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class CostNetwork:
         self._build(known)
 
     def settled(self) -> CostNetwork:
-        """Makes the network anew with copies that several uses may share; returns it."""
+        """Makes the network anew if its solution calls for other shared copies; returns itself."""
         if (copies := self.agreed()) != self.copies:
             self._build(copies)
         return self
@@ -175,19 +175,20 @@ class CostNetwork:
 
     @cached_property
     def solution(self) -> Solution:
-        """The cheapest joint state: a choice, or a sharding, for each class of units."""
+        """The cheapest joint state found: each class's choice or sharding, maybe with a copy."""
         known = [v.state(*row) for v, row in zip(self.variables, self._known, strict=False)]
         return solve(self.network, known=known or None, close=self._close)
 
     def rows_of(self, solution: Solution) -> list[tuple[int, Sharding | None]]:
-        """Returns for each class the index of its choice in a joint state, and its extra copy."""
+        """Returns each class's choice (index) in a joint state, and its extra copy or None."""
         pairs = zip(self.variables, solution.states, strict=True)
         return [variable.row(state) for variable, state in pairs]
 
     def among(self, role: str, counts: Sequence[int]) -> Solution:
         """Returns the cheapest joint state in which some classes of units have fewer choices.
 
-        Class i, if of the given role (`op`), takes one of its first counts[i] choices.
+        Class i, if of the given role (`op`), takes one of its first counts[i] choices. The lower
+        bound in what is returned is that of the whole network.
         """
         allowed = [
             np.flatnonzero(v.choices < count) if unit.role == role else np.arange(len(v.choices))
@@ -210,9 +211,9 @@ class CostNetwork:
     def agreed(self) -> Copies:
         """Returns copies to offer: (class of units, result) -> shardings that uses may share.
 
-        Uses need them in the cheapest joint state, and the producer leaves the value in another;
-        more that some use may need follow if there is room. Of a class, its largest such result
-        counts.
+        Copies offered before come first, then what uses need in the cheapest joint state where the
+        producer leaves the value otherwise, then what uses may need if there is room. Of a class,
+        only the largest such result has an entry.
         """
         chosen = [choice for choice, _ in self.rows_of(self.solution)]
         found: dict[int, tuple[int, int, States]] = {}
@@ -321,7 +322,7 @@ class CostNetwork:
                 self._reshards.pair(source, use.target, costs)
 
     def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:
-        """Returns the part of reshards' seconds that arithmetic does not hide."""
+        """Returns the part of reshards' seconds that no arithmetic before the first use hides."""
         if self._slack is None:
             return costs * self.exposed
         slack = [self._slack.get((source, index, use.target), 0.0) for use in uses]

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One reshard of a plan: a value, its shardings before and after, the reader, and the cost."""
+    """One reshard: a value, its shardings before and after, the reader, and the cost in one run."""
 
     value: Value
     have: Sharding
@@ -49,7 +49,7 @@ class Weighed(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The outcome: `loops of 64 trips written out: 172 ms predicted instead of 184 ms`, say."""
+        """The outcome: `stacked: 172 ms predicted instead of 184 ms`, or `not ...` and why."""
         before = f"{self.before * 1e3:.3g} ms"
         if self.seconds is None:
             return f"not {self.name}: {before} predicted as it is, {self.refusal}"
@@ -58,7 +58,7 @@ class Weighed(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a planner decided: one choice for each op, one state for each value."""
+    """What a planner decided: a choice for each op, a state for each value, cheap ones excepted."""
 
     problem: Problem
     # An op's first result -> its choice. Region ops have one too: their carries' states.
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes that split nothing: devices along them all compute the same."""
+        """Names of axes larger than 1 that split nothing: devices along them compute the same."""
         used = {a for sharding in self.arguments for a in sharding.used}
         for choice in self.choices.values():
             used.update(a for axes in choice.assignment for a in axes)
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
         return tuple(name for name, own in atoms.items() if own and used.isdisjoint(own))
 
     def choice(self, op: Op) -> Choice:
-        """Returns the choice for an op."""
+        """Returns the choice for an op; KeyError if the op is recomputed at each use."""
         return self.choices[op.results[0]]
 
 

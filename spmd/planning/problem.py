@@ -22,7 +22,7 @@ from spmd.reshard.paths import Resharder, States, Table
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What a planner is given: proposals, the machine, and what arguments and results may be."""
+    """What a planner is given: proposals, the machine, and shardings for arguments and results."""
 
     propagated: Propagated
     topology: Topology
@@ -61,7 +61,7 @@ class Problem:
 
     @cached_property
     def in_memory(self) -> tuple[bool, ...]:
-        """For each value whether it, or what it is an alias of, is stored rather than fused."""
+        """For each value whether it, or what it aliases, is stored (arguments are), not fused."""
         fused, producers = Fused(self.program, XlaBackend()), self.index.producers
         homes = map(fused.home, range(len(fused.root)))
         return tuple([fused.stored[home] or home not in producers for home in homes])
@@ -154,7 +154,7 @@ def posed(
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     """Returns the problem with `free` arguments allowed every sharding that keeps their marks.
 
-    Others have the one that the marks suggest.
+    `free` says for each argument whether it may; others have only the one that the marks suggest.
     Donated ones, which live on from call to call, are in no larger pieces than the marks suggest.
     """
     types, mesh, marks = problem.program.types, problem.mesh, problem.propagated.marks
@@ -184,7 +184,7 @@ def every_state(type_: TensorType, mesh: Mesh, mark: Mark | None = None) -> Stat
 def laid_out(
     start: Sequence[Axes], runs: Sequence[Axes], fits: Callable[[int, Axes], bool]
 ) -> list[tuple[Axes, ...]]:
-    """Returns all ways to append each run of atoms to one place that it fits, or to none."""
+    """Returns all ways to append each run to an entry of `start` that it `fits`, or to none."""
     found = [tuple(start)]
     for atoms in runs:
         found += [

@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Judged)
 
 
 class Candidate(NamedTuple, Generic[T]):
-    """A variant of a program; it is made only if it may save at least `price` seconds of a run."""
+    """A variant of a program; made only if the most seconds it can save (`hope`) reach `price`."""
 
     name: str  # what is pinned, for people
     make: Callable[[], T] | None  # may raise `PlanError`; None: there is no memory for it
@@ -62,7 +62,7 @@ class Search(Generic[T]):
 
     @property
     def best(self) -> T:
-        """The fastest program that fits, prices added to its time; the smallest if none fits."""
+        """The program that fits with the least seconds plus price; the smallest if none fits."""
         best = self._best()
         assert best is not None
         return best

@@ -156,7 +156,7 @@ class Elimination:
         return True
 
     def core(self) -> Network:
-        """Returns the variables that are left as a network; those gone had up to two neighbours."""
+        """Returns what is left as a network; none that is gone may have had over two neighbours."""
         core = Network()
         number = {v: core.variable(self.unary[v]) for v in sorted(self.left)}
         for (u, v), table in self.factors.items():
@@ -308,7 +308,7 @@ class Passing:
         return tuple(states)
 
     def bound(self) -> tuple[float, list[Table]]:
-        """Returns a lower bound of the cost, and per variable by how much each state raises it."""
+        """Returns a lower bound of all costs, and per variable by how much each state raises it."""
         lower, excess, kept = 0.0, [], []
         for v, later in enumerate(self.later):
             belief = self.belief(v)
@@ -420,8 +420,8 @@ class Reduced:
         """Returns the cheapest joint state in which each variable v of `pins` has one of pins[v].
 
         Only variables that were `kept` can be in `pins`. Solutions that cost no less than `upper`
-        are not looked for, nor those that are cheaper by less than the share `close` of `scale`, or
-        of the cost. If there is no other, the solution has no states.
+        are not looked for, nor those that are cheaper than the best by less than the share `close`
+        of `scale` (0: of the cost). If none is found, the solution has no states.
         """
         left, known, above = sorted(self._gone.left), {}, 0.0
         if left:
@@ -459,6 +459,7 @@ def _cheaper(
 
     The messages in `passing` are the start. After each number of `sweeps` it looks whether they
     settle it; then it drops states that cannot be in a better one, and solves the smaller network.
+    `limit` is as in `solve`, other arguments are as in `Reduced.solve`.
     """
     # `cost` is what some joint state costs, `lower` what none undercuts. A state whose own excess
     # over the lower bound is more than the gap between the two is in no better joint state: with

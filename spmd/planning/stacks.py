@@ -31,14 +31,14 @@ TENTH = 0.1  # of what all stacks have to win, the share that each of them has t
 
 
 class Stacks(NamedTuple):
-    """Groups of equal ops that may be done at once as one op, and the seconds that can save."""
+    """Stacks: rows of equal ops, each row to be done as one op; the most seconds they can save."""
 
     stacks: tuple[Stack, ...]
     seconds: float  # the most that this can win
 
 
 def stacks_of(plan: Plan, price: float) -> Stacks:
-    """Returns equal ops that devices could share as stacks; none if that saves less than `price`.
+    """Returns equal ops that devices could share as stacks; empty if that saves less than `price`.
 
     The plan is of the program without stacks, with the predicted time of one run; the price is in
     seconds. Example: `x @ x.T` for 16 matrices that are split by rows; eight devices all-gather
@@ -87,7 +87,7 @@ def _is_work(op: Op) -> bool:
 
 
 def independent_groups(block: Block, places: Sequence[int]) -> Iterator[Row]:
-    """Yields groups of the ops at `places` in the body of which none needs another.
+    """Yields groups (two or more) of the ops at `places` in the body of which none needs another.
 
     They have equally many of these ops on the longest chain that leads to them: of sixteen loops
     that were written out the first iterations are a group, the second ones, and so on.
@@ -150,7 +150,7 @@ class _Costs:
         return sum(self.moves.get(key, 0.0) for key in dict.fromkeys((*into, *out)))
 
     def lanes(self, values: Sequence[Value]) -> float:
-        """Returns the seconds of an all-to-all that moves stacked ops' values to their devices."""
+        """Returns the seconds of an all-to-all of values, one a lane, to their lanes' devices."""
         plan = self.plan
         if all(plan.states[v] is None for v in values):
             return 0.0
@@ -160,7 +160,7 @@ class _Costs:
         return collective_seconds(*args) + 2 * share / plan.topology.hbm_bandwidth
 
     def brought(self, values: Sequence[Value]) -> float:
-        """Returns the seconds to bring stacked ops an operand (all-gathered if it is the same)."""
+        """Returns the seconds to bring lanes an operand (all-gathered if it is one for all)."""
         plan, state = self.plan, self.plan.states[values[0]]
         if not self.block.same(values):
             return self.lanes(values)
@@ -169,7 +169,7 @@ class _Costs:
         return collective_seconds(*args)
 
     def worth_it(self, rows: Sequence[Row]) -> tuple[list[Row], float]:
-        """Returns the rows of equal ops that save most if stacked, and the seconds saved."""
+        """Returns those of `rows` that save most if stacked (maybe none), and the seconds saved."""
         # In front of the cut is what is stacked. It cuts, and so loses or pays:
         #   source -> row                  what is won by a row
         #   source -> moved -> both rows   what is won where a row reads what another one made

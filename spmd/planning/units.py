@@ -123,9 +123,9 @@ class _Collector:
                 self.uses += [(v, self.whole, 0, trips) for v in op.operands if v not in cheap]
 
     def _look(self, kind: OpKind) -> tuple[Hashable, Sequence[int]]:
-        """Returns a key of kinds of ops that plan alike, and for each operand the first like it.
+        """Returns a key shared by kinds that plan alike; each operand's first alike, by position.
 
-        It differs by no more than matters for a plan, mostly not by where a stack is sliced or
+        The key tells apart no more than matters for a plan, mostly not where a stack is sliced or
         updated: so the layers of a loop that was written out are alike, too.
         """
         if kind.about.is_mark:
@@ -193,7 +193,7 @@ Edge = tuple[int, int, int, int]  # source unit, number of its result, target un
 
 
 def _refined(colours: Sequence[int], edges: Sequence[Edge], radius: int) -> list[int]:
-    """Returns numbers (colours) that units share which look alike up to `radius` steps away.
+    """Returns a number (colour) of each unit, equal for those alike up to `radius` steps away.
 
     `colours` are those of the units themselves. In the first round a unit learns the colours of its
     neighbours and by which operand each is connected, in the second what these had learned in the
@@ -255,8 +255,8 @@ def domains_of(
     """Returns, for each class of units, the choices and states that the solver decides between.
 
     Ops have the choice of the plan `base`, those that proposals lead to, and those that place
-    `axes` in every way, others being as in `base`. What `taken` has for an op is in place of the
-    placements.
+    `axes` in every way, others being as in `base`; where `taken` has choices for such ops, those
+    are in place of the placements. Arguments have the states that the problem allows.
     """
     left: list[tuple[States, ...]] = []
     made: list[tuple[Choice, ...]] = []
@@ -295,7 +295,7 @@ def domains_of(
 def _states_of_carry(
     problem: Problem, value: Value, axes: Sequence[Axes], base: Plan | None, hows: Sequence[str]
 ) -> States:
-    """Returns the states of a carry, in which some axes are on every dim, in a sum, or nowhere."""
+    """Returns the states of a carry: likely ones, all with `axes` on dims, in sums, or nowhere."""
     type_, held = problem.program.types[value], problem.index.held.get(value, ())
     likely = (base and base.states[value], problem.wishes[value], replicated(type_.rank))
     wished = [s for s in likely if s is not None]

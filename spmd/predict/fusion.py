@@ -22,7 +22,7 @@ from spmd.predict.backends import XlaBackend
 
 
 def stored_values(program: Program) -> frozenset[Value]:
-    """Returns the values that get memory of their own; others are computed where they are read."""
+    """Returns the values that ops store in memory of their own; fused ones and aliases are not."""
     stored = Fused(program, XlaBackend()).stored
     return frozenset(value for value, is_stored in enumerate(stored) if is_stored)
 
@@ -248,8 +248,8 @@ def is_library_reduce(kind: OpKind) -> bool:
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:
     """Returns the order of dims in which CPUs read a dot's operand: batch, first, then second dims.
 
-    Matrices are read as they are also if transposed (batch, second, first): but these only in
-    exactly that order, where dims of size 1 count.
+    With one first and one second dim, an operand whose dims lie as batch, second, first is read as
+    it is, too: the order is then that of its dims. Dims of size 1 count there.
     """
     as_it_is = tuple(range(type_.rank))
     if len(first) == len(second) == 1 and (*batch, *second, *first) == as_it_is:
@@ -295,7 +295,7 @@ class Kernel(NamedTuple):
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Merges all-reduces among the same devices that do not wait for each other into one kernel."""
+    """Returns the kernels; independent all-reduces of a kind among the same devices become one."""
     # Their depth, the number of all-reduces on the way to them, tells which those are:
     #   %2 = all_reduce %0   depth 0        before: [%2: %0] [%3: %2] [%4: %1]
     #   %3 = all_reduce %2   depth 1        after:  [%2 %4: %0 %1] [%3: %2]
@@ -491,7 +491,7 @@ class Kernels:
         return tuple(dict.fromkeys([root for value in values for root in inputs[value]]))
 
     def _inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
-        """Returns the stored values that a kernel reads for `values`, recomputing some of these.
+        """Returns the stored values that a kernel reads to get `values`, recomputing stored ones.
 
         It recomputes elementwise ones made of one value of their size; with `any_op`, of several.
         """

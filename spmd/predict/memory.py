@@ -73,7 +73,7 @@ class MemoryUse(NamedTuple):
         return held + self.constants
 
     def at_peak(self) -> tuple[Buffer, ...]:
-        """Returns the buffers held at the peak, largest first, without arguments and results."""
+        """Returns the buffers held at the peak, largest first, less those in results' places."""
         held = [b for b in self.buffers if b.start <= self.peak_at <= b.end and not b.in_result]
         return tuple(sorted(held, key=lambda b: -b.bytes))
 
@@ -84,7 +84,7 @@ def peak_memory(
     """Returns the predicted memory of one device that runs a local program.
 
     The arguments at the positions `donated` may be overwritten. The platform is `cpu`, `cuda` or
-    `tpu`, whose backends order kernels differently; None for any.
+    `tpu`, whose backends order kernels differently; None for a backend with none of their ways.
     """
     return predict(program, donated, backend_of(platform))
 
@@ -92,7 +92,7 @@ def peak_memory(
 def alive_bytes(program: Program) -> int:
     """Returns the peak in bytes if every value is held from its op to the last one that reads it.
 
-    An estimate in a tenth of the time of `peak_memory`: values fused into readers count as held.
+    An estimate, ten times as fast as `peak_memory`: fused values, and all arguments, count as held.
     """
     sizes = [type_.bytes for type_ in program.types]
 
@@ -268,7 +268,7 @@ class _Simulation:
             self.now += 1
 
     def make(self, kernel: Kernel, value: Value) -> None:
-        """Allocates a value that a kernel makes, maybe in the memory of one that it reads last."""
+        """Allocates a value that a kernel makes, maybe in memory of what no later kernel reads."""
         # A result whose place is free by now is made right there and takes no more memory. With
         # %0 donated: `%2 = dot %0, %1; %3 = abs %2` stores %2, and puts %3 in %0's place, since
         # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes

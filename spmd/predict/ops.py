@@ -37,6 +37,7 @@ def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
     """Returns the bytes that an op reads of each operand, then those that it writes of each result.
 
     `sizes` has the bytes of one device's piece of each operand, then of each result, all in memory.
+    An alias moves nothing, and an update of a part reads and writes only that part.
     """
     about, count, made = kind.about, len(kind.operands), len(kind.results)
     if about.role == Role.ALIAS or kind.is_renaming:
@@ -69,8 +70,8 @@ def op_seconds(
 ) -> float:
     """Returns the seconds of one device's share of an op under an assignment, without reshards.
 
-    For each operand and result, `stored` says whether it is in memory; all are if left out. One
-    that is not is fused into what reads it, and moves nothing here. Halos and exchanges count.
+    For each operand and result `stored` says whether it is in memory (if left out, all are); others
+    move nothing here. What the op itself sends counts: collective, halos, merges, rings, exchanges.
     """
     collective = halos = merges = 0.0
     if name := kind.about.collective:
@@ -137,8 +138,8 @@ def share_seconds(
 ) -> float:
     """Returns the seconds of arithmetic on the device that has the largest share of an op.
 
-    Of composites shares differ: with a part of the queries of causal attention, the device that has
-    the last of them sees nearly all keys. Ring factors count whole: a device meets all pieces.
+    Only composites' shares differ: with a part of the queries of causal attention, the device with
+    the last of them sees nearly all keys. Their ring factors count whole: it meets all pieces.
     """
     if kind.name == COMPOSITE and kind.about.flops is not None:
         rings = {number for number, _ in rule.rings}
@@ -182,7 +183,7 @@ def ring_pieces(
 
 
 def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
-    """Returns seconds of an op's all-to-alls: for factors that share atoms with others."""
+    """Returns the seconds of an op's all-to-alls: those of factors split over others' atoms."""
     seconds = 0.0
     for number, trips in rule.exchanges:
         if rule.is_exchanged(number, assignment):
@@ -201,7 +202,7 @@ RAGGED = "ragged_all_to_all"  # the kind of what composites exchange
 
 
 class Transfer(NamedTuple):
-    """What an op sends between devices: the kind of collective, its axes and its bytes."""
+    """What an op exchanges: collective, atoms, bytes that a device puts in and gets, group size."""
 
     kind: str  # as in `spmd.reshard.comm.KINDS`
     axes: Axes  # the atoms along which devices exchange

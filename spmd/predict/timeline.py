@@ -44,7 +44,7 @@ class Slot(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds that it takes; for a loop, all iterations."""
+        """The seconds that it takes each time it runs; for a loop, those of all its iterations."""
         return self.end - self.start
 
     @property

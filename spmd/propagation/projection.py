@@ -23,10 +23,11 @@ def dim_to_factors(
 ) -> list[tuple[int, Axes]]:
     """Returns (factor, its atoms) for the factors that atoms `axes` of a dim split, major first.
 
-    A factor gets the next atoms as long as they divide it; those behind it get some only if it is
-    split completely, as the dim's pieces would not be contiguous otherwise. The rest is left out.
-    So are the atoms of factors of kinds in `UNCLAIMED`, those from the first in `Rule.held` on, and
-    those that would cut a window factor into more pieces than elements.
+    A dim's only factor gets all atoms; one behind a fixed factor gets those behind the fixed one's,
+    with which `axes` must begin. Of others each gets the next atoms as long as their `sizes` divide
+    it, and some only if the one before is split completely, as pieces have to be contiguous. Left
+    out are the rest, the atoms of factors of kinds in `UNCLAIMED`, those from the first in
+    `Rule.held` on, and those that would cut a window factor into more pieces than elements.
     """
     first, rest = rule.factors[dim[0]], axes
     dealt: list[tuple[int, Axes]] = []
@@ -81,7 +82,8 @@ def factors_to_dim(
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
     """Whether no atom is used twice, `replicate` factors are whole, and dims' pieces contiguous.
 
-    Only ring factors, and those with an `Exchange`, may have the atoms of another factor, too.
+    A fixed factor must have its own atoms, and no other an atom in `Rule.held`. Only ring factors,
+    and those with an `Exchange`, may have the atoms of another factor, too.
     """
     used: set[int] = set(rule.held)
     for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True)):
@@ -104,7 +106,7 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
 
 
 def ring_axes(rule: Rule, number: int, assignment: Assignment, atom_sizes: Sequence[int]) -> Axes:
-    """Returns the atoms that may split ring factor `number`; none if it has to stay whole."""
+    """Returns the atoms that may split ring factor `number`; () if it has to stay whole."""
     factor = rule.factors[number]
     assert factor.ring is not None, "no ring factor"
     axes, along = assignment[factor.ring.along], rule.factors[factor.ring.along]

@@ -87,7 +87,7 @@ class Propagated:
         return tuple([origin.reason for _, origin in self._chain(value, dim, atom)])
 
     def root(self, value: Value, dim: int, atom: int) -> Value | None:
-        """Returns the marked value that an atom of a dim comes from; None if it is from no mark."""
+        """Returns the value whose mark put an atom on a dim; None if no mark or `shard_map` did."""
         chain = list(self._chain(value, dim, atom))
         return chain[-1][0] if chain and chain[-1][1].value is None else None
 
@@ -229,7 +229,7 @@ class _State:
             self.visit(index, False)
 
     def visit(self, index: int, guess: bool) -> bool:
-        """Updates proposals by what `flow_through` a node returns; returns whether any changed."""
+        """Updates proposals by a node's `flow_through`; returns whether that has any changes."""
         node = self.nodes[index]
         proposals = self.proposals
         around = tuple([proposals[v] for v in node.values])
@@ -429,7 +429,7 @@ def flow_through(
 def _extensions(
     current: Proposal, wanted: Sequence[Axes], guess: bool
 ) -> tuple[list[tuple[int, Axes]], list[tuple[int, tuple[int, int]]]]:
-    """Returns (dim, longer axes) for dims of one value, and (atom, two dims) where both want it."""
+    """Returns two lists: (dim, longer axes) of one value, and (atom, two dims that want it)."""
     more: list[tuple[int, Axes]] = []
     disputed: list[tuple[int, tuple[int, int]]] = []
     now = list(current)

@@ -96,7 +96,7 @@ class _Sink:
         return recarried(op._replace(regions=tuple(regions)), b.types, sunk, more)
 
     def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
-        """Adds to `makers` the ops that compute a value, in order, to `scalars` what these read."""
+        """Adds a value's ops to `makers`, in order, and the values they start from to `scalars`."""
         if value in makers or value in scalars:
             return
         op = self.producers.get(value)
@@ -110,7 +110,7 @@ class _Sink:
 
 
 def _is_scalar(op: Op) -> bool:
-    """Whether an op makes a scalar of nothing but scalars, so that loops may make it inside."""
+    """Whether an op, constant or elementwise, has only scalars, so that loops may repeat it."""
     is_made = op.name == CONSTANT or op.kind.about.is_elementwise
     types = (*op.kind.operands, *op.kind.results)
     return is_made and len(op.results) == 1 and all(t.rank == 0 for t in types)

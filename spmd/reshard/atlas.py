@@ -39,7 +39,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Atlas:
-    """The graph of all shardings of values of one rank on one mesh; its edges are single steps."""
+    """A graph: nodes are a rank's shardings over whole `units` (runs of atoms), edges steps."""
 
     def __init__(self, units: tuple[Axes, ...], rank: int, mesh: Mesh, topology: Topology) -> None:
         self.units, names = units, Names(units, (), ())  # atoms of each unit
@@ -181,7 +181,7 @@ class Distances:
             self._rows.update(zip(some.tolist(), map(np.ascontiguousarray, found.T), strict=True))
 
     def path(self, src: Sharding, dst: Sharding) -> tuple[Answer, float, int] | None:
-        """Returns the cheapest moves of a reshard, their seconds and bytes; None if impossible."""
+        """Returns (cheapest moves, seconds, bytes a device sends); None if the graph has none."""
         start, goal = self.node(src), self.node(dst)
         if start is None or goal is None:
             return None
@@ -225,7 +225,7 @@ class Distances:
         return found
 
     def _moves_out_of(self, node: int) -> list[tuple[float, int, int, int]]:
-        """Returns (ticks, bytes sent, target node, number) of each usable move out of a node."""
+        """Returns (ticks, bytes sent, target node, move's number) of usable moves out of a node."""
         at = self._usable[self._first[node] : self._first[node + 1]]
         columns = (self._ticks[at], self._sent[at], self._atlas.target[at], at)
         return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -257,6 +257,6 @@ def _follow(near: Array, source: Array, target: Array, ticks: Array, look: Array
 def distances(
     room: tuple[int, ...], bits: int, held: Axes, mesh: Mesh, topology: Topology
 ) -> Distances | None:
-    """Returns the costs of all reshards of values of one size; None if no atlas can be made."""
+    """Returns the `Distances` of values of a `room` and `bits`; None if the atlas is too large."""
     found = atlas(mesh, topology, sum(common > 1 for common in room))
     return None if found is None else Distances(found, room, bits, held)

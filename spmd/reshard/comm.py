@@ -23,12 +23,12 @@ The ragged all-to-all is inside of composites, and its bytes are those that are 
 
 
 def group_size(attrs: Mapping[str, Any], mesh: Mesh) -> int:
-    """Returns among how many devices a collective with these attributes exchanges."""
+    """Returns how many devices a group of a collective has, by its `groups` or its atoms `axes`."""
     return len(attrs["groups"][0]) if "groups" in attrs else mesh.extent(attrs["axes"])
 
 
 def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes: int) -> int:
-    """Returns the bytes that each device of a group sends, by a bandwidth-optimal (ring) algorithm.
+    """Returns the bytes that each device sends by a ring algorithm; LegalityError for other kinds.
 
     It takes one device's bytes before and after: an all-gather among 4 into 400 bytes sends 300.
     """
@@ -49,8 +49,8 @@ def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes:
 def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
     """Returns how many messages of a collective follow one another; its start counts as one.
 
-    Reductions and gathers go atom by atom (recursive halving and doubling for atoms of size 2); in
-    an all-to-all and a permute all messages go at once, which makes 2.
+    An atom of size n adds n - 1, in an all-reduce twice that. In an all-to-all and a permute all
+    messages go at once, which makes 2. A slice, or no atoms, takes 0.
     """
     if kind == "slice" or not atom_sizes:
         return 0
@@ -63,7 +63,7 @@ def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
 def run_as(kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology) -> str:
     """Returns the kind of collective that a backend really runs for one of the given kind.
 
-    The TPU compiler turns a reduce-scatter over a whole slice of more than eight chips into an
+    The TPU compiler turns a reduce-scatter over all, and more than eight, devices into an
     all-reduce, which sends twice as much, but over the links of all torus dims at once, not of one.
     Seen with libtpu 0.0.42 on v4, v5e, v5p and v6e.
     """
@@ -72,7 +72,7 @@ def run_as(kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology) -> s
 
 
 class Terms(NamedTuple):
-    """What a collective over some atoms costs for values of any size: its latency and pace."""
+    """What a collective costs, whatever the value's size: latency in s, pace in s per byte sent."""
 
     kind: str  # one of `KINDS`, as the backend runs it
     group: int  # devices that exchange with one another

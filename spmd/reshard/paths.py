@@ -40,7 +40,10 @@ States = tuple[Sharding, ...]  # shardings that one value may be in
 
 
 class PathStep(NamedTuple):
-    """One step of a reshard: a collective, a slice or a mask."""
+    """One step of a reshard: a collective, slice or mask over the atoms `axes`, in group order.
+
+    `dims` is (dim,) of a slice, gather or reduce-scatter, (from, to) of an all-to-all, else ().
+    """
 
     kind: str  # one of `comm.KINDS`, or `mask`
     before: Sharding
@@ -55,7 +58,7 @@ class PathStep(NamedTuple):
 
 @dataclass(eq=False)
 class Path:
-    """The steps of a reshard, with their predicted seconds and the bytes that each device sends."""
+    """The steps of a reshard (`make()`), their seconds, and bytes that each device sends."""
 
     make: Callable[[], tuple[PathStep, ...]]  # of most paths the steps are never asked for
     seconds: float
@@ -88,8 +91,8 @@ def reshard(
     them the value differs (see `ir.control_flow`).
 
     Raises:
-      LegalityError: a sharding that is not legal, or a value that is to become partial in a way
-        in which no mask can make it.
+      LegalityError: a sharding that is not legal, no path (without `held` atoms), or a value that
+        is to become partial in a way in which no mask can make it.
     """
     if src == dst or type_.is_empty:  # of which any piece is made anywhere
         return Path(tuple, 0.0, 0)
@@ -230,8 +233,8 @@ def _one_by_one(
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
     """Whether a reshard from one sharding to the other exists.
 
-    It does unless `dst` is partial over more atoms than `src`, and not by `add`, `max`, `min`,
-    `and` or `or`; or both are partial, in different ways.
+    It does unless `dst` is partial over atoms that `src` is not, and not by `add`, `max`, `min`,
+    `and` or `or`; or both are partial, of different kinds.
     """
     if not dst.partial:
         return True
@@ -249,11 +252,7 @@ def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: To
 
 
 def torn_dims(step: PathStep, shape: Sequence[int], mesh: Mesh) -> list[int]:
-    """Returns the padded dims that a permute cannot handle: it would cut them into other pieces.
-
-    Pieces are cut atom by atom; without padding only their number matters, with padding the order
-    of the atoms' sizes does too.
-    """
+    """Returns the padded dims whose tuples of atom sizes a permute changes; [] for other steps."""
     if step.kind != "collective_permute":
         return []
     sizes = mesh.atom_sizes
@@ -333,7 +332,7 @@ class Resharder:
         return self.index.held.get(value, ())
 
     def path(self, value: Value, have: Sharding, wanted: Sharding) -> Path:
-        """Returns the cheapest path between two shardings of a value; `NO_WAY` if there is none."""
+        """Returns the cheapest path from `have` to `wanted`; `NO_WAY` if `can_reshard` is False."""
         if not can_reshard(have, wanted):
             return NO_WAY
         type_ = self.index.program.types[value]

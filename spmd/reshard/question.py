@@ -39,7 +39,7 @@ Dims = tuple[Axes, ...]
 
 
 class Digit(NamedTuple):
-    """One atom, or a run of atoms that move together: their sizes, and the speed of their links."""
+    """An atom, or a run of atoms that move together, and its link: seconds a message, bytes/s."""
 
     sizes: tuple[int, ...]  # of its atoms
     latency: float  # seconds of one message over its link
@@ -48,7 +48,7 @@ class Digit(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A reshard in digits (atoms, or runs of them): from `src` to `dst`, all partials reduced."""
+    """A reshard in digits: from `src`, partial over `partial`, to `dst`; `room` limits pieces."""
 
     digits: tuple[Digit, ...]  # the other fields name them by their indices
     src: Dims
@@ -58,7 +58,7 @@ class Question(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The atoms and dims of a value that the digits and dims of a question stand for."""
+    """The atoms and dims that a question's digits and dims stand for; `kept`: atoms dims keep."""
 
     digits: tuple[Axes, ...]  # for each digit, its atoms
     dims: tuple[int, ...]  # for each dim, which one of the value's it is
@@ -141,9 +141,8 @@ def questions(
 def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
     """Returns every atom of a mesh as a digit, with the latency and the bandwidth of its link.
 
-    A digit has one pace for all kinds of collectives: with one for each, no bound would come near
-    the cost of a path. Where kinds were measured one by one the median stands for all; they took
-    about as long among few devices as among many. The paths that are found are priced by kind.
+    A digit has one pace for all kinds of collectives, the median where kinds were measured one by
+    one. With a pace for each, no bound would come near the cost of a path.
     """
     chip, usual = topology.chip, None
     if chip.measured:
@@ -190,7 +189,7 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
     """Returns runs of atoms, cut where another run or a dim has room for just a part of one.
 
     The longest run is cut first, into the longest part that fits and the rest, until there are
-    `EXACT_DIGITS` runs.
+    `EXACT_DIGITS` runs or there is nothing to cut.
     """
     while len(runs) < EXACT_DIGITS:
         extents = [mesh.extent(run) for run in runs]
@@ -216,7 +215,7 @@ TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, b
 
 
 class PathCost(NamedTuple):
-    """What steps cost, in whole numbers: so equal costs are recognised, added up in any order."""
+    """What steps take: whole ticks (1e-24 s), bytes that each device sends, number of steps."""
 
     ticks: float  # whole, or infinity
     sent: int  # bytes that each device sends
@@ -283,7 +282,7 @@ class PricedQuestion:
         return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
-        """Returns digits of `pool`, in order, that divide `size` evenly together with `axes`."""
+        """Returns digits of `pool`, in order, that together divide what `axes` leave of `size`."""
         extent, run = self.extent(axes), []
         for a in pool:
             if size % (extent * self.sizes[a]) == 0:
@@ -292,7 +291,7 @@ class PricedQuestion:
         return tuple(run)
 
     def _price(self, kind: str, axes: Axes, pieces: int) -> PathCost:
-        """Returns the cost of one step on a value in so many pieces."""
+        """Returns the cost of a step over the digits `axes` on a value in so many pieces before."""
         if kind == "slice":
             return PathCost(0, 0, 1)
         group = self.extent(axes)

@@ -25,7 +25,7 @@ from spmd.reshard.question import (
 
 
 class AtomMove(NamedTuple):
-    """One step of a reshard in digits (atoms or runs of them), and the sharding it leads to."""
+    """A step over digits `axes`, which changes the dims `at`, to the sharding `dims`, `partial`."""
 
     kind: str
     dims: Dims
@@ -172,7 +172,7 @@ class DirectedMoves(Moves):
         return sorted(keeps)
 
     def _beyond_goal(self, axes: Axes, dim: int) -> set[int]:
-        """Returns how many digits of a dim to keep: those that equal the goal's, or its extent."""
+        """Returns counts of major digits to keep: as in common with the goal, or of its extent."""
         wanted, extent = self.problem.goal_extents[dim], self.problem.extent
         common = len(common_prefix(axes, self.problem.dst[dim]))
         return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
@@ -225,7 +225,7 @@ def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
 
 
 def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
-    """Returns digits of `goal` behind its prefix `axes`, up to the first that is not in `pool`."""
+    """Returns digits of `goal` behind its prefix `axes`, while in `pool`; () if it is no prefix."""
     start = end = len(axes)
     if goal[:start] != axes:
         return ()

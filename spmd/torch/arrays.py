@@ -22,7 +22,7 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
     """Returns a copy of a tensor: a numpy array, or for a tensor on a GPU a jax array there.
 
     Its dtype is `narrow_dtype`'s. ArgumentError, which calls the tensor `what`, if it has no values
-    (device meta), is float64 without x64, or has integers that do not fit into 32 bits.
+    (device meta), or without x64 is float64 or has integers that do not fit into 32 bits.
     """
     wide, dtype = tensor.detach(), narrow_dtype(tensor.dtype, what)
     if wide.is_meta:
@@ -44,7 +44,7 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
 
 
 def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of an array, or of the array that `array_of` makes of a tensor."""
+    """Returns shape and jax's dtype of an array, or of what `array_of(tensor, what)` returns."""
     if isinstance(tensor, torch.Tensor):
         dtype = mappings.t2j_dtype(narrow_dtype(tensor.dtype, what))
     else:
@@ -53,7 +53,7 @@ def struct_of(tensor: Any, what: str) -> jax.ShapeDtypeStruct:
 
 
 def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
-    """Returns a tensor's dtype in jax: without x64, int32 for int64; ArgumentError for float64."""
+    """Returns `dtype`; without x64, returns int32 for int64, raises ArgumentError for float64."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return dtype
     if dtype in (torch.float64, torch.complex128):
@@ -67,7 +67,7 @@ def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
 
 
 def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """Returns a jax array, gathered if it is split, as one tensor on `device` (default: CPU)."""
+    """Returns a jax array, gathered, as a tensor of `dtype` (or its own) on `device` (or CPU)."""
     if device is not None and torch.device(device).type != "cpu":
         first = min(array.sharding.device_set, key=lambda d: d.id)
         tensor = torch.from_dlpack(jax.device_put(array, first)).to(device)
@@ -132,7 +132,8 @@ def specs_of(
     """Returns the specs of a module's tensors and of a call's inputs, two dicts by name.
 
     A spec is None (the compiler decides) where no rule matches, and () (not split) for a rule's
-    None. `inputs` is `Inputs.numbers`. If `check`, a rule that matches nothing raises SpecError.
+    None. `inputs` is `Inputs.numbers`. SpecError if names of one tensor get different specs
+    or, if `check`, a rule matches nothing.
     """
     patterns = [rule for rule in rules if isinstance(rule, str)]
     if check:
@@ -180,7 +181,10 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call: its tensors and arrays, by name, apart from all other values."""
+    """The arguments of a call: its tensors and arrays, by name, apart from all other values.
+
+    `numbers`: name of each of `leaves`, in order -> number of its positional argument, else None.
+    """
 
     # name of each tensor -> number of the positional argument that it is in, None for others
     numbers: dict[str, int | None]
@@ -190,7 +194,7 @@ class Inputs(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What of a call its program depends on: shapes and dtypes, other values, structure."""
+        """(Tensors' shapes and dtypes, other values, structure): what a program depends on."""
         types = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
         # Equal constants may differ, as 1, 1.0 and True, or 0.0 and -0.0, and NaN equals nothing.
         every = tuple(
@@ -220,7 +224,7 @@ class Inputs(NamedTuple):
 
 
 def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """Returns a call's arguments as `Inputs`, named by `fn`'s parameters: `x`, `batch.labels`."""
+    """Returns a call's `Inputs`, named as in `fn` (`x`, `x.y`); ArgumentError if not hashable."""
     found, tree = torch_tree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -260,7 +264,10 @@ def _filled(every: Sequence[Any], tensors: Iterable[Any]) -> list[Any]:
 
 
 def split_result(result: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns (a result's tensors, a function that makes such a result of other tensors)."""
+    """Returns (a result's tensors, a function of others that makes such a result).
+
+    ArgumentError if the result has leaves that are neither tensors nor of a type in `PLAIN`.
+    """
     leaves, tree = torch_tree.tree_flatten(result)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     every = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -92,11 +92,7 @@ class Exported(NamedTuple):
     arg_names: tuple[str, ...]
 
     def arguments(self, **inputs: Any) -> list[Any]:
-        """Returns the arguments for `module` in order: the weights, and `inputs` given by name.
-
-        Raises:
-          ArgumentError: an input is missing or unknown.
-        """
+        """Returns weights and `inputs` in `arg_names`' order; ArgumentError for other inputs."""
         wanted = [n for n in self.arg_names if n not in self.weights]
         if any(n not in inputs for n in wanted) or any(n not in self.arg_names for n in inputs):
             raise ArgumentError(

@@ -24,10 +24,10 @@ RANDOM = tracing.random_arguments(0, 0)
 
 
 class ModuleProgram(NamedTuple):
-    """A module's compiled program, and the buffers that it changes.
+    """A module's compiled program, and the names of the buffers that it changes (`changed`).
 
-    `outputs` says of a forward pass how its result is put together, `written` of a training step
-    which tensors of the optimizer's state it writes (`TorchOptimizer.written`).
+    `outputs(tensors)` makes the result of a forward pass of its tensors, None for a training step.
+    `written` has `slot/parameter` of the torch optimizer's arrays that a training step writes.
     """
 
     compiled: Compiled
@@ -59,11 +59,7 @@ class Held:
 
     @property
     def compiled(self) -> Compiled:
-        """The compiled program that was used last, with `explain()`, `report()` and so on.
-
-        Raises:
-          ArgumentError: nothing is compiled yet.
-        """
+        """The program used last, with `explain()` and so on; ArgumentError if there is none."""
         if self._last is None:
             raise ArgumentError(
                 "nothing is compiled yet", fix="call it with inputs first, or .compile(...)"
@@ -71,24 +67,24 @@ class Held:
         return self._last.compiled
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Compiles for inputs like these, without running; puts all tensors onto the mesh."""
+        """Returns the program for inputs like these, not run; puts all tensors onto the mesh."""
         return self._program(take_apart(self._signature, args, kwargs)).compiled
 
     @property
     def parameters(self) -> dict[str, jax.Array]:
         """The parameters on the mesh by torch's names; tied ones once, by the first name.
 
-        A training step donates these arrays: read the property again after each step.
+        A step donates these arrays: read them again after it. ArgumentError before compilation.
         """
         return self._on_mesh(self._state.parameters)
 
     @property
     def buffers(self) -> dict[str, jax.Array]:
-        """The buffers on the mesh, by torch's names."""
+        """The buffers on the mesh, by torch's names; ArgumentError if nothing is compiled yet."""
         return self._on_mesh(self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the present parameters and buffers as `module.state_dict()` does, on the CPU."""
+        """Returns present tensors as `module.state_dict()` does; those from the mesh on the CPU."""
         aliases, own = self._state.aliases, self._state.tensors
         tensors = {
             name: held.detach().clone()
@@ -103,12 +99,10 @@ class Held:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces parameters and buffers, all or none; they lie on the mesh as before.
+        """Replaces parameters and buffers, all or none; their shardings stay as before.
 
         What a part of the module adds by `get_extra_state` goes to its `set_extra_state`.
-
-        Raises:
-          ArgumentError: a name is missing or unknown, or a tensor has another shape.
+        ArgumentError if a name is missing or unknown, or a tensor has another shape.
         """
         aliases, known = self._state.aliases, self.module.state_dict(keep_vars=True)
         unknown = [name for name in state_dict if name not in aliases and name not in known]
@@ -148,7 +142,7 @@ class Held:
         return {name: self._held[name] for name in names}
 
     def _place(self, shardings: Mapping[str, Any]) -> None:
-        """Puts onto the mesh each tensor that is not there yet, with its entry of `shardings`."""
+        """Puts tensors onto the mesh that are not there yet, by `shardings`: name -> sharding."""
         for name, sharding in shardings.items():
             if isinstance(tensor := self._held[name], torch.Tensor):
                 self._held[name] = jax.device_put(array_of(tensor, f"{name!r}"), sharding)
@@ -233,7 +227,7 @@ class Sharded(Held):
     calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's result, its tensors on the device of the first tensor given."""
+        """Returns the module's result, tensors on the first given tensor's device (else CPU)."""
         inputs = take_apart(self._signature, args, kwargs)
         program = self._program(inputs)
         random = tracing.random_arguments(self.seed, self.calls)
@@ -341,8 +335,7 @@ class TrainStep(Held):
     def __call__(self, *batch: Any, **named: Any) -> jax.Array:
         """Updates parameters, buffers and optimizer state by one step on this batch.
 
-        Returns:
-          The loss before the update, a jax scalar; nothing blocks until it is read (`float(loss)`).
+        Returns the loss before the update, a jax scalar; nothing blocks until it is read.
         """
         inputs = take_apart(self._signature, batch, named)
         program = self._program(inputs)
@@ -368,7 +361,7 @@ class TrainStep(Held):
     def optimizer_state(self) -> Any:
         """The optimizer's state on the mesh: {slot: {parameter: array}}, or optax's pytree.
 
-        Slots are those of the torch optimizer: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+        Slots are torch's: `exp_avg`, `momentum_buffer`, ... ArgumentError before compilation.
         """
         _ = self.compiled  # there is none before
         return self._optimizer_state
@@ -386,8 +379,8 @@ class TrainStep(Held):
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `optimizer_state_dict` returned, or a torch optimizer's own `state_dict()`.
 
-        Raises:
-          ArgumentError: the state is of another optimizer.
+        A torch optimizer that was given itself loads it, too; `seed` and `steps` are set.
+        ArgumentError if the state is of another optimizer.
         """
         try:
             self._initial, self.steps = self._optimizer.load(state_dict)
@@ -403,7 +396,7 @@ class TrainStep(Held):
             self._optimizer_state = self._first_state(self.compiled, self._initial)
 
     def _first_state(self, compiled: Compiled, known: Mapping[str, Any]) -> Any:
-        """Returns the optimizer's state before its first step, but for what is known by path."""
+        """Returns the initial optimizer state, with `known` (path -> array) in place of its own."""
 
         def filled(path: Any, leaf: Any) -> Any:
             array = known.get(path_name(path))
@@ -493,7 +486,7 @@ class TrainStep(Held):
 
 
 def _loss_function(module: Any, loss: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns (loss(module, *batch), one with a batch's signature); `loss` may be a criterion."""
+    """Returns (loss as a function of (module, *batch), function whose parameters name batches)."""
     if not callable(loss):
         raise ArgumentError(
             f"the loss is a {type(loss).__name__}",

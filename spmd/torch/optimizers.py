@@ -64,7 +64,7 @@ class OptaxOptimizer:
         return {"state": {path_name(path): tensor_of(leaf) for path, leaf in leaves}}
 
     def load(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
-        """Returns ({path in the state: array} of what `saved` returned, 0 for the steps taken)."""
+        """Returns ({path in the state: array} of `given`, empty if None; 0 as number of steps)."""
         tensors = given["state"] if given else {}
         return {n: array_of(t, f"optimizer state {n!r}") for n, t in tensors.items()}, 0
 
@@ -108,7 +108,7 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
 def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
     """Returns (new parameter, new slots) after a step of Adam, AdamW or AMSGrad, as `group` says.
 
-    Slots are the moments by torch's names; `now` is `_adam_scalars` of the step. Papers: Kingma, Ba
+    Slots are torch's name -> moment; `now` is `_adam_scalars` of the step. Papers: Kingma, Ba
     2015; Loshchilov, Hutter 2019; Reddi 2018.
     """
     grad = grad + now["weight_decay"] * param
@@ -174,7 +174,7 @@ class TorchOptimizer:
 
     @property
     def key(self) -> Any:
-        """The flags of its groups, such as `amsgrad`, and slots: what the program depends on."""
+        """(Flags such as `amsgrad`, slots), each by group: what the program depends on."""
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):
             self._slots[number] = max(self._slots[number], self._rule.slots(group), key=len)
@@ -182,7 +182,7 @@ class TorchOptimizer:
         return tuple(flags), tuple(self._slots)
 
     def init(self, params: dict[str, Any]) -> Any:
-        """Returns the state before the first step: zeros for each slot and trained parameter."""
+        """Returns the state before the first step: {slot: {trained parameter: zeros}}."""
         state: dict[str, dict[str, Any]] = {}
         for name in self.trained:
             for slot in self._slots[self._group_of[name]]:
@@ -190,7 +190,10 @@ class TorchOptimizer:
         return state
 
     def scalars(self, steps: int) -> Any:
-        """Returns the numbers of each group, such as the learning rate, after `steps` steps."""
+        """Returns (list of each group's {name: number}, {parameter: share}) of the next step.
+
+        `steps` are done. With dampening a share is how much of a gradient the momentum takes.
+        """
         # With dampening also how much of each gradient its buffer takes: of the first one all.
         shares = {
             name: np.float32(1 - group["dampening"] * (f"momentum_buffer/{name}" in self.filled))
@@ -203,7 +206,7 @@ class TorchOptimizer:
         ], shares
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
-        """Returns (new parameters, new state); those whose gradient is None do not change."""
+        """Returns (new parameters, new state); where a gradient is None neither changes."""
         params = dict(params)
         state = {slot: dict(tensors) for slot, tensors in state.items()}
         (groups, shares), self.written = scalars, set()
@@ -238,7 +241,7 @@ class TorchOptimizer:
         return found
 
     def load(self, given: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
-        """Loads what `saved`, or its own `state_dict()`, returned into the torch optimizer.
+        """Loads `given`, if any, from `saved` or `state_dict()`, into the torch optimizer.
 
         Returns ({"slot/parameter": array} of what that holds now, the number of steps taken).
         """

@@ -56,7 +56,7 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
             )
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Computes a torch op in jax; under `torch.no_grad` with no gradient through its result."""
+        """Computes a torch op in jax, in `no_grad` without gradient; FrontendError in autocast."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise FrontendError(
                 "torch.autocast chooses no dtypes here",
@@ -73,7 +73,7 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
         return result
 
     def t2j_iso(self, torchtensors: Any) -> Any:
-        """Returns a pytree of tensors as jax values; those not traced become constants."""
+        """Returns tensors as jax values, untraced ones as constants (trainable: FrontendError)."""
 
         def known(x: Any) -> Any:
             if isinstance(x, Tensor | View):
@@ -102,7 +102,7 @@ class ModuleTrace(Environment):  # type: ignore[misc]  # torchax has no types
 def _batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: float
 ) -> Any:
-    """Computes `native_batch_norm` by PyTorch's own decomposition, which updates statistics."""
+    """Computes `native_batch_norm` like PyTorch; training updates `mean`, `variance` in place."""
     result = native_batch_norm(x, weight, bias, mean, variance, training, *more)
     for running in (mean, variance) if training else ():
         if running is not None:
@@ -111,7 +111,7 @@ def _batch_norm(
 
 
 class ModuleRun(NamedTuple):
-    """A module's traced result, the buffers it changed by name, whether it drew random numbers."""
+    """A module's result, {name: new value} of changed buffers, whether it drew random numbers."""
 
     result: Any
     changed: dict[str, Any]
@@ -129,7 +129,8 @@ def run(
     """Runs `fn(module, *inputs)` with jax arrays or tracers in place of tensors.
 
     `arrays` are those for parameters and buffers, `leaves` those for the tensors of `inputs`, both
-    by name. Random numbers come from `key`. FrontendError if a parameter is changed.
+    by name. Random numbers come from `key`. UnsupportedOpError for an op that torchax lacks,
+    FrontendError for Python that needs a tensor's values, or if a parameter is changed.
     """
     env = ModuleTrace(key)
     state = {name: Tensor(array, env) for name, array in arrays.items()}
@@ -196,7 +197,7 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _left_alone(module: Any) -> Iterator[None]:
-    """Restores all attributes of a module's parts at its end, so that none keeps a traced value."""
+    """Restores the attributes of a module and its parts at the end, so that none stays traced."""
     before = [(part, dict(part.__dict__)) for part in module.modules()]
     try:
         yield
@@ -259,7 +260,7 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns errors of torchax and jax in tracing into errors of spmd, with the module's line."""
+    """Raises UnsupportedOpError if torchax lacks an op, FrontendError if a value is needed."""
     try:
         yield
     except OperatorNotFound as error:
@@ -285,7 +286,7 @@ def _explained() -> Iterator[None]:
 
 
 def _line_of(traceback: TracebackType | None) -> str | None:
-    """Returns `file:line (function)` of the innermost frame outside spmd, torch, torchax, jax."""
+    """Returns `file:line (function)` of the innermost frame not in spmd, torch or jax, or None."""
     skipped = (*_LIBRARIES, *COMPILER, sysconfig.get_path("stdlib") + "/contextlib")
     found = [
         f"{code.co_filename}:{line} ({code.co_qualname})"
@@ -301,7 +302,7 @@ def _line_of(traceback: TracebackType | None) -> str | None:
 class TracedFunction(NamedTuple):
     """A traced function, `call`, with the shapes and dtypes of its `results`, a pytree.
 
-    `is_zero` is such a pytree, too: whether each result is a constant 0, as the gradient of a
+    `is_zero` is such a pytree of bools: whether each result is a constant 0, as the gradient of a
     parameter is that the loss does not depend on.
     """
 
@@ -311,7 +312,7 @@ class TracedFunction(NamedTuple):
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> TracedFunction:
-    """Traces `fn` for arguments of these shapes and dtypes; `call` does not run `fn` again."""
+    """Returns `fn` traced for the shapes and dtypes of `args`; its `call` does not run `fn`."""
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
     flat, tree = jaxpr_as_fun(closed), jax.tree.structure(results)
 

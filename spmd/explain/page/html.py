@@ -82,7 +82,7 @@ _WIDE = ("path", "name", "source")  # cells that take what room is left; others 
 
 
 def section(given: Section) -> Html:
-    """Returns the body of a part of a report, which may be empty."""
+    """Returns a section's table or items, else its `empty` text; empty HTML if it has none."""
     empty = tag("p", given.empty) if given.empty else Html()
     if isinstance(given.body, Table):
         return table(given.body) or empty

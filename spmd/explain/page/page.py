@@ -75,7 +75,7 @@ def _resource(name: str) -> Html:
 
 
 def _parts(facts: Facts) -> list[Part]:
-    """Returns the sections of the text report, some with pictures, and pictures on their own."""
+    """Returns (title, remark, body, unfolded?) of each section: the text report's, and pictures."""
     side_by_side = "compute and links at the same time where neither waits for the other"
     parts = [("Timeline", f"predicted; {side_by_side}", _timeline(facts), True)]
     pictures_of = {"pipelines": pictures.pipelines, "memory per device": _memory}

@@ -215,7 +215,7 @@ HATCH = Html(
 
 
 class Tile(NamedTuple):
-    """Holds one rectangle of a grid: its colours as bands, a label for each, and a tooltip."""
+    """Holds one rectangle of a grid: its colours as bands, labels side by side, and a tooltip."""
 
     colours: Sequence[str]
     labels: Sequence[str]
@@ -301,7 +301,7 @@ def mesh_picture(mesh: Mesh) -> Picture:
 
 
 def _side(text: str, pieces: int, shown: int = MAX_PIECES) -> str:
-    """Says what lies along a side of a picture, and how much of it is drawn."""
+    """Returns `text`, and how many are drawn if not all `pieces`: `steps (128 of 200 drawn)`."""
     return f"{text} ({shown} of {pieces} drawn)" if pieces > shown else text
 
 
@@ -331,7 +331,7 @@ def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Picture:
 def _tiled(
     mesh: Mesh, holders: Mapping[tuple[int, int], Sequence[int]], width: int, height: int, what: str
 ) -> Html:
-    """Draws tiles of which `holders` has the positions of the devices in the mesh that hold it."""
+    """Draws tiles; `holders` maps (row, column) to the mesh positions of devices that hold it."""
     first = mesh.sizes[0] if mesh.sizes else 1
     rest = max(1, mesh.size // first)
     colours = [_colour(i // rest / first, i % rest / max(1, rest - 1)) for i in range(mesh.size)]
@@ -349,7 +349,7 @@ def _colour(hue: float, light: float) -> str:
 
 
 def _grid(tiles: Mapping[tuple[int, int], Tile], width: int, height: int, what: str) -> Html:
-    """Draws tiles by (row, column), which fill a box."""
+    """Draws tiles, by (row, column), in a box of `width` x `height` pixels that `what` names."""
     rows, columns = (1 + max(place) for place in zip(*tiles, strict=True))
     wide, high = width / columns, height / rows
     shapes: list[Html] = []

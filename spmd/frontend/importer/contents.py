@@ -122,7 +122,7 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
 
 
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns an op's (name, attribute) pairs, complex constants as text; else a FrontendError."""
+    """Returns (name, attribute) pairs, complex constants as text; FrontendError if unreadable."""
     try:
         return tuple([(name, op.attributes[name]) for name in op.attributes])
     except TypeError:
@@ -223,7 +223,7 @@ def replace_op(op: Any, values: Iterable[Any]) -> None:
 
 
 def cloned(op: Any, values: dict[Any, Any]) -> Any:
-    """Inserts and returns a copy of an op; `values` (old -> new) maps operands, gets results."""
+    """Inserts and returns a copy of an op; `values` maps operands, old -> new, and gets results."""
     copy = op.clone().operation
     for inner in ops_in(copy):
         for i, value in enumerate(inner.operands):
@@ -281,7 +281,7 @@ class Contents:
         return main
 
     def check_calls(self, whole: Container[str] = ()) -> None:
-        """Raises FrontendError for recursion, a call of no function, and too many calls or ops.
+        """Raises FrontendError for recursion, callees without a body, too deep calls, too many ops.
 
         Composites whose names are in `whole` call nothing.
         """
@@ -343,7 +343,7 @@ class Contents:
         return Stated(mesh, found, opened, refs_of(sharding.unreduced_axes, sdy))
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
-        """Returns the atoms of `mesh` that make up `refs`, axes and parts of axes of `other`."""
+        """Returns the atoms of `mesh` that make up `refs`, axes of `other`, or raises MeshError."""
         if other.size == 1:
             return ()
         if self._mesh is None:
@@ -469,7 +469,7 @@ class Stated(NamedTuple):
 
 
 def mesh_of(attr: Any, dialect: Any) -> Mesh | None:
-    """Returns a mesh attribute of Shardy or StableHLO as a `Mesh`; None if it has one device."""
+    """Returns a mesh attribute of Shardy or StableHLO as a `Mesh`; None for a single device's."""
     mesh = dialect.MeshAttr(attr)
     axes = [dialect.MeshAxisAttr(x) for x in mesh.axes]
     ids = list(mesh.device_ids or ()) or None

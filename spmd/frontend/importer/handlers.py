@@ -130,7 +130,7 @@ def _inline(importer: Importer, op: Any, env: Env, stated: str = "callee") -> No
 def _written_out(
     importer: Importer, op: Any, env: Env, function: Any, ends: Sequence[Marks], loc: Loc
 ) -> None:
-    """Appends the ops in a function, or an op with a region, between marks, in place of `op`."""
+    """Appends `function`'s ops in place of `op`; `ends` are marks of its operands and results."""
     block = function.regions[0].blocks[0]
 
     def marked(values: Sequence[Value], marks: Marks) -> list[Value]:
@@ -196,7 +196,7 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
     scope = Scope(contents.mesh, own, axes, held)
 
     def end(name: str, value: Value, stated: Stated, made: Any) -> Value:
-        """Appends a value's way in or out, marked inside by what is stated of axes free there."""
+        """Appends `to_manual` or `from_manual` (`name`), on its inner side a mark by free axes."""
         dims = tuple(
             contents.atoms(stated.mesh, [ref for ref in refs if ref[0] in names])
             for refs in stated.dims
@@ -287,7 +287,7 @@ def _exchange(
 
     `axes` are the atoms over which it runs. A permute also has `pairs`; others have their dims, and
     `groups` if these are not the mesh's groups along `axes`. None if each device exchanges only
-    with itself. UnsupportedOpError: other collectives outside a manual region, axes that are not
+    with itself. UnsupportedOpError: any other collective outside a manual region, axes that are not
     manual, or groups that are not supported.
     """
     attrs = op.attributes
@@ -370,7 +370,7 @@ def _axes_of_groups(groups: Groups, crossed: Axes, mesh: Mesh) -> Axes | None:
 
 
 def _marks(importer: Importer, op: Any, env: Env) -> None:
-    """Imports a Shardy op that only reshards as a mark; as its operand if it has no sharding."""
+    """Imports a Shardy op that only reshards as a mark, or without a sharding as its operand."""
     # Whatever such an op exchanges, the value is the same. It is a mark, and what is sent for it is
     # planned as for any other.
     value, loc = env[op.operands[0]], importer.loc(op.location)

@@ -59,15 +59,16 @@ def import_module(
 
     Arguments are called `arg_names`; `arg0`, `arg1`, ... when left out. `composites` maps the name
     of each composite that stays one op to attributes to add to its own; the names of its own get
-    the prefix `with.`. All other composites are inlined. `function` is the file and qualified name
-    of the function that was traced: ops' stacks end there. `callbacks` are the Python functions
-    that the module calls, by number. `mesh` is the mesh to compile for, if left out the module's
-    first. Marks and manual regions over other meshes are rewritten in its axes.
+    the prefix `with.`. Those of `CHLO_COMPOSITES` become CHLO ops, all others are inlined.
+    `function` is the file and qualified name of the function that was traced: ops' stacks end
+    there. `callbacks` are the Python functions that the module calls, by number. `mesh` is the mesh
+    to compile for, else the module's first; marks and regions over others are put in its axes.
 
     Raises:
+      UnsupportedOpError: an op in `REFUSED`, or a collective or sizes that are not supported.
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
       MeshError: a mesh of the module whose axes are not made of axes of `mesh`.
-      SpecError: an argument or result that is partial.
+      SpecError: an argument or result is partial, or a mark splits over axes that are manual.
     """
     with module.context, malformed():
         contents = Contents(module, mesh)

@@ -145,8 +145,8 @@ class Importer:
         """Appends one op for an op of the module; none for control flow without results or effects.
 
         `name` and `attrs`, if given, replace the op's own; they must follow from the op alone, for
-        equal ops share a kind. FrontendError: it reads a value that is not visible.
-        UnsupportedOpError: it is in `REFUSED`.
+        equal ops share a kind. FrontendError: it reads a value that is not visible, or nests too
+        deep. UnsupportedOpError: it is in `REFUSED`, and no device id inside a manual region.
         """
         name = name or op.name
         loc = self.loc(op.location)
@@ -190,7 +190,10 @@ class Importer:
         return self.b.op(name, (operand,), (type_,), attrs)[0]
 
     def mark(self, value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
-        """Appends a mark op, returns its result; `value` if the sharding is None or all open."""
+        """Appends a mark op, returns its result; `value` if the sharding is None or all open.
+
+        In scalar bodies it returns `value`, too. SpecError: it splits over a manual axis.
+        """
         if self.in_bodies or sharding is None:
             return value
         if not any(sharding.dims) and all(sharding.open):
@@ -370,7 +373,7 @@ def _legalize(importer: Importer, op: Any, env: Env) -> None:
 
 
 def _makers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the ops that compute sizes or amounts, each behind the producers that it reads."""
+    """Yields ops in `_FOLDED` that compute `values`, each behind the producers that it reads."""
     for maker in map(defining_op, values):
         if maker is not None and maker.name in _FOLDED:
             yield from _makers(maker.operands)

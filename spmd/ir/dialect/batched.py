@@ -60,7 +60,7 @@ def _changed(name: str, value: Any, count: int) -> Any:
 
 
 def stacked(kind: OpKind, count: int, wide: Sequence[bool], **attrs: Attribute) -> Batched:
-    """Returns the op with a new dim 0 in results and `wide` operands; `attrs` replace its own."""
+    """Returns the op with a new dim 0 in results and operands that are `wide`, and with `attrs`."""
 
     def more(type_: TensorType) -> TensorType:
         return type_.with_shape((count, *type_.shape))
@@ -77,13 +77,13 @@ def in_front(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched:
 
 
 def but_scalars(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """Returns the op with a new dim 0, but not in its last operands: scalars that all ops share."""
+    """Returns the op with a new dim 0 except in its last operands, scalars; None if they differ."""
     wide = [i < len(kind.results) for i in range(len(differs))]
     return None if any(differs[len(kind.results) :]) else stacked(kind, count, wide)
 
 
 def at_a_place(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """Returns the dynamic slice, or update, with an index more: 0, of the new dim."""
+    """Returns the dynamic slice or update with an index for new dim 0; None if indices differ."""
     arrays = len(kind.operands) - kind.operands[0].rank
     if arrays == len(differs) or any(differs[arrays:]):
         return None

@@ -50,7 +50,7 @@ def inline_elementwise(
 
 
 def with_identity(body: Body) -> Body:
-    """Adds an operand to a reduction's body: a flag, false where its others are nothing at all.
+    """Returns a reduction's body with an operand more: a flag, false if the others are no term.
 
     `(a, b): f(a, b)` becomes `(a, p, b, q): (p & q ? f(a, b) : p ? a : b), p | q`.
     """

@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class Composite(NamedTuple):
-    """JAX functions that compute a registered composite on one device."""
+    """One device's JAX functions of a composite; `decomposition` None: only the module has one."""
 
     decomposition: Function | None  # at any shapes; None if only the module has one
     kernels: Mapping[str, Function]  # by platform; NotImplemented is for shapes that one lacks

@@ -138,8 +138,8 @@ def _ragged_dot(kind: OpKind) -> Rule:
     """Returns the rule `m k, g k n, g -> m n` of ragged rows `m`, with `k` and `g` summed.
 
     If `m` is split, each device finds out to which groups its rows belong. If the groups `g` of rhs
-    are, a device's term is zero in rows of other groups. The group sizes are whole on every device,
-    and so is the group dim of a result (ragged contraction).
+    are, a device's term is zero in rows of other groups. The group dim of the group sizes is whole
+    on every device, and so is that of a result (ragged contraction).
     """
     # Rows of lhs are sorted by group: with group sizes 3, 7 and 6, rows 0..2 meet rhs[0], 3..9 meet
     # rhs[1], 10..15 meet rhs[2]. Where `g` is split each row has its group on one device alone.
@@ -219,7 +219,7 @@ def _gather(kind: OpKind) -> Rule:
 
 @op("stablehlo.scatter", batched=_batched_scatter, role=Role.UPDATE)
 def _scatter(kind: OpKind) -> Rule:
-    """Returns the rule `v h, b, b h -> v h`, `b` reduced; a device skips others' rows of `v`."""
+    """Returns the rule `v h, b, b h -> v h`, `b` reduced, or whole if the body is no known op."""
     build = RuleBuilder()
     dims: ScatterDims = kind.attrs["scatter_dimension_numbers"]
     reducer = kind.attrs["reducer"]
@@ -254,7 +254,7 @@ def _scatter(kind: OpKind) -> Rule:
 def _around(
     windows: tuple[int, ...], indices: list[DimFactors], vector_dim: int, rank: int
 ) -> list[DimFactors]:
-    """Returns the factors of a gather's result or a scatter's update by dim; () for window dims."""
+    """Returns `rank` dims: () at those in `windows`, else `indices`, in order, but `vector_dim`."""
     batch = iter([dim for d, dim in enumerate(indices) if d != vector_dim])
     return [() if d in windows else next(batch) for d in range(rank)]
 
@@ -262,7 +262,7 @@ def _around(
 def _index_dims(
     build: RuleBuilder, shape: tuple[int, ...], vector_dim: int, kinds: Sequence[str]
 ) -> list[DimFactors]:
-    """Returns a factor, of `kind`, for each dim of an index tensor; `vector_dim` stays whole."""
+    """Returns an index tensor's dims: a new factor each, by `kinds`; `vector_dim` stays whole."""
     pairs = enumerate(zip(shape, kinds, strict=True))
     return [build.factor(n, REPLICATE if d == vector_dim else kind) for d, (n, kind) in pairs]
 
@@ -292,7 +292,7 @@ def _top_k(kind: OpKind) -> Rule:
 
 @op("stablehlo.sort", batched=in_front, passes=_halvings, is_in_place=True)
 def _sort(kind: OpKind) -> Rule:
-    """Returns the rule: any dim may be split, the sorted one in large sorts only (`rounds`)."""
+    """Returns the rule: any dim may be split, the sorted one in large elementwise sorts only."""
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     merges = is_elementwise(kind.attrs["body"]) and (

@@ -29,7 +29,7 @@ narrow ones wraps around where one in wider ones does not."""
 
 
 def widens(narrow: str, wide: str) -> bool:
-    """Whether `wide` can hold every number of `narrow`, so that terms of a sum may be converted."""
+    """Whether `wide` is a wider float type than `narrow`, one that has all its numbers."""
     # Narrowing rounds each term: 1 and four times 2**-9 sum to 1 + 2**-7 in f32, which is a bf16
     # number, but term by term in bf16 to 1.
     return any(narrow in chain and wide in chain[chain.index(narrow) + 1 :] for chain in _WIDER)

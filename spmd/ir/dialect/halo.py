@@ -44,7 +44,7 @@ class Window(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """An operand's dim of which a device reads elements outside of its own tile."""
+    """An operand's dim that devices read outside their tiles, by `window`; None: tiles' totals."""
 
     operand: int
     dim: int
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
     @staticmethod
     def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> Need:
-        """Returns the need with each tile's (start, low, high), cut to the elements that exist."""
+        """Returns the need of the tiles' (start, low, high), cut to `length` and a dim's `size`."""
         starts, lows, highs = [], [], []
         for start, low, high in ranges:
             low, high = max(low, start, 0), min(high, start + length, size)
@@ -134,7 +134,7 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
 
 
 class HaloSend(NamedTuple):
-    """One transfer: tile `source`'s device sends elements `[low, high)` to tile `target`'s."""
+    """One transfer: tile `source`'s device sends a dim's elements `[low, high)` to `target`'s."""
 
     source: int
     target: int
@@ -168,7 +168,7 @@ def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> HaloExchange:
 
 
 def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
-    """Puts each transfer into the first round where its source sends and its target gets none."""
+    """Returns rounds: each transfer is in the first without another of its source or its target."""
     # They come sorted by distance, so that one round is one shift where every tile needs the same.
     # Where distances mix, later transfers fill gaps. 4 tiles that each need all before them:
     #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;

@@ -59,7 +59,7 @@ _LAYOUT = re.compile(r"dense<\[?([\d, ]*)\]?> : tensor<\d+xindex>")
 
 
 def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched | None:
-    """Returns one library call for `count`, with a new batch dim 0, also in layouts; or None."""
+    """Returns a call for `count`, with new batch dim 0; None for side effects, scalar operands."""
     if kind.attrs.get("has_side_effect") or not all(t.rank for t in kind.operands):
         return None
 
@@ -130,9 +130,9 @@ op(
 
 @op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
 def _sparse_product(kind: OpKind) -> Rule:
-    """Columns `c` of the dense operand of `e, r, f, k c -> m c` may be split, and nothing else.
+    """Returns the rule `e, r, f, k c -> m c`: only columns `c` of the dense operand may be split.
 
-    The sparse one is its elements, where each row begins among them, and the column of each.
+    The sparse one is three operands: elements, where rows begin among them, elements' columns.
     """
     column = " c" * (kind.operands[3].rank - 1)
     kinds, linear = dict.fromkeys("efrkm", REPLICATE), ((0,), (3,))

@@ -15,8 +15,7 @@ REDUCER_OPS = {about.reducer: name for name, about in DESCRIPTIONS.items() if ab
 """Maps a reduction's name (`add`, `max`, ...) to the name of the op that combines two terms."""
 
 NEUTRAL = "spmd.neutral"
-"""Attribute of reductions, pads: whether initial values or padding are the identity (0 of a
-sum)."""
+"""Attribute of reductions, pads: if initial values or padding are the identity (0 of a sum)."""
 
 
 def body_reducer(body: Body) -> str:
@@ -38,7 +37,7 @@ def reducer_body(kind: str, dtype: str) -> Body:
 
 
 def joining(dtype: str) -> str:
-    """The reduction that finds an element where one device has it and all others have zeros."""
+    """Returns the reduction that gives the element that one device has, where others have zeros."""
     # f8E8M0FNU has no zero: all powers of two from 2**-127 on, which then stands for it.
     return {"i1": "or", "f8E8M0FNU": "max"}.get(dtype, "add")
 
@@ -57,8 +56,8 @@ def is_identity(value: Value, producers: Mapping[Value, Op], reducer: str) -> bo
 def is_neutral(inits: Sequence[Value], producers: Mapping[Value, Op], body: Body) -> bool:
     """Whether values that a reduction starts from change nothing, however often they join in.
 
-    Of a body without a name that is taken for so where the first is an end of its dtype's range, as
-    jax starts argmax, logaddexp and maxima of complex numbers.
+    For a body that `body_reducer` does not know: whether the first is an end of its dtype's range
+    (False if unsigned or `i1`). So jax starts argmax, logaddexp and maxima of complex numbers.
     """
     if reducer := body_reducer(body):
         return all(is_identity(value, producers, reducer) for value in inits)

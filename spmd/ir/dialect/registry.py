@@ -30,7 +30,7 @@ def describe(description: Description, *names: str, dialect: str = "stablehlo") 
 
 
 def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Returns a decorator that describes ops by the rule function and `traits`, other fields."""
+    """Returns a decorator that describes ops: the function is their rule, `traits` other fields."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
@@ -56,7 +56,7 @@ def is_known_call(target: str) -> bool:
 
 
 def _registration(name: str, kind: OpKind) -> str:
-    """Returns how to register a rule for an op: for all its uses, and by its dims in this one."""
+    """Returns a text: how to register a rule for an op, for all its uses or by this one's dims."""
     text, *_ = str(whole(kind)).partition(" {")
     dims = "".join(re.findall(r"\w", text))
     fix = f"to run it whole on every device: spmd.register_rule({name!r}, 'whole')"
@@ -69,7 +69,7 @@ def _registration(name: str, kind: OpKind) -> str:
 
 
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
-    """Returns an op's sharding rule, made once for each kind; UnsupportedOpError without one."""
+    """Returns an op's sharding rule, cached; UnsupportedOpError if it has no rule or no results."""
     found: Rule | None = kind._cache.get("rule")
     if found is None:
         name, function = rule_name(kind), kind.about.rule

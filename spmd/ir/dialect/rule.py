@@ -33,13 +33,13 @@ class Ring(NamedTuple):
     wanted: int = 0
 
     def allows(self, pieces: int, *sizes: int) -> bool:
-        """Whether a ring may have so many pieces: as `wanted`, up to 64, dividing both `sizes`."""
+        """Whether a ring may have `pieces`: as `wanted`, at most 64, dividing each of `sizes`."""
         is_even = all(size % pieces == 0 for size in sizes)
         return is_even and pieces <= MOST_PIECES and self.wanted in (0, pieces)
 
 
 class Exchange(NamedTuple):
-    """Lets atoms of the factors `along` split another factor, too: the op then sends `bytes`."""
+    """Lets atoms of factors `along` split another factor, too; devices then send `bytes` in all."""
 
     along: tuple[int, ...]
     bytes: float  # that all devices together put in then, if no other factors are split
@@ -124,7 +124,7 @@ class Rule(NamedTuple):
 
     @property
     def halos(self) -> tuple[Halo, ...]:
-        """The `reads` of dims split like the tiles that read them, so that devices exchange."""
+        """The `reads` of dims that have just the factor of the tiles, so that devices exchange."""
         return tuple(h for h in self.reads if self.operands[h.operand][h.dim] == (h.factor,))
 
     def __str__(self) -> str:
@@ -211,12 +211,12 @@ class RuleBuilder:
         self.reads: list[Halo] = []
 
     def factor(self, size: int, kind: str = PASS, **more: Any) -> DimFactors:
-        """Adds a factor, `more` of which are other fields; returns a dim of just this factor."""
+        """Adds a factor (`more`: other fields of `Factor`); returns a dim of just this factor."""
         self.factors.append(Factor(size, kind, **more))
         return (len(self.factors) - 1,)
 
     def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
-        """Adds a ring factor, which the atoms of factor `along` may split; returns a dim of it."""
+        """Adds a ring factor that may be split as `Ring(along[0], wanted)`; returns a dim of it."""
         return self.factor(size, RING, ring=Ring(along[0], wanted))
 
     def dims(self, shape: Sequence[int], kind: str = PASS) -> list[DimFactors]:
@@ -228,11 +228,15 @@ class RuleBuilder:
         return (self.factor(size),) * 2
 
     def apart(self, size: int, result: int, kind: str = REPLICATE) -> Pair:
-        """Adds two factors; returns an operand's dim and a result's (never split) with one each."""
+        """Adds a `kind` factor of `size`, a `replicate` one of `result`; returns a dim of each."""
         return self.factor(size, kind), self.factor(result, REPLICATE)
 
     def window(self, dim: int, size: int, window: Window) -> Pair:
-        """Adds a window factor, its `Halo`; returns operand's and result's dim, whole if 1 long."""
+        """Adds a window factor and `Halo` of operand 0's dim `dim`; returns that and the result's.
+
+        `size` is that of the operand's dim, which stays whole if it has size 1. If it has size 0,
+        or the result's has 0 or 1, both stay whole, without a `Halo`.
+        """
         if size == 0 or window.tiled < 2:
             return self.apart(size, window.tiled)
         result = self.factor(window.tiled, WINDOW)
@@ -242,19 +246,19 @@ class RuleBuilder:
     def pairs(
         self, one: TensorType, other: TensorType, pair: Callable[[int, int, int], Pair]
     ) -> Sides:
-        """Returns dims of two tensors: `pair` makes both of a dim's number and sizes."""
+        """Returns dims of `one` and of `other`: `pair(d, size, other_size)` makes dim d of both."""
         sizes = enumerate(zip(one.shape, other.shape, strict=True))
         made = [pair(d, size, out) for d, (size, out) in sizes]
         return [dims[0] for dims in made], [dims[1] for dims in made]
 
     def cut(self, one: TensorType, part: TensorType, kind: str) -> Sides:
-        """Returns dims of a tensor and of a part of it: dims as long pass, others are `kind`."""
+        """Returns dims of `one`, `part`: equal ones pass, else `kind` in `one`, whole in `part`."""
         return self.pairs(
             one, part, lambda _, n, m: self.passes(n) if n == m else self.apart(n, m, kind)
         )
 
     def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
-        """Adds a `Halo`: for its tile of `factor` a device reads an operand's dim by `window`."""
+        """Adds a `Halo`: for its tile of `factor` a device reads `dim` of `operand` by `window`."""
         self.reads.append(Halo(operand, dim, factor[0], window))
 
     def build(
@@ -269,7 +273,7 @@ class RuleBuilder:
 
 
 def whole(kind: Any, batch: int = 0) -> Rule:
-    """The rule of an op of which no dim may be split, but the first `batch` dims that all share."""
+    """Returns the rule: only the first `batch` dims may be split, if all but scalars share them."""
     build, types = RuleBuilder(), (*kind.operands, *kind.results)
     sizes = kind.operands[0].shape[:batch] if batch else ()
     if any(t.shape[:batch] != sizes for t in types if t.rank):

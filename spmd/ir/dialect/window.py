@@ -198,7 +198,7 @@ def _concatenate(kind: OpKind) -> Rule:
 
 @op("stablehlo.dynamic_slice", batched=at_a_place, reads_pieces=True, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
-    """Returns the rule: dims taken whole may be split; of others each device adds what it has."""
+    """Returns the rule: the operand's dims may be split; the result is partial if a cut one is."""
     build = RuleBuilder()
     operand, result = build.cut(kind.operands[0], kind.results[0], REDUCE)
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
@@ -233,12 +233,12 @@ class Sliding:
         self.padding: tuple[tuple[int, int], ...] = kind.attrs.get("padding") or ((0, 0),) * rank
 
     def is_plain(self, d: int) -> bool:
-        """Whether a dim has stride 1, no dilation and no padding: windows of 1 are its elements."""
+        """Whether a dim has stride and base dilation 1, no padding: windows of 1 are elements."""
         return (self.strides[d], self.base[d], self.padding[d]) == (1, 1, (0, 0))
 
 
 def running_dim(kind: OpKind) -> int | None:
-    """Returns the dim along which a `reduce_window` is a cumsum or its like; None for other ops."""
+    """Returns the dim along which an op has running totals (a cumsum, ...); None if it has none."""
     if kind.name != "stablehlo.reduce_window":
         return None
     sliding = Sliding(kind, kind.operands[0].rank)
@@ -301,7 +301,7 @@ def _reduce_window(kind: OpKind) -> Rule:
 
 
 def _indices(kind: OpKind) -> int:
-    """Returns a workspace in bytes: `rank` i32 indices for each operand element, and the source."""
+    """Returns workspace bytes: `rank` i32 per element of operand and source, plus the source."""
     image, source = kind.operands[:2]
     return image.rank * 4 * (image.size + source.size) + source.bytes
 
@@ -340,7 +340,7 @@ def _select_and_scatter(kind: OpKind) -> Rule:
 
 
 def convolution_flops(kind: OpKind) -> int:
-    """Returns a convolution's arithmetic operations: 2 for each result element and kernel tap."""
+    """Returns arithmetic operations: 2 x result elements x kernel elements per output feature."""
     dims: ConvDims = kind.attrs["dimension_numbers"]
     kernel = kind.operands[1]
     taps = kernel.size // max(1, kernel.shape[dims.kernel_output_feature])
@@ -352,7 +352,8 @@ def _convolution(kind: OpKind) -> Rule:
     """Returns the rule `b (g i) y, i (g o) k -> b (g o) y`: `i` summed, `y` with halos, `k` whole.
 
     With a `batch_group_count` the groups `g` are in the input's batch instead:
-    `(g b) i y, i (g o) k -> b (g o) y`.
+    `(g b) i y, i (g o) k -> b (g o) y`. Where a kernel is larger than the result, `y` of the input
+    and `k` are one factor, which is summed, and `y` of the result is whole.
     """
     dims: ConvDims = kind.attrs["dimension_numbers"]
     build = RuleBuilder()

@@ -40,7 +40,7 @@ from spmd.predict.ops import exchanged_bytes
 
 
 class TracedComposite(NamedTuple):
-    """A composite traced at given shapes: texts of MLIR functions, and `entry`, the one to call."""
+    """A traced composite: entry's name, texts of functions, program or None, workspace in bytes."""
 
     entry: str
     functions: tuple[str, ...]
@@ -59,7 +59,7 @@ def lower_composite(op: LocalOp) -> tuple[Value, ...]:
 
 
 def lower_exchanging(op: LocalOp, factor: int) -> tuple[Value, ...]:
-    """Appends a composite whose kernel itself exchanges data among devices that split `factor`."""
+    """Appends a composite whose kernel exchanges data over the atoms that split `factor`."""
     exchange, axes = op.rule.factors[factor].exchange, op.choice.assignment[factor]
     assert exchange is not None, "no factor that exchanges"
     attrs = {

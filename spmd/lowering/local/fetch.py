@@ -23,7 +23,7 @@ from spmd.mesh.sharding import Axes, tiles
 
 
 class Piece(NamedTuple):
-    """A local value with elements of the range that a device reads, and their places in it."""
+    """A local value with part of what a device reads, and for each tile its place in that range."""
 
     value: Value
     # for each tile (place, low, high): where in the range the value's first element would be (the
@@ -40,13 +40,13 @@ class Piece(NamedTuple):
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """Returns on each device its range `need` of a dim; beyond the dim it is `fill`, else 0."""
+    """Returns each device's range `need` of a dim; beyond the dim it is `fill` (0 if None)."""
     type_ = b.types[x].with_dim(split.dim, need.length)
     return assembled(b, parts_of(b, x, split, need), type_, split.dim, axes, fill)
 
 
 def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
-    """Returns the parts of each device's range `need`: of its own tile, and what others send."""
+    """Returns what makes each device's range: pieces of its tile and others', or all, gathered."""
     # Tiles 0 1 | 2 3 | 4 5 | 6 7, each wanted with one more on both sides: ranges of 4 elements
     # from -1, 1, 3 and 5. Places in the range, tile by tile:
     #
@@ -106,7 +106,7 @@ def assembled(
     axes: Axes,
     fill: Value | None = None,
 ) -> Value:
-    """Returns a range, of `type_`, made of parts that do not overlap; gaps are `fill`, else 0."""
+    """Returns a range, of `type_`, made of parts that do not overlap; gaps are `fill` (None: 0)."""
     length = type_.shape[dim]
 
     def filler(size: int) -> Value:
@@ -165,7 +165,7 @@ def assembled(
 
 
 def _segments(parts: Sequence[Piece]) -> list[tuple[int, int, Piece]] | None:
-    """Returns (low, high, part) by place; None if these differ among devices, or overlap."""
+    """Returns (low, high, part) by place; None if places differ among devices, or overlap."""
     found = []
     for part in parts:
         offsets, lows, highs = zip(*part.used, strict=True)

@@ -35,7 +35,7 @@ def _dot_general(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.reduce")
 def _reduce(op: LocalOp) -> tuple[Value, ...]:
-    """Reduces the local piece, from the identity, which becomes its padding, too."""
+    """Reduces the local piece, its padding set to the identity, or calls `reduce_merged`."""
     if merged_dims(op):
         return reduce_merged(op)
     if not reduced_axes(op.rule, op.choice.assignment):
@@ -265,7 +265,7 @@ def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
 def _comes_first(
     b: Builder, op: LocalOp, left: Sequence[Value], right: Sequence[Value], shape: tuple[int, ...]
 ) -> Value:
-    """Returns flags of `shape`: if left elements sort first (ties and padding: by position)."""
+    """Returns flags of `shape`: is `left` first? The last values, positions, decide ties."""
     *xs, i = left
     *ys, j = right
     (before,), (after,) = (  # a comparator's arguments are the left and right of each operand
@@ -283,7 +283,7 @@ def _comes_first(
 def _met(
     op: LocalOp, xs: Sequence[Value], dim: Split, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
-    """Exchanges pieces of pairs (low, high) of devices; low keeps what sorts first, unsorted."""
+    """Exchanges pieces of tiles in `pairs` (low, high); low keeps what sorts first, unsorted."""
     # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
     #   the lower tile keeps the first of each pair, 1 3 2: the three smallest, still to be sorted
     #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9

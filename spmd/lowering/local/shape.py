@@ -83,7 +83,7 @@ def _reverse(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.pad")
 def _pad(op: LocalOp) -> tuple[Value, ...]:
-    """Fetches what this device's piece reads, beyond the operand's ends the padding value."""
+    """Fetches what this device's piece of the result reads, and pads that where still needed."""
     x, fill = op.operands
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
     low, high, interior = (list(op.attrs[name]) for name in names)
@@ -114,7 +114,7 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
 
 
 def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value:
-    """Returns elements `[start, start + length)` of a global dim, 0 for those of other tiles."""
+    """Returns elements `[start, start + length)` of a global dim, 0 where another tile has them."""
     dim = split.dim
     have = b.types[x].shape[dim]
     width = min(have, length)
@@ -186,7 +186,7 @@ def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
 def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
     """Writes those elements of the update that are in this device's piece, in place.
 
-    It overwrites a window, as large as the update at most: the rest of that with what is there.
+    It overwrites a window of at most the update's size, where other elements keep their values.
     """
     # An update of 3 at 3 reaches into the tile [4, 8) with its last two elements:
     #   here = 3 - 4 = -1     clamped to 0, so the window is [0, 3) of the tile

@@ -27,7 +27,7 @@ from spmd.planning.plan import Choice
 
 @dataclass(frozen=True, eq=False)
 class LocalOp:
-    """An op to lower: the global op, its choice, and local operands in the choice's shardings."""
+    """An op to lower, with builder and mesh: global op, choice, local operands in its shardings."""
 
     b: Builder
     mesh: Mesh
@@ -69,7 +69,7 @@ class LocalOp:
         return Split(dim, size, axes[dim], self.mesh)
 
     def reads(self, number: int) -> dict[int, tuple[Axes, Window]]:
-        """Maps dims of an operand that are read in windows to (axes of reading tiles, window)."""
+        """Maps dims of an operand that tiles read in windows to (atoms of the tiles, window)."""
         return {
             read.dim: (axes, read.window)
             for read in self.rule.reads
@@ -100,7 +100,7 @@ class LocalOp:
 
 
 def or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
-    """Returns `x` where the scalar `flag` is set, else the identity element of a reduction."""
+    """Returns `x` if the scalar `flag` is set, else as many identity elements of `reducer`."""
     type_ = b.types[x]
     return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
 
@@ -110,7 +110,7 @@ _LOCAL: dict[str, LocalFunction] = {}
 
 
 def local(name: str) -> Callable[[LocalFunction], LocalFunction]:
-    """Returns a decorator that registers a function as the local lowering of ops of this name."""
+    """Returns a decorator that registers a local lowering of ops `name`; SpmdError for a second."""
 
     def register(function: LocalFunction) -> LocalFunction:
         if name in _LOCAL:

@@ -22,7 +22,7 @@ from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 @local("stablehlo.reduce_window")
 def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
-    """Reduces windows of fetched elements; beyond the dim's ends these are the initial value."""
+    """Reduces windows of fetched elements (initial values beyond ends), or calls `_running`."""
     kind, b = op.op.kind, op.b
     count = len(op.operands) // 2
     xs, inits = list(op.operands[:count]), op.operands[count:]
@@ -56,7 +56,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
-    """Makes the running totals of each piece, and combines them with the total before the piece.
+    """Makes each piece's running totals, combined with the total before it (`backwards`: behind).
 
     before: `reduce_window %1` over the whole of a split dim
     after:  `%2 = reduce_window %1; %3 = all_gather (last of %2); %4 = reduce_window %3`
@@ -128,7 +128,7 @@ def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[int]]:
-    """Returns (ranges to read of operand, of source, starts of tiles in the former), by tile."""
+    """Returns (`Need` of operand, of source, for each tile its start in the operand's range)."""
     # Windows of 3 at stride 2 over 8 elements, tiles of 2: windows 0 and 1, which are [0, 3) and
     # [2, 5), touch the tile [2, 4). Its device gets the operand [0, 5) and the sources [0, 2), and
     # the tile starts at 2 in what these scatter to. All devices get equally many of both.

@@ -52,7 +52,7 @@ class Costs:
         return max(1, self.clock.index.runs(op))
 
     def held(self, value: Value, pieces: int = 1) -> float:
-        """Returns the price, in seconds, of `pieces` values of this size in memory at the peak."""
+        """Returns the price, in seconds, of `pieces` values of this one's size held at the peak."""
         # Equal layers, and products with equal contracted dims, save as much for each byte: at one
         # price they would all be held or none. So the price is a little higher for later values.
         slope = 1 + SPREAD * value / len(self.program.types)
@@ -109,9 +109,9 @@ def cheapest_cut(
     """Chooses values to keep and ops to recompute so that having `needed` values costs least.
 
     `keep` returns the price of keeping a value: infinity if it cannot be kept, 0 if it is there
-    anyway. `redo` returns that of recomputing an op, which needs its operands, `early` the price of
-    having one of these sooner than its other readers need it. Values that none of `ops` makes can
-    only be kept.
+    anyway. `redo` returns that of recomputing an op, which needs its operands; `early(value, op)`
+    that of having an operand for a recomputed op sooner than its other readers need it. Values that
+    none of `ops` makes can only be kept.
     """
     makers = {value: op for op in ops for value in op.results}
     needed = tuple(dict.fromkeys(needed))
@@ -265,7 +265,7 @@ class _Block:
     def early(self, value: Value, op: Op) -> float:
         """Returns the price of having a value for `op` before its first reader after the peak.
 
-        It grows with that time, up to the price of keeping the value for a layer's time or more.
+        It grows with the time between, to the price of keeping the value at a layer's time or more.
         """
         # A layer's values, made again together, take the memory of one layer: little beside what
         # all layers would hold. What is held for longer than that saves nothing: making the input

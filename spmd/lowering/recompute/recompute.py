@@ -49,7 +49,7 @@ def recompute(
 ) -> tuple[Program, tuple[Recomputed, ...]]:
     """Recomputes values where that takes less time than keeping them at peak memory costs.
 
-    `price` is in seconds for each byte there. Loops come first, then blocks while the peak is above
+    `price`: seconds for each byte at the peak. Loops come first, then blocks while that is above
     `limit` bytes. `donated` are positions of arguments that may be overwritten; with `exchanges`,
     collectives may be recomputed. Returns the program, and which values are not kept any more.
     """
@@ -94,7 +94,7 @@ def recompute(
 def _collecting_less(
     region: Region, runs: int, costs: Costs, b: Builder, dropped: list[Recomputed]
 ) -> Region:
-    """Returns a region whose loops stack fewer values; the others are appended to `dropped`."""
+    """Returns a region whose loops stack fewer values; appends those left out to `dropped`."""
     changed = dict[Value, Sequence[Op]]()
     for pair in pairs_of(region, costs.clock.index):
         rewrite = _Rewrite(pair, costs, runs, b)
@@ -114,7 +114,7 @@ def _collecting_less(
 
 
 class _Rewrite:
-    """Rewrites both loops of a pair, run `runs` times, so that fewer values are stacked."""
+    """Rewrites both loops of a `Pair`, each run `runs` times, so that fewer values are stacked."""
 
     def __init__(self, pair: Pair, costs: Costs, runs: int, b: Builder) -> None:
         self.pair, self.b, self.index = pair, b, costs.clock.index
@@ -272,7 +272,7 @@ def _around(loop: Op, index: Index) -> dict[Value, Value]:
 
 
 class Residual(NamedTuple):
-    """A stack that the forward loop fills, one piece in each trip, and the backward loop reads."""
+    """A stack from a forward to a backward loop: carry numbers, piece, ops that read one."""
 
     written: int  # number of the forward loop's carry that is the stack
     read: int  # number of the backward loop's carry that is the stack
@@ -281,7 +281,7 @@ class Residual(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward loop, the backward loop that reads its residuals, and the stacks between them."""
+    """A forward loop, the backward loop that reads its stacks, these, trips, both piece indices."""
 
     forward: Op
     backward: Op
@@ -334,7 +334,7 @@ def _between(forward: Op, loops: Mapping[Value, Op], index: Index) -> list[Pair]
 
 
 def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
-    """Returns (update, value of its index) if a loop fills a carry, a slice a trip; else None."""
+    """Returns (update op, its index value) if a loop fills a carry, one slice a trip; else None."""
     body = loop.regions[1]
     carry = body.args[number]
     update = index.producers.get(body.results[number])

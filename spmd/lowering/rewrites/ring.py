@@ -101,7 +101,7 @@ class _Sum(NamedTuple):
 
 
 def _scatters(op: Op, made: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """Returns reduce-scatters in a row along one dim, up to `op`; () if `op` is no such."""
+    """Returns the reduce-scatters of one dim and body, in a row, up to `op`; () if that is none."""
     if op.collective != "reduce_scatter":
         return ()
     (before,) = (made.get(v) for v in op.operands)
@@ -156,7 +156,7 @@ def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
 
 
 class _Term(NamedTuple):
-    """How to compute pieces along `dim` of a term that a device adds to a sum, or of an operand."""
+    """How to make pieces of `value` along `dim` (None: whole): `op` on `operands`, or slices."""
 
     value: Value
     dim: int | None  # the dim that is cut in pieces; None if the value is read whole
@@ -170,13 +170,13 @@ class _Term(NamedTuple):
         yield self
 
     def form(self, program: Program) -> object:
-        """Returns a key that is equal for terms of equal ops and types, which take as long."""
+        """Returns a key, equal for terms of equal ops, types and dims: they take equally long."""
         made = self.op.kind if self.op else program.types[self.value]
         return made, self.dim, tuple(operand.form(program) for operand in self.operands)
 
 
 def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term:
-    """Returns how to compute `count` pieces of a value; `made`: values read once -> their ops."""
+    """Returns how to make `count` pieces of a value along `dim`; `made`: value read once -> op."""
     op = made.get(value)
     if op is None:
         return _Term(value, dim)
@@ -225,7 +225,7 @@ def _in_pieces(b: Builder, op: Op, sum_: _Sum, now: Now, mesh: Mesh, ways: int) 
 
 
 def _piece(b: Builder, term: _Term, number: Value, count: int, now: Now) -> Value:
-    """Appends ops for piece `number` (an i32 value) of `count` of a term; all if `dim` is None."""
+    """Appends piece `number` (an i32 value) of `count` of a term; all of it if its dim is None."""
     if term.op is not None and term.dim is not None:
         operands = [_piece(b, operand, number, count, now) for operand in term.operands]
         type_ = term.op.kind.results[0].scaled(term.dim, 1, count)

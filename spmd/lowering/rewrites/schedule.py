@@ -94,8 +94,8 @@ class Room(NamedTuple):
     def left(self, program: Program) -> int:
         """Returns the bytes that a program leaves free at its predicted peak; negative if too big.
 
-        If a quick estimate of the peak is below three quarters of the memory, a quarter of it is
-        returned without a prediction.
+        If a quick estimate of the peak is below three quarters of the memory, a quarter of the
+        memory is returned without a prediction.
         """
         if 4 * (alive_bytes(program) + constant_bytes(program)) < 3 * self.bytes:
             return self.bytes // 4
@@ -105,7 +105,7 @@ class Room(NamedTuple):
 def schedule(
     program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, prefetch: int, room: Room
 ) -> Program:
-    """Returns a program after `combine` (buffers of `combine_bytes`), `two_level` and `order`."""
+    """Applies `combine` (`combine_bytes`), `two_level`, `order` (`prefetch`, `room`) in turn."""
     # A flat buffer is split in levels, not each small collective in it. `order` comes last, since
     # every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
@@ -127,7 +127,7 @@ _Key = tuple[object, ...]  # what collectives have to share in order to be combi
 
 
 class _Bucket:
-    """Collectives to combine before `until`, in seconds, when each alone would have been hidden."""
+    """Collectives to combine, their bytes, and the latest time for it, in seconds of arithmetic."""
 
     def __init__(self, now: float) -> None:
         self.ops: list[Op] = []
@@ -244,7 +244,7 @@ class _Block:
         return op.collective != "all_gather" and self.is_small(op)
 
     def gathers(self, region: Region, start_of: Mapping[int, float]) -> dict[int, list[Op]]:
-        """Maps `id(op)` of a small gather to those to combine there: all at the first, else []."""
+        """Maps `id` of each small gather to ops to combine there: all at the first, else []."""
         # All members start where the first one stood, so their operands have to be there by then:
         # `made_at` of each is in front of the first member (arguments count as -1).
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
@@ -373,7 +373,7 @@ _NEVER = float("inf")
 
 
 class _Spot(NamedTuple):
-    """An op of a region, and what decides where `order` puts it."""
+    """An op and what `order` goes by: is it cheap, a gather; its atoms; ops that it must follow."""
 
     op: Op
     is_cheap: bool  # whether it is computed inside its readers, or only another name
@@ -392,9 +392,10 @@ class _Spot(NamedTuple):
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
-    """Moves collectives up, at most `prefetch` gathers over the same links ahead of their use.
+    """Moves collectives up; at most `prefetch` gathers over the same links then wait for their use.
 
-    The given order stays if the new one does not fit in `room` and takes more memory than it.
+    The given order stays if `prefetch` is 0, or if the new one exceeds `room` and takes more memory
+    than the given one.
     """
     if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program

@@ -33,7 +33,7 @@ from spmd.mesh.sharding import Axes
 
 
 def operand_dim(kind: OpKind, dim: int) -> int | None:
-    """Returns the operand dim that is cut in parts if the result's `dim` is; None if none is."""
+    """Returns the operands' dim to cut so as to cut the result along `dim`; None if none does."""
     if kind.name == TRANSPOSE:
         found: int = kind.attrs["permutation"][dim]
         return found
@@ -51,9 +51,9 @@ def operand_dim(kind: OpKind, dim: int) -> int | None:
 
 
 def operand_dims(kind: OpKind, dim: int, parts: int) -> list[int | None] | None:
-    """Returns the dim to cut in `parts` of each operand, to make one part of the result's `dim`.
+    """Returns each operand's dim to cut in `parts`: a part of each makes one of the result's `dim`.
 
-    None stands for a scalar, which is read whole. No list is returned if parts are not enough.
+    An entry None is a scalar, which is read whole. The list itself is None if parts do not suffice.
     """
     found = operand_dim(kind, dim)
     if found is None or any(type_.shape[found] % parts for type_ in kind.operands if type_.rank):
@@ -144,7 +144,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
         return b.op(op.name, operands, (type_,), op.kind.attrs)
 
     def piece(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
-        """Slices the old `whole`, now `x`, for this device; `x` may be a coarser slice already."""
+        """Returns the slice over `axes` of old value `whole`, of which `x` is all or a part."""
         have = cuts[whole].axes if whole in sliced else ()
         return _sliced(b, x, axes[len(have) :], dim, mesh)
 
@@ -155,7 +155,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
 def _operand_cuts(op: Op, cut: _Kept, mesh: Mesh) -> list[_Kept | None] | None:
     """Returns for each operand the slice from which an op makes the slice `cut` of its result.
 
-    None stands for an operand that is read whole. No list is returned if slices are not enough.
+    An entry None is an operand that is read whole. The list is None if slices do not suffice.
     """
     attrs = op.kind.attrs
     if op.collective:

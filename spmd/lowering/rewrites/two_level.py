@@ -73,7 +73,7 @@ _PARTED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _chains(program: Program) -> dict[Value, list[Op]]:
-    """Maps each all-reduce's result to the all-reduces in a row, over distinct atoms, up to it."""
+    """Maps each all-reduce's result to the row of all-reduces over distinct atoms that it ends."""
     # `%2 = all_reduce %1 {x}; %3 = all_reduce %2 {y}` counts as one sum over x and y if nothing
     # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`. Both are
     # in one region: devices along x may disagree on whether they enter one around %3 alone.
@@ -100,7 +100,7 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
 def _part(
     b: Builder, op: Op, where: str, kind: str, x: Value, type_: TensorType, axes: Axes, **how: Any
 ) -> Value:
-    """Appends a collective of `kind`, one of those that replace `op`; its note says `where`."""
+    """Appends a collective `kind` of `x`, one of those that replace `op`; its note says `where`."""
     b.loc = op.loc._replace(note=f"{op.loc.note} ({where})".strip())
     return b.collective(kind, x, type_, axes, **how)
 
@@ -127,7 +127,7 @@ def _summed(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) ->
 
 
 def _joined(b: Builder, x: Value, op: Op, fast: Axes, slow: Axes, mesh: Mesh) -> tuple[Value, int]:
-    """Appends a gather or reduce-scatter in two parts; returns (result, bytes copied for order)."""
+    """Appends a gather or reduce-scatter in two parts; returns (result, bytes reordered)."""
     # A gather goes over the slow links first, a reduce-scatter last: while pieces are small.
     attrs, along, kind = op.kind.attrs, op.kind.about.along, op.collective
     axes, dim, gathers = attrs["axes"], attrs[along], op.collective == "all_gather"
