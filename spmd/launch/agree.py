@@ -401,7 +401,8 @@ def _refuse_lines(name: str, process: int, label: str, found: Found) -> None:
     first = min(found)
     pair = (_lines(found[p]["text"]) for p in (first, process))
     both = zip_longest(*pair, fillvalue=("nothing", None))
-    ours, theirs = next((a, b) for a, b in both if a[0] != b[0])
+    spaces = ("spaces", None), ("other spaces", None)
+    ours, theirs = next(((a, b) for a, b in both if a[0] != b[0]), spaces)
     raise LaunchError(
         f"the processes of this job differ in {name}, {label}",
         source=theirs[1] or ours[1],
