@@ -78,7 +78,7 @@ class ArgumentError(SpmdError):
 
 
 class LaunchError(SpmdError):
-    """Raised when processes of a job cannot connect, or differ in program, flags or versions."""
+    """Raised when a job's processes are set up wrongly, too late, can't connect, fail or differ."""
 
 
 class InstallError(SpmdError, ImportError):

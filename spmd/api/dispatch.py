@@ -48,7 +48,7 @@ def dispatched(
 
 
 def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
-    """Returns what lets jax run a program without Python; None for keys, effects, debug_nans."""
+    """Returns jax's way to run without Python; None for key results, effects, debug_nans/infs."""
     if config.debug_nans.value or config.debug_infs.value:
         return None
     program = executable._executable

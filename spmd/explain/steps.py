@@ -112,7 +112,7 @@ def rings(plan: Plan) -> w.Section:
 
 
 def _ring(plan: Plan, op: Op, factor: int) -> w.Item | None:
-    """Returns the figures of one op's ring factor; None if its pieces cannot go round a ring."""
+    """Returns a ring factor's time and bytes, round and gathered; None if it cannot go round."""
     rule, mesh, topology = rule_of(op.kind, op.loc), plan.mesh, plan.topology
     assignment = plan.choice(op).assignment
     axes = ring_axes(rule, factor, assignment, mesh.atom_sizes)

@@ -188,7 +188,7 @@ class _Unroller:
         return found if fits else None
 
     def _place(self, starts: Sequence[Value], shape: Sequence[int], piece: Sequence[int]) -> Any:
-        """Returns a piece's index in dim 0; None if not known or `piece` != `(1, *shape[1:])`."""
+        """Returns a piece's index in dim 0, an int; None if not known or not `(1, *shape[1:])`."""
         known = [self._integer(v) for v in starts]
         if not shape or tuple(piece) != (1, *shape[1:]) or None in known[:1]:
             return None

@@ -95,7 +95,7 @@ class _Walk:
                 self.fail(f"%{value} is read {where}", op)
 
     def belongs(self, op: Op, is_manual: bool) -> None:
-        """Fails for ops of other stages, manual ops unless `is_manual`, axis-less collectives."""
+        """Fails if an op's dialect, stage, region (`is_manual`: a manual one) or axes are wrong."""
         about, is_whole = op.kind.about, self.stage == "program"
         if op.name.partition(".")[0] not in _DIALECTS:
             self.fail(f"its dialect is none of {_DIALECTS}", op)

@@ -136,7 +136,7 @@ def integer(pattern: str, text: str) -> int:
 
 
 def names_of(rest: str, key: str) -> list[str]:
-    """Returns the names in attribute `key`: `calls=%a` -> ["a"], `calls={%a, %b}` -> ["a", "b"]."""
+    """Returns `key`'s names, [] without it: `calls=%a` -> ["a"], `calls={%a, %b}` -> ["a", "b"]."""
     match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^\s,]+))", rest)
     if match is None:
         return []

@@ -302,7 +302,7 @@ def part_atoms(mesh: Mesh, other: Mesh, name: str, pre: int = 1, size: int = 0) 
 
 
 def _described(mesh: Mesh) -> str:
-    """Returns `(x=2, y=4) of 8 devices`; with their ids, 16 at most, if these aren't 0, 1, ..."""
+    """Returns `(x=2) of 2 devices`, or `(x=2) with the devices 3, 2` (16 at most) if not 0, 1."""
     if mesh.device_ids == tuple(range(mesh.size)):
         return f"({mesh}) of {mesh.size} devices"
     more = ", ..." if mesh.size > 16 else ""

@@ -157,10 +157,10 @@ def _by_blocks(
     keys: int,
     zeros: Callable[[], Sequence[Any]],
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Calls `block` for one block of queries after another, of tensors (B, S, ...) and mask.
+    """Calls `block` for blocks of queries, smaller the more `keys` there are, and of their mask.
 
-    `block` returns (values for its queries, terms). The result is (values for all queries, sums of
-    the terms, which begin as `zeros()`).
+    `block` takes tensors (B, Q, ...) and returns (values for its queries, terms). The result is
+    (values for all queries, sums of the terms, which begin as `zeros()`).
     """
     batch, length = tensors[0].shape[:2]
     count = 1  # also where sizes are symbolic: it is traced again when they have values

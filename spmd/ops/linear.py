@@ -151,7 +151,7 @@ def _kernel(x: Any, *operands: Any) -> Any:
 
 
 def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Returns each product, in x's dtype, of 8-bit floats; rows' largest entry is scaled to 448."""
+    """Returns x @ weight.T for each (8-bit weight, *scales), x's rows scaled to 448 and rounded."""
     x32_BI = x_BI.astype(jnp.float32)
     largest_B1 = jnp.max(jnp.abs(x32_BI), axis=1, keepdims=True)
     scales_B1 = jnp.where(largest_B1 > 0, largest_B1 / float(jnp.finfo(FP8).max), 1.0)

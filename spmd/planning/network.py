@@ -370,7 +370,7 @@ def slack_of(choices: Choices, units: Units) -> Slack:
         found[key] = total + seconds, count + 1
 
     def pass_time(region: Region) -> tuple[float, dict[Value, float]]:
-        """Notes slack in a region; returns its seconds, and value -> second at which it is made."""
+        """Notes each use's seconds since its value was made; returns (region's, value -> made)."""
         now, made = 0.0, dict[Value, float]()
         for op in region.ops:
             if op.regions:

@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
     @staticmethod
     def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> Need:
-        """Returns the need of the tiles' (start, low, high), cut to `length` and a dim's `size`."""
+        """Returns tiles' (start, low, high) as a Need, cutting [low, high) to its range and dim."""
         starts, lows, highs = [], [], []
         for start, low, high in ranges:
             low, high = max(low, start, 0), min(high, start + length, size)

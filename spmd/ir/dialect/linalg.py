@@ -113,7 +113,7 @@ def _library_call(kind: OpKind) -> Rule:
 @op(*MATRIX_CALLS, batched=_batched_call, is_same_locally=True)
 @op("stablehlo.cholesky", batched=in_front, is_same_locally=True, passes=_blocks)
 def _matrix(kind: OpKind) -> Rule:
-    """Returns the rule `b i j -> b i j, b k`: dims in front of a matrix's two may be split."""
+    """Returns `b i j -> b i j, b k` for QR, Cholesky, ...: dims before a matrix's may be split."""
     return whole(kind, kind.operands[0].rank - 2)
 
 

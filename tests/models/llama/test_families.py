@@ -174,6 +174,7 @@ def test_experts_on_meshes(axes: Any, table: str, changes: Any, devices8: Any) -
     assert held.data.shape[1] <= 4 // split  # of gradients, that leave the program
 
 
+@pytest.mark.thorough
 def test_experts_are_not_in_fp8() -> None:
     """What is multiplied beside them is."""
     config = dataclasses.replace(MIXTURE, matmul="fp8")

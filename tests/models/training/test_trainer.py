@@ -84,6 +84,7 @@ def test_sigterm_saves_and_says_so(alone, tmp_path: Path):
     assert again.first["step"] == steps + 1
 
 
+@pytest.mark.thorough
 def test_two_processes(alone, tmp_path: Path):
     said = run_both(Path(__file__).with_name("own_model.py"), tmp_path / "run")
     assert said[0] == said[1]

@@ -326,6 +326,7 @@ def linked(value: Schema) -> Schema:
 SCHEMAS = st.recursive(PLAIN, holding, max_leaves=9) | PLAIN.map(linked)
 
 
+@pytest.mark.thorough
 def test_texts_fit_their_schemas() -> None:
     """Of completions and chats, several at once; few are so long that they have to be cut."""
     finishes: list[str] = []
