@@ -8,9 +8,8 @@ same source lines, so their costs are summed.
 from __future__ import annotations
 
 import linecache
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from spmd.explain import words as w
@@ -161,31 +160,36 @@ class Spent(NamedTuple):
 
     slot: Slot  # the op, and when it runs
     seconds: float
-    hidden: float  # what a collective takes beyond `seconds`, hidden by arithmetic; else 0
+    hidden: float  # what arithmetic hides of a collective beyond `seconds`; 0 for arithmetic
 
 
 def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
     """Returns how much longer each op makes a run; loops and conditionals themselves are left out.
 
     Ops whose slots overlap in time run at the same time: nothing runs beside a loop, and slots in
-    its body have the times of its first iteration. Only arithmetic hides a collective.
+    its body have the times of its first iteration. Arithmetic hides collectives; of those that run
+    at the same time each counts for its share.
     """
     slots = [slot for slot in timeline.slots if not slot.op.regions]
-    busy = sorted((slot.start, slot.end) for slot in slots if slot.lane == COMPUTE)
-    starts = [start for start, _ in busy]
-    before = list(accumulate((end - start for start, end in busy), initial=0.0))
-
-    def busy_until(moment: float) -> float:
-        # Arithmetic that began before, without what the last of it does afterwards.
-        count = bisect_right(starts, moment)
-        return before[count] - max(0.0, busy[count - 1][1] - moment) if count else 0.0
-
+    ends = [(slot.end, False, i) for i, slot in enumerate(slots)]
+    edges = sorted([*ends, *((slot.start, True, i) for i, slot in enumerate(slots))])
+    exposed, beside = [0.0] * len(slots), [0.0] * len(slots)
+    sending, busy, last = set[int](), 0, 0.0
+    for moment, begins, i in edges:
+        for other in sending if moment > last else ():
+            (beside if busy else exposed)[other] += (moment - last) / len(sending)
+        last = moment
+        if slots[i].lane == COMPUTE:
+            busy += 1 if begins else -1
+        elif begins:
+            sending.add(i)
+        else:
+            sending.discard(i)
     made = []
-    for slot in slots:
-        is_compute = slot.lane == COMPUTE
-        beside = 0.0 if is_compute else busy_until(slot.end) - busy_until(slot.start)
-        saved = topology.chip.overlap * beside
-        made.append(Spent(slot, (slot.seconds - saved) * slot.trips, saved * slot.trips))
+    for i, slot in enumerate(slots):
+        saved = topology.chip.overlap * beside[i]
+        own = slot.seconds if slot.lane == COMPUTE else exposed[i] + beside[i] - saved
+        made.append(Spent(slot, own * slot.trips, saved * slot.trips))
     return made
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from spmd.explain.costs import spent
 from spmd.explain.page.page import render
 from spmd.explain.steps import pipeline_rows
 from tests.explain.programs import assert_text_and_page_have, pipelined_step
@@ -31,3 +32,10 @@ def test_text_and_page_have_the_same_facts(gpipe: Any) -> None:
 def test_a_program_without_pipelines_has_no_section(compiled: Any) -> None:
     page = render(compiled._facts())
     assert 'id="pipelines"' not in page and 'id="rings"' not in page
+
+
+def test_what_runs_at_the_same_time_counts_once(gpipe: Any) -> None:
+    """Sums over `data` and over `stage` go over links of their own."""
+    timeline, topology = gpipe.timeline, gpipe.stages.plan.topology
+    whole = sum(part.seconds for part in spent(timeline, topology))
+    assert 0.9 * timeline.seconds < whole < 1.001 * timeline.seconds
