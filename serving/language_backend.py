@@ -10,6 +10,7 @@ from typing import Any
 from spmd.mesh.topology import Topology
 from spmd.models.decode import PAGES
 from spmd.models.decode.packing import row_shapes, width
+from spmd.models.decode.shape import most_drafts
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import Manifest
@@ -88,7 +89,7 @@ def _limits(bundle: Bundle) -> Limits:
         pages=int(bundle.symbols[PAGES]),
         top_logprobs=int(shape["top_logprobs"]),
         vocab_size=int(model["vocab_size"]),
-        drafts=int(shape.get("drafts", 0)) if shape["page"] < shape["max_length"] else 0,
+        drafts=most_drafts(int(shape.get("drafts", 0)), shape["page"], shape["max_length"]),
     )
     if min(limits.slots, limits.groups, limits.page, *limits.rows) < 1:
         raise ValueError("sizes have to be positive")

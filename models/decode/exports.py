@@ -12,7 +12,7 @@ import numpy as np
 from spmd.models import sampling
 from spmd.models.decode.model import RowsModel
 from spmd.models.decode.packing import row_shapes, width
-from spmd.models.decode.shape import ServingShape, symbolic_pages
+from spmd.models.decode.shape import ServingShape, most_drafts, symbolic_pages
 from spmd.models.decode.state import state_leaves
 from spmd.models.decode.steps import allow, begin, step
 from spmd.models.function import Function
@@ -89,7 +89,7 @@ def functions(
                 step,
                 shapes=shapes,
                 alternatives=shape.top_logprobs,
-                drafts=shape.most_drafts,
+                drafts=most_drafts(shape.drafts, shape.page, shape.max_length),
                 model=model,
             )
             packed = struct((shape.groups, width(shapes)), np.int32)

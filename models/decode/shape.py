@@ -37,14 +37,14 @@ class ServingShape(NamedTuple):
         return self.slots // self.groups
 
     @property
-    def most_drafts(self) -> int:
-        """Drafts of a slot in a step."""
-        return self.drafts if self.pages_of_slot > 1 else 0
-
-    @property
     def pages_of_slot(self) -> int:
         """Pages that the longest sequence takes."""
         return self.max_length // self.page
+
+
+def most_drafts(drafts: int, page: int, max_length: int) -> int:
+    """Drafts of a slot in a step: none where a sequence has one page, as `ServingShape` says."""
+    return drafts if page < max_length else 0
 
 
 def symbolic_pages(shape: ServingShape) -> Any:

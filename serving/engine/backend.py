@@ -50,10 +50,6 @@ class Limits:
         """The most tokens that a sequence can have: a small pool holds fewer than `max_length`."""
         return min(self.max_length, self.pages * self.page)
 
-    def padded(self, rows: int) -> int:
-        """How many rows of a group a step with so many of them has, with padding."""
-        return next((size for size in self.rows if size >= rows), rows)
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -116,6 +112,11 @@ class SlotPart(NamedTuple):
     def rows(self) -> int:
         """How many rows it has."""
         return 1 + len(self.drafts) if self.tokens is None else len(self.tokens)
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens are drawn: one behind each draft and one more, if any is."""
+        return 1 + len(self.drafts) if self.draws else 0
 
 
 class Stepped(NamedTuple):

@@ -6,7 +6,8 @@ Code, summaries and answers about a text repeat much of what stands before them.
 
 the last tokens, ` i in ran`, stand earlier in it, and `ge(10): print(` followed there. No second
 model guesses (prompt lookup; Saxena 2023). Guesses are tried in rows of a step that has room for
-them, so a wrong one costs next to nothing, and no guess changes what is drawn.
+them, and no guess changes what is drawn. What a guess costs is that its step waits for the results
+of the one before.
 """
 
 from __future__ import annotations

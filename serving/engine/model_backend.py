@@ -256,7 +256,7 @@ def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
 def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
     """(group and number of each token that is drawn, the rows (A, D) behind which they are)."""
     most = min(rows, placed.per_slot.shape[1])
-    tokens = np.array([part.draws * (1 + len(part.drafts)) for part in placed.parts], np.int64)
+    tokens = np.array([part.drawn for part in placed.parts], np.int64)
     group = np.repeat(placed.group, tokens)
     # Of each part the last rows, up to its end.
     back = np.repeat(np.cumsum(tokens), tokens) - np.arange(len(group))

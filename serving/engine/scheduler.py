@@ -224,10 +224,10 @@ class Scheduler:
         for key, part in zip(step.keys, step.parts, strict=True):
             request = self._ongoing.get(key)
             if part.draws:
-                drawn = _right(part, ids[row : row + 1 + len(part.drafts)])
+                drawn = _right(part, ids[row : row + part.drawn])
                 taken = 0 if request is None else self._take_drawn(request, part, drawn, row, done)
                 self.counts.wasted += len(drawn) - taken
-                row += 1 + len(part.drafts)
+                row += part.drawn
             elif request is not None and part.start + len(part.tokens or ()) == request.end:
                 done.append(Progress(key, None, "length"))
                 self._end(request)

@@ -177,7 +177,7 @@ class FakeBackend:
         written: Counter[tuple[int, int]] = Counter()
         for part in parts:
             group, count = self._group(part), part.rows
-            drawn[group] += part.draws * (1 + len(part.drafts))
+            drawn[group] += part.drawn
             assert not part.drafts or (part.draws and part.tokens is None), "drafts of a chunk"
             end = part.start + count
             pages = part.pages

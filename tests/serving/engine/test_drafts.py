@@ -37,7 +37,7 @@ def test_the_longest_that_was_said_before_counts() -> None:
 
 @pytest.mark.parametrize("few", [1, 2])
 def test_texts_are_the_same_in_fewer_steps(few: int) -> None:
-    texts, calls = [], []
+    texts = []
     for drafts in (0, 3):
         limits = dataclasses.replace(LIMITS, slots=8, rows=(8,), drafts=drafts)
         backend = FakeBackend(limits, letters=False, few=few)
@@ -53,10 +53,9 @@ def test_texts_are_the_same_in_fewer_steps(few: int) -> None:
 
         texts.append([asyncio.run(ask_all(count)) for count in (1, 2, 6)])
         engine.stop()
-        calls.append(backend.calls)
         counts = engine.state().counts
         assert bool(counts.accepted) == bool(drafts)
         assert counts.accepted <= counts.drafted
     assert texts[0] == texts[1]
-    if few == 1:  # six at a time have no room for drafts
-        assert calls[1] < 0.8 * calls[0]
+    if few == 1:  # of the one that is alone, 25 tokens: three steps of four save one each, or more
+        assert counts.accepted > 9

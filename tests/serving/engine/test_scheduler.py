@@ -182,7 +182,7 @@ def drawn_in(call: tuple[EngineStep, Stepped]) -> int:
     step, results = call
     ids, count = iter(results.drawn.ids.tolist()), 0
     for part in step.parts:
-        found = [next(ids) for _ in range(part.draws * (1 + len(part.drafts)))]
+        found = [next(ids) for _ in range(part.drawn)]
         wrong = (i for i, d in enumerate(part.drafts) if found[i] != d)
         count += min(len(found), 1 + next(wrong, len(part.drafts)))
     return count
