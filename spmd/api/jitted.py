@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from inspect import Parameter, Signature
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -72,7 +71,25 @@ def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
 def jit(
     fn: None = None, **options: Unpack[JitOptions]
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-def jit(fn: Any = None, **given: Any) -> Any:
+def jit(
+    fn: Any = None,
+    *,
+    mesh: jax.sharding.Mesh | AbstractMesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    device: None = None,
+    backend: None = None,
+    inline: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+) -> Any:
     """Compiles a single-device function for a mesh; takes what `jax.jit` takes, and a mesh.
 
     Called with values, it runs the partitioned program. Called inside of another program (under
@@ -114,10 +131,8 @@ def jit(fn: Any = None, **given: Any) -> Any:
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
       >>> params, opt_state, loss = step(params, opt_state, batch)
     """
-    if unknown := given.keys() - JitOptions.__annotations__.keys():
-        raise TypeError(f"jit() got an unexpected keyword argument {min(unknown)!r}")
     if fn is None:
-        return functools.partial(jit, **given)
+        return functools.partial(jit, **{k: v for k, v in locals().items() if k != "fn"})
     if not callable(fn) or isinstance(fn, jax.sharding.Mesh):  # which is a decorator, too
         raise ArgumentError(
             "spmd.jit needs the function first",
@@ -125,8 +140,6 @@ def jit(fn: Any = None, **given: Any) -> Any:
             actual=described(fn),
             fix="write spmd.jit(fn, mesh=mesh), or @spmd.jit(mesh=mesh)",
         )
-    asked = dict.fromkeys(JitOptions.__annotations__) | given
-    mesh, options, backend = asked["mesh"], asked["options"], asked["backend"]
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(
             f"the options of spmd.jit are a {type(options).__name__}",
@@ -135,39 +148,36 @@ def jit(fn: Any = None, **given: Any) -> Any:
             required="a spmd.Options",
             fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
         )
-    for name, own in (("device", "[device]"), ("backend", f"jax.devices({backend!r})")):
-        if asked[name] is not None:
+    for name, value, own in (
+        ("device", device, "[device]"),
+        ("backend", backend, f"jax.devices({backend!r})"),
+    ):
+        if value is not None:
             raise ArgumentError(
                 f"spmd.jit has no {name}: a program runs on the devices of its mesh",
                 source=caller(),
-                actual=f"{name}={described(asked[name])}",
+                actual=f"{name}={described(value)}",
                 fix=f"pass mesh=spmd.make_mesh(data=len({own}), devices={own})",
             )
     if mesh is not None:
         as_mesh(mesh)
     options = options or Options()
-    if more := asked["compiler_options"]:
-        options = replace(options, compiler_options={**options.compiler_options, **more})
+    if compiler_options:
+        more = {**options.compiler_options, **compiler_options}
+        options = replace(options, compiler_options=more)
     return Jitted(
         Recipe(
             fn,
             mesh,
-            _one_of(asked["in_specs"], asked["in_shardings"], "in"),
-            _one_of(asked["out_specs"], asked["out_shardings"], "out"),
-            Selected.of(fn, asked["static_argnums"], asked["static_argnames"]),
-            Selected.of(fn, asked["donate_argnums"], asked["donate_argnames"]),
-            bool(asked["keep_unused"]),
-            bool(asked["inline"]),
+            _one_of(in_specs, in_shardings, "in"),
+            _one_of(out_specs, out_shardings, "out"),
+            Selected.of(fn, static_argnums, static_argnames),
+            Selected.of(fn, donate_argnums, donate_argnames),
+            keep_unused,
+            inline,
             options,
         )
     )
-
-
-_OPTIONS = [
-    Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in JitOptions.__annotations__
-]
-_FUNCTION = Parameter("fn", Parameter.POSITIONAL_OR_KEYWORD, default=None)
-jit.__signature__ = Signature([_FUNCTION, *_OPTIONS])  # type: ignore[attr-defined]
 
 
 def _one_of(specs: Any, shardings: Any, name: str) -> Any:
