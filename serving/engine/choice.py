@@ -106,7 +106,7 @@ class CompletionText:
         Raises:
           NotFinite: a log-probability is NaN.
         """
-        scores = self._take_scores()
+        scores = self._take_scores() if self._scores else None
         text, stopped = "", False
         if row is not None:
             text, stopped = self._push(drawn, row, ends=finish == "stop")
@@ -117,7 +117,7 @@ class CompletionText:
             text += rest
             finish = "stop" if stopped else finish
         self._shown += len(text)
-        tokens = self._release(finish is not None, stopped)
+        tokens = self._release(finish is not None, stopped) if self._tokens else ()
         return Delta(self.index, text, tokens, self.generated, finish, scores)
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
@@ -158,10 +158,8 @@ class CompletionText:
         out, self._tokens = self._tokens[:count], self._tokens[count:]
         return tuple(out)
 
-    def _take_scores(self) -> Tokens | None:
-        """The scores of all chunks, the first time; None after that."""
-        if not self._scores:
-            return None
+    def _take_scores(self) -> Tokens:
+        """The scores of all chunks, which are asked for once."""
         scores = Tokens(*(np.concatenate(parts) for parts in zip(*self._scores, strict=True)))
         self._scores = []
         # The last row scores a made-up target: nothing follows the prompt's last token.

@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from spmd.serving.engine.actions import Counts, EngineStep, Job, Progress
 from spmd.serving.engine.backend import Backend, Stepped, Tokens, Words
 from spmd.serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
 from spmd.serving.engine.guide import GuideError, Guides
-from spmd.serving.engine.records import EngineState, Finished, Observer
+from spmd.serving.engine.records import UNOBSERVED, EngineState, Finished, Observer
 from spmd.serving.engine.scheduler import Scheduler
 from spmd.serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
 from spmd.serving.engine.text import Decode, TokenTexts
@@ -107,14 +107,14 @@ class Entry:
         if self._placed is None:
             self._placed = now
 
-    def note_token(self, now: float, observer: Observer) -> None:
-        """Tells an observer of a token that has come."""
-        if self._first is None:
-            self._first = now
-            observer.first_token(now - self._arrived)
-        else:
-            observer.next_token(now - self._last)
-        self._last = now
+    def note_token(self, now: float, observer: Observer) -> float | None:
+        """Notes that a token has come; returns the seconds since the one before, if there was."""
+        last, self._last = self._last, now
+        if self._first is not None:
+            return now - last
+        self._first = now
+        observer.first_token(now - self._arrived)
+        return None
 
     def finished(self, reason: str, now: float) -> Finished:
         """The record of it, at its end."""
@@ -163,7 +163,7 @@ class Engine:
         decode: Decode,
         letter: Sequence[int] = (),
         *,
-        observer: Observer | None = None,
+        observer: Observer = UNOBSERVED,
         token_budget: int | None = None,
         ahead: int = 1,
         heed: Callable[[Exception], None] = lambda error: None,
@@ -382,12 +382,12 @@ class Engine:
     def _take(self, done: Done, progress: Sequence[Progress]) -> None:
         """Makes text of the tokens of a step, and hands it out."""
         step, results, seconds = done
-        if self._observer is not None:
-            self._observer.ran(step, seconds)
-        for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
-            entry = self._entries.get(key)
-            if entry is not None and scores is not None:
-                entry.choice.take_scores(part.start, scores)
+        self._observer.ran(step, seconds)
+        if results.scores.count(None) < len(step.parts):
+            for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
+                entry = self._entries.get(key)
+                if entry is not None and scores is not None:
+                    entry.choice.take_scores(part.start, scores)
         made: list[tuple[Progress, Delta | Failed | None]] = []
         over = set[int]()  # a step may draw several tokens of a request, behind a stop string, too
         for one in progress:
@@ -397,14 +397,19 @@ class Engine:
             made.append((one, delta))
         told = self._settle(made)
         now = time.monotonic()
+        gaps = Counter[float]()  # nearly all who draw a token drew one in the step before
         for entry, one, delta in told:
             if isinstance(delta, Failed):
                 self._report([entry], "error", now)
                 continue
-            if one.row is not None and self._observer is not None:
-                entry.note_token(now, self._observer)
+            if one.row is not None:
+                gap = entry.note_token(now, self._observer)
+                if gap is not None:
+                    gaps[gap] += 1
             if delta.finish is not None:
                 self._report([entry], delta.finish, now)
+        for gap, times in gaps.items():
+            self._observer.next_tokens(gap, times)
         deliver([(entry.stream, delta) for entry, _, delta in told])
 
     def _settle(
@@ -464,5 +469,4 @@ class Engine:
         for entry in entries:
             record = entry.finished(reason, now)
             entry.stream.records.append(record)
-            if self._observer is not None:
-                self._observer.finished(record)
+            self._observer.finished(record)

@@ -30,11 +30,22 @@ class Observer(Protocol):
     def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
 
-    def next_token(self, seconds: float) -> None:
-        """A request got another token, `seconds` after the one before."""
+    def next_tokens(self, seconds: float, times: int) -> None:
+        """So many requests got another token each, `seconds` after the one before."""
 
     def finished(self, record: Finished) -> None:
         """A request has ended."""
+
+
+class _Unobserved:
+    def ran(self, step: EngineStep, seconds: float) -> None: ...
+    def first_token(self, seconds: float) -> None: ...
+    def next_tokens(self, seconds: float, times: int) -> None: ...
+    def finished(self, record: Finished) -> None: ...
+
+
+UNOBSERVED: Observer = _Unobserved()
+"""Is told and does nothing."""
 
 
 class EngineState(NamedTuple):

@@ -120,6 +120,8 @@ class StopMatcher:
 
     def push(self, text: str) -> Matched:
         """Takes the next piece of text; after a match it must not be called again."""
+        if not self._stops:
+            return Matched(text, False)
         held = self._held + text
         found = [(held.find(stop), len(stop)) for stop in self._stops]
         # The stop string that is complete first wins, whichever begins first: so the result is the

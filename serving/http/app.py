@@ -76,7 +76,8 @@ class MeasuredApp:
     """An app whose answers are counted.
 
     Args:
-      app: the app; what it routes to is in the scope once it has answered.
+      app: the app; what it routes to is in the scope once it has answered, and the answer's status
+        in the exchange of the scope's state.
       routes: of the app. All paths beside them count as one, or strangers could make up as many as
         they like.
     """
@@ -90,23 +91,15 @@ class MeasuredApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         started = time.monotonic()
-        status = 499  # of those who left before there was one
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
         try:
-            await self.app(scope, receive, note)
+            await self.app(scope, receive, send)
         finally:
             seconds = time.monotonic() - started
             method = scope["method"] if scope["method"] in METHODS else "other"
             path = route_path(scope)
             if path not in self._paths:
                 path = self._by_endpoint.get(scope.get("endpoint"), "other")
-            self._traffic.answered(method, path, status, seconds)
+            self._traffic.answered(method, path, scope["state"]["exchange"].status, seconds)
 
 
 _LOG = logging.getLogger("serving.access")

@@ -8,13 +8,16 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spmd.serving.errors import ApiError
 from spmd.serving.http.admission import RETRY_SECONDS, address_of
 from spmd.serving.http.limits import ANY, ServerOptions
 from spmd.serving.http.requests import error_response
 from spmd.serving.http.traffic import Traffic
+
+HEADER_BYTES = 2**16
+"""So long may headers be, and what frames a body beyond as many bytes as the body has."""
 
 TOLD = 16
 """So many connections of an address beyond its limit are told why they end; others just end."""
@@ -112,7 +115,7 @@ class Refusing:
         await response(scope, receive, send)
 
 
-class Protocol(H11Protocol):
+class Protocol(HttpToolsProtocol):
     """HTTP/1.1 that closes connections on which no request comes, or of which nothing is read.
 
     Without it, clients that connect and send nothing would use up all connections, and answers that
@@ -123,6 +126,7 @@ class Protocol(H11Protocol):
     addresses: Addresses
 
     _host: str | None = None
+    _head = _body = 0  # bytes of the request that comes in: all but its body, and that
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
@@ -139,6 +143,24 @@ class Protocol(H11Protocol):
             return
         self.app_state = {**self.app_state, REFUSED: True}
         self._timer = self.loop.call_later(TOLD_SECONDS, self._turn_away)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on; refuses headers, trailers and framing that grow without an end."""
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > HEADER_BYTES + self._body and not self.transport.is_closing():
+            self.send_400_response(f"The headers are too large: {HEADER_BYTES} bytes are the most.")
+
+    def on_message_begin(self) -> None:
+        """Counts anew."""
+        super().on_message_begin()
+        self._head = self._body = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Counts what is body."""
+        super().on_body(body)
+        self._head -= len(body)
+        self._body += len(body)
 
     def _turn_away(self) -> None:
         """Ends a connection beyond the limit, unless its answer is on its way."""

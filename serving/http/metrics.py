@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from spmd.serving.engine.actions import EngineStep
 from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.records import EngineState, Finished
-from spmd.serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics
+from spmd.serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics, Weighted
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,9 +45,10 @@ class Metrics:
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",
             _FIRST_TOKEN,
         )  # fmt: skip
-        self._between = requests.histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a request", _BETWEEN_TOKENS
-        )
+        self._between = Weighted(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request", _BETWEEN_TOKENS,
+            requests,
+        )  # fmt: skip
         self._per_token = requests.histogram(
             "vllm:time_per_output_token_seconds",
             "Mean time of a request's tokens after the first",
@@ -87,9 +88,9 @@ class Metrics:
         """Notes a request's first token."""
         self._first_token.observe(seconds)
 
-    def next_token(self, seconds: float) -> None:
-        """Notes a request's later token."""
-        self._between.observe(seconds)
+    def next_tokens(self, seconds: float, times: int) -> None:
+        """Notes later tokens of requests."""
+        self._between.observe(seconds, times)
 
     def finished(self, record: Finished) -> None:
         """Notes the end of a request."""

@@ -457,7 +457,7 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
     return Response(text, media_type="application/json")
 
 
-async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
+async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
     """The events of a stream, in batches; a failure is the last event before `[DONE]`."""
     try:
         async for batch in stream.batches():
@@ -470,10 +470,10 @@ async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
     else:
         last = answer.last_chunk()
         yield [] if last is None else [dump(last)]
-    yield ["[DONE]"]
+    yield [b"[DONE]"]
 
 
-def _write(batch: Sequence[Delta], answer: Answer) -> list[str]:
+def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
     return [dump(chunk) for delta in batch for chunk in answer.chunks(delta)]
 
 

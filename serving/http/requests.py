@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import hmac
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -16,8 +16,6 @@ from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.admission import Visit, address_of
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.service import PROCESS_LOST, Service
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def service_of(request: Request) -> Service:
@@ -181,7 +179,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[list[str]], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[list[bytes]], close: Callable[[], None]) -> None:
         super().__init__(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -197,7 +195,7 @@ class EventStream(Response):
                 async with until_gone(receive):
                     await send({"type": "http.response.start", **start})
                     async for texts in self._events:
-                        body = "".join(f"data: {text}\n\n" for text in texts).encode()
+                        body = b"".join(b"data: %b\n\n" % text for text in texts)
                         if body:
                             piece = {"type": "http.response.body", "body": body, "more_body": True}
                             await send(piece)
@@ -206,9 +204,9 @@ class EventStream(Response):
             self._close()
 
 
-def dump(value: Any) -> str:
+def dump(value: Any) -> bytes:
     """JSON on one line, without spaces."""
-    return _ENCODER.encode(value)
+    return orjson.dumps(value)
 
 
 def failure(error: Failed) -> ApiError:

@@ -74,7 +74,6 @@ LAST_WORDS_SECONDS = 1
 """So long the server says why it ends, when it has to end without having drained."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-HEADER_BYTES = 2**16
 
 
 class Server(uvicorn.Server):
@@ -104,7 +103,6 @@ class Server(uvicorn.Server):
             log_level=log_level,
             access_log=False,  # `spmd.serving.http.app` writes it
             limit_concurrency=service.options.connections,
-            h11_max_incomplete_event_size=HEADER_BYTES,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=2 * CLOSING_SECONDS,
             server_header=False,

@@ -1,10 +1,20 @@
 """Metrics that do not depend on the kind of model: what HTTP was asked for, and how it ended."""
 
+from __future__ import annotations
+
+import bisect
+import itertools
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from spmd.serving.engine.records import Finished
 from spmd.serving.engine.statistics import Statistics
@@ -40,6 +50,37 @@ class Now(Collector):
     def describe(self) -> Iterator[Metric]:
         """None are known before they are collected."""
         return iter(())
+
+
+class Weighted:
+    """A histogram that notes a value several times at once; only one thread may.
+
+    Args:
+      buckets: their upper bounds, ascending.
+      requests: has the model and the registry.
+    """
+
+    def __init__(
+        self, name: str, help_text: str, buckets: tuple[float, ...], requests: RequestMetrics
+    ) -> None:
+        self._about = name, help_text, requests.model
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        requests.registry.register(Now(self._now))
+
+    def observe(self, value: float, times: int) -> None:
+        """Notes a value so many times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def _now(self) -> Iterator[Metric]:
+        name, help_text, model = self._about
+        family = HistogramMetricFamily(name, help_text, labels=["model_name"])
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        counts = itertools.accumulate(self._counts)
+        family.add_metric([model], [*zip(bounds, counts, strict=True)], self._sum)
+        yield family
 
 
 class Traffic:

@@ -132,7 +132,7 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Token ids -> text, special tokens included."""
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+        return str(self._tokenizer.decode([*map(int, ids)], skip_special_tokens=False))
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:

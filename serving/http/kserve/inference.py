@@ -356,7 +356,7 @@ def _answer(name: str, asked: InferenceAsk, results: Tensors, encoding: str) -> 
     if asked.id is not None:
         head["id"] = asked.id
     written = [write_tensor(output, np.asarray(results[output.name])) for output in asked.outputs]
-    text = dump({**head, "outputs": [about for about, _ in written]}).encode()
+    text = dump({**head, "outputs": [about for about, _ in written]})
     headers = {}
     kind = "application/json"
     if any(output.binary for output in asked.outputs):

@@ -39,7 +39,7 @@ class Notes:
     def first_token(self, seconds: float) -> None:
         self.firsts.append(seconds)
 
-    def next_token(self, seconds: float) -> None:
+    def next_tokens(self, seconds: float, times: int) -> None:
         self.more.append(seconds)
         self.heard()
 

@@ -290,7 +290,7 @@ def test_answers_are_counted_by_route_and_refusals_by_reason() -> None:
             post(f"{live.url}/v1/completions", json={"prompt": prompt})
         get(f"{live.url}/v1/nothing")
         for path in ("models", "completions"):
-            httpx.request("BREW", f"{live.url}/v1/{path}", timeout=PATIENCE)
+            httpx.request("PROPFIND", f"{live.url}/v1/{path}", timeout=PATIENCE)
         counts = numbers(live)
     total = 'http_requests_total{handler="%s",method="%s",status="%d"}'
     assert counts[total % ("/v1/completions", "POST", 200)] == 2

@@ -155,6 +155,8 @@ def head(length: int) -> bytes:
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1e3\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2_000_000,
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: 1\r\n" * 400_000,
     ],
 )
 def test_what_is_no_http(live: Live, garbage: bytes) -> None:
