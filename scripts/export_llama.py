@@ -54,13 +54,13 @@ def make_parser() -> Parser:
     add("--seed", type=int, default=0, help="of the random weights")
     add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
     add("--name", help="what the bundle is called (default: like --out)")
-    add("--slots", type=positive, default=8, help="sequences that run together, of all groups")
+    add("--slots", type=positive, default=256, help="sequences that run together, of all groups")
     add("--max_length", type=positive, help="of a sequence (default: the model's, at most 4096)")
     add(
         "--rows",
         type=numbers,
         help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
-        "and pieces of prompts (default: 1, 16 from 64 slots on, all slots, 256 and 1024)",
+        "and pieces of prompts (default: 1, 16 from 64 slots on, ..., all slots, 256, 1024, 4096)",
     )
     add(
         "--length",
@@ -151,10 +151,10 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
 
     Example:
       >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
-      ((1, 8, 256, 1024), (1, 16, 64, 256, 1024), (1, 2, 96))
+      ((1, 8, 256, 1024, 4096), (1, 16, 64, 256, 1024, 4096), (1, 2, 96))
     """
     few = [n for n in (1, 16, 64, 256) if 2 * n <= slots] if slots >= 64 else [1]
-    pieces = [min(n, slots * longest) for n in (256, 1024) if n >= 2 * slots] or [2 * slots]
+    pieces = [min(n, slots * longest) for n in (256, 1024, 4096) if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
 
 

@@ -25,10 +25,10 @@ OLD_KIND = "llama"
 
 CACHE = "state/cache/"
 
-SLOWER = 2
+SLOWER = 3
 """So many times as long a step may take for which decoding slots wait."""
 
-SHORT = 0.015
+SHORT = 0.025
 """Seconds of a step that is short for whoever reads, however quick steps are without prompts."""
 
 
@@ -137,9 +137,10 @@ def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
 
 
 def budget(seconds: Mapping[int, float], slots: int) -> int:
-    """The most rows of a step that is short, or at most twice as long as one that only decodes.
+    """The most rows of a step that is short, or at most thrice as long as one that only decodes.
 
-    Reading the weights takes as long for few rows as for some hundreds; behind that each row costs.
+    Reading the weights takes as long for few rows as for some hundreds; behind that each row costs,
+    and a step of many costs them the least: prompts are through sooner, and pauses are short still.
 
     Args:
       seconds: rows of a group in a step -> what it is predicted to take.

@@ -32,6 +32,9 @@ from spmd.models.decode import packing
 from spmd.models.decode.model import Rows, RowsModel
 from spmd.models.decode.state import State
 
+SCORED = 1024
+"""Rows of a group whose logits are there at once: of all tokens of a vocabulary they are large."""
+
 NONE = -1
 """No position, no row; as a token the latest one of its slot."""
 
@@ -120,10 +123,26 @@ def step(
     drawn_AD, state = _draw(weights, state, x_ARH, rows, (alternatives, wanted), drafts, model)
     outputs = {"drawn": packing.pack_report(drawn_AD)}
     if "targets" in rows:
-        logits_XV = model.logits(weights, _flat(x_ARH))
-        made = sampling.report(logits_XV, _flat(rows["targets"]), alternatives)
-        outputs["scores"] = packing.pack_report(_in_groups(made, rows["targets"].shape))
+        outputs["scores"] = _scores(weights, x_ARH, rows["targets"], alternatives, model)
     return state, outputs
+
+
+def _scores(
+    weights: Any, x_ARH: Any, targets_AR: Any, alternatives: int, model: RowsModel
+) -> Any:
+    """The packed report (A, R) of given tokens; logits are there of `SCORED` rows at a time."""
+    shape = targets_AR.shape
+
+    def score(block: Any) -> Any:
+        logits_XV = model.logits(weights, _flat(block[0]))
+        made = sampling.report(logits_XV, _flat(block[1]), alternatives)
+        return packing.pack_report(_in_groups(made, block[1].shape))
+
+    if shape[1] <= SCORED or shape[1] % SCORED:
+        return score((x_ARH, targets_AR))
+    blocks = (x.reshape(shape[0], -1, SCORED, *x.shape[2:]) for x in (x_ARH, targets_AR))
+    made = jax.lax.map(score, tuple(jnp.moveaxis(x, 1, 0) for x in blocks))
+    return jnp.moveaxis(made, 0, 1).reshape(*shape, -1)
 
 
 def row_logits(weights: Any, state: State, rows: Rows, *, model: RowsModel) -> tuple[Any, State]:
@@ -204,15 +223,17 @@ def _behind(x_AD: Any, first: Any) -> Any:
 
 def _advance(state: State, ids_AD: Any, slots_AD: Any, depth_AD: Any, drafts: int) -> State:
     """Makes drawn tokens the latest ones of their slots, the deepest last; -1 is no slot."""
-    # Comparisons instead of scatters: they stay local where A, B or V is split over devices.
-    is_of_ADB = slots_AD[..., None] == jnp.arange(state["tokens"].shape[1])
-    tokens_AB, seen_ABV, drawn_ABV = (state[name] for name in ("tokens", "seen", "drawn"))
+    slots = state["tokens"].shape[1]
+    tokens_AB = state["tokens"]
     for depth in range(drafts + 1):
-        is_it_ADB = is_of_ADB & (depth_AD == depth)[..., None]
+        is_it_ADB = (slots_AD[..., None] == jnp.arange(slots)) & (depth_AD == depth)[..., None]
         ids_AB = jnp.max(jnp.where(is_it_ADB, ids_AD[..., None], NONE), axis=1)
-        is_new_ABV = ids_AB[..., None] == jnp.arange(seen_ABV.shape[2])
         tokens_AB = jnp.where(ids_AB == NONE, tokens_AB, ids_AB)
-        seen_ABV, drawn_ABV = seen_ABV | is_new_ABV, drawn_ABV + is_new_ABV
+    # Of what all slots hold of all tokens, just these numbers are read and written.
+    group_A1 = jnp.arange(len(ids_AD))[:, None]
+    place = group_A1, jnp.where(slots_AD == NONE, slots, slots_AD), ids_AD
+    seen_ABV = state["seen"].at[place].set(True, mode="drop")
+    drawn_ABV = state["drawn"].at[place].add(1, mode="drop")
     return {**state, "tokens": tokens_AB, "seen": seen_ABV, "drawn": drawn_ABV}
 
 

@@ -160,9 +160,9 @@ def check_bytes_that_a_step_reads(out, devices8):
     ("seconds", "slots", "rows"),
     [
         ({8: 1.0, 128: 1.1, 512: 2.0, 2048: 5.0}, 8, 512),
-        ({8: 1.0, 128: 2.1, 512: 4.0}, 8, 128),  # all slots and a piece, however long it takes
+        ({8: 1.0, 128: 3.1, 512: 4.0}, 8, 128),  # all slots and a piece, however long it takes
         ({16: 1.0, 256: 2.5, 512: 6.0}, 256, 512),
-        ({8: 0.002, 256: 0.006, 512: 0.011, 1024: 0.021}, 8, 512),  # short for whoever reads
+        ({8: 0.002, 256: 0.011, 512: 0.021, 1024: 0.041}, 8, 512),  # short for whoever reads
         ({16: 1.0, 64: 2.5, 256: 3.0, 1024: 5.0}, 64, 1024),  # beside all slots, not beside few
         ({64: 1.0}, 64, 64),
     ],
@@ -323,8 +323,9 @@ def test_errors_of_the_script(arguments, message, tmp_path, export):
 
 @pytest.mark.parametrize(
     ("slots", "longest", "rows"),
-    [(8, 4096, (1, 8, 256, 1024)), (256, 4096, (1, 16, 64, 256, 1024)), (2, 48, (1, 2, 96)),
-     (1, 1, (1,)), (300, 4096, (1, 16, 64, 300, 1024)), (600, 4096, (1, 16, 64, 256, 600, 1200))],
+    [(8, 4096, (1, 8, 256, 1024, 4096)), (256, 4096, (1, 16, 64, 256, 1024, 4096)),
+     (2, 48, (1, 2, 96)), (1, 1, (1,)), (300, 4096, (1, 16, 64, 300, 1024, 4096)),
+     (600, 1, (1, 16, 64, 256, 600)), (3000, 4096, (1, 16, 64, 256, 3000, 6000))],
 )  # fmt: skip
 def test_rows_that_nobody_named(slots, longest, rows):
     assert script.default_rows(slots, longest) == rows

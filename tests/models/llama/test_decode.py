@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import pytest
 
 import spmd
 from spmd.models import decode
+from spmd.models.decode import steps
 from spmd.models.llama import quantize
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
@@ -49,6 +50,14 @@ MESHES = ((1, 1), (2, 4), (2, 1), (1, 8))
 GREEDY = Sampling(temperature=0.0)
 QUICK = ("qwen2",)
 """It has windows and biases; other parts are beside the forward pass in quantized weights."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scored_in_blocks() -> Iterator[None]:
+    """Log-probabilities of twelve rows are made of four at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "SCORED", 4)
+        yield
 
 
 def limits(shape: decode.ServingShape = SHAPE) -> Limits:
