@@ -118,6 +118,12 @@ def _add_http_flags(parser: Parser) -> None:
         help="sites whose pages may use the server, joined by commas, as in https://chat.example; "
         "* is any (default: none)",
     )
+    add(
+        "--allowed_hosts",
+        type=words,
+        help="names by which it may be asked for, joined by commas, as in *.chat.example; * is any "
+        "(default: on a loopback address localhost and addresses, else any)",
+    )
     add("--root_path", default="", help="path under which a proxy offers the server, and removes")
     add(
         "--forwarded_allow_ips",

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from spmd.serving.errors import ApiError
 from spmd.serving.http import kserve, openai_routes
 from spmd.serving.http.connections import Refusing
-from spmd.serving.http.limits import HttpOptions
+from spmd.serving.http.limits import ANY, HttpOptions
 from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
 from spmd.serving.http.metrics import CONTENT_TYPE
 from spmd.serving.http.requests import error_response, route_path, service_of
@@ -197,6 +197,7 @@ def make_app(
       http: has the sites whose pages may use it.
       tracing: makes spans of requests; None makes none.
     """
+    hosts = (ANY,) if http is None or http.allowed_hosts is None else http.allowed_hosts
     routes = [
         *PROBES,
         Route("/metrics", metrics),
@@ -208,7 +209,7 @@ def make_app(
         routes=routes,
         middleware=[
             Middleware(MeasuredApp, service.traffic, routes),
-            Middleware(Refusing, service.options.address_connections),
+            Middleware(Refusing, service.options.address_connections, hosts),
         ],
         exception_handlers={
             ApiError: _answer_api_error,

@@ -1,10 +1,12 @@
 """Connections: how many an address may have, and when those end on which nothing happens."""
 
 import asyncio
+import contextlib
 import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -95,24 +97,65 @@ def too_many(most: int) -> ApiError:
 
 
 class Refusing:
-    """An app that answers nothing but refusals on connections beyond the limit of their address.
+    """An app that answers with refusals what it should not answer at all.
+
+    That is what comes on connections beyond the limit of their address, and what is meant for
+    another host: a page of any site can have its own name resolve to this machine (DNS rebinding),
+    and would be the same site as the server for the browser then.
 
     Args:
       most: connections of one address.
+      hosts: as in `HttpOptions.allowed_hosts`.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, most: int, hosts: Sequence[str] = (ANY,)) -> None:
         self.app = app
         self._most = most
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        if REFUSED not in scope.get("state", {}):
+        error = self._error(scope)
+        if error is None:
             await self.app(scope, receive, send)
             return
-        response = error_response(Request(scope), too_many(self._most))
+        response = error_response(Request(scope), error)
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
+
+    def _error(self, scope: Scope) -> ApiError | None:
+        if REFUSED in scope.get("state", {}):
+            return too_many(self._most)
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(given) > 1 or (not given and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
+            return ApiError(400, f"one Host header is needed, not {len(given)}")
+        if not given or ANY in self._hosts or is_host(given[0], self._hosts):
+            return None
+        name = given[0][:100]
+        message = f"the server is not called {name}: --allowed_hosts says what it is called"
+        return ApiError(421, message, code="host_not_allowed")
+
+
+def is_host(given: str, hosts: Sequence[str]) -> bool:
+    """Whether a `Host` header names one of some hosts, whatever the port, as `Refusing` has it.
+
+    Example:
+      >>> is_host("a.chat.example:8000", ["*.chat.example"]), is_host("[::1]:80", [])
+      (True, True)
+    """
+    try:
+        name = urlsplit(f"//{given}").hostname or ""
+    except ValueError:
+        return False
+    if hosts:
+        return any(
+            name == host.lower() or (host[:2] == "*." and name.endswith(host[1:].lower()))
+            for host in hosts
+        )
+    # No name server has a say in what an address is.
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return name == "localhost" or name.endswith(".localhost")
 
 
 class Protocol(HttpToolsProtocol):

@@ -29,6 +29,9 @@ class HttpOptions:
     ssl_keyfile: str | None = None  # PEM, its key; None if it is in `ssl_certfile`, too
     # sites whose pages may use the server, as in `https://chat.example`; `*` is any
     allow_origins: tuple[str, ...] = ()
+    # names by which the server may be asked for, such as `*.chat.example`; `*` is any, and none is
+    # localhost and addresses. None: none on a loopback address, else any.
+    allowed_hosts: tuple[str, ...] | None = None
     # the path under which a proxy offers the server, and which the proxy removes
     root_path: str = ""
     # addresses and networks of proxies whose `X-Forwarded-For` says who a client is; `*` trusts

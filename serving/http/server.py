@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -69,6 +70,8 @@ SWITCH_SECONDS = 0.001
 """How long a thread may keep others from running Python. One thread issues steps, one makes text,
 and one sends it. With Python's own 5 ms the first one, back from waiting for the device, could wait
 for both of the others as long as a step takes, and then the device waits for it."""
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 LAST_WORDS_SECONDS = 1
 """So long the server says why it ends, when it has to end without having drained."""
@@ -239,6 +242,9 @@ def serve(
     """
     logs.set_up(log_level, log_format)
     sys.setswitchinterval(SWITCH_SECONDS)
+    http = http or HttpOptions()
+    if http.allowed_hosts is None and host in LOOPBACK:
+        http = dataclasses.replace(http, allowed_hosts=())
     service = Service(options) if others is None else Service(options, others.heed)
     server = Server(service, log_level, http)
     listener = listen(host, port)

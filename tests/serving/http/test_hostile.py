@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.serving.http.limits import ServerOptions
+from spmd.serving.http.limits import HttpOptions, ServerOptions
 from tests.serving.http.live import Live, post, serving
 from tests.waiting import PATIENCE
 
@@ -31,6 +31,12 @@ def hasty() -> Iterator[Live]:
     """A server that soon gives up on what does not come; nothing else is asked of it."""
     options = ServerOptions(body_bytes=LIMIT, body_seconds=0.4, header_seconds=0.3)
     with serving(options=options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Live]:
+    with serving(http=HttpOptions(allowed_hosts=())) as running:
         yield running
 
 
@@ -163,6 +169,42 @@ def test_what_is_no_http(live: Live, garbage: bytes) -> None:
     answer = talk(live, garbage)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
     is_well(live)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        ([b"localhost"], 200),
+        ([b"LOCALHOST:80"], 200),
+        ([b"a.localhost"], 200),
+        ([b"[::1]:8000"], 200),
+        ([b"10.0.0.7"], 200),
+        ([b"evil.example"], 421),
+        ([b"localhost.evil.example"], 421),
+        ([b"127.0.0.1.evil.example:80"], 421),
+        ([b"[evil"], 421),
+        ([], 400),
+        ([b"localhost", b"localhost"], 400),
+    ],
+)
+def test_hosts(local: Live, hosts: list[bytes], status: int) -> None:
+    lines = b"".join(b"Host: %b\r\n" % host for host in hosts)
+    start = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n"
+    assert talk(local, start + lines + b"\r\n").startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Host: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"Host: x\nContent-Length: 5\n\n12345",
+        b"Host: x\r\nX: a\r\n b\r\n\r\n",
+    ],
+    ids=["two lengths", "bare line feeds", "a folded header"],
+)
+def test_what_proxies_might_read_otherwise(live: Live, lines: bytes) -> None:
+    answer = talk(live, b"POST /v1/completions HTTP/1.1\r\n" + lines + b"GET / HTTP/1.1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
 
 
 def test_random_bytes(live: Live) -> None:

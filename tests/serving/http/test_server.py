@@ -43,6 +43,7 @@ def test_a_gentle_end(start: Start) -> None:
     assert get(f"{process.url}/health").status_code == 503
     process.let("load")
     process.wait_health(200)
+    assert get(f"{process.url}/health", headers={"Host": "evil.example"}).status_code == 421
     with asking(process.url) as answers:
         process.process.send_signal(signal.SIGTERM)
         process.wait_health(503)
@@ -67,6 +68,7 @@ def test_two_signals_end_at_once(start: Start) -> None:
     process = start()
     process.let("load")
     process.wait_health(200)
+    assert get(f"{process.url}/health", headers={"Host": "evil.example"}).status_code == 421
     with asking(process.url) as answers:
         process.process.send_signal(signal.SIGTERM)
         process.wait_health(503)
