@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode, experts, fp8, long, paged, placed, stages
+from benchmarks import decode, experts, fp8, long, paged, placed, products, stages
 from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 from spmd.ir.dialect import rule
 
@@ -38,6 +38,15 @@ def test_paged(dtype: str, capsys: Capture) -> None:
     assert [line.split(" | ")[0] for line in said] == ["| pages", "| pages, chunk"]
     wanted = 3 * 64 * 2 * 2 * 16 * (4 if dtype == "float32" else 1.25) / 1e6
     assert said[0].split(" | ")[2] == f"{wanted:.1f}"
+
+
+@pytest.mark.thorough
+def test_products(capsys: Capture) -> None:
+    products.main("--width 256 --inner 256 --rows 1,3 --calls 1 --steps 1".split())
+    rows = table(capsys)
+    kinds = [(row["weights"], row["rows"]) for row in rows]
+    assert kinds == [(kind, count) for kind in products.KINDS for count in ("1", "3")]
+    assert all(float(row["ours, us"]) > 0 for row in rows)
 
 
 @pytest.mark.heavy
