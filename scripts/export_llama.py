@@ -60,7 +60,7 @@ def make_parser() -> Parser:
         "--rows",
         type=numbers,
         help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
-        "and pieces of prompts (default: 1, 16 from 64 slots on, ..., all slots, 256, 1024, 4096)",
+        "and pieces of prompts (default: 1, 16 from 64 slots on, all slots, 256, 512, ..., 4096)",
     )
     add(
         "--length",
@@ -140,6 +140,11 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
     )
 
 
+PIECES = (256, 512, 1024, 2048, 4096)
+"""Rows of steps with pieces of prompts. With fewer sizes more of a step is padding: a prompt of 345
+tokens would take a step of 1024 rows, which takes twice as long as one of 512."""
+
+
 def default_rows(slots: int, longest: int) -> tuple[int, ...]:
     """Numbers of rows: one slot decodes, some or all do, or do so beside pieces of prompts.
 
@@ -151,10 +156,10 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
 
     Example:
       >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
-      ((1, 8, 256, 1024, 4096), (1, 16, 64, 256, 1024, 4096), (1, 2, 96))
+      ((1, 8, 256, 512, 1024, 2048, 4096), (1, 16, 64, 256, 512, 1024, 2048, 4096), (1, 2, 96))
     """
     few = [n for n in (1, 16, 64, 256) if 2 * n <= slots] if slots >= 64 else [1]
-    pieces = [min(n, slots * longest) for n in (256, 1024, 4096) if n >= 2 * slots] or [2 * slots]
+    pieces = [min(n, slots * longest) for n in PIECES if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
 
 

@@ -42,7 +42,8 @@ def test_paged(dtype: str, capsys: Capture) -> None:
 
 @pytest.mark.thorough
 def test_products(capsys: Capture) -> None:
-    products.main("--width 256 --inner 256 --rows 1,3 --calls 1 --steps 1".split())
+    sizes = "--width 256 --inner 256 --rows 1,3 --calls 1 --steps 1"
+    products.main(sizes.split())
     rows = table(capsys)
     kinds = [(row["weights"], row["rows"]) for row in rows]
     assert kinds == [(kind, count) for kind in products.KINDS for count in ("1", "3")]

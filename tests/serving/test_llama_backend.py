@@ -323,8 +323,8 @@ def test_errors_of_the_script(arguments, message, tmp_path, export):
 
 @pytest.mark.parametrize(
     ("slots", "longest", "rows"),
-    [(8, 4096, (1, 8, 256, 1024, 4096)), (256, 4096, (1, 16, 64, 256, 1024, 4096)),
-     (2, 48, (1, 2, 96)), (1, 1, (1,)), (300, 4096, (1, 16, 64, 300, 1024, 4096)),
+    [(8, 4096, (1, 8, *script.PIECES)), (256, 4096, (1, 16, 64, *script.PIECES)),
+     (2, 48, (1, 2, 96)), (1, 1, (1,)), (300, 4096, (1, 16, 64, 300, 1024, 2048, 4096)),
      (600, 1, (1, 16, 64, 256, 600)), (3000, 4096, (1, 16, 64, 256, 3000, 6000))],
 )  # fmt: skip
 def test_rows_that_nobody_named(slots, longest, rows):
