@@ -2,7 +2,8 @@
 
 The model has 0.9M parameters (or is the bundle that is named), so that planning and compiling are
 what takes the time. The server answers when the functions are there that all requests need; the
-others follow behind.
+others follow behind. Indented are the parts of the time until then: they follow one another, but
+for those that other threads took meanwhile, added up over these.
 
 Examples:
     benchmarks/run starts --meshes data=1,model=1 data=4,model=2
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +58,9 @@ class Start(NamedTuple):
     answered: float  # until the first answer is there
     all_there: float  # until all functions are compiled
     functions: tuple[int, int]  # how many were there when it was ready, and how many there are
+    # parts of the time between the first two -> seconds, as the server says
+    parts: dict[str, str]
+    beside: dict[str, str]  # the same of other threads meanwhile, added up over these
 
 
 def write_bundle(folder: Path, groups: int, platform: str) -> None:
@@ -103,6 +107,8 @@ def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
         listens = time.monotonic() - started
         _said(server, r" (ready): ")
         ready = time.monotonic() - started
+        lists = _said(server, r"seconds: (.*); on other threads: (.*)")
+        parts, beside = (dict(re.findall(r"(\S+) ([\d.]+)", text)) for text in lists)
         there = _compiled(url)
         body = {"prompt": "def f(", "max_tokens": 1}
         httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status()
@@ -110,7 +116,8 @@ def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
         count = len(list((bundle / "functions").glob("*.mlirbc")))
         if there <= count:
             _said(server, r"(more functions are compiled)")
-        return Start(listens, ready, answered, time.monotonic() - started, (there - 1, count))
+        ended = time.monotonic() - started
+        return Start(listens, ready, answered, ended, (there - 1, count), parts, beside)
 
 
 def _said(server: Server, pattern: str) -> tuple[str, ...]:
@@ -141,8 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args(arguments)
     console = Console(soft_wrap=True)
-    table = Table("mesh", "cache", "listens, s", "ready, s", "first answer, s", "all functions, s",
-                  "there when ready")  # fmt: skip
+    starts: dict[str, Start] = {}
     with tempfile.TemporaryDirectory() as made, console.status("") as status:
         for mesh in given.meshes:
             work = Path(made) / mesh.replace(",", "-")
@@ -150,9 +156,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             bundle = given.bundle or _exported(work, mesh, given)
             for cache in ("empty", "full"):
                 status.update(f"{mesh}, {cache} cache")
-                start = measure(bundle, mesh, work, given.platform)
-                seconds = [f"{x:.1f}" for x in start[:4]]
-                table.add_row(mesh, cache, *seconds, "{} of {}".format(*start.functions))
+                starts[f"{mesh}\n{cache} cache"] = measure(bundle, mesh, work, given.platform)
+    table = Table("seconds", *starts)
+
+    def add(name: str, values: Iterable[float | str]) -> None:
+        table.add_row(name, *(x if isinstance(x, str) else f"{x:.1f}" for x in values))
+
+    all_starts = list(starts.values())
+    add("port open", (start.listens for start in all_starts))
+    for name in dict.fromkeys(name for start in all_starts for name in start.parts):
+        add(f"  {name}", (start.parts.get(name, "") for start in all_starts))
+    add("ready", (start.ready for start in all_starts))
+    for name in dict.fromkeys(name for start in all_starts for name in start.beside):
+        add(f"  beside: {name}", (start.beside.get(name, "") for start in all_starts))
+    add("first answer", (start.answered for start in all_starts))
+    add("all functions", (start.all_there for start in all_starts))
+    add("there when ready", ("{} of {}".format(*start.functions) for start in all_starts))
     console.print(table)
 
 

@@ -46,8 +46,8 @@ def model_backend(bundle: Bundle) -> ModelBackend:
             raise ValueError(f"its kind is {OLD_KIND}")
         limits = _limits(bundle)
         facts = info(bundle)
-        budget = _budget(bundle, limits, facts)
-        return ModelBackend(bundle, limits, facts, budget, set(bundle.programs))
+        names = set(bundle.programs)
+        return ModelBackend(bundle, limits, facts, step_budget(bundle, limits, facts), names)
     except (LookupError, TypeError, ValueError) as error:
         raise BundleError(
             f"the contract of {bundle.manifest.name} is broken, or older than this program "
@@ -115,8 +115,10 @@ def _limits(bundle: Bundle) -> Limits:
     return limits
 
 
-def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
+def step_budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
     """Rows of a group in one step beside which decoding does not wait long, by predicted times.
+
+    It is that of the functions which are compiled by now.
 
     Predictions take all rows to see all that their tables reach. What reading that takes is not
     counted: steps are the shortest, and prompts beside them the most to wait for, where sequences
@@ -126,13 +128,13 @@ def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
         return limits.rows[-1]
     slots = limits.slots // limits.groups
     seconds: dict[int, float] = {}
-    for name, entry in bundle.functions.items():
-        tags = entry.tags
+    for program in list(bundle.programs.values()):  # others arrive meanwhile
+        tags = program.entry.tags
         if tags.get("kind") == "step" and int(tags["length"]) == limits.max_length:
             rows = int(tags["rows"])
             seen = min(min(slots, rows) * limits.max_length, limits.pages * limits.page)
             reading = seen * limits.groups * facts["token_bytes"] / facts["bandwidth"]
-            seconds[rows] = max(0.0, float(bundle.emitted[name].seconds or math.inf) - reading)
+            seconds[rows] = max(0.0, float(program.emitted.seconds or math.inf) - reading)
     return budget(seconds, slots)
 
 

@@ -4,18 +4,20 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from spmd.models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
 from spmd.models.training.errors import DataError
-from spmd.serving.bundle.bundle import Bundle
+from spmd.progress import Stopwatch
+from spmd.serving.bundle.bundle import Bundle, seconds_of_xla
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import is_language_model, model_backend
+from spmd.serving.language_backend import is_language_model, model_backend, step_budget
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -40,9 +42,11 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     if not is_language_model(bundle):
         return Loaded(name, infer=BundleInfer(bundle))
     backend = model_backend(bundle)
-    backend.warm_up()
+    clock = Stopwatch()
+    clock("warm-up", backend.warm_up)
     dtype = bundle.manifest.contract["model"].get("dtype")
-    check_goldens(backend, bundle.manifest.goldens, NEAR.get(str(dtype), NEAR_ELSE))
+    near = NEAR.get(str(dtype), NEAR_ELSE)
+    clock("goldens", check_goldens, backend, bundle.manifest.goldens, near)
     files = Path(folder) / TOKENIZER
     try:
         settings = json.loads((files / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -54,15 +58,26 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
         for name, value in settings.items()
         if name.endswith("_token")
     }
+    tokenizer = clock("tokenizer", _tokenizer, bundle, files)
+    _tell_seconds({**bundle.seconds, **clock.seconds})
     return Loaded(
         name,
         background=_adding(bundle, backend),
         backend=backend,
-        tokenizer=_tokenizer(bundle, files),
+        tokenizer=tokenizer,
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
         chat_template=_chat_template(files, settings),
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
+
+
+def _tell_seconds(parts: Mapping[str, float]) -> None:
+    """Says where the time of a start went; `benchmarks/run starts` reads it."""
+
+    def listed(seconds: Mapping[str, float]) -> str:
+        return ", ".join(f"{name} {took:.1f}" for name, took in seconds.items())
+
+    _LOG.info("seconds: %s; on other threads: %s", listed(parts), listed(seconds_of_xla()))
 
 
 def _adding(bundle: Bundle, backend: ModelBackend) -> threading.Thread:
@@ -71,8 +86,10 @@ def _adding(bundle: Bundle, backend: ModelBackend) -> threading.Thread:
     def add() -> None:
         started, count = time.monotonic(), 0
         try:
+            backend.warm_up("score")
             for name in bundle.arrivals():
                 backend.add(name)
+                backend.budget = step_budget(bundle, backend.limits, backend.info)
                 count += 1
         except BundleError as error:
             _LOG.error("steps of other sizes take its place: %s", error)

@@ -181,7 +181,11 @@ class Trial:
             # Links are shared by all devices: what fits as it is sends no more than it has to.
             program, again = clock("recompute", lambda: recompute(simple, *args, self.is_short))
             self.plan = plan._replace(recomputed=again)
-            self._schedule(program)
+            if again:
+                self._schedule(program)
+            else:  # the same program, which was scheduled and timed before
+                own = ("optimized", "timeline", "_memory")
+                vars(self).update((k, v) for k, v in vars(unpriced).items() if k in own)
         self.plan = self.plan._replace(run_seconds=self.seconds)
 
     @property

@@ -11,6 +11,7 @@ from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
 from spmd.launch.agree import digest
+from spmd.progress import Stopwatch
 from spmd.serving.bundle.batch import batch_sizes, batch_symbol
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.cache import default_cache_dir
@@ -119,10 +120,12 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
     launch.check_same({"the bundle's manifest (hash)": digest(content), **asked})
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)
-    axes = given.mesh or {"data": 1, "model": len(jax.devices())}
+    clock = Stopwatch()
+    axes = given.mesh or {"data": 1, "model": clock("devices", lambda: len(jax.devices()))}
+    mesh = clock("devices", lambda: spmd.make_mesh(**axes))
     bundle = load_bundle(
         given.bundle,
-        spmd.make_mesh(**axes),
+        mesh,
         cache_dir=cache,
         console=console,
         verify=given.verify,
@@ -131,6 +134,7 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
         auto=given.auto,
         first=first_functions if serves else None,
     )
+    bundle.seconds = {**clock.seconds, **bundle.seconds}
     # Nobody begins before all are there: collectives would not wait for weights to be read.
     launch.check_same(
         {"symbols": str(dict(bundle.symbols))}, label="the loaded bundle", timeout_s=LOADING_S

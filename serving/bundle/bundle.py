@@ -88,12 +88,17 @@ class Behind:
                 self._ended()
 
 
-_durations: list[float] = []
+# What jax tells of the work of all threads: name -> seconds of each time.
+_durations: dict[str, list[float]] = {"xla": [], "cache": []}
+_EVENTS = {
+    "/jax/core/compile/backend_compile_duration": "xla",
+    "/jax/compilation_cache/cache_retrieval_time_sec": "cache",  # within the former
+}
 
 
 def _listen(event: str, duration_secs: float, **_: Any) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _durations.append(duration_secs)  # several threads compile: one step, and nothing is lost
+    if event in _EVENTS:  # several threads compile: one step, and nothing is lost
+        _durations[_EVENTS[event]].append(duration_secs)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -101,7 +106,17 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 def compilations() -> int:
     """Programs that were compiled, or read from jax's cache, since this module was imported."""
-    return len(_durations)
+    return len(_durations["xla"])
+
+
+def seconds_of_xla() -> dict[str, float]:
+    """Seconds in XLA since this module was imported, added up over threads.
+
+    `xla`: programs were compiled or read; `cache`: the part of it in which they were read;
+    `longest`: the program that took the longest.
+    """
+    sums = {name: sum(found) for name, found in _durations.items()}
+    return {**sums, "longest": max(_durations["xla"], default=0.0)}
 
 
 Told = Callable[[str, Sequence[str], Sequence[Any]], None]
@@ -118,9 +133,9 @@ class Bundle:
       symbols: symbol -> value, or values: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
+      seconds: what loading took, by parts that followed each other.
       programs: name -> executable, shardings and the program of one device, of those functions
         that are compiled by now.
-      emitted: name -> the program of one device, of all functions.
       told: is told of every call before it begins, in the order in which they run, so that other
         processes can repeat them; None where there is nobody to tell.
     """
@@ -140,8 +155,8 @@ class Bundle:
         names = [*programs, *parts.later]
         self.functions: Mapping[str, Entrypoint] = {n: manifest.functions[n] for n in names}
         self.programs = dict(programs)
-        self.emitted = parts.emitted
         self.notes = tuple(notes)
+        self.seconds: dict[str, float] = {}
         self.told: Told | None = None
         self._compiled = len(programs) + (parts.make_state is not None)
         self._make_state = parts.make_state

@@ -89,11 +89,11 @@ def compile_bundle(
         made = jax.device_put(weights, tree) if make_weights is None else make_weights(tree)
         return dict(zip(shardings, jax.tree.leaves(made), strict=True))
 
-    plan = planner(manifest, traced, mesh, lower)
-    planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
+    plan = planner(manifest, mesh, lower)
+    planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan, list(traced))
     sized = planned.manifest
     names = list(planned.emitted)
-    parts = compile_functions(sized, mesh, planned.emitted, names, options, put)
+    parts = compile_functions(sized, mesh, planned.emitted, planned.more, names, options, put)
     notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
     return Bundle(sized, mesh, parts, notes, planned.symbols)
 

@@ -8,8 +8,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,10 +60,16 @@ class FunctionKey(NamedTuple):
     updates: tuple[tuple[int, int], ...]  # (result, argument) of every leaf of the state
     symbols: tuple[tuple[str, int], ...] = ()  # (name, value) of every symbol of the bundle
     auto: bool = False  # whether specs are chosen for arguments that have none
+    is_guess: bool = False  # whether only its memory is asked for, about: the quick planner does
 
 
 Lower = Callable[[Entrypoint, FunctionKey], Emitted]
 """Lowers a function, wherever its module comes from."""
+
+PlanMore = Callable[[str], Emitted]
+"""Plans a function, by name, behind others whose weights and state it takes as they lie."""
+
+_LOG = logging.getLogger("serving")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +87,7 @@ class Parts:
     """What a bundle has on a mesh."""
 
     programs: Mapping[str, CompiledFunction]  # name -> program
-    emitted: Mapping[str, Emitted]  # name -> what is compiled, of all functions
-    # name -> compiles it; of those that are not among `programs`
+    # name -> plans and compiles it; of those that are not among `programs`
     later: Mapping[str, Callable[[], CompiledFunction]]
     weights: Mapping[str, jax.Array]  # path -> array
     make_state: Any  # a program that makes the state; None where there is none
@@ -93,27 +100,42 @@ def plan_functions(
     lower: Lower,
     say: Say,
     symbols: Mapping[str, Sizes],
-) -> tuple[dict[str, Emitted], list[str]]:
+    is_guess: bool = False,
+) -> tuple[dict[str, Emitted], list[str], PlanMore]:
     """Functions, planned and partitioned in this order: see `with_primary`.
 
     Args:
       manifest: `Manifest.sized`.
       names: of the functions, variants where there are some.
       say: is told which one it is.
+      is_guess: see `FunctionKey`.
 
     Returns:
-      Name -> emitted program, and a sentence on each part of a spec that does not fit the mesh.
+      Name -> emitted program; a sentence on each part of a spec that does not fit the mesh; and
+      what plans another function behind these, on any thread.
 
     Raises:
       BundleError: a spec that does not fit a leaf, or what `lower` raises.
     """
     known = {name: value for name, value in symbols.items() if isinstance(value, int)}
-    planner = _Planner(manifest, mesh, lower, known)
+    planner = _Planner(manifest, mesh, lower, known, is_guess)
     emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
         emitted[name] = planner.plan(manifest.functions[name])
-    return emitted, list(dict.fromkeys(planner.notes))
+    notes = list(dict.fromkeys(planner.notes))
+    planning = threading.Lock()
+
+    def more(name: str) -> Emitted:
+        with planning:  # it is Python: several at a time would only keep one another waiting
+            planner.notes.clear()
+            program = planner.plan(manifest.functions[name])
+            for note in planner.notes:
+                if note not in notes:
+                    _LOG.warning("note: %s", note)
+            return program
+
+    return emitted, notes, more
 
 
 def with_primary(manifest: Manifest, wanted: Iterable[str]) -> list[str]:
@@ -125,6 +147,24 @@ def with_primary(manifest: Manifest, wanted: Iterable[str]) -> list[str]:
     """
     variants = [entry.name for name in wanted for entry in manifest.variants(name)]
     return list(dict.fromkeys([manifest.primary, *variants]))
+
+
+def with_all_leaves(manifest: Manifest, soon: Collection[str], wanted: Sequence[str]) -> list[str]:
+    """Functions that are planned before weights are read: `soon`, and others with own leaves.
+
+    Where a weight or a leaf of the state lies is up to the first function that takes it.
+    """
+
+    def leaves(name: str) -> set[str]:
+        return {leaf.path for leaf in manifest.functions[name].leaves("weights", "state")}
+
+    found = [name for name in wanted if name in soon]
+    known = leaves(manifest.primary).union(*map(leaves, found))
+    for name in wanted:
+        if not leaves(name) <= known:
+            found.append(name)
+            known |= leaves(name)
+    return found
 
 
 def heaviest(manifest: Manifest, wanted: Collection[str]) -> list[str]:
@@ -149,6 +189,8 @@ def emitted_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
     if asked.auto:
         arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
     options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
+    if asked.is_guess:
+        options = dataclasses.replace(options, planner="greedy")
     lowered = lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
     # The functions share weights and state: these lie in one way for all.
     emitted = lowered.stages.emitted.major_to_minor()
@@ -173,9 +215,15 @@ class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int]
+        self,
+        manifest: Manifest,
+        mesh: Mesh,
+        lower: Lower,
+        symbols: Mapping[str, int],
+        is_guess: bool,
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
+        self.is_guess = is_guess
         self.auto = bool(manifest.contract.get(AUTO))
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
@@ -188,7 +236,8 @@ class _Planner:
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
-        emitted = self.lower(entry, FunctionKey(arguments, results, updates, symbols, self.auto))
+        asked = FunctionKey(arguments, results, updates, symbols, self.auto, self.is_guess)
+        emitted = self.lower(entry, asked)
         owned = {leaf.path for leaf in entry.leaves("weights", "state")}
         for leaf, spec in zip(leaves, emitted.specs(emitted.arguments), strict=True):
             if leaf.path in owned:
@@ -218,38 +267,39 @@ def compile_functions(
     manifest: Manifest,
     mesh: Mesh,
     emitted: Mapping[str, Emitted],
+    more: PlanMore,
     wanted: Sequence[str],
     options: Options,
     read_weights: Callable[[Placed], Mapping[str, jax.Array]],
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    first: Collection[str] | None = None,
 ) -> Parts:
     """Compiles planned functions, while the weights are read onto the mesh.
 
     Args:
       emitted: every planned function.
-      wanted: names of those to compile.
+      more: plans another one.
+      wanted: names of those to compile; what is not planned yet is left for later.
       read_weights: path -> array of all weights, where they are to lie.
       waiting: is entered once they are read, and left when all is compiled.
-      first: names of those that are compiled here, the others being left for later; None is all.
 
     Raises:
       BundleError: a function that XLA refuses.
     """
     placed = placements(manifest, emitted, mesh)
-    jobs = {
-        name: functools.partial(_compile, manifest.functions[name], emitted[name], options)
-        for name in wanted
-    }
-    later = {} if first is None else {n: job for n, job in jobs.items() if n not in first}
+
+    def job(name: str) -> CompiledFunction:
+        program = emitted[name] if name in emitted else more(name)
+        return _compile(manifest.functions[name], program, options)
+
+    later = {name: functools.partial(job, name) for name in wanted if name not in emitted}
     with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
-        compiling = {name: pool.submit(jobs[name]) for name in wanted if name not in later}
+        compiling = {name: pool.submit(job, name) for name in wanted if name in emitted}
         needs_x64 = any(program.needs_x64 for program in emitted.values())
         filling = pool.submit(_compile_state, manifest.state, placed, needs_x64)
         weights = read_weights(placed)
         with waiting():
             programs = {name: future.result() for name, future in compiling.items()}
-            return Parts(programs, emitted, later, weights, filling.result())
+            return Parts(programs, later, weights, filling.result())
 
 
 def threads() -> int:

@@ -5,13 +5,13 @@
 No code of the bundle runs, and nothing is written but the cache.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.models.gpu_graphs import with_gpu_graphs
 from spmd.options import Options
+from spmd.progress import Stopwatch
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.cache import Cache, as_text, from_text
 from spmd.serving.bundle.folder import check_hashes, read_manifest
@@ -44,6 +45,7 @@ from spmd.serving.bundle.programs import (
     emitted_of,
     nothing_split,
     static_module,
+    with_all_leaves,
     with_primary,
 )
 from spmd.serving.bundle.symbols import plan_sized, planner, too_much
@@ -54,6 +56,8 @@ class Modules:
     """The modules of some functions of a bundle.
 
     Args:
+      names: of the functions; those that are needed first come first.
+      soon: how many these are.
       cache: what was made of them before, if anything.
 
     Raises:
@@ -65,6 +69,7 @@ class Modules:
         folder: Path,
         manifest: Manifest,
         names: Sequence[str],
+        soon: int,
         mesh: Mesh,
         options: Options,
         cache: Cache | None,
@@ -76,7 +81,10 @@ class Modules:
             raise BundleError(f"the mesh has {self.platform} devices, not one of {known}")
         files = [self.file(manifest.functions[name]) for name in names]
         self.files: dict[str, bytes] = {file: (folder / file).read_bytes() for file in files}
-        self.texts: dict[bytes, str] = {}
+        # Files that are read together, by one process.
+        self.groups = [*_groups(files[:soon], self.files), *_groups(files[soon:], self.files)]
+        self.reading: list[Future[list[str]]] = []
+        self.modules: dict[str, Any] = {}
 
     def file(self, entry: Entrypoint) -> str:
         """The module of a function for this platform."""
@@ -96,7 +104,7 @@ class Modules:
         file = self.file(entry)
 
         def make() -> Emitted:
-            return self._lower(self.files[file], entry, asked)
+            return self._lower(file, entry, asked)
 
         def found() -> Emitted:
             if self.cache is None:
@@ -108,10 +116,12 @@ class Modules:
         text = launch.made_by_first(lambda: as_text(found()), label=f"planning {entry.name}")
         return from_text(text, self.mesh)
 
-    def _lower(self, data: bytes, entry: Entrypoint, asked: FunctionKey) -> Emitted:
-        what = f"{self.folder / self.file(entry)} (function {entry.name})"
+    def _lower(self, file: str, entry: Entrypoint, asked: FunctionKey) -> Emitted:
+        what = f"{self.folder / file} (function {entry.name})"
         try:
-            module = static_module(parse_module(self.text(data)), entry, asked)
+            if file not in self.modules:  # for several sizes it is parsed once
+                self.modules[file] = parse_module(self.text(file))
+            module = static_module(self.modules[file], entry, asked)
             _check_signature(module, entry, what)
             called = calls_of(module).custom_calls
             known = {key.partition(":")[2] for key in CANONICAL}
@@ -125,31 +135,34 @@ class Modules:
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
 
-    def text(self, data: bytes) -> str:
-        """The text of a module; the first one in bytecode has all others read along with it."""
-        if not is_artifact(data):
+    def text(self, file: str) -> str:
+        """The text of a module; the first one has all of them read along with it."""
+        if not is_artifact(self.files[file]):
             raise BytecodeError("it is no portable artifact")
-        if data not in self.texts:
-            waiting = [d for d in dict.fromkeys(self.files.values()) if is_artifact(d)]
-            groups = _groups(waiting)
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-                for group, texts in zip(groups, pool.map(_texts, groups), strict=True):
-                    self.texts |= zip(group, texts, strict=False)
-        if data not in self.texts:  # it, or one that was read with it, is damaged
-            self.texts[data] = bytecode_to_text(data)
-        return self.texts[data]
+        if not self.reading:
+            pool = ThreadPoolExecutor(os.cpu_count())
+            of = [[self.files[name] for name in group] for group in self.groups]
+            self.reading = [pool.submit(_texts, group) for group in of]
+            pool.shutdown(wait=False)
+        number, group = next((i, g) for i, g in enumerate(self.groups) if file in g)
+        texts = dict(zip(group, self.reading[number].result(), strict=False))
+        # It, or one that was read with it, may be damaged.
+        return texts[file] if file in texts else bytecode_to_text(self.files[file])
 
 
 GROUP_BYTES = 4 << 20
 
 
-def _groups(modules: Sequence[bytes]) -> list[list[bytes]]:
-    """Modules to be read by one process: its start takes longer than reading a small one."""
-    groups: list[list[bytes]] = []
-    for data in modules:
-        if not groups or sum(map(len, groups[-1])) + len(data) > GROUP_BYTES:
+def _groups(files: Sequence[str], content: Mapping[str, bytes]) -> list[list[str]]:
+    """Files to be read by one process: its start takes longer than reading a small one."""
+    groups: list[list[str]] = []
+    for file in dict.fromkeys(files):
+        if not is_artifact(content[file]):
+            continue
+        size = sum(len(content[other]) for other in groups[-1]) if groups else GROUP_BYTES
+        if size + len(content[file]) > GROUP_BYTES:
             groups.append([])
-        groups[-1].append(data)
+        groups[-1].append(file)
     return groups
 
 
@@ -215,8 +228,8 @@ def load_bundle(
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
         0.9 if left out (on CPUs 0.1).
       auto: whether the compiler chooses specs for this mesh where the bundle has none.
-      first: says which functions have to be compiled before the bundle is returned. The others are
-        compiled behind, see `Bundle.arrivals`; a call of one waits for it. None is all.
+      first: says which functions have to be there before the bundle is returned. The others are
+        planned and compiled behind, see `Bundle.arrivals`; a call of one waits for it. None is all.
 
     Returns:
       The bundle, ready to run. Without `first` nothing is compiled later.
@@ -231,45 +244,54 @@ def load_bundle(
     """
     folder, mesh = Path(folder), as_mesh(mesh)
     options = with_gpu_graphs(options or Options(), platform_of(mesh))
-    manifest = read_manifest(folder)
+    clock = Stopwatch()
+    manifest = clock("files", read_manifest, folder)
     if auto:
         manifest = dataclasses.replace(manifest, contract={**manifest.contract, AUTO: True})
     if manifest.weights:
-        check_stored(folder / WEIGHTS, manifest.weights)
+        clock("files", check_stored, folder / WEIGHTS, manifest.weights)
     wanted = list(manifest.functions if functions is None else functions)
     for name in wanted:
         if name not in manifest.functions:
             known = ", ".join(manifest.functions)
             raise BundleError(f"there is no function {name!r}; there are {known}")
-    unchecked = _check_files(folder, manifest, console) if verify else []
+    unchecked = clock("files", _check_files, folder, manifest, console) if verify else []
     cache = Cache(cache_dir) if cache_dir is not None else None
     with _fitting(folder), contextlib.ExitStack() as caching:
         if cache is not None:
             caching.enter_context(cache.executables())
-        _tell(console, f"planning {len(wanted)} functions for {mesh}")
-        names = with_primary(manifest, wanted)
-        modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
+        soon = wanted if first is None else with_all_leaves(manifest, first(manifest), wanted)
+        _tell(console, f"planning {len(soon)} of {len(wanted)} functions for {mesh}")
+        first_names = with_primary(manifest, soon)
+        names = list(dict.fromkeys([*first_names, *wanted]))
+        count = len(first_names)
+        modules = Modules(folder, manifest, names, count, mesh.refined(), options, cache)
         with _status(console) as say:
-            plan = planner(manifest, wanted, mesh, modules.lower, say)
-            planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
+            plan = planner(manifest, mesh, modules.lower, say)
+            how = symbols, mesh, options, memory_share, plan, soon
+            planned = clock("planning", plan_sized, manifest, *how)
         manifest, notes = planned.manifest, planned.notes
         wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
-        _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
-        parts = compile_functions(
+        count = len(planned.emitted.keys() & set(wanted))
+        _tell(console, f"compiling {count} functions, and reading weights meanwhile")
+        parts = clock(
+            "compiling",
+            compile_functions,
             manifest,
             mesh,
             planned.emitted,
+            planned.more,
             wanted,
             options,
-            functools.partial(_read, folder, manifest, unchecked, console),
-            functools.partial(_compiling, len(wanted), console),
-            None if first is None else first(manifest),
+            functools.partial(_read, folder, manifest, unchecked, console, clock),
+            functools.partial(_compiling, count, console),
         )
-        notes += too_much(planned, parts.programs, mesh)
+        notes += clock("compiling", too_much, planned, parts.programs, mesh)
         notes += nothing_split(manifest, planned.emitted, mesh)
         if cache is not None:
             notes += cache.notes
-        bundle = Bundle(manifest, mesh, parts, notes, planned.symbols)
+        bundle = clock("state", Bundle, manifest, mesh, parts, notes, planned.symbols)
+        bundle.seconds = clock.seconds
         bundle.compile_behind(parts.later, caching.pop_all().close)
         return bundle
 
@@ -294,15 +316,17 @@ def _read(
     manifest: Manifest,
     unchecked: Sequence[str],
     console: Console | None,
+    clock: Stopwatch,
     placed: Placed,
 ) -> Mapping[str, jax.Array]:
     """Reads the weights onto the mesh, and meanwhile compares the hashes of files."""
     with contextlib.ExitStack() as checking:
         if unchecked:
-            pool = checking.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+            pool = checking.enter_context(ThreadPoolExecutor(1))
             checked = pool.submit(check_hashes, folder, manifest, None, unchecked)
-            checking.callback(checked.result)
-        arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
+            checking.callback(clock, "hashes", checked.result)
+        stored = folder / WEIGHTS, manifest.weights
+        arrays = clock("weights", read_weights, *stored, placed, console)
     _tell(console, f"the weights are read{' and checked' if unchecked else ''}")
     return arrays
 

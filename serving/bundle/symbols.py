@@ -24,11 +24,20 @@ from spmd.mesh.topology import Topology
 from spmd.models.placement import axes_of, present
 from spmd.options import Options
 from spmd.serving.bundle.function import BundleError
-from spmd.serving.bundle.manifest import LeafEntry, Manifest, Sizes, Symbol
+from spmd.serving.bundle.manifest import (
+    Entrypoint,
+    LeafEntry,
+    Manifest,
+    Sizes,
+    Symbol,
+    Variant,
+)
 from spmd.serving.bundle.programs import (
     CompiledFunction,
+    FunctionKey,
     Lower,
     Placed,
+    PlanMore,
     Say,
     heaviest,
     placements,
@@ -50,6 +59,9 @@ FIRST = 64
 
 ROUNDS = 8
 
+SPARE = 1.1
+"""So many times as much memory as the planned functions need is kept for those planned later."""
+
 _LOG = logging.getLogger("serving")
 
 
@@ -60,27 +72,31 @@ class PlannedBundle(NamedTuple):
     manifest: Manifest  # `Manifest.sized`
     emitted: Mapping[str, Emitted]  # name -> program
     notes: list[str]  # sentences on specs that do not fit
+    more: PlanMore  # plans another function, which has to fit into the room
     room: int | None = None  # bytes of each device that it may take, where these decided a size
 
 
-Plan = Callable[[Mapping[str, Sizes], bool], PlannedBundle]
-"""Plans the functions for values of all symbols: all of them or, if the second argument is not set,
-those that are likely to need the most memory."""
+Plan = Callable[[Mapping[str, Sizes], Collection[str], bool], PlannedBundle]
+"""Plans functions, named as they were written, for values of all symbols; the last argument says
+whether only about their memory is asked for."""
 
 
-def planner(
-    manifest: Manifest,
-    wanted: Collection[str],
-    mesh: Mesh,
-    lower: Lower,
-    say: Say = lambda text: None,
-) -> Plan:
-    """What plans the wanted functions, or the heaviest of them, at the sizes of symbols."""
+def planner(manifest: Manifest, mesh: Mesh, lower: Lower, say: Say = lambda text: None) -> Plan:
+    """What plans functions at the sizes of symbols, each of them once for the same sizes."""
+    made: dict[tuple[str, FunctionKey], Emitted] = {}
 
-    def plan(values: Mapping[str, Sizes], whole: bool) -> PlannedBundle:
+    def lower_once(entry: Entrypoint, asked: FunctionKey) -> Emitted:
+        key = entry.name, asked
+        if key not in made:
+            made[key] = lower(entry, asked)
+        return made[key]
+
+    def plan(values: Mapping[str, Sizes], wanted: Collection[str], is_guess: bool) -> PlannedBundle:
         sized = manifest.sized(values)
-        names = with_primary(sized, wanted if whole else heaviest(manifest, wanted))
-        planned = plan_functions(sized, names, mesh, lower, say, symbols=values)
+        names = with_primary(sized, wanted)
+        planned = plan_functions(
+            sized, names, mesh, lower_once, say, symbols=values, is_guess=is_guess
+        )
         return PlannedBundle(values, sized, *planned)
 
     return plan
@@ -93,6 +109,7 @@ def plan_sized(
     options: Options,
     memory_share: float | None,
     plan: Plan,
+    wanted: Sequence[str],
 ) -> PlannedBundle:
     """A bundle's functions at the sizes that are given, or that memory decides.
 
@@ -102,6 +119,7 @@ def plan_sized(
         value that it may have. One that is not in the state may have several values.
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
+      wanted: names of the functions that are planned here; `PlannedBundle.more` plans others.
 
     Raises:
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
@@ -125,7 +143,7 @@ def plan_sized(
     known = {name: known[name] for name in manifest.symbols if name in known}
     missing = [name for name in manifest.symbols if name not in known]
     if not missing:
-        return plan(known, True)
+        return plan(known, wanted, False)
     if len(missing) > 1 or missing[0] not in held:
         name = next((name for name in missing if name not in held), missing[0])
         reason = "no array of the state has it" if name not in held else "there are two such"
@@ -137,7 +155,7 @@ def plan_sized(
     if memory_share is not None and not 0 < memory_share <= 1:
         raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
     room = _room(mesh, options, memory_share)
-    return _Search(manifest, known, missing[0], mesh, room, plan).run()
+    return _Search(manifest, known, missing[0], mesh, room, plan, wanted).run()
 
 
 class _Search:
@@ -149,10 +167,11 @@ class _Search:
 
     def __init__(
         self, manifest: Manifest, known: Mapping[str, Sizes], name: str, mesh: Mesh, room: int,
-        plan: Plan,
+        plan: Plan, wanted: Sequence[str],
     ) -> None:  # fmt: skip
         self.manifest, self.known, self.name = manifest, known, name
-        self.mesh, self.room, self.plan = mesh, room, plan
+        self.mesh, self.room, self.plan, self.wanted = mesh, room, plan, wanted
+        self.spare = SPARE if set(manifest.functions) - set(wanted) else 1.0
         self.symbol = _split_evenly(manifest, name, mesh)
         most = LARGEST if self.symbol.at_most is None else min(self.symbol.at_most, LARGEST)
         unit = self.symbol.multiple_of
@@ -164,31 +183,48 @@ class _Search:
         """The plan for the largest value, or for one that is smaller by a percent or two.
 
         A few functions stand for all while the value is looked for, as planning one of a large
-        model takes seconds. Should another one need more memory, all are planned each time.
+        model takes seconds. Should another one need more memory, it joins them.
         """
-        few = self._search(False)
-        everything = self.plan(few.symbols, True)
-        placed = placements(everything.manifest, everything.emitted, self.mesh)
-        value = everything.symbols[self.name]
-        assert isinstance(value, int)  # the state has it
-        units = value // self.symbol.multiple_of
-        if self._held(units, placed) + self._needed(everything, placed) <= self.room:
-            return everything._replace(room=self.room)
-        return self._search(True)
+        few = heaviest(self.manifest, self.wanted)
+        while True:
+            found = self._search(few)
+            whole = self.plan(found.symbols, self.wanted, False)
+            placed = placements(whole.manifest, whole.emitted, self.mesh)
+            held = _bytes((*whole.manifest.weights, *whole.manifest.state), placed)
+            needs = self._needs(whole, placed)
+            if set(few) >= set(self.wanted) or held + self.spare * max(needs.values()) <= self.room:
+                break
+            worst = whole.manifest.functions[max(needs, key=needs.__getitem__)]
+            name = worst.origin.name if isinstance(worst, Variant) else worst.name
+            few = [*few, name] if name not in few else self.wanted
 
-    def _search(self, whole: bool) -> PlannedBundle:
+        def more(name: str) -> Emitted:
+            program = whole.more(name)
+            (needed,) = self._needs(whole._replace(emitted={name: program}), placed).values()
+            if held + needed > self.room:
+                raise BundleError(
+                    f"function {name} needs {bytes_text(needed)} of each device beside the "
+                    f"{bytes_text(held)} that are held, and {bytes_text(self.room)} may be used; "
+                    f"give a smaller {self.name}"
+                )
+            return program
+
+        return whole._replace(room=self.room, more=more)
+
+    def _search(self, names: Collection[str]) -> PlannedBundle:
         # Memory for 100, and 10 needed beside each value's own bytes at first (a line without a
-        # slope):    64 -> needed 10, fits: 90 might   90 -> needed 14, does not fit: by the line
-        # through both 87 might   87 -> needed 14, fits, and the line says that no more would.
+        # slope):    64 -> needed 10: 90 might     90 -> needed 14, does not fit: 86 might
+        # 86 -> needed 14, fits, and the line through both says that no more would.
         units = min(max(self.least, FIRST // self.symbol.multiple_of), self.most)
         best: PlannedBundle | None = None
         refusal: ArgumentError | None = None
         low, high = self.least - 1, self.most + 1  # fits, does not fit
         points: list[tuple[int, int]] = []
+        is_guess = True
         for _ in range(ROUNDS):
             try:
                 value = units * self.symbol.multiple_of
-                planned = self.plan({**self.known, self.name: value}, whole)
+                planned = self.plan({**self.known, self.name: value}, names, is_guess)
             except ArgumentError as error:  # a kernel does not take an array of this size
                 refusal, high = error, units
                 units = (low + high) // 2
@@ -196,7 +232,12 @@ class _Search:
                     break
                 continue
             placed = placements(planned.manifest, planned.emitted, self.mesh)
-            needed = self._needed(planned, placed)
+            needed = int(self.spare * max(self._needs(planned, placed).values()))
+            if is_guess:  # it says where to look, and nothing else
+                is_guess = False
+                likely = self._largest(placed, _line([(units, needed)]))
+                units = min(max(likely, self.least), high - 1)
+                continue
             points = [*points[-1:], (units, needed)]
             fits = self._held(units, placed) + needed <= self.room
             if fits:
@@ -221,15 +262,16 @@ class _Search:
         found = f"{self.name}={best.symbols[self.name]}"
         room, most = bytes_text(self.room), bytes_text(needed)
         _LOG.info(f"{found}: {room} of each device may be used, functions need {most}")
-        return best._replace(room=self.room)
+        return best
 
-    def _needed(self, planned: PlannedBundle, placed: Placed) -> int:
-        """Bytes of a device that the functions need beside what is held: only one runs."""
+    def _needs(self, planned: PlannedBundle, placed: Placed) -> dict[str, int]:
+        """Bytes of a device that each function needs beside what is held: only one runs."""
         functions = planned.manifest.functions
-        return max(
-            (program.peak_bytes or 0) - _bytes(functions[name].leaves("weights", "state"), placed)
+        return {
+            name: (program.peak_bytes or 0)
+            - _bytes(functions[name].leaves("weights", "state"), placed)
             for name, program in planned.emitted.items()
-        )
+        }
 
     def _largest(self, placed: Placed, needed: Callable[[int], float]) -> int:
         """The largest value with which what is held leaves as much as is needed."""

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from spmd.models.llama.weights.files import (
     DTYPE_NAMES,
+    NUMPY_NAMES,
     Array,
     Folder,
     Index,
@@ -34,9 +35,7 @@ from spmd.serving.bundle.manifest import STORED_AS, LeafEntry
 
 MAX_FILE_BYTES = 4 * 10**9
 READING_THREADS = 4
-"""As many shards are in the host's memory at a time."""
-
-NUMPY_NAMES = {stored: name for name, stored in DTYPE_NAMES.items()}
+"""As many shards are copied to devices at a time."""
 
 _BITS = ("float8_e4m3fn", "float8_e5m2")
 """Stored as integers with the same bits."""
@@ -135,7 +134,7 @@ def read_weights(
 
         def read(leaf: LeafEntry) -> jax.Array:
             def shard(index: Index) -> Array:
-                return from_stored(stored.read(leaf.path, index), leaf.dtype)
+                return from_stored(stored.view(leaf.path, index), leaf.dtype)
 
             return put_shards(leaf.shape, leaf.dtype, shardings[leaf.path], shard, advance)
 

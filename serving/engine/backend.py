@@ -136,7 +136,9 @@ class Backend(Protocol):
     # facts about it for people and metrics: the mesh, the device kind, the bytes that a step reads,
     # the devices' bandwidth
     info: dict[str, Any]
-    budget: int  # rows of a group in one step beside which decoding slots do not wait long for it
+    # rows of a group in one step beside which decoding slots do not wait long for it; it changes
+    # when functions are added
+    budget: int
 
     @property
     def compile_total(self) -> int:

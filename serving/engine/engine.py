@@ -175,8 +175,8 @@ class Engine:
         self._pieces = TokenTexts(decode, letter)
         self._observer = observer
         self._heed = heed
-        budget = backend.budget if token_budget is None else token_budget
-        self._scheduler = Scheduler(backend.limits, budget, ahead=ahead)
+        self._token_budget = token_budget
+        self._scheduler = Scheduler(backend.limits, backend.budget, ahead=ahead)
         self._calls = Calls(backend)
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
@@ -333,6 +333,8 @@ class Engine:
     def _next(self) -> EngineStep | None:
         with self._lock:
             self._changed = False
+            given = self._token_budget
+            self._scheduler.budget = self.backend.budget if given is None else given
             step = self._scheduler.next()
             now = time.monotonic()
             for key in step.placed if step is not None else ():

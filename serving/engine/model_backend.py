@@ -123,12 +123,18 @@ class ModelBackend:
 
         return results
 
-    def warm_up(self) -> None:
-        """Calls every function once, so that no request pays for what a first call does."""
-        self.begin(0, GREEDY, ())
-        if ("allow", 0, 0) in self._names:
-            self.allow({0: None})
-        for name in self._names.values():
+    def warm_up(self, kind: str = "step") -> None:
+        """Calls functions once, so that no request pays for what a first call does.
+
+        Args:
+          kind: `step`: all that requests need which draw; `score`: what only those need that ask
+            for the log-probabilities of their prompt, on any thread.
+        """
+        if kind == "step":
+            self.begin(0, GREEDY, ())
+            if ("allow", 0, 0) in self._names:
+                self.allow({0: None})
+        for name in [name for tags, name in self._names.items() if tags[0] == kind]:
             self._try_out(name)
 
     def add(self, name: str) -> None:

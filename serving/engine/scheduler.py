@@ -86,6 +86,7 @@ class Scheduler:
       ahead: how many steps are begun before the results of the last one are there.
 
     Attributes:
+      budget: as it was given; it may be changed.
       counts: totals since the start.
       groups: who has which slots and pages.
 
@@ -102,8 +103,7 @@ class Scheduler:
             raise ValueError(
                 f"{self._slots} slots of a group cannot draw in steps of {limits.rows[-1]} rows"
             )
-        # A prompt has a slot itself, so this leaves it one row at least.
-        self._budget = min(max(budget, self._slots), limits.rows[-1])
+        self.budget = budget
         self._ahead = ahead
         self._queue: FairQueue[Ongoing] = FairQueue()
         self._preempted: list[Ongoing] = []  # the oldest first
@@ -196,7 +196,9 @@ class Scheduler:
         if self._under_way and list(drafts.values()).count(None) * 2 > len(self._decoding):
             return None  # most go further with what comes now
         draws = self._decoding or self._unmasked
-        room = self._budget if draws else self.limits.rows[-1]
+        room = self.limits.rows[-1]
+        if draws:  # a prompt has a slot itself, so this leaves it one row at least
+            room = min(max(self.budget, self._slots), room)
         draft = _Draft([room] * len(self.groups))
         self._draw(draft, drafts)
         self._fill(draft)

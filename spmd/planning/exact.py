@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from spmd.mesh.sharding import Axes
 from spmd.planning.choices import Choices
 from spmd.planning.greedy import plan_greedily
-from spmd.planning.limit import P, TryOut, check_possible, noted, pay_for_memory, skip_detours
+from spmd.planning.limit import (
+    P,
+    Prices,
+    TryOut,
+    check_possible,
+    noted,
+    pay_for_memory,
+    skip_detours,
+)
 from spmd.planning.network import Copies, CostNetwork, decoded
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
@@ -66,6 +74,41 @@ def plan_exactly(
       PlanError: no plan was found that keeps to the limit that was given.
     """
     check_possible(problem, memory_limit)
+    if problem.mesh.size == 1:  # nothing can be split: there is one plan
+        only = plan_greedily(problem)._replace(solver="one device")
+        solutions, proposed = list[tuple[CostNetwork, Solution]](), [only]
+    else:
+        solutions, proposed = _proposed(problem, like)
+    search = Search[P](memory_for(problem.topology, memory_limit))
+    least = min(plan.seconds for plan in proposed)
+    first, *rest = [p for i, p in enumerate(proposed) if not _is_among(p, proposed[:i])]
+    for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
+        if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
+            search.add(try_out(plan))
+    for solution in solutions:
+        _try_nearby(*solution, search, try_out, proposed)
+    if not search.fits(min(search.tried, key=lambda trial: trial.seconds)):
+
+        def priced(prices: Prices) -> Plan:
+            if not solutions:
+                return proposed[0]
+            costs, _ = solutions[0]
+            return decoded(costs, solve(costs.priced(prices)))
+
+        pay_for_memory(search, priced, try_out, recompute)
+        best = noted(search, memory_limit, recompute)
+    else:
+        if recompute:
+            skip_detours(search, try_out)
+        best = search.best
+    best.plan = best.plan._replace(like_loops=like is not None)
+    return best
+
+
+def _proposed(
+    problem: Problem, like: Plan | None
+) -> tuple[list[tuple[CostNetwork, Solution]], list[Plan]]:
+    """Returns networks of costs with their cheapest solutions, and the plans that may win."""
     greedy, costs = weighed(problem, like)
     solutions = [(costs, costs.solution)]
     proposed = [decoded(*solutions[0]), _suggested(costs), greedy]
@@ -80,23 +123,7 @@ def plan_exactly(
         proposed.append(decoded(hidden, hidden.solution))
         if not by_slack:  # what marks suggest differs little between the two
             proposed.append(_suggested(hidden))
-    search = Search[P](memory_for(problem.topology, memory_limit))
-    least = min(plan.seconds for plan in proposed)
-    first, *rest = [p for i, p in enumerate(proposed) if not _is_among(p, proposed[:i])]
-    for plan in (first, *sorted(rest, key=lambda plan: plan.seconds)):
-        if plan.seconds <= max(MOST_HIDDEN * search.seconds, MOST_MERGED * least):
-            search.add(try_out(plan))
-    for solution in solutions:
-        _try_nearby(*solution, search, try_out, proposed)
-    if not search.fits(min(search.tried, key=lambda trial: trial.seconds)):
-        pay_for_memory(search, lambda p: decoded(costs, solve(costs.priced(p))), try_out, recompute)
-        best = noted(search, memory_limit, recompute)
-    else:
-        if recompute:
-            skip_detours(search, try_out)
-        best = search.best
-    best.plan = best.plan._replace(like_loops=like is not None)
-    return best
+    return solutions, proposed
 
 
 def weighed(problem: Problem, like: Plan | None = None) -> tuple[Plan, CostNetwork]:

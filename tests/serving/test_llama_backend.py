@@ -194,8 +194,8 @@ def stand_in(platform, **shape):
             for n in taken for t in (16, 64)}  # fmt: skip
     tags |= {name: {"kind": name} for name in ("begin", "allow")}
     entries = {n: SimpleNamespace(name=n, tags=t, inputs=step_inputs(t)) for n, t in tags.items()}
-    emitted = {
-        name: SimpleNamespace(seconds=taken[entry.tags["rows"]] + (0 if "t16" in name else 4))
+    seconds = {
+        name: taken[entry.tags["rows"]] + (0 if "t16" in name else 4)
         for name, entry in entries.items()
         if "rows" in entry.tags
     }
@@ -203,8 +203,12 @@ def stand_in(platform, **shape):
         manifest=SimpleNamespace(contract=contract, name="x", functions=dict(entries)),
         symbols={"pages": 20},
         functions=entries,
-        programs=entries,
-        emitted=emitted,
+        programs={
+            name: SimpleNamespace(
+                entry=entry, emitted=SimpleNamespace(seconds=seconds.get(name, 0))
+            )
+            for name, entry in entries.items()
+        },
         devices=[SimpleNamespace(platform=platform)],
     )
 
@@ -212,7 +216,11 @@ def stand_in(platform, **shape):
 @pytest.mark.parametrize(("bandwidth", "rows"), [(None, 1024), (40, 256)])
 def test_predicted_times_decide_the_budget(bandwidth, rows, monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {"token_bytes": 1, "bandwidth": bandwidth})
-    assert language.model_backend(stand_in("gpu")).budget == rows
+    bundle = stand_in("gpu")
+    backend = language.model_backend(bundle)
+    assert backend.budget == rows
+    del bundle.programs["step_r256_t64"]  # as if it were still to be compiled
+    assert language.step_budget(bundle, backend.limits, backend.info) == 1024
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """numpy's name of a dtype that can be written -> safetensors' name."""
 
+NUMPY_NAMES = {stored: name for name, stored in DTYPE_NAMES.items()}
+
 FLOAT_NAMES = ("F64", "F32", "BF16", "F16")
 """safetensors' names of the dtypes that weights may have."""
 
@@ -66,6 +68,7 @@ class Folder:
     path: AnyPath
     tensors: Mapping[str, StoredTensor]
     _files: Mapping[AnyPath, Any]
+    _maps: dict[AnyPath, Mapping[str, Array]] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor, in the dtype of the file.
@@ -80,9 +83,37 @@ class Folder:
             file = self.tensors[name].file
             raise WeightsError(f"{file}: {name} cannot be read: {error}") from None
 
+    def view(self, name: str, index: Index) -> Array:
+        """What `read` returns, but of the mapped file: read-only, its bytes are read when used.
+
+        `safe_open` copies what it reads, and lets no other thread run Python meanwhile.
+        """
+        file = self.tensors[name].file
+        if not isinstance(file, Path):
+            return self.read(name, index)
+        if file not in self._maps:
+            self._maps[file] = _mapped(file)
+        return read_slice(self._maps[file], name, index)
+
+
+def _mapped(file: Path) -> Mapping[str, Array]:
+    """The tensors of a file that `safe_open` has checked, as views of the mapped file."""
+    data = np.asarray(np.memmap(file, np.uint8, "r"))
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    return {
+        name: data[slice(*(start + offset for offset in entry["data_offsets"]))]
+        .view(NUMPY_NAMES[entry["dtype"]])
+        .reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+
 
 def read_slice(file: Any, name: str, index: Index) -> Array:
     """Reads a slice; every byte of a tensor that is read comes through here."""
+    if isinstance(file, Mapping):
+        return np.asarray(file[name][index])
     part = file.get_slice(name)
     is_whole = all(s.indices(n) == (0, n, 1) for s, n in zip(index, part.get_shape(), strict=True))
     array: Array = file.get_tensor(name) if is_whole else part[index]  # twice as fast
