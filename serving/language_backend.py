@@ -25,12 +25,6 @@ OLD_KIND = "llama"
 
 CACHE = "state/cache/"
 
-SLOWER = 3
-"""So many times as long a step may take for which decoding slots wait."""
-
-SHORT = 0.025
-"""Seconds of a step that is short for whoever reads, however quick steps are without prompts."""
-
 
 def model_backend(bundle: Bundle) -> ModelBackend:
     """What the engine runs.
@@ -47,7 +41,7 @@ def model_backend(bundle: Bundle) -> ModelBackend:
         limits = _limits(bundle)
         facts = info(bundle)
         names = set(bundle.programs)
-        return ModelBackend(bundle, limits, facts, step_budget(bundle, limits, facts), names)
+        return ModelBackend(bundle, limits, facts, step_seconds(bundle, limits, facts), names)
     except (LookupError, TypeError, ValueError) as error:
         raise BundleError(
             f"the contract of {bundle.manifest.name} is broken, or older than this program "
@@ -115,17 +109,18 @@ def _limits(bundle: Bundle) -> Limits:
     return limits
 
 
-def step_budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
-    """Rows of a group in one step beside which decoding does not wait long, by predicted times.
-
-    It is that of the functions which are compiled by now.
+def step_seconds(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> dict[int, float]:
+    """What steps that are compiled by now are predicted to take, by rows of a group.
 
     Predictions take all rows to see all that their tables reach. What reading that takes is not
     counted: steps are the shortest, and prompts beside them the most to wait for, where sequences
     are short.
+
+    Returns:
+      Rows -> seconds; nothing where the devices' bandwidth is not known.
     """
     if facts["bandwidth"] is None:
-        return limits.rows[-1]
+        return {}
     slots = limits.slots // limits.groups
     seconds: dict[int, float] = {}
     for program in list(bundle.programs.values()):  # others arrive meanwhile
@@ -135,33 +130,7 @@ def step_budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int
             seen = min(min(slots, rows) * limits.max_length, limits.pages * limits.page)
             reading = seen * limits.groups * facts["token_bytes"] / facts["bandwidth"]
             seconds[rows] = max(0.0, float(program.emitted.seconds or math.inf) - reading)
-    return budget(seconds, slots)
-
-
-def budget(seconds: Mapping[int, float], slots: int) -> int:
-    """The most rows of a step that is short, or at most thrice as long as one that only decodes.
-
-    Reading the weights takes as long for few rows as for some hundreds; behind that each row costs,
-    and a step of many costs them the least: prompts are through sooner, and pauses are short still.
-
-    Args:
-      seconds: rows of a group in a step -> what it is predicted to take.
-      slots: of a group, which all decode.
-
-    Returns:
-      Rows of a group. There is room for a piece of a prompt beside all slots, however long that
-      takes, if any step has it.
-
-    Example:
-      >>> budget({16: 0.010, 64: 0.011, 256: 0.013, 1024: 0.035}, slots=64)
-      256
-    """
-    most = max(seconds)
-    decoding = min((rows for rows in seconds if rows >= slots), default=most)
-    longest = max(SHORT, SLOWER * seconds[decoding])
-    quick = max((rows for rows in seconds if seconds[rows] <= longest), default=0)
-    beside = min((rows for rows in seconds if rows > slots), default=most)
-    return max(quick, beside)
+    return seconds
 
 
 def info(bundle: Bundle) -> dict[str, Any]:

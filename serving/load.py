@@ -17,7 +17,7 @@ from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import is_language_model, model_backend, step_budget
+from spmd.serving.language_backend import is_language_model, model_backend, step_seconds
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -89,7 +89,7 @@ def _adding(bundle: Bundle, backend: ModelBackend) -> threading.Thread:
             backend.warm_up("score")
             for name in bundle.arrivals():
                 backend.add(name)
-                backend.budget = step_budget(bundle, backend.limits, backend.info)
+                backend.seconds = step_seconds(bundle, backend.limits, backend.info)
                 count += 1
         except BundleError as error:
             _LOG.error("steps of other sizes take its place: %s", error)

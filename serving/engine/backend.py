@@ -136,9 +136,13 @@ class Backend(Protocol):
     # facts about it for people and metrics: the mesh, the device kind, the bytes that a step reads,
     # the devices' bandwidth
     info: dict[str, Any]
-    # rows of a group in one step beside which decoding slots do not wait long for it; it changes
-    # when functions are added
-    budget: int
+    # rows of a group in a step -> the seconds that it is predicted to take, of all sizes that there
+    # are by now; empty where nothing is predicted
+    seconds: Mapping[int, float]
+
+    @property
+    def budget(self) -> int:
+        """Rows of a group in one step beside which decoding slots do not wait long for it."""
 
     @property
     def compile_total(self) -> int:

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.serving.engine.actions import Counts, EngineStep, Job, Progress
@@ -177,6 +177,7 @@ class Engine:
         self._heed = heed
         self._token_budget = token_budget
         self._scheduler = Scheduler(backend.limits, backend.budget, ahead=ahead)
+        self._seconds: Mapping[int, float] | None = None
         self._calls = Calls(backend)
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
@@ -333,8 +334,11 @@ class Engine:
     def _next(self) -> EngineStep | None:
         with self._lock:
             self._changed = False
-            given = self._token_budget
-            self._scheduler.budget = self.backend.budget if given is None else given
+            if self._seconds is not self.backend.seconds:  # there are steps of more sizes
+                self._seconds = self.backend.seconds
+                given = self._token_budget
+                budget = self.backend.budget if given is None else given
+                self._scheduler.know(self._seconds, budget)
             step = self._scheduler.next()
             now = time.monotonic()
             for key in step.placed if step is not None else ():

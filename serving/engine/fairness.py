@@ -15,6 +15,7 @@ claims, as many as it likes, so they must not gain it anything.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 
@@ -107,6 +108,12 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[Item]:
+        """All that wait, in no order."""
+        for lines in self._lines.values():
+            for line in lines.values():
+                yield from line
 
     def push(self, item: Item) -> None:
         """Adds an item at the end of its user's line."""

@@ -178,6 +178,11 @@ class Group:
         self._free = list(range(index * count, (index + 1) * count))[::-1]
 
     @property
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free)
+
+    @property
     def youngest(self) -> Ongoing:
         """The running request that got its slot last."""
         return max(self.running, key=lambda request: request.order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,8 +38,7 @@ class ModelBackend:
     """The `Backend` of a model whose functions are those of `spmd.models.decode.functions`.
 
     Args:
-      budget: rows of a group in one step beside which decoding does not wait long; None: as many as
-        a step may have.
+      seconds: rows of a group in a step -> what it is predicted to take, where that is known.
       names: of the functions that are there from the start; None is all. `add` adds others.
     """
 
@@ -47,12 +47,12 @@ class ModelBackend:
         programs: Functions,
         limits: Limits,
         info: Mapping[str, Any] | None = None,
-        budget: int | None = None,
+        seconds: Mapping[int, float] = MappingProxyType({}),
         names: Collection[str] | None = None,
     ) -> None:
         self.limits = limits
         self.info = dict(info or {})
-        self.budget = limits.rows[-1] if budget is None else budget
+        self.seconds = seconds
         self._programs = programs
         # (Kind, rows, length) -> function, ascending.
         self._names: dict[tuple[str, int, int], str] = {}
@@ -64,6 +64,12 @@ class ModelBackend:
     def compile_total(self) -> int:
         """How many programs have been compiled."""
         return self._programs.compile_total
+
+    @property
+    def budget(self) -> int:
+        """See `Backend.budget`."""
+        limits = self.limits
+        return budget(self.seconds, limits.slots // limits.groups) or limits.rows[-1]
 
     def begin(
         self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
@@ -189,6 +195,39 @@ class ModelBackend:
         if rows > most_rows:
             raise ValueError(f"{rows} rows of a group: at most {most_rows}")
         raise ValueError(f"{length} positions of a slot: at most {most}")
+
+
+SLOWER = 3
+"""So many times as long a step may take for which decoding slots wait."""
+
+SHORT = 0.025
+"""Seconds of a step that is short for whoever reads, however quick steps are without prompts."""
+
+
+def budget(seconds: Mapping[int, float], slots: int) -> int:
+    """The most rows of a step that is short, or at most thrice as long as one that only decodes.
+
+    Reading the weights takes as long for few rows as for some hundreds; behind that each row costs,
+    and a step of many costs them the least: prompts are through sooner, and pauses are short still.
+
+    Args:
+      seconds: rows of a group in a step -> what it is predicted to take.
+      slots: of a group, which all decode.
+
+    Returns:
+      Rows of a group, 0 where nothing is predicted. There is room for a piece of a prompt beside
+      all slots, however long that takes, if any step has it.
+
+    Example:
+      >>> budget({16: 0.010, 64: 0.011, 256: 0.020, 1024: 0.060}, slots=64)
+      256
+    """
+    most = max(seconds, default=0)
+    decoding = min((rows for rows in seconds if rows >= slots), default=most)
+    longest = max(SHORT, SLOWER * seconds.get(decoding, 0))
+    quick = max((rows for rows in seconds if seconds[rows] <= longest), default=0)
+    beside = min((rows for rows in seconds if rows > slots), default=most)
+    return max(quick, beside)
 
 
 class _Placed(NamedTuple):

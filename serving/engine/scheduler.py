@@ -86,7 +86,6 @@ class Scheduler:
       ahead: how many steps are begun before the results of the last one are there.
 
     Attributes:
-      budget: as it was given; it may be changed.
       counts: totals since the start.
       groups: who has which slots and pages.
 
@@ -103,7 +102,7 @@ class Scheduler:
             raise ValueError(
                 f"{self._slots} slots of a group cannot draw in steps of {limits.rows[-1]} rows"
             )
-        self.budget = budget
+        self.know({}, budget)
         self._ahead = ahead
         self._queue: FairQueue[Ongoing] = FairQueue()
         self._preempted: list[Ongoing] = []  # the oldest first
@@ -148,6 +147,18 @@ class Scheduler:
             ongoing = Ongoing(request, array("i", request.prompt), request.max_tokens)
             self._ongoing[request.key] = ongoing
             self._queue.push(ongoing)
+
+    def know(self, seconds: Mapping[int, float], budget: int) -> None:
+        """Says what steps take.
+
+        Args:
+          seconds: rows of a group in a step -> seconds, of the sizes to which steps are padded;
+            empty where that is not known.
+          budget: as for the scheduler itself.
+        """
+        self._seconds = dict(sorted(seconds.items()))
+        # A prompt has a slot itself, so this leaves it one row at least.
+        self._budget = min(max(budget, self._slots), self.limits.rows[-1])
 
     def count(self, used: int, unused: int) -> None:
         """Counts the tokens of `Progress`, once their text is known.
@@ -195,11 +206,7 @@ class Scheduler:
         drafts = self._guess()
         if self._under_way and list(drafts.values()).count(None) * 2 > len(self._decoding):
             return None  # most go further with what comes now
-        draws = self._decoding or self._unmasked
-        room = self.limits.rows[-1]
-        if draws:  # a prompt has a slot itself, so this leaves it one row at least
-            room = min(max(self.budget, self._slots), room)
-        draft = _Draft([room] * len(self.groups))
+        draft = _Draft([self._room()] * len(self.groups))
         self._draw(draft, drafts)
         self._fill(draft)
         if not draft.parts:
@@ -256,6 +263,31 @@ class Scheduler:
             if request.slot >= 0:
                 self._group(request).grow(request)
         return True
+
+    def _room(self) -> int:
+        """Rows of a group in the next step.
+
+        A step is padded to the next size. Where more tokens a second are run so, it has one size
+        less, and what is left of a prompt is run by the next one: of 300 rows 256, not 1024.
+        """
+        draws = self._decoding or self._unmasked
+        most = self._budget if draws else self.limits.rows[-1]
+        rows = [0] * len(self.groups)
+        for request in self._decoding.values():
+            rows[request.slot // self._slots] += 1
+        for index, group in enumerate(self.groups):
+            if group.filling is not None:
+                rows[index] += group.filling.end - group.filling.filled
+        wanted = max(rows)
+        waiting = [*self._preempted, *self._queue] if any(g.has_room for g in self.groups) else ()
+        wanted += sum(len(request.tokens) for request in waiting)
+        sizes = [size for size in self._seconds if size <= most]
+        above = next((size for size in sizes if size >= wanted), None)
+        below = max((size for size in sizes if self._slots <= size < wanted), default=None)
+        if above is None or below is None:
+            return most
+        is_better = below * self._seconds[above] > wanted * self._seconds[below]
+        return below if is_better else most
 
     def _guess(self) -> dict[int, tuple[int, ...] | None]:
         """Maps requests to drafts of what they draw next; to None where a token is awaited first.

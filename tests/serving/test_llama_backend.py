@@ -22,7 +22,7 @@ from spmd.serving.bundle.manifest import LeafEntry
 from spmd.serving.bundle.read import load_bundle
 from spmd.serving.bundle.write import tokenizer_files
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart
-from spmd.serving.engine.model_backend import generate
+from spmd.serving.engine.model_backend import budget, generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 from tests.models.training.data.test_beginnings import byte_level, saved
@@ -168,7 +168,7 @@ def check_bytes_that_a_step_reads(out, devices8):
     ],
 )
 def test_a_step_that_decoding_waits_for(seconds, slots, rows):
-    assert language.budget(seconds, slots) == rows
+    assert budget(seconds, slots) == rows
 
 
 def step_inputs(tags):
@@ -220,7 +220,8 @@ def test_predicted_times_decide_the_budget(bandwidth, rows, monkeypatch):
     backend = language.model_backend(bundle)
     assert backend.budget == rows
     del bundle.programs["step_r256_t64"]  # as if it were still to be compiled
-    assert language.step_budget(bundle, backend.limits, backend.info) == 1024
+    backend.seconds = language.step_seconds(bundle, backend.limits, backend.info)
+    assert backend.budget == 1024
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ class FakeBackend:
         fail_after: int | None = None,
     ) -> None:
         self.limits = limits
+        self.seconds: Mapping[int, float] = {}
         self.budget = budget
         self.latency = latency
         text = b"abcdefghijklmnopqrstuvwxyz      "

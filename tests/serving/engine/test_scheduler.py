@@ -214,9 +214,14 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.key = 0
 
-    @initialize(ahead=st.sampled_from([0, 1, 2]), budget=st.sampled_from([4, 6, 9]))
-    def start(self, ahead: int, budget: int) -> None:
+    @initialize(
+        ahead=st.sampled_from([0, 1, 2]),
+        budget=st.sampled_from([4, 6, 9]),
+        seconds=st.dictionaries(st.integers(1, 9), st.sampled_from([0.5, 1, 4])),
+    )
+    def start(self, ahead: int, budget: int, seconds: dict[int, float]) -> None:
         self.run = Run(self.limits, budget=budget, ahead=ahead)
+        self.run.scheduler.know(seconds, budget)
 
     def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Job:
         self.key += 1
@@ -387,6 +392,15 @@ def test_a_full_group_leaves_a_prompt_one_row() -> None:
     run.submit(request(3, [9] * 7, 2))
     run.finish()
     assert [len(chunk.tokens or ()) for chunk in run.chunks(3)] == [1] * 7
+
+
+@pytest.mark.parametrize(("longer", "chunks"), [(1.4, [6]), (1.6, [4, 2])])
+def test_a_step_is_no_larger_than_is_worth_its_padding(longer: float, chunks: list[int]) -> None:
+    run = Run()
+    run.scheduler.know({4: 1.0, 8: longer}, 8)
+    run.submit(request(0, [1] * 6, 1))
+    run.finish()
+    assert [len(chunk.tokens or ()) for chunk in run.chunks(0)] == chunks
 
 
 def test_steps_too_small_for_the_slots_are_refused() -> None:
