@@ -15,7 +15,7 @@ def lowered() -> spmd.Lowered:
     return mlp(spmd.make_mesh(data=4, model=2)).lower()
 
 
-@pytest.mark.parametrize("stage", STAGES[2:])
+@pytest.mark.parametrize("stage", ("planned", "optimized", "emitted"))
 def test_stage(stage: str, lowered: spmd.Lowered, golden: Callable[[str, str], None]) -> None:
     text = in_order(lowered.as_text(stage))
     if stage == "emitted":
@@ -32,6 +32,12 @@ def test_what_the_plan_changes(lowered: spmd.Lowered, golden: Callable[[str, str
         assert [line.partition("  // ")[0] for line in shown] == program
     before = [old for old, new in zip(propagated, planned, strict=True) if old != new]
     golden("mlp_propagated", "\n".join(before))
+
+
+def test_what_rewrites_change(lowered: spmd.Lowered, golden: Callable[[str, str], None]) -> None:
+    """All other lines of the local program are in the optimized one as they were."""
+    local, optimized = (lowered.as_text(stage).splitlines() for stage in ("local", "optimized"))
+    golden("mlp_local", "\n".join(line for line in local if line not in optimized))
 
 
 def test_compiling_twice_gives_the_same_text(lowered: spmd.Lowered) -> None:
