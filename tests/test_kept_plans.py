@@ -1,6 +1,7 @@
 """Plans that an earlier start made: what is read is what would be planned, and only then."""
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -19,11 +20,9 @@ from jax import lax
 import spmd
 from spmd import compiler
 from spmd.planning.plan import Plan
-from tests.kept_plan import read_or_planned
 from tests.programs import mlp
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
-SCRIPT = Path(__file__).parent / "kept_plan.py"
 
 
 class Planned(AssertionError):
@@ -266,13 +265,25 @@ def test_what_users_teach_is_planned_anew(tmp_path: Path) -> None:
     assert lower("not.taught").stages.is_read
 
 
+def read_or_planned(folder: str) -> dict[str, Any]:
+    """Whether a plan was read, and a digest of what was emitted."""
+    options = spmd.Options(cache_dir=folder)
+    jitted = spmd.jit(lambda w: jnp.tanh(w @ w).sum(), mesh=MESH, options=options)
+    stages = jitted.lower(struct((64, 64), "data", "model")).stages
+    digest = hashlib.sha256(stages.emitted.module.encode()).hexdigest()
+    return {"is_read": stages.is_read, "digest": digest}
+
+
 @pytest.mark.thorough
 def test_processes_share_what_they_find(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "random"}
-    root = SCRIPT.parent.parent
+    program = f"""import json
+from tests.test_kept_plans import read_or_planned
+print(json.dumps(read_or_planned({str(tmp_path)!r})))"""
 
     def start() -> subprocess.Popen[str]:
-        command, pipe = [sys.executable, str(SCRIPT), str(tmp_path)], subprocess.PIPE
+        command, root = [sys.executable, "-c", program], Path(__file__).parents[1]
+        pipe = subprocess.PIPE
         return subprocess.Popen(command, env=environment, cwd=root, stdout=pipe, text=True)
 
     def end(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -12,27 +12,6 @@ from jax.sharding import PartitionSpec as P
 import spmd
 
 
-def test_explicit_meshes_of_jax_come_in_and_go_out() -> None:
-    explicit = jax.make_mesh((4, 2), ("data", "model"))
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(explicit, P("data", "model")))
-    out = spmd.jit(lambda x: x * 2, mesh=explicit)(x)
-    np.testing.assert_allclose(out, np.full((8, 8), 2.0))
-    assert out.sharding.mesh == explicit
-    assert out.sharding.spec == P("data", "model")
-
-
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_key_arrays(mesh: spmd.Mesh, impl: str) -> None:
-    def fn(key: Any, x: jax.Array) -> Any:
-        return jax.random.split(key)[0], x + 1
-
-    given = jax.random.key(1, impl=impl)
-    key, _ = spmd.jit(fn, mesh=mesh)(given, jnp.ones(8))
-    assert key.dtype == given.dtype
-    want = jax.random.key_data(jax.random.split(given)[0])
-    np.testing.assert_array_equal(jax.random.key_data(key), want)
-
-
 @pytest.mark.parametrize("in_specs", [None, ((),)])
 def test_key_arrays_without_keys(mesh: spmd.Mesh, in_specs: Any) -> None:
     keys = spmd.jit(lambda keys: keys, mesh=mesh, in_specs=in_specs)(

@@ -39,16 +39,6 @@ def test_other_shardings_compile_anew(mesh: spmd.Mesh) -> None:
     assert sum(map(len, step._cache.values())) == 2
 
 
-def test_mesh_is_taken_from_arguments_or_marks(mesh: spmd.Mesh) -> None:
-    x = spmd.mark_sharding(jnp.ones((4, 3)), mesh, ("data",))
-    assert spmd.jit(lambda x: x * 2)(x).sharding.spec == P("data", None)
-
-    def fn(x: Any) -> Any:
-        return spmd.mark_sharding(x * 2, mesh, (None, "model"))
-
-    assert spmd.jit(fn)(np.ones((8, 8), np.float32)).sharding.spec == P(None, "model")
-
-
 def test_arguments_may_be_counted_from_the_end(mesh: spmd.Mesh) -> None:
     step = spmd.jit(lambda x, y, n: (x + y) * n, mesh=mesh, static_argnums=-1, donate_argnums=-2)
     x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data", "model")) for _ in range(2))

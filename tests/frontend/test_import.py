@@ -16,13 +16,9 @@ from spmd.frontend.importer.module import import_module
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Frame, Loc
 from spmd.ir.types import _NUMPY_DTYPES, Dense, ShardingAttr, TensorType, numpy_dtype
+from tests.ir.examples import stablehlo
 
 X = jnp.ones((4, 4))
-
-
-def stablehlo(fn, *args, **options):
-    traced = jax.jit(fn, keep_unused=True, **options).trace(*args)
-    return traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
 
 
 def imported(fn, *args, **options):

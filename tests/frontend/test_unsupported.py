@@ -196,14 +196,3 @@ def test_forms_that_no_other_op_says(why: str) -> None:
         canonicalize(import_module(parse_module(text)).program)
     assert why in str(caught.value) or "stablehlo.rng" in str(caught.value)
     assert "\n  fix: " in str(caught.value)
-
-
-def test_tuples_of_the_boundary() -> None:
-    text = """
-    func.func @main(%t: tuple<tensor<8xf32>, tensor<8xf32>>) -> tensor<8xf32> {
-      %x = "stablehlo.get_tuple_element"(%t) {index = 0 : i32}
-        : (tuple<tensor<8xf32>, tensor<8xf32>>) -> tensor<8xf32>
-      return %x : tensor<8xf32>
-    }"""
-    with pytest.raises(spmd.FrontendError, match="tuple"):
-        import_module(parse_module(text))

@@ -70,9 +70,13 @@ def test_equal_collectives_are_done_once() -> None:
 
 
 def test_what_nobody_reads_is_dropped() -> None:
-    before = """program @p(%0: tensor<4xf32> "x") {
-      %1 = stablehlo.negate %0 : (tensor<4xf32>) -> tensor<4xf32>
-      %2 = stablehlo.tanh %0 : (tensor<4xf32>) -> tensor<4xf32>
-      return %2 "a"
+    before = """program @p(%0: tensor<4xf32> "x", %1: tensor<i1> "p") {
+      %2 = stablehlo.negate %0 : (tensor<4xf32>) -> tensor<4xf32>
+      %3 = stablehlo.tanh %0 : (tensor<4xf32>) -> tensor<4xf32>
+      %4 = stablehlo.if %1 : (tensor<i1>) -> tensor<4xf32> {
+        region() { return %0 }
+        region() { return %3 }
+      }
+      return %3 "a"
     }"""
     assert labels(remove_dead(parse_program(before))) == ["tanh"]

@@ -11,8 +11,7 @@ from jax.experimental import io_callback
 import spmd
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.legality import check_program
-from spmd.ir.program import Op, Program, Region, has_effect
-from spmd.ir.rewrite import remove_dead
+from spmd.ir.program import Op, Region, has_effect
 from spmd.lowering.expand import LINKED, expand, in_order
 from tests.two_processes import run_both
 
@@ -77,20 +76,6 @@ def test_one_device_calls_and_the_check_is_made_where_it_failed() -> None:
     assert [op.regions[0].ops[-1].name for op in guarded] == [CALLBACK, CHECK_CALLBACK]
     assert not any(has_effect(inner) for op in guarded for inner in op.regions[1].ops)
     assert CALLBACK not in [op.name for op in program.body.ops]
-
-
-def test_an_effect_in_a_branch_is_not_dead() -> None:
-    def fn(x: Any) -> Any:
-        jax.lax.cond(x[0, 0] > 0, lambda: jax.debug.callback(print, x), lambda: None)
-        jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(x), lambda: x)
-        return x
-
-    def branches(program: Program) -> int:
-        return sum(op.kind.about.region == "branches" for op in program.body.ops)
-
-    program = lowered(fn).stages.partitioned.program
-    assert branches(program) == 2
-    assert branches(remove_dead(program)) == 1
 
 
 def test_one_of_two_processes_is_called() -> None:

@@ -3,7 +3,6 @@
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -377,7 +376,7 @@ def test_named_computations_are_inlined_with_their_marks() -> None:
     assert "[{}, {y}]" in planned
 
 
-# Marks inside, and reports.
+# Marks inside, and checks.
 
 
 def test_marks_inside_name_free_axes_only() -> None:
@@ -391,16 +390,6 @@ def test_marks_inside_name_free_axes_only() -> None:
 
     whole = manual(jax_mesh(MESH), lambda x: spmd.mark_sharding(x, MESH, ()), P("x"), P("x"), True)
     np.testing.assert_array_equal(spmd.jit(whole, mesh=MESH)(X), X)
-
-
-def test_reports_have_a_page(tmp_path: Path) -> None:
-    fn = named("scan_inside")
-    compiled = spmd.jit(fn, mesh=MESH, in_specs=(("x", None), None)).compile(X, W)
-    compiled.report(str(tmp_path / "report.html"))
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert BY_USER in page
-    assert "manual_programs.py" in page
-    assert any(c.count == 12 for c in compiled.collectives), "once for each row of the scan"
 
 
 @pytest.mark.parametrize("name", ["nested", "inside_scan", "uneven", "groups"])

@@ -60,32 +60,16 @@ def test_in_half_precision_gates_stay_wide() -> None:
 
 
 SPLITS = {
-    "rows": ({"x": 8}, (("x",),), (), (1, 6)),
-    "experts": ({"x": 2, "y": 3}, (), ("y",), (4, 2)),
-    "rows and experts": ({"x": 4, "y": 2}, (("x",),), ("y",), (1, 3)),
     "uneven experts": ({"x": 5}, (), ("x",), (4, 2)),
     "rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
-    "sequence, experts and width": ({"x": 2, "y": 4}, (None, "x"), ("y",), (4, 3)),
-    "uneven rows": ({"x": 8}, (None, "x"), (), (4, 6)),
-    "rows and experts alike": ({"x": 2}, ("x",), ("x",), (2, 3)),
-    "rows over more": ({"x": 2, "y": 3}, (("x", "y"),), ("y",), (2, 2)),
     "sequence and experts alike, and width": ({"x": 3, "y": 2}, (None, "x"), ("x", "y"), (4, 2)),
     "a row or none": ({"x": 5}, ("x",), ("x",), (1, 6)),
 }
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
 
 
-ALIKE = (
-    "rows", "experts", "rows and experts", "uneven rows", "rows and experts alike",
-    "rows over more", "sequence, experts and width",
-)  # fmt: skip
-"""Splits of which others have every part."""
-
-
 @pytest.mark.usefixtures("exact_plans")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.heavy if n in ALIKE else ()) for n in SPLITS]
-)
+@pytest.mark.parametrize("name", SPLITS)
 def test_split(name: str, devices8: Any) -> None:
     axes, rows, own, (batch, here) = SPLITS[name]
     mesh = spmd.make_mesh(devices=devices8[: int(np.prod(list(axes.values())))], **axes)
@@ -95,7 +79,7 @@ def test_split(name: str, devices8: Any) -> None:
         "in": (expert, width, None),
         "out": (expert, None, width),
     }
-    args = operands(b=8 if name == "rows" else 4)
+    args = operands()
 
     def mark(name: str, x: Any) -> Any:
         return spmd.mark_sharding(x, mesh, (*specs[name], None, None)[: x.ndim])

@@ -7,7 +7,6 @@ is looked at; `-m heavy` looks at all of them.
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
 from itertools import pairwise, permutations, product
 from typing import Any
 
@@ -24,7 +23,7 @@ from spmd.mesh.topology import Topology
 from spmd.reshard.paths import Path, reshard, torn_dims
 from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, questions
 from tests.reshard.oracle import Oracle, all_shardings
-from tests.reshard.simulate import mesh_of, reduced, run_step, terms, tiles
+from tests.reshard.simulate import check, mesh_of
 
 Pair = tuple[Sharding, Sharding]
 
@@ -63,21 +62,6 @@ def planned(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, chip: T
     return path
 
 
-def check_delivery(path: Path, src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh):
-    """Simulates a path; what is partial in the end may be split in any way that adds up."""
-    values = terms(shape, src, mesh)
-    held = tiles(values, src, mesh)
-    for step in path.steps:
-        held = run_step(step, held, mesh)
-    new = [a for a in dst.partial if a not in src.partial]
-    kept = [a for a in dst.partial if a in src.partial]
-    left = reduced(values, src, kept, mesh) if src.partial else values
-    wanted = tiles(left, dst.with_partial(kept, "add"), mesh)
-    for group in mesh.groups(new):
-        total = reduce(np.add, [held[p] for p in group])
-        np.testing.assert_array_equal(total, wanted[group[0]], err_msg=f"{src} {dst} {path}")
-
-
 def sampled(pairs: Iterable[Pair], count: int | None) -> list[Pair]:
     """Some of the pairs, or all."""
     every = list(pairs)
@@ -91,7 +75,7 @@ def check_pairs(oracle: Oracle, shape: Sequence[int], count: int | None) -> None
         path = planned(src, dst, oracle.type, mesh, chip)
         seconds, _ = oracle.distance(src, dst)
         assert path.seconds == pytest.approx(seconds, rel=1e-9, abs=1e-13), (src, dst, path)
-        check_delivery(path, src, dst, shape, mesh)
+        check(path, src, dst, shape, mesh)
 
 
 def check_mesh(mesh: Mesh, chip: Topology, rank: int, count: int | None) -> None:
@@ -147,7 +131,7 @@ def test_what_becomes_partial_adds_up_to_the_value(sizes: tuple[int, ...], rank:
         assert (
             path.seconds > reshard(src, last.before, TensorType(shape, "f32"), mesh, A100).seconds
         )
-        check_delivery(path, src, dst, shape, mesh)
+        check(path, src, dst, shape, mesh)
 
 
 # Dims that do not divide, and larger meshes.

@@ -30,17 +30,14 @@ DRY_RUNS: dict[str, list[str]] = {
     "slurm_each_gpu": ["slurm", "--nodes=2", "--gpus_per_node=4", "--processes_per_node=4",
                        "--cpus_per_process=8", "--image=registry/image:tag",
                        "--constraint=nvlink", "--qos=high", "--name=llama"],
-    "jobset_tpu": ["jobset", "--tpu=v5e-16", "--image=registry/image:tag", "--name=llama",
-                   "--max_restarts=3", "--queue=tpus", "--namespace=training"],
-    "jobset_slices": ["jobset", "--tpu=v5p-128", "--slices=2", "--image=registry/image:tag",
-                      "--selector=cloud.google.com/reservation-name=mine"],
+    "jobset_tpu": ["jobset", "--tpu=v5p-128", "--slices=2", "--image=registry/image:tag",
+                   "--name=llama", "--max_restarts=3", "--queue=tpus", "--namespace=training",
+                   "--selector=cloud.google.com/reservation-name=mine"],
     "jobset_gpu": ["jobset", "--nodes=4", "--gpus_per_node=8", "--image=registry/image:tag",
                    "--cpu=96", "--memory=800Gi", "--env=NOTE=a $(b)", "--folder=/spmd",
-                   "--service_account=trainer"],
-    "jobset_spot": ["jobset", "--nodes=2", "--gpus_per_node=8", "--image=registry/image:tag",
-                    "--spot", "--bucket=corpus=/corpus:ro", "--claim=runs=/runs",
-                    "--secret=hub-token=/secrets/hub", "--volume=nas:/models=/models:ro",
-                    "--volume=/scratch=/scratch"],
+                   "--service_account=trainer", "--spot", "--bucket=corpus=/corpus:ro",
+                   "--claim=runs=/runs", "--secret=hub-token=/secrets/hub",
+                   "--volume=nas:/models=/models:ro", "--volume=/scratch=/scratch"],
     "tpu_vm": ["tpu-vm", "--tpu-name=pod", "--zone=us-east5-a", "--project=mine",
                "--folder=my spmd", "--env=NOTE=it's new"],
     "mpi": ["mpi", "--hosts=a,b.example", "--nodes=2", "--gpus_per_node=8",
@@ -222,7 +219,7 @@ def test_probes_ask_process_0_alone(dry_run: Callable[..., str]):
 
 def test_what_is_mounted_is_there(dry_run: Callable[..., str]):
     """Each mount has its volume; only a pod with a bucket asks for GKE's driver."""
-    jobset = yaml.safe_load(dry_run(DRY_RUNS["jobset_spot"]))
+    jobset = yaml.safe_load(dry_run(DRY_RUNS["jobset_gpu"]))
     template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     (container,) = template["spec"]["containers"]
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
@@ -230,7 +227,7 @@ def test_what_is_mounted_is_there(dry_run: Callable[..., str]):
     assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
     read_only = [mount["mountPath"] for mount in mounts.values() if mount.get("readOnly")]
     assert read_only == ["/models", "/corpus", "/secrets/hub"]
-    without = yaml.safe_load(dry_run([f for f in DRY_RUNS["jobset_spot"] if "bucket" not in f]))
+    without = yaml.safe_load(dry_run([f for f in DRY_RUNS["jobset_gpu"] if "bucket" not in f]))
     assert "metadata" not in without["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
 
 

@@ -1,6 +1,7 @@
 """XLA's CPU backend has no `ragged_dot`: for tests, local ones become masked products."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import spmd
 from spmd.ir.dialect.builder import Builder
@@ -36,24 +37,13 @@ def _by_groups(b: Builder, op: Op, operands: tuple[Value, ...]) -> Value:
         matrix = rhs if dims.group is None else _group(b, rhs, dims.group, group)
         parts.append(_product(b, rows, matrix, dims, result, stacked))
     if stacked:
-        rows_of = [b.reshape(p, (1, *b.types[p].shape)) for p in parts]
-        return b.op("stablehlo.concatenate", rows_of, (result,), {"dimension": 0})[0]
-    total = parts[0]
-    for part in parts[1:]:
-        total = b.binary("add", total, part)
-    return total
+        return b.concatenate([b.reshape(p, (1, *b.types[p].shape)) for p in parts], 0)
+    return reduce(lambda x, y: b.binary("add", x, y), parts)
 
 
 def _group(b: Builder, x: Value, dim: int, index: int) -> Value:
     shape = b.types[x].shape
-    attrs = {
-        "start_indices": tuple(index if d == dim else 0 for d in range(len(shape))),
-        "limit_indices": tuple(index + 1 if d == dim else n for d, n in enumerate(shape)),
-        "strides": (1,) * len(shape),
-    }
-    one = tuple(1 if d == dim else n for d, n in enumerate(shape))
-    (part,) = b.op("stablehlo.slice", (x,), (b.types[x].with_shape(one),), attrs)
-    return b.reshape(part, shape[:dim] + shape[dim + 1 :])
+    return b.reshape(b.slice_dim(x, dim, index, index + 1), shape[:dim] + shape[dim + 1 :])
 
 
 def _masked(b: Builder, lhs: Value, dims: RaggedDims, start: Value, end: Value) -> Value:

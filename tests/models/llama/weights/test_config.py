@@ -11,10 +11,9 @@ from spmd.models.llama.config import ConfigError, RopeScaling
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.weights.config import parse_config, read_config, to_hf
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    path.stem: json.loads(path.read_text())
-    for path in sorted(Path(__file__).with_name("published").glob("*.json"))
-}
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published.json").read_text()
+)
 """Model -> its config.json as published, all keys."""
 
 LLAMA2_7B, LLAMA32_1B = PUBLISHED["llama2-7b"], PUBLISHED["llama3.2-1b"]
