@@ -26,7 +26,7 @@ class Metrics:
       backend: the model; `info` has its bandwidth and sizes.
 
     Attributes:
-      steps: the latest ones that are done, the oldest first.
+      steps: the latest ones that are done, the oldest first; of 256 requests each they take 17 MB.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class Metrics:
         self._model = requests.model
         self._backend = backend
         self._state = state
-        # With 256 requests in each step these take 17 MB.
         self.steps: deque[StepRecord] = deque(maxlen=8192)
         self._first_token = requests.histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",

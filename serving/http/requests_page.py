@@ -82,14 +82,13 @@ def _tell(service: Service, key: str, name: str | None) -> list[Told]:
 
 def _page(told: Sequence[Told], name: str | None) -> str:
     title = "Requests" if name is None else f"Request {name}"
-    style = tag("style", Html(_STYLE))
-    head = tag("head", tag("meta", charset="utf-8"), tag("title", title), style)
+    head = tag("meta", charset="utf-8"), tag("title", title), tag("style", Html(_STYLE))
     body = [tag("p", "The latest requests, and where the time to their first tokens went.")]
     body += [_legend({name: PHASES[name] for name in TO_FIRST_TOKEN}), _table(told)]
     if name is not None:
         body = [tag("p", tag("a", "All requests", href="requests")), _table(told)]
         body += [part for one in told for part in _pictures(one)]
-    html = tag("html", head, tag("body", tag("h1", title), *body), lang="en")
+    html = tag("html", tag("head", *head), tag("body", tag("h1", title), *body), lang="en")
     return f"<!doctype html>\n{html}\n"
 
 
@@ -107,13 +106,11 @@ def _table(told: Sequence[Told]) -> Html:
         bar = drawing("bar", 300, 12, _bar(one, 0, 0, 12, scale), "parts of the time")
         is_well = one["finish_reason"] in ("stop", "length")
         end = tag("span" if is_well else "span.bad", one["finish_reason"])
-        cells = (when, link, end, *counts, *times, bar)
-        rows.append(zip(looks, cells, strict=True))
+        rows.append(zip(looks, (when, link, end, *counts, *times, bar), strict=True))
     return tag("table", *(tag("tr", *(tag(*cell) for cell in row)) for row in rows))
 
 
 def _bar(one: Told, x: float, y: float, height: float, scale: float) -> Iterator[Html]:
-    """The phases up to the first token."""
     for name, (a, b) in one["phases"].items():
         if name in TO_FIRST_TOKEN and b > a:
             box = x + a * scale, y, (b - a) * scale, height
