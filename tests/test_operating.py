@@ -162,6 +162,6 @@ def test_fields_of_the_log_that_the_page_names() -> None:
     shown = json.loads(re.findall(r"(?ms)^```json\n(.*?)^```", PAGE)[0])
     stream: Any = types.SimpleNamespace(records=[])
     exchange = HttpExchange("abc", "POST", "/v1/completions", "127.0.0.1", 200, stream=stream)
-    record = logging.makeLogRecord({logs.FIELDS: exchange.fields(0.1) | {"trace_id": ""}})
+    record = logging.makeLogRecord({logs.FIELDS: exchange.fields() | {"trace_id": ""}})
     written = json.loads(logs.JsonFormatter().format(record))
     assert set(shown) == set(written)

@@ -127,6 +127,7 @@ class Stepped(NamedTuple):
     # for each part None, or its targets with the log-probabilities that the model gives them, one
     # for each row
     scores: tuple[Tokens | None, ...]
+    rows: int  # that the devices ran for it: those of all parts, and padding
 
 
 class Backend(Protocol):

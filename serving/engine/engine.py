@@ -26,7 +26,7 @@ from spmd.serving.engine.actions import Counts, EngineStep, Job, Progress
 from spmd.serving.engine.backend import Backend, Stepped, Tokens, Words
 from spmd.serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
 from spmd.serving.engine.guide import GuideError, Guides
-from spmd.serving.engine.records import UNOBSERVED, EngineState, Finished, Observer
+from spmd.serving.engine.records import UNOBSERVED, EngineState, Finished, Observer, StepRecord
 from spmd.serving.engine.scheduler import Scheduler
 from spmd.serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
 from spmd.serving.engine.text import Decode, TokenTexts
@@ -36,6 +36,7 @@ from spmd.serving.engine.workers import have_ended, join_all
 class _Call(NamedTuple):
     step: EngineStep
     started: float
+    gap: float
     results: Callable[[], Stepped]
 
 
@@ -44,7 +45,7 @@ class Done(NamedTuple):
 
     step: EngineStep  # what was asked for
     results: Stepped  # what the backend returned
-    seconds: float  # how long the device worked on it
+    record: StepRecord  # when
 
 
 class Calls:
@@ -56,6 +57,8 @@ class Calls:
         # When the device began the oldest call: when that call was made, or, if another one was
         # under way then, when the other one was done.
         self._busy_since: float | None = None
+        # Since when there is no call, though requests run.
+        self.idle_since: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
@@ -63,6 +66,8 @@ class Calls:
     def begin(self, step: EngineStep) -> None:
         """Begins a step, and returns before it is done."""
         started = time.monotonic()
+        gap = 0.0 if self.idle_since is None else started - self.idle_since
+        self.idle_since = None
         if self._busy_since is None:
             self._busy_since = started
         for begin in step.begins:
@@ -70,16 +75,22 @@ class Calls:
         if step.masks:
             self._backend.allow(step.masks)
         results = self._backend.step(step.parts, step.alternatives)
-        self._under_way.append(_Call(step, started, results))
+        self._under_way.append(_Call(step, started, gap, results))
 
     def finish(self) -> Done:
         """Waits for the oldest step."""
-        step, started, results = self._under_way.popleft()
+        step, started, gap, results = self._under_way.popleft()
+        asked = time.monotonic()
         found = results()
         now = time.monotonic()
-        seconds = now - max(started, self._busy_since or 0.0)
-        self._busy_since = now if self._under_way else None
-        return Done(step, found, seconds)
+        begun = max(started, self._busy_since or 0.0)
+        self._busy_since, self.idle_since = (now, None) if self._under_way else (None, now)
+        of_prompts = zip(step.keys[step.decoding :], step.parts[step.decoding :], strict=True)
+        record = StepRecord(
+            begun, now, now - asked, gap, step.rows, found.rows - step.rows, step.seen, step.keys,
+            {key: (part.rows, part.draws) for key, part in of_prompts},
+        )  # fmt: skip
+        return Done(step, found, record)
 
     def stalled(self) -> float:
         """Seconds for which the oldest call has been running; 0 if there is none."""
@@ -100,6 +111,7 @@ class Entry:
         self._arrived = now
         self._placed: float | None = None
         self._first: float | None = None
+        self._first_step = self._first_text = 0.0
         self._last = now
 
     def note_placed(self, now: float) -> None:
@@ -107,12 +119,13 @@ class Entry:
         if self._placed is None:
             self._placed = now
 
-    def note_token(self, now: float, observer: Observer) -> float | None:
-        """Notes that a token has come; returns the seconds since the one before, if there was."""
+    def note_token(self, now: float, step: StepRecord, observer: Observer) -> float | None:
+        """Notes a token of a step; returns the seconds since the one before, if there was."""
         last, self._last = self._last, now
         if self._first is not None:
             return now - last
         self._first = now
+        self._first_step, self._first_text = step.done - step.begun, now - step.done
         observer.first_token(now - self._arrived)
         return None
 
@@ -130,6 +143,9 @@ class Entry:
             decode=now - first,
             total=now - self._arrived,
             ended=now,
+            step=self._first_step,
+            text=self._first_text,
+            guided=self.choice.job.guided,
         )
 
 
@@ -323,6 +339,8 @@ class Engine:
                     self._finish()
                     continue
                 with self._wake:
+                    if self._scheduler.idle:
+                        self._calls.idle_since = None  # nobody loses the time from now on
                     self._wake.wait_for(lambda: self._stopping or self._changed)
         except Exception as error:
             self._heed(error)
@@ -387,8 +405,8 @@ class Engine:
 
     def _take(self, done: Done, progress: Sequence[Progress]) -> None:
         """Makes text of the tokens of a step, and hands it out."""
-        step, results, seconds = done
-        self._observer.ran(step, seconds)
+        step, results, record = done
+        self._observer.ran(record)
         if results.scores.count(None) < len(step.parts):
             for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
                 entry = self._entries.get(key)
@@ -402,14 +420,14 @@ class Engine:
                 over.add(one.key)
             made.append((one, delta))
         told = self._settle(made)
-        now = time.monotonic()
+        record.told = now = time.monotonic()
         gaps = Counter[float]()  # nearly all who draw a token drew one in the step before
         for entry, one, delta in told:
             if isinstance(delta, Failed):
                 self._report([entry], "error", now)
                 continue
             if one.row is not None:
-                gap = entry.note_token(now, self._observer)
+                gap = entry.note_token(now, record, self._observer)
                 if gap is not None:
                     gaps[gap] += 1
             if delta.finish is not None:

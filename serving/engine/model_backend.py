@@ -113,19 +113,20 @@ class ModelBackend:
         outputs = self._programs.run(self._names[kind, *size], inputs)
         drawn = _copied(outputs["drawn"])
         scores = _copied(outputs["scores"]) if kind == "score" else None
+        rows = size[0] * limits.groups
 
         def results() -> Stepped:
             # What was drawn is waited for even if nothing was: the step is over then.
             made = _taken(drawn(), drawing)
             if scores is None:
-                return Stepped(made, (None,) * len(parts))
+                return Stepped(made, (None,) * len(parts), rows)
             of_rows, found = scores(), list[Tokens | None]()
             for part, group, begin, count in zip(
                 parts, placed.group, placed.begin, placed.count, strict=True
             ):
-                rows = group, slice(begin, begin + count)
-                found.append(None if part.targets is None else _taken(of_rows, rows))
-            return Stepped(made, tuple(found))
+                mine = group, slice(begin, begin + count)
+                found.append(None if part.targets is None else _taken(of_rows, mine))
+            return Stepped(made, tuple(found), rows)
 
         return results
 

@@ -1,8 +1,27 @@
-"""What the engine reports about itself: requests' times, device time, and its present state."""
+"""What the engine reports about itself: requests' times, its steps, and its present state."""
 
+import dataclasses
+import math
 from typing import NamedTuple, Protocol
 
-from spmd.serving.engine.actions import Counts, EngineStep
+from spmd.serving.engine.actions import Counts
+
+
+@dataclasses.dataclass(slots=True)
+class StepRecord:
+    """A step that is done; times are in seconds, by `time.monotonic`."""
+
+    begun: float  # when the device could begin it
+    done: float  # when its results were on the host
+    waited: float  # how long the engine's thread waited for them
+    gap: float  # before it, how long requests ran and no step was under way
+    rows: int  # how many it had, all requests together
+    padded: int  # how many rows beside these the device ran
+    seen: int  # positions that the last rows of its parts see, all together
+    keys: tuple[int, ...]  # the requests that took part
+    # request -> (rows, whether a token is drawn behind them), of pieces of prompts
+    chunks: dict[int, tuple[int, bool]]
+    told: float = math.inf  # when the text of its tokens was handed out
 
 
 class Finished(NamedTuple):
@@ -19,13 +38,17 @@ class Finished(NamedTuple):
     decode: float  # from there until its last token
     total: float  # from its arrival until its end
     ended: float  # when it ended, by `time.monotonic`
+    # the last parts of `prefill`: the step that drew the first token, and the making of its text
+    step: float = 0.0
+    text: float = 0.0
+    guided: bool = False  # whether it waits for a mask before each token
 
 
 class Observer(Protocol):
     """Is told what the engine does, on the engine's threads; the server's metrics are one."""
 
-    def ran(self, step: EngineStep, seconds: float) -> None:
-        """A step is done, `seconds` after the device began it."""
+    def ran(self, step: StepRecord) -> None:
+        """A step is done; its text is not made yet."""
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
@@ -38,7 +61,7 @@ class Observer(Protocol):
 
 
 class _Unobserved:
-    def ran(self, step: EngineStep, seconds: float) -> None: ...
+    def ran(self, step: StepRecord) -> None: ...
     def first_token(self, seconds: float) -> None: ...
     def next_tokens(self, seconds: float, times: int) -> None: ...
     def finished(self, record: Finished) -> None: ...

@@ -40,7 +40,7 @@ class Stream:
     fails. Every stream has to be read to its end or closed.
 
     Args:
-      keys: the scheduler's key of each completion.
+      keys: the scheduler's key of each completion, which is an attribute, too.
       cancel: drops the requests with these keys.
       ended: is called once the last delta is there, or the stream is closed before that.
 
@@ -64,7 +64,7 @@ class Stream:
         self.records: list[Finished] = []
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
-        self._keys = tuple(keys)
+        self.keys = tuple(keys)
         self._open = self._unfinished = len(keys)
         self._ended = ended
         self._ready: deque[Delta | Failed] = deque()
@@ -108,7 +108,7 @@ class Stream:
             self.abandoned = True
             self._ready.clear()
             self._news.set()
-            self._cancel(self._keys)
+            self._cancel(self.keys)
             self._finish(self._unfinished)
 
     def _finish(self, count: int) -> None:

@@ -25,12 +25,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http import kserve, openai_routes
+from spmd.serving.http import kserve, openai_routes, requests_page
 from spmd.serving.http.connections import Refusing
 from spmd.serving.http.limits import ANY, HttpOptions
 from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
 from spmd.serving.http.metrics import CONTENT_TYPE
-from spmd.serving.http.requests import error_response, route_path, service_of
+from spmd.serving.http.requests import PAGE_HEADERS, error_response, route_path, service_of
 from spmd.serving.http.service import Service
 from spmd.serving.http.traffic import Traffic
 
@@ -71,37 +71,6 @@ PROBES = [
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 """Strangers may make up others; those count as one."""
 
-
-class MeasuredApp:
-    """An app whose answers are counted.
-
-    Args:
-      app: the app; what it routes to is in the scope once it has answered, and the answer's status
-        in the exchange of the scope's state.
-      routes: of the app. All paths beside them count as one, or strangers could make up as many as
-        they like.
-    """
-
-    def __init__(self, app: ASGIApp, traffic: Traffic, routes: Sequence[Route]) -> None:
-        self.app = app
-        self._traffic = traffic
-        self._paths = {route.path for route in routes}
-        self._by_endpoint: dict[object, str] = {route.endpoint: route.path for route in routes}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        started = time.monotonic()
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            seconds = time.monotonic() - started
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            path = route_path(scope)
-            if path not in self._paths:
-                path = self._by_endpoint.get(scope.get("endpoint"), "other")
-            self._traffic.answered(method, path, scope["state"]["exchange"].status, seconds)
-
-
 _LOG = logging.getLogger("serving.access")
 
 HEADER = "X-Request-Id"
@@ -116,19 +85,25 @@ _REQUEST_ID = re.compile(r"[\w.:/+=@~-]{1,128}", re.ASCII)
 
 
 class Access:
-    """ASGI middleware around everything else, so that answers to errors have an id, too.
+    """ASGI middleware around everything else, so that errors have an id and are counted, too.
 
     Args:
+      app: the app; what it routes to is in the scope once it has answered.
+      traffic: counts and times answers.
+      routes: of the app. All paths beside them count as one, or strangers could make up as many as
+        they like.
       tracing: makes spans of requests; None makes none.
     """
 
-    def __init__(self, app: ASGIApp, tracing: Tracing | None = None) -> None:
-        self._app = app
-        self._tracing = tracing
+    def __init__(
+        self, app: ASGIApp, traffic: Traffic, routes: Sequence[Route], tracing: Tracing | None
+    ) -> None:
+        self._app, self._traffic, self._tracing = app, traffic, tracing
+        self._paths = {route.path for route in routes}
+        self._by_endpoint: dict[object, str] = {route.endpoint: route.path for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers."""
-        started = time.monotonic()
         headers = Headers(scope=scope)
         given = headers.get(HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -150,11 +125,19 @@ class Access:
                 exchange.status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = exchange.request_id
             await send(message)
+            if not exchange.first_sent and message.get("body"):
+                exchange.first_sent = time.monotonic()
 
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            fields = exchange.fields(time.monotonic() - started)
+            exchange.ended = time.monotonic()
+            method = exchange.method if exchange.method in METHODS else "other"
+            path = route_path(scope)
+            if path not in self._paths:
+                path = self._by_endpoint.get(scope.get("endpoint"), "other")
+            self._traffic.answered(exchange, method, path)
+            fields = exchange.fields()
             if span is not None:
                 fields["trace_id"] = span.trace_id
                 span.end(exchange)
@@ -175,17 +158,6 @@ STATIC = Path(__file__).parent / "static"
 PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "chat.js"}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-PAGE_HEADERS = {
-    # The page shows text that a model wrote. With this policy a script in it cannot run.
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
 
 def make_app(
     service: Service, http: HttpOptions | None = None, tracing: Tracing | None = None
@@ -201,16 +173,14 @@ def make_app(
     routes = [
         *PROBES,
         Route("/metrics", metrics),
+        Route("/requests", requests_page.requests),
         *(Route(path, page) for path in PAGE),
         *openai_routes.ROUTES,
         *kserve.ROUTES,
     ]
     app = Starlette(
         routes=routes,
-        middleware=[
-            Middleware(MeasuredApp, service.traffic, routes),
-            Middleware(Refusing, service.options.address_connections, hosts),
-        ],
+        middleware=[Middleware(Refusing, service.options.address_connections, hosts)],
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,
@@ -219,7 +189,7 @@ def make_app(
     )
     app.state.service = service
     if http is None or not http.allow_origins:
-        return Access(app, tracing)
+        return Access(app, service.traffic, routes, tracing)
     # Pages of other sites may use the server; browsers ask it before they send JSON.
     open_app = CORSMiddleware(
         app,
@@ -228,7 +198,7 @@ def make_app(
         allow_headers=["*"],  # clients in JavaScript send many of their own
         expose_headers=[HEADER, "Retry-After"],
     )
-    return Access(open_app, tracing)
+    return Access(open_app, service.traffic, routes, tracing)
 
 
 async def metrics(request: Request) -> Response:

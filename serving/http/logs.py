@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import time
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -87,24 +88,33 @@ class HttpExchange:
     model: str | None = None  # whose tokens are counted; None where none are
     prompt_tokens: int = 0  # tokens of the prompts, each counted once
     stream: Stream | None = None  # where the completions come from
+    streams: bool = False  # whether they are sent as they come
+    key: str = ""  # the number of its API key; empty if the server has none
+    # By `time.monotonic`: when its headers were here, its body, when the first bytes of the
+    # answer's body were handed to the connection, and the last; 0 if that was not.
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    read: float = 0.0
+    first_sent: float = 0.0
+    ended: float = 0.0
 
-    def generates(self, model: str, prompt_tokens: int, stream: Stream) -> None:
-        """Notes that the answer is made of completions."""
-        self.model, self.prompt_tokens, self.stream = model, prompt_tokens, stream
+    def generates(self, model: str, prompt_tokens: int, stream: Stream, streams: bool) -> None:
+        """Notes that the answer is made of completions; `streams`: they are sent as they come."""
+        self.model, self.prompt_tokens = model, prompt_tokens
+        self.stream, self.streams = stream, streams
 
     @property
     def completion_tokens(self) -> int:
         """Tokens drawn for completions that have ended; all have when the answer has."""
         return sum(record.generated for record in self.stream.records) if self.stream else 0
 
-    def fields(self, seconds: float) -> dict[str, Any]:
-        """What the log says of it."""
+    def fields(self) -> dict[str, Any]:
+        """What the log says of it, when it has ended."""
         fields: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self.method,
             "path": self.path,
             "status": self.status,
-            "seconds": round(seconds, 6),
+            "seconds": round(self.ended - self.started, 6),
             "client": self.client,
         }
         if self.stream is not None:

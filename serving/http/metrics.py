@@ -1,20 +1,22 @@
 """Metrics for Prometheus, under vLLM's names where vLLM has them, so that its dashboards fit."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from spmd.serving.engine.actions import EngineStep
 from spmd.serving.engine.backend import Backend
-from spmd.serving.engine.records import EngineState, Finished
-from spmd.serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics, Weighted
+from spmd.serving.engine.records import EngineState, Finished, StepRecord
+from spmd.serving.http.traffic import (
+    FIRST_TOKEN_SECONDS,
+    REQUEST_SECONDS,
+    Now,
+    RequestMetrics,
+    Weighted,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_FIRST_TOKEN = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
-)  # fmt: skip
 _BETWEEN_TOKENS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
     7.5, 10, 20, 40, 80,
@@ -22,15 +24,15 @@ _BETWEEN_TOKENS = (
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
-_SMOOTHING = 0.05
-"""The means over steps are exponential; this is the weight of the latest one."""
-
 
 class Metrics:
     """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
       backend: the model; `info` has its bandwidth and sizes.
+
+    Attributes:
+      steps: the latest ones that are done, the oldest first; of 256 requests each they take 17 MB.
     """
 
     def __init__(
@@ -40,17 +42,17 @@ class Metrics:
         self._model = requests.model
         self._backend = backend
         self._state = state
-        self._step: tuple[float, float] | None = None  # means of seconds and of bytes
+        self.steps: deque[StepRecord] = deque(maxlen=8192)
         self._first_token = requests.histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",
-            _FIRST_TOKEN,
+            FIRST_TOKEN_SECONDS,
         )  # fmt: skip
         self._between = Weighted(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request", _BETWEEN_TOKENS,
             requests,
         )  # fmt: skip
         self._per_token = requests.histogram(
-            "vllm:time_per_output_token_seconds",
+            "vllm:request_time_per_output_token_seconds",
             "Mean time of a request's tokens after the first",
             _BETWEEN_TOKENS,
         )
@@ -69,20 +71,17 @@ class Metrics:
         self._batch = requests.histogram(
             "vllm:iteration_tokens_total", "Rows of one step of the model", _BATCH
         )
+        self._totals = [0.0] * 5  # of all steps: what `ran` adds
         requests.registry.register(Now(self._now))
 
     # The engine's observer.
 
-    def ran(self, step: EngineStep, seconds: float) -> None:
+    def ran(self, step: StepRecord) -> None:
         """Notes a step; see `Observer.ran`."""
         self._batch.observe(step.rows)
-        if step.rows > step.decoding:  # chunks of prompts: arithmetic takes longer than reading
-            return
-        info = self._backend.info
-        read = info.get("read_weight_bytes", 0) + info.get("token_bytes", 0) * step.seen
-        means = self._step or (seconds, read)
-        this = (m + _SMOOTHING * (x - m) for m, x in zip(means, (seconds, read), strict=True))
-        self._step = next(this), next(this)
+        self.steps.append(step)
+        added = step.rows, step.padded, step.done - step.begun, step.waited, step.gap
+        self._totals = [total + one for total, one in zip(self._totals, added, strict=True)]
 
     def first_token(self, seconds: float) -> None:
         """Notes a request's first token."""
@@ -117,6 +116,7 @@ class Metrics:
         yield self.requests.gauge(
             "spmd:pages_cached", "Pages of ended requests whose tokens are known", state.cached
         )
+        rows, padded, seconds, waited, gap = self._totals
         looked_up = counts.prefilled + counts.reused
         for name, text, value in (
             ("vllm:prompt_tokens", "Tokens of prompts", looked_up),
@@ -129,6 +129,11 @@ class Metrics:
             ("spmd:repeated_tokens", "Tokens run once more after that", counts.repeated),
             ("spmd:wasted_tokens", "Tokens drawn behind the end of a request", counts.wasted),
             ("spmd:requests_cancelled", "Requests whose reader went away", counts.cancelled),
+            ("spmd:step_rows", "Rows of steps, without padding", rows),
+            ("spmd:step_padded_rows", "Rows that were padding", padded),
+            ("spmd:step_seconds", "How long steps took on the devices", seconds),
+            ("spmd:step_wait_seconds", "How long the host waited for steps", waited),
+            ("spmd:host_gap_seconds", "How long requests ran, but no step did", gap),
             ("spmd:compile", "Programs compiled", self._backend.compile_total),
         ):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
@@ -162,8 +167,12 @@ class Metrics:
         Returns:
           None if the bandwidth is unknown or there has been no such step.
         """
-        bandwidth = self._backend.info.get("bandwidth")
-        seconds, read = self._step or (0.0, 0.0)
+        info = self._backend.info
+        bandwidth, weights = info.get("bandwidth"), info.get("read_weight_bytes", 0)
+        # With chunks of prompts or drafts arithmetic takes longer than reading.
+        drew = [x for x in list(self.steps)[-200:] if not x.chunks and x.rows == len(x.keys)]
+        seconds = sum(step.done - step.begun for step in drew)
+        read = sum(weights + info.get("token_bytes", 0) * step.seen for step in drew)
         if not bandwidth or not seconds or not read:
             return None
         return float(read / bandwidth / seconds)

@@ -392,7 +392,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
                 work = await texts.run(make, visit.client)
             stream = _submit(language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
-            request.state.exchange.generates(loaded.name, prompt_tokens, stream)
+            request.state.exchange.generates(loaded.name, prompt_tokens, stream, ask.stream)
             answer = Answer(loaded.name, ask, work, language.engine)
             if ask.stream:
                 response: Response = EventStream(_events(stream, answer), stream.close)

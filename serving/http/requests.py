@@ -1,8 +1,10 @@
 """What all handlers need of HTTP: bounded bodies, API keys, clients that hang up, event streams."""
 
 import asyncio
+import base64
 import contextlib
 import hmac
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,17 @@ from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.admission import Visit, address_of
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.service import PROCESS_LOST, Service
+
+PAGE_HEADERS = {
+    # The page shows text that a model wrote. With this policy a script in it cannot run.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def service_of(request: Request) -> Service:
@@ -46,11 +59,14 @@ async def visiting(
     """
     service = service_of(request)
     options = service.options
-    client = client_of(request, check_key(request, options), options)
+    exchange = request.state.exchange
+    exchange.key = check_key(request, options)
+    client = client_of(request, exchange.key, options)
     service.require()
     visit = Visit(service.admission, client)
     try:
         visit.body = await _read(request, options, visit, types)
+        exchange.read = time.monotonic()
         service.require()  # it may be draining by now
         visit.hold_places(1)
         async with until_gone(request.receive):
@@ -105,8 +121,8 @@ def _left() -> ApiError:
     return ApiError(499, "the client has left")
 
 
-def check_key(request: Request, options: ServerOptions) -> str:
-    """Checks the API key of a request.
+def check_key(request: Request, options: ServerOptions, *, basic: bool = False) -> str:
+    """Checks the API key of a request; with `basic` a browser may send it as the password.
 
     Returns:
       The number of the key in `options.api_keys`, as a string; empty if the server has no keys.
@@ -119,6 +135,9 @@ def check_key(request: Request, options: ServerOptions) -> str:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Starlette decodes headers as latin-1; encoding gives the bytes that were sent.
     said = given.strip().encode("latin-1")
+    if basic and scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):  # it is no base64, and so no key
+            scheme, said = "bearer", base64.b64decode(said).partition(b":")[2]
     # All keys are compared, each in constant time: how long it takes tells nothing about them.
     found = [hmac.compare_digest(said, key.encode()) for key in options.api_keys]
     if scheme.lower() != "bearer" or not any(found):

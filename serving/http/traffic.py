@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -20,10 +21,16 @@ from spmd.serving.engine.records import Finished
 from spmd.serving.engine.statistics import Statistics
 from spmd.serving.errors import ApiError
 from spmd.serving.http.admission import Admission
+from spmd.serving.http.logs import HttpExchange
+from spmd.serving.http.timeline import TO_FIRST_TOKEN, phases
 
 REQUEST_SECONDS = (
     0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
     7680,
+)  # fmt: skip
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
 )  # fmt: skip
 ANSWER_SECONDS = (0.001, 0.005, 0.02, 0.1, *REQUEST_SECONDS[1:])
 
@@ -88,6 +95,7 @@ class Traffic:
 
     Attributes:
       registry: of all metrics of the server.
+      completed: the latest requests that the model completed, the oldest first.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -112,12 +120,24 @@ class Traffic:
             ["reason"],
             registry=self.registry,
         )
+        self._parts = Histogram(
+            "spmd:first_token_part_seconds", "Parts of the time to a first token",
+            ["model_name", "part"], buckets=FIRST_TOKEN_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        self.completed: deque[HttpExchange] = deque(maxlen=500)
         self.registry.register(Now(self._now))
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Notes an answer."""
-        self._answers.labels(method, route, str(status)).inc()
-        self._seconds.labels(method, route).observe(seconds)
+    def answered(self, exchange: HttpExchange, method: str, route: str) -> None:
+        """Notes an answer that has ended."""
+        self._answers.labels(method, route, str(exchange.status)).inc()
+        self._seconds.labels(method, route).observe(exchange.ended - exchange.started)
+        if exchange.stream is None:
+            return
+        self.completed.append(exchange)
+        for record in exchange.stream.records:
+            for part, (start, end) in phases(exchange, record).items():
+                if part in TO_FIRST_TOKEN and record.generated:
+                    self._parts.labels(exchange.model, part).observe(end - start)
 
     def refused(self, error: ApiError) -> None:
         """Notes an error that was the answer."""

@@ -143,7 +143,8 @@ class FakeBackend:
             if not alternatives:
                 drawn.top_ids[:] = drawn.top_logprobs[:] = 0
             scores = (None if p.targets is None else self._report(p.targets) for p in parts)
-            made = Stepped(drawn, tuple(scores))
+            rows = sum(part.rows for part in parts)
+            made = Stepped(drawn, tuple(scores), rows)
 
         def wait() -> Stepped:
             self.gate.wait()

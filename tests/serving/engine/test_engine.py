@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from spmd.models.training.data.tokenizer import ByteTokenizer
-from spmd.serving.engine.actions import Counts, EngineStep, Job
+from spmd.serving.engine.actions import Counts, Job
 from spmd.serving.engine.backend import Sampling, Stepped
 from spmd.serving.engine.choice import Delta
 from spmd.serving.engine.engine import LAG, Engine
-from spmd.serving.engine.records import Finished
+from spmd.serving.engine.records import Finished, StepRecord
 from spmd.serving.engine.stream import Failed
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
@@ -27,12 +27,12 @@ class Notes:
 
     def __init__(self) -> None:
         self.heard: Callable[[], None] = lambda: None
-        self.steps: list[EngineStep] = []
+        self.steps: list[StepRecord] = []
         self.firsts: list[float] = []
         self.more: list[float] = []
         self.records: list[Finished] = []
 
-    def ran(self, step: EngineStep, seconds: float) -> None:
+    def ran(self, step: StepRecord) -> None:
         self.steps.append(step)
         self.heard()
 
@@ -95,7 +95,8 @@ def test_tokens_become_text() -> None:
     assert (record.reason, record.prompt_tokens, record.generated) == ("length", 5, 20)
     assert record.queued + record.prefill + record.decode == pytest.approx(record.total)
     assert len(notes.firsts) == 1 and len(notes.more) == 19
-    assert [(step.rows, step.decoding) for step in notes.steps] == [(5, 0)] + [(1, 1)] * 19
+    chunks = [(step.rows, [*step.chunks.values()]) for step in notes.steps]
+    assert chunks == [(5, [(5, True)])] + [(1, [])] * 19
     assert [step.seen for step in notes.steps] == list(range(5, 25))
 
 
@@ -104,7 +105,7 @@ def test_the_token_budget_is_the_backends_unless_another_is_given() -> None:
         notes = Notes()
         with running(observer=notes, token_budget=given) as engine:
             ask(engine, *(job(bytes([i] * 30), 20) for i in range(4)))
-        assert max(step.rows for step in notes.steps if step.decoding) == budget
+        assert max(step.rows for step in notes.steps if len(step.keys) > len(step.chunks)) == budget
 
 
 def test_choices_have_their_own_seeds_and_share_the_prompt() -> None:
@@ -220,7 +221,7 @@ def test_a_call_that_hangs_is_seen() -> None:
 
 def test_a_mistake_in_making_text_is_told_to_all() -> None:
     class Broken(Notes):
-        def ran(self, step: EngineStep, seconds: float) -> None:
+        def ran(self, step: StepRecord) -> None:
             raise KeyError("x")
 
     async def go(engine: Engine) -> None:

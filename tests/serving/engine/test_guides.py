@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from spmd.serving.engine.guide import (
     words_of,
 )
 from spmd.serving.engine.stream import Failed, Misguided
-from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of
-from tests.waiting import PATIENCE
+from tests.serving.engine.test_engine import Notes, alone, ask, job, read, running, text_of
+from tests.waiting import PATIENCE, wait_until
 
 
 class Spelled:
@@ -63,6 +64,18 @@ def test_a_guide_says_what_is_drawn() -> None:
     assert finish == {0: "stop", 1: "length", 2: "length", 3: "stop"}
     assert isinstance(one.guide, Spelled)
     assert all(name.startswith("masks") for name in one.guide.threads)
+
+
+def test_time_without_a_step_counts_while_requests_run() -> None:
+    notes, began = Notes(), time.monotonic()
+    with running(observer=notes) as engine:
+        for _ in range(2):
+            ask(engine, spelled(b"abc", 3))  # each token waits for a mask
+            wait_until(lambda: engine.idle and engine._calls.idle_since is None)
+            time.sleep(0.3)
+    assert [step.gap > 0 for step in notes.steps] == [False, True, True] * 2
+    spent = sum(step.done - step.begun + step.gap for step in notes.steps)
+    assert spent <= time.monotonic() - began - 0.6
 
 
 def test_others_go_on_while_a_mask_is_made(monkeypatch: Any) -> None:

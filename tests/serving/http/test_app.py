@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from spmd.serving.engine.actions import Counts, EngineStep
-from spmd.serving.engine.records import EngineState
+from spmd.serving.engine.actions import Counts
+from spmd.serving.engine.records import EngineState, StepRecord
 from spmd.serving.http.metrics import Metrics
 from spmd.serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
@@ -350,7 +350,7 @@ def test_metrics(live: Live, client: httpx.Client) -> None:
     assert grown[f"vllm:request_success_total{reason}"] == 1
     for name in (
         "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-        "time_per_output_token_seconds", "request_prefill_time_seconds",
+        "request_time_per_output_token_seconds", "request_prefill_time_seconds",
         "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
     ):  # fmt: skip
         assert grown[f"vllm:{name}_count{label}"] == 1, name
@@ -415,17 +415,17 @@ def metrics_of(state: EngineState) -> Metrics:
 def test_the_roofline_counts_what_is_read() -> None:
     metrics = metrics_of(EngineState(0, 0, 64, 0, 0, Counts()))
     assert metrics.roofline_fraction() is None
-    metrics.ran(step(rows=2, decoding=2, seen=64), 0.004)
+    metrics.ran(step(64, 0.004))
     assert metrics.roofline_fraction() == pytest.approx(1.064e6 / 1e9 / 0.004)
-    metrics.ran(step(rows=8, decoding=1, seen=100), 0.5)  # a chunk of a prompt
+    metrics.ran(step(100, 0.5, {0: (7, True)}))
     assert metrics.roofline_fraction() == pytest.approx(1.064e6 / 1e9 / 0.004)
     for _ in range(500):
-        metrics.ran(step(rows=2, decoding=2, seen=256), 0.002)
+        metrics.ran(step(256, 0.002))
     assert metrics.roofline_fraction() == pytest.approx(1.256e6 / 1e9 / 0.002)
 
 
-def step(rows: int, decoding: int, seen: int) -> EngineStep:
-    return EngineStep((), {}, (), (), (), False, rows, decoding, seen)
+def step(seen: int, seconds: float, chunks: Any = None) -> StepRecord:
+    return StepRecord(1.0, 1.0 + seconds, 0.0, 0.0, 2, 0, seen, (0, 1), chunks or {})
 
 
 def test_pages_are_shown() -> None:
