@@ -99,6 +99,9 @@ _BITS: dict[str, int] = {
 }
 """Maps an element type to the bits of an element; those smaller than a byte are packed."""
 
+PACKED = frozenset(np.dtype(_NUMPY_DTYPES[name]) for name, bits in _BITS.items() if 0 < bits < 8)
+"""Dtypes whose elements numpy has in a byte each, and XLA does not."""
+
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Returns the numpy (or ml_dtypes) dtype of an MLIR element type; KeyError if there is none."""

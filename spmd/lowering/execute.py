@@ -29,7 +29,7 @@ from spmd.frontend.importer.handlers import SAME
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.ir.types import PACKED, TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest, without_locations
 from spmd.lowering.emit import Emitted, Placement, formats
 from spmd.lowering.expand import LINKED
@@ -389,11 +389,30 @@ def _aval(type_: Any) -> Any:
     return jax.core.ShapedArray(tensor.shape, numpy_dtype(tensor.dtype))
 
 
+ALIGNMENT = 64
+"""Bytes: XLA's on CPUs."""
+
+
 def _on_cpu(function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
     """Calls `function` with `args` on jax's CPU (if none, as they are); returns numpy arrays."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return [np.asarray(result) for result in function(*args)]
+    # An array that jax copies is there once one of its threads has copied it, and all of them may
+    # wait for this call: one that it takes as it is, is there at once. Packed ones stay numpy's.
+    given = [
+        np.array(x) if x.dtype in PACKED else jax.device_put(_aligned(x), cpu, may_alias=True)
+        for x in map(np.asarray, args)
+    ]
     with jax.default_device(cpu):
-        return [np.asarray(result) for result in function(*jax.device_put(list(args), cpu))]
+        return [np.asarray(result) for result in function(*given)]
+
+
+def _aligned(x: Any) -> Any:
+    """A copy at an address of which XLA takes arrays as they are."""
+    memory = np.empty(x.nbytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    copied = memory[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
+    copied[...] = x
+    return copied

@@ -1,6 +1,9 @@
 """Python functions that a partitioned program calls: once, in order, with whole values."""
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.lowering.execute import check_no_callbacks
 from spmd.mesh.spec import jax_mesh
+from tests.waiting import PATIENCE
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 SAME = jax.ShapeDtypeStruct(X.shape, X.dtype)
@@ -494,3 +498,28 @@ def test_pictures_of_shardings(mesh: spmd.Mesh, capsys: pytest.CaptureFixture[st
     jitted(fn, mesh)(X)
     shown = capsys.readouterr().out
     assert all(f"CPU {i}" in shown for i in mesh.device_ids) and "," not in shown
+
+
+BUSY = """
+import jax, jax.numpy as jnp, numpy as np, spmd
+mesh = spmd.make_mesh(x=2)
+
+def fn(x):
+    jax.debug.callback(lambda x: print(np.asarray(x).sum()), x)
+    return x.sum() + jnp.tanh(x).sum()
+
+x = jnp.ones((100_000, 8))
+for _ in range(5):
+    jax.block_until_ready(spmd.jit(fn, mesh=mesh, in_specs=(("x",),))(x))
+jax.effects_barrier()
+"""
+
+
+@pytest.mark.thorough
+def test_every_thread_waits_for_the_callback() -> None:
+    """As many devices as XLA has threads: nothing is left to copy what it is called with."""
+    environment = {**os.environ, "NPROC": "2", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
+    asked = [sys.executable, "-c", BUSY]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["800000.0"] * 5
