@@ -13,6 +13,7 @@ from spmd import compiler
 from spmd.compiler import plan_problem, timed
 from spmd.errors import PlanError
 from spmd.ir.program import Op
+from spmd.lowering.rewrites.schedule import schedule
 from spmd.planning import exact
 from spmd.planning.choices import Choices
 from spmd.planning.exact import _try_nearby, weighed
@@ -63,9 +64,13 @@ WAYS = ("scan", "fori", "unrolled")
 def test_one_device_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one plan is scheduled once: at a price of memory at which nothing is made again, too."""
     monkeypatch.setattr(exact, "weighed", None)
-    scheduled = []
-    schedule = compiler.schedule
-    monkeypatch.setattr(compiler, "schedule", lambda *a: scheduled.append(a) or schedule(*a))
+    scheduled: list[Any] = []
+
+    def noting(*given: Any) -> Any:
+        scheduled.append(given)
+        return schedule(*given)
+
+    monkeypatch.setattr(compiler, "schedule", noting)
 
     def twice(x: Any) -> Any:
         return jax.lax.fori_loop(0, 9, jnp.add, jax.lax.fori_loop(0, 9, jnp.add, x))
