@@ -288,7 +288,10 @@ def compile_functions(
     placed = placements(manifest, emitted, mesh)
 
     def job(name: str) -> CompiledFunction:
-        program = emitted[name] if name in emitted else more(name)
+        try:
+            program = emitted[name] if name in emitted else more(name)
+        except SpmdError as error:  # with other processes, or their programs
+            raise BundleError(f"function {name} cannot be planned: {one_line(error)}") from error
         return _compile(manifest.functions[name], program, options)
 
     later = {name: functools.partial(job, name) for name in wanted if name not in emitted}

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,9 @@ class Modules:
             raise BundleError(f"the mesh has {self.platform} devices, not one of {known}")
         files = [self.file(manifest.functions[name]) for name in names]
         self.files: dict[str, bytes] = {file: (folder / file).read_bytes() for file in files}
-        # Files that are read together, by one process.
-        self.groups = [*_groups(files[:soon], self.files), *_groups(files[soon:], self.files)]
-        self.reading: list[Future[list[str]]] = []
+        # Those that are needed first are read first.
+        self.halves = [[self.files[file] for file in half] for half in (files[:soon], files[soon:])]
+        self.texts: dict[bytes, str] = {}
         self.modules: dict[str, Any] = {}
 
     def file(self, entry: Entrypoint) -> str:
@@ -120,7 +120,7 @@ class Modules:
         what = f"{self.folder / file} (function {entry.name})"
         try:
             if file not in self.modules:  # for several sizes it is parsed once
-                self.modules[file] = parse_module(self.text(file))
+                self.modules[file] = parse_module(self.text(self.files[file]))
             module = static_module(self.modules[file], entry, asked)
             _check_signature(module, entry, what)
             called = calls_of(module).custom_calls
@@ -135,34 +135,31 @@ class Modules:
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
 
-    def text(self, file: str) -> str:
-        """The text of a module; the first one has all of them read along with it."""
-        if not is_artifact(self.files[file]):
+    def text(self, data: bytes) -> str:
+        """The text of a module; the first one of those needed first, or later, has all read."""
+        if not is_artifact(data):
             raise BytecodeError("it is no portable artifact")
-        if not self.reading:
-            pool = ThreadPoolExecutor(os.cpu_count())
-            of = [[self.files[name] for name in group] for group in self.groups]
-            self.reading = [pool.submit(_texts, group) for group in of]
-            pool.shutdown(wait=False)
-        number, group = next((i, g) for i, g in enumerate(self.groups) if file in g)
-        texts = dict(zip(group, self.reading[number].result(), strict=False))
-        # It, or one that was read with it, may be damaged.
-        return texts[file] if file in texts else bytecode_to_text(self.files[file])
+        if data not in self.texts:
+            half = next(half for half in self.halves if data in half)
+            groups = _groups([d for d in dict.fromkeys(half) if is_artifact(d)])
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                for group, texts in zip(groups, pool.map(_texts, groups), strict=True):
+                    self.texts |= zip(group, texts, strict=False)
+        if data not in self.texts:  # it, or one that was read with it, is damaged
+            self.texts[data] = bytecode_to_text(data)
+        return self.texts[data]
 
 
 GROUP_BYTES = 4 << 20
 
 
-def _groups(files: Sequence[str], content: Mapping[str, bytes]) -> list[list[str]]:
-    """Files to be read by one process: its start takes longer than reading a small one."""
-    groups: list[list[str]] = []
-    for file in dict.fromkeys(files):
-        if not is_artifact(content[file]):
-            continue
-        size = sum(len(content[other]) for other in groups[-1]) if groups else GROUP_BYTES
-        if size + len(content[file]) > GROUP_BYTES:
+def _groups(modules: Sequence[bytes]) -> list[list[bytes]]:
+    """Modules to be read by one process: its start takes longer than reading a small one."""
+    groups: list[list[bytes]] = []
+    for data in modules:
+        if not groups or sum(map(len, groups[-1])) + len(data) > GROUP_BYTES:
             groups.append([])
-        groups[-1].append(file)
+        groups[-1].append(data)
     return groups
 
 

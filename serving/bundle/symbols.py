@@ -185,7 +185,7 @@ class _Search:
         A few functions stand for all while the value is looked for, as planning one of a large
         model takes seconds. Should another one need more memory, it joins them.
         """
-        few = heaviest(self.manifest, self.wanted)
+        few: Sequence[str] = heaviest(self.manifest, self.wanted)
         while True:
             found = self._search(few)
             whole = self.plan(found.symbols, self.wanted, False)

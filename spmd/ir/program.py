@@ -251,13 +251,16 @@ def defined_in(region: Region) -> set[Value]:
 
 def free_values(region: Region) -> tuple[Value, ...]:
     """Returns the values that a region reads and does not define, in order of first use."""
-    read: dict[Value, None] = {}
+    read: list[Value] = []
+    defined = set(region.args)
     for op in walk_region(region):
-        read |= dict.fromkeys(v for inner in op.regions for v in inner.results)
-        read |= dict.fromkeys(op.operands)
-    read |= dict.fromkeys(region.results)
-    defined = defined_in(region)
-    return tuple(v for v in read if v not in defined)
+        for inner in op.regions:
+            read += inner.results
+            defined.update(inner.args)
+        read += op.operands
+        defined.update(op.results)
+    read += region.results
+    return tuple(v for v in dict.fromkeys(read) if v not in defined)
 
 
 def reads(op: Op) -> tuple[Value, ...]:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd import compiler
 from spmd.compiler import plan_problem, timed
 from spmd.errors import PlanError
 from spmd.ir.program import Op
+from spmd.lowering.rewrites.schedule import schedule
+from spmd.planning import exact
 from spmd.planning.choices import Choices
 from spmd.planning.exact import _try_nearby, weighed
 from spmd.planning.greedy import _Greedy, plan_greedily
@@ -56,6 +59,25 @@ def accumulated(how: str, micro: int = 8) -> Any:
 
 
 WAYS = ("scan", "fori", "unrolled")
+
+
+def test_one_device_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its one plan is scheduled once: at a price of memory at which nothing is made again, too."""
+    monkeypatch.setattr(exact, "weighed", None)
+    scheduled: list[Any] = []
+
+    def noting(*given: Any) -> Any:
+        scheduled.append(given)
+        return schedule(*given)
+
+    monkeypatch.setattr(compiler, "schedule", noting)
+
+    def twice(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 9, jnp.add, jax.lax.fori_loop(0, 9, jnp.add, x))
+
+    lowered = spmd.jit(twice, mesh=spmd.Mesh(None, (1,), ("data",))).lower(jnp.ones(8))
+    assert len(scheduled) == 1
+    assert not lowered.stages.plan.recomputed
 
 
 def weights(mesh: spmd.Mesh, spec: Any, size: int = 512) -> Any:

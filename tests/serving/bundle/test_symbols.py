@@ -22,7 +22,7 @@ from spmd.serving.bundle.manifest import MANIFEST, LeafEntry
 from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.bundle.placement import spec_for
 from spmd.serving.bundle.programs import plan_functions
-from spmd.serving.bundle.read import load_bundle
+from spmd.serving.bundle.read import Modules, load_bundle
 from spmd.serving.bundle.write import write_bundle
 from tests.serving.conftest import struct
 from tests.two_processes import run_both
@@ -174,6 +174,38 @@ def test_a_function_that_needs_more_than_it_seems_to(mesh_of):
     peaks = {name: program.emitted.peak_bytes or 0 for name, program in bundle.programs.items()}
     assert max(peaks, key=peaks.__getitem__) == "sort"
     assert 0.9 * (1 << 19) < peaks["sort"] <= 1 << 19
+
+
+def test_what_is_compiled_behind_is_planned_behind(mesh_of, tmp_path, monkeypatch):
+    """Once, and as weights and state lie; what needs more memory than there is left is told."""
+    (write, read), state = functions(*CONSTRAINTS)
+    both = ("weights", "state", "at"), ("weights", "state", "input")
+    sort = Function("sort", sort_pool, (*write.args[:2], PLACE), *both)
+    again = dataclasses.replace(write, name="again")
+    own = Function("own", lambda w, x: w["own"] + x, ({"own": struct(A)}, struct(A)), both[0][::2],
+                   both[1][::2])  # fmt: skip
+    write_bundle(
+        tmp_path / "bundle", [write, read, sort, own, again], state=state, specs=SPECS,
+        weights={**WEIGHTS, "own": np.ones(A, np.float32)},
+    )  # fmt: skip
+    planned, lower = [], Modules.lower
+
+    def noting(self, entry, asked):
+        planned.append((entry.name, asked))
+        return lower(self, entry, asked)
+
+    monkeypatch.setattr(Modules, "lower", noting)
+    given = {"options": on_devices_of(1 << 20), "memory_share": 0.5}
+    bundle = load_bundle(
+        tmp_path / "bundle", mesh_of(2, 4), first=lambda _: ["write", "read"], **given
+    )
+    assert bundle.functions.keys() - bundle.programs.keys() <= {"sort", "again"}  # not `own`
+    same_as_jax(bundle, bundle.symbols["n"])
+    with pytest.raises(BundleError, match=r"sort needs .* may be used; give a smaller n"):
+        list(bundle.arrivals())
+    assert bundle.programs.keys() == {"write", "read", "own", "again"}
+    assert {name for name, _ in planned[-2:]} == {"sort", "again"}
+    assert len({*planned}) == len(planned)
 
 
 @pytest.mark.heavy
