@@ -4,18 +4,29 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
+from spmd.models.decode.shape import most_drafts
+from spmd.models.training.data.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    Tokenizer,
+    load_tokenizer,
+    same_ids,
+)
 from spmd.models.training.errors import DataError
 from spmd.serving.bundle.bundle import Bundle
+from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import Manifest
 from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import is_language_model, model_backend
+from spmd.serving.language_backend import KIND, is_language_model, model_backend
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -26,12 +37,48 @@ NEAR = {"float32": 0.02}
 NEAR_ELSE = 0.25
 
 
-def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> Loaded:
+SAME = ("slots", "groups", "page", "max_length")
+"""Sizes of an export that a draft model has to share with what it guesses for."""
+
+
+def check_draft(folder: str | Path, draft: str | Path) -> None:
+    """Raise a `BundleError` unless the bundle `draft` can guess tokens for the one in `folder`."""
+    manifests = [read_manifest(one) for one in (folder, draft)]
+    for manifest in manifests:
+        if manifest.contract.get("kind") != KIND:
+            raise BundleError(f"--speculative_model: {manifest.name} is no language model")
+    shapes = [manifest.contract["shape"] for manifest in manifests]
+    if not most_drafts(shapes[0].get("drafts", 0), shapes[0]["page"], shapes[0]["max_length"]):
+        raise BundleError(f"--speculative_model: {folder} was exported with --drafts 0")
+    wrong = [name for name in SAME if shapes[0][name] != shapes[1][name]]
+    if wrong:
+        flags = [" ".join(f"--{name} {shape[name]}" for name in wrong) for shape in shapes]
+        raise BundleError(
+            f"--speculative_model: {draft} was exported with {flags[1]}, and {folder} with "
+            f"{flags[0]}; export one of them again"
+        )
+    sizes = [manifest.contract["model"]["vocab_size"] for manifest in manifests]
+    tokenizers = [
+        _tokenizer(manifest, Path(one) / TOKENIZER)
+        for manifest, one in zip(manifests, (folder, draft), strict=True)
+    ]
+    if sizes[0] != sizes[1] or not same_ids(*tokenizers):
+        what = f"{sizes[1]} token ids" if sizes[0] != sizes[1] else "another tokenizer"
+        raise BundleError(
+            f"--speculative_model: {draft} has {what}, and {folder} has {sizes[0]} token ids; a "
+            "model of the same family with the same tokenizer can guess for it"
+        )
+
+
+def load_model(
+    bundle: Bundle, folder: str | Path, name: str | None = None, draft: Bundle | None = None
+) -> Loaded:
     """What the server serves, warm and compared with the bundle's goldens.
 
     Args:
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
+      draft: of a model that guesses next tokens, which `check_draft` has found to fit.
 
     Raises:
       BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
@@ -39,10 +86,7 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     name = name or bundle.manifest.name
     if not is_language_model(bundle):
         return Loaded(name, infer=BundleInfer(bundle))
-    backend = model_backend(bundle)
-    backend.warm_up()
-    dtype = bundle.manifest.contract["model"].get("dtype")
-    check_goldens(backend, bundle.manifest.goldens, NEAR.get(str(dtype), NEAR_ELSE))
+    backends = [(one, _warm(one)) for one in (bundle, draft) if one is not None]
     files = Path(folder) / TOKENIZER
     try:
         settings = json.loads((files / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -56,26 +100,36 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     }
     return Loaded(
         name,
-        background=_adding(bundle, backend),
-        backend=backend,
-        tokenizer=_tokenizer(bundle, files),
+        background=_adding(backends),
+        backend=backends[0][1] if draft is None else DraftedBackend(*(b for _, b in backends)),
+        tokenizer=_tokenizer(bundle.manifest, files),
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
         chat_template=_chat_template(files, settings),
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
 
 
-def _adding(bundle: Bundle, backend: ModelBackend) -> threading.Thread:
-    """Gives a backend the functions that are still being compiled, as they come."""
+def _warm(bundle: Bundle) -> ModelBackend:
+    """What runs a bundle, after it has run its functions once and gone on with its goldens."""
+    backend = model_backend(bundle)
+    backend.warm_up()
+    dtype = bundle.manifest.contract["model"].get("dtype")
+    check_goldens(backend, bundle.manifest.goldens, NEAR.get(str(dtype), NEAR_ELSE))
+    return backend
+
+
+def _adding(backends: Sequence[tuple[Bundle, ModelBackend]]) -> threading.Thread:
+    """Gives backends the functions that are still being compiled, as they come."""
 
     def add() -> None:
         started, count = time.monotonic(), 0
-        try:
-            for name in bundle.arrivals():
-                backend.add(name)
-                count += 1
-        except BundleError as error:
-            _LOG.error("steps of other sizes take its place: %s", error)
+        for bundle, backend in backends:
+            try:
+                for name in bundle.arrivals():
+                    backend.add(name)
+                    count += 1
+            except BundleError as error:
+                _LOG.error("steps of other sizes take its place: %s", error)
         if count:
             seconds = time.monotonic() - started
             _LOG.info("%d more functions are compiled, after %.1f s", count, seconds)
@@ -115,12 +169,12 @@ def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:
         _LOG.info("%d golden prompts come out as they should", len(goldens))
 
 
-def _tokenizer(bundle: Bundle, files: Path) -> Tokenizer:
-    vocabulary = bundle.manifest.contract["model"]["vocab_size"]
+def _tokenizer(manifest: Manifest, files: Path) -> Tokenizer:
+    vocabulary = manifest.contract["model"]["vocab_size"]
     if not (files / "tokenizer.json").is_file():
         if vocabulary < BYTE_VOCABULARY:
             raise BundleError(
-                f"{bundle.manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
+                f"{manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
                 "is too small for bytes; export it with --tokenizer"
             )
         return load_tokenizer(BYTES)

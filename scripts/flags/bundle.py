@@ -11,6 +11,7 @@ from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
 from spmd.launch.agree import digest
+from spmd.models.decode import PAGES
 from spmd.serving.bundle.batch import batch_sizes, batch_symbol
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.cache import default_cache_dir
@@ -98,22 +99,37 @@ def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
 
 
 def load(
-    given: argparse.Namespace, console: Console | None = None, *, serves: bool = False
+    given: argparse.Namespace,
+    console: Console | None = None,
+    *,
+    serves: bool = False,
+    beside: Path | None = None,
 ) -> Bundle:
     """The bundle that the flags name, on its mesh.
 
     Args:
       serves: whether functions that serve all requests are enough to begin with.
+      beside: as for `load_bundle`.
 
     Raises:
       BundleError: it is none.
       MeshError: more devices than there are.
     """
     with launch.line("loading"):  # process 0 loads on a thread of its own
-        return _load(given, console, serves)
+        return _load(given, console, serves, beside)
 
 
-def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
+def load_draft(
+    given: argparse.Namespace, folder: Path, bundle: Bundle, console: Console | None
+) -> Bundle:
+    """Another bundle, on the mesh of `bundle` and with as many pages, for steps that it guesses."""
+    changed = {"bundle": folder, "symbols": {PAGES: bundle.symbols[PAGES]}}
+    return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)
+
+
+def _load(
+    given: argparse.Namespace, console: Console | None, serves: bool, beside: Path | None
+) -> Bundle:
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
@@ -128,6 +144,7 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
         verify=given.verify,
         symbols=_symbols(given),
         memory_share=given.memory_share,
+        beside=beside,
         auto=given.auto,
         first=first_functions if serves else None,
     )

@@ -63,6 +63,13 @@ class PlannedBundle(NamedTuple):
     room: int | None = None  # bytes of each device that it may take, where these decided a size
 
 
+class Held(NamedTuple):
+    """What a bundle holds on the devices."""
+
+    manifest: Manifest  # as it was written
+    placed: Placed  # where its weights and its state lie
+
+
 Plan = Callable[[Mapping[str, Sizes], bool], PlannedBundle]
 """Plans the functions for values of all symbols: all of them or, if the second argument is not set,
 those that are likely to need the most memory."""
@@ -93,6 +100,7 @@ def plan_sized(
     options: Options,
     memory_share: float | None,
     plan: Plan,
+    beside: Callable[[], Held] | None = None,
 ) -> PlannedBundle:
     """A bundle's functions at the sizes that are given, or that memory decides.
 
@@ -102,6 +110,8 @@ def plan_sized(
         value that it may have. One that is not in the state may have several values.
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
+      beside: what another bundle will hold, whose symbol of this name gets the same value; it is
+        asked if memory decides.
 
     Raises:
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
@@ -137,7 +147,8 @@ def plan_sized(
     if memory_share is not None and not 0 < memory_share <= 1:
         raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
     room = _room(mesh, options, memory_share)
-    return _Search(manifest, known, missing[0], mesh, room, plan).run()
+    others = () if beside is None else (beside(),)
+    return _Search(manifest, known, missing[0], mesh, room, plan, others).run()
 
 
 class _Search:
@@ -149,10 +160,10 @@ class _Search:
 
     def __init__(
         self, manifest: Manifest, known: Mapping[str, Sizes], name: str, mesh: Mesh, room: int,
-        plan: Plan,
+        plan: Plan, others: Sequence[Held],
     ) -> None:  # fmt: skip
         self.manifest, self.known, self.name = manifest, known, name
-        self.mesh, self.room, self.plan = mesh, room, plan
+        self.mesh, self.room, self.plan, self.others = mesh, room, plan, others
         self.symbol = _split_evenly(manifest, name, mesh)
         most = LARGEST if self.symbol.at_most is None else min(self.symbol.at_most, LARGEST)
         unit = self.symbol.multiple_of
@@ -244,11 +255,14 @@ class _Search:
         """Bytes of weights and state on a device, placed so."""
         known = {name: value for name, value in self.known.items() if isinstance(value, int)}
         values = {**known, self.name: units * self.symbol.multiple_of}
-        state = [
-            dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
-            for leaf in self.manifest.state
-        ]
-        return _bytes((*self.manifest.weights, *state), placed)
+        total = 0
+        for manifest, where in (Held(self.manifest, placed), *self.others):
+            state = [
+                dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
+                for leaf in manifest.state
+            ]
+            total += _bytes((*manifest.weights, *state), where)
+        return total
 
 
 def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:

@@ -44,6 +44,8 @@ class Limits:
     top_logprobs: int  # how many of the likeliest tokens are reported beside each one
     vocab_size: int  # number of token ids
     drafts: int = 0  # guesses of next tokens that a step can try for one slot
+    # by how many steps one more guess of the backend's own delays a step; None: it makes none
+    draft_cost: float | None = None
 
     @property
     def longest(self) -> int:
@@ -107,16 +109,22 @@ class SlotPart(NamedTuple):
     # guesses of the tokens behind the latest drawn one, a row each. What is drawn behind a row
     # counts if it was guessed right up to there; it is what would be drawn without guesses.
     drafts: tuple[int, ...] = ()
+    # in place of `drafts`: so many at most the backend is to guess itself, behind the sequence's
+    # tokens up to the latest drawn one
+    guesses: int = 0
+    sequence: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
-        return 1 + len(self.drafts) if self.tokens is None else len(self.tokens)
+        """How many rows it has; fewer if the backend guesses fewer tokens than it may."""
+        if self.tokens is not None:
+            return len(self.tokens)
+        return 1 + max(self.guesses, len(self.drafts))
 
     @property
     def drawn(self) -> int:
         """How many tokens are drawn: one behind each draft and one more, if any is."""
-        return 1 + len(self.drafts) if self.draws else 0
+        return 1 + max(self.guesses, len(self.drafts)) if self.draws else 0
 
 
 class Stepped(NamedTuple):
@@ -127,6 +135,8 @@ class Stepped(NamedTuple):
     # for each part None, or its targets with the log-probabilities that the model gives them, one
     # for each row
     scores: tuple[Tokens | None, ...]
+    # for each part the drafts that were tried: its own, or those that the backend guessed
+    drafts: tuple[tuple[int, ...], ...]
 
 
 class Backend(Protocol):
