@@ -153,6 +153,18 @@ def test_memory_decides(load, mesh_of):
     same_as_jax(bundle, size)
 
 
+def test_memory_is_left_for_what_is_loaded_next(load, folder, mesh_of):
+    mesh, given = mesh_of(2, 4), {"options": on_devices_of(1 << 20), "memory_share": 0.5}
+    bundle = load(mesh, beside=folder, **given)
+    held = sum(
+        x.addressable_shards[0].data.nbytes
+        for part in (bundle.weights, bundle.state)
+        for x in part.values()
+    )
+    peak = max(program.emitted.peak_bytes for program in bundle.programs.values())
+    assert 0.9 * (1 << 19) < peak + held <= 1 << 19
+
+
 def sort_pool(weights, state, at_A):
     """Needs as much as the pool has, although it takes and gives little."""
     del weights
