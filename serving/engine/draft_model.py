@@ -26,8 +26,8 @@ import numpy as np
 
 from spmd.serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Words
 
-HOST_SECONDS = 0.0015
-"""A step takes the host so long, however small the model is."""
+HOST_SECONDS = 0.001
+"""A step takes about so long, however small the model is."""
 
 
 @dataclasses.dataclass

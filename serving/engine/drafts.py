@@ -24,8 +24,8 @@ LONGEST = 32
 SURE = 8
 """So many last tokens have to stand earlier where a draft model could guess instead."""
 
-FORGET = 0.95
-"""How much a guess counts one step later."""
+KEPT, KEPT_UNTRIED = 0.95, 0.99
+"""How much a guess counts one step later, that tries some more, or none."""
 
 
 def guess(tokens: array[int], least: int, most: int) -> tuple[int, ...]:
@@ -69,26 +69,26 @@ class Agreement:
     judged: float = 0.0  # guesses of which it is known: the right ones, and the first wrong one
 
     def note(self, right: int, tried: int) -> None:
-        """Notes a step that tried some guesses, or none: then what came before counts less."""
-        self.right = FORGET * self.right + right
-        self.judged = FORGET * self.judged + min(right + 1, tried)
+        """Notes a step that tried some guesses, or none: what came before counts less then."""
+        kept = KEPT if tried else KEPT_UNTRIED
+        self.right = kept * self.right + right
+        self.judged = kept * self.judged + min(right + 1, tried)
 
     def worth(self, cost: float, most: int) -> int:
         """Returns how many guesses make tokens come fastest; 0 if none do.
 
         Args:
-          cost: what a guess takes, in steps without guesses; waiting for them takes once more.
+          cost: what a guess takes, in steps without guesses; waiting for them takes twice as much.
 
         Example:
-          >>> Agreement(right=90, judged=100).worth(cost=0.1, most=7)
-          6
-          >>> Agreement(right=10, judged=100).worth(cost=0.1, most=7)
+          >>> Agreement(right=80, judged=100).worth(cost=0.2, most=7)
+          5
+          >>> Agreement(right=20, judged=100).worth(cost=0.2, most=7)
           0
         """
-        chance = (self.right + 1) / (self.judged + 1.5)  # before anything is known two of three
-        speeds = [1.0]
-        tokens = 1.0
+        chance = (self.right + 1) / (self.judged + 1)  # of what is not known all: so it is tried
+        tokens, speeds = 1.0, [1.0]
         for count in range(1, most + 1):
             tokens += chance**count
-            speeds.append(tokens / (1 + (count + 1) * cost))
+            speeds.append(tokens / (1 + (count + 2) * cost))
         return speeds.index(max(speeds))

@@ -5,7 +5,6 @@ the hash before, which is read through the pages. The next token is a hash of wh
 sequence say, and of how it is drawn. So a wrong page, position, or token shows at once.
 """
 
-import functools
 import math
 import threading
 import time
@@ -133,7 +132,6 @@ class FakeBackend:
 
     def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         with self._calling():
-            parts = [self._guessed(part) if part.guesses else part for part in parts]
             self._check(parts)
             ids = []
             for part in parts:
@@ -179,6 +177,7 @@ class FakeBackend:
         written: Counter[tuple[int, int]] = Counter()
         for part in parts:
             group, count = self._group(part), part.rows
+            assert not part.guesses, "it makes none"
             drawn[group] += part.drawn
             assert not part.drafts or (part.draws and part.tokens is None), "drafts of a chunk"
             end = part.start + count
@@ -196,14 +195,6 @@ class FakeBackend:
         assert max(written.values()) == 1, "two parts write one page"
         assert max(drawn.values(), default=0) <= limits.slots // limits.groups, f"draws {drawn}"
         self.run += rows.total()
-
-    def _guessed(self, part: SlotPart) -> SlotPart:
-        """A part with drafts of two tokens, at times fewer than there may be."""
-        sequence = list(part.sequence)
-        known = functools.reduce(key_value, sequence[:-1], 0)
-        assert [known, sequence[-1]] == [self._read(part, part.start)[-1], self.latest[part.slot]]
-        drafts = [sequence[i] % 2 for i in range(-1, -part.guesses - 1, -1)]
-        return part._replace(drafts=tuple(drafts[known % 2 :]), guesses=0)
 
     def _write(self, part: SlotPart) -> None:
         tokens = part.tokens

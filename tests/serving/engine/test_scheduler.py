@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections import deque
+import random
+from collections import Counter, deque
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from spmd.serving.engine.actions import EngineStep, Job
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped
+from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.guide import Guide, counted_masks, words_of
 from spmd.serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -28,8 +30,14 @@ GUESSED = dataclasses.replace(LIMITS, slots=8, drafts=3, pages=40)
 class Run:
     """A scheduler with its backend, and all that came of every request."""
 
-    def __init__(self, limits: Limits = LIMITS, *, budget: int = 6, **options: Any) -> None:
+    def __init__(
+        self, limits: Limits = LIMITS, *, budget: int = 6, draft: int = 0, **options: Any
+    ) -> None:
         self.backend = FakeBackend(limits, letters=False, few=2 if limits.drafts else None)
+        self.calls: Any = self.backend
+        if draft:
+            self.calls = DraftedBackend(self.backend, FakeBackend(limits, letters=False, few=draft))
+            limits = dataclasses.replace(limits, draft_cost=0.05)
         self.scheduler = Scheduler(limits, budget, **options)
         self.budget = budget
         self.requests: dict[int, Job] = {}
@@ -62,9 +70,9 @@ class Run:
             self._check(step)
             self.steps.append(step)
             for begin in step.begins:
-                self.backend.begin(*begin)
-            self.backend.allow(step.masks)
-            self.under_way.append((step, self.backend.step(step.parts, step.alternatives)()))
+                self.calls.begin(*begin)
+            self.calls.allow(step.masks)
+            self.under_way.append((step, self.calls.step(step.parts, step.alternatives)()))
         elif self.under_way:
             between()
             self._finish(*self.under_way.popleft())
@@ -209,6 +217,7 @@ class Machine(RuleBasedStateMachine):
     """Requests come, go and are worked on in any order."""
 
     limits = LIMITS
+    draft = 0  # of how many tokens a draft model chooses, if there is one
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +225,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(ahead=st.sampled_from([0, 1, 2]), budget=st.sampled_from([4, 6, 9]))
     def start(self, ahead: int, budget: int) -> None:
-        self.run = Run(self.limits, budget=budget, ahead=ahead)
+        self.run = Run(self.limits, budget=budget, ahead=ahead, draft=self.draft)
 
     def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Job:
         self.key += 1
@@ -234,7 +243,7 @@ class Machine(RuleBasedStateMachine):
             stop_ids=stop_ids,
             masks=masks,
             guide=Mock(Guide) if guided else None,  # the test gives its masks
-            sampling=Sampling(seed=flags & 2),
+            sampling=Sampling(seed=flags & 2, frequency_penalty=0.5),
         )
 
     @rule(
@@ -335,20 +344,22 @@ class Guessed(Machine):
     limits = GUESSED
 
 
-class GuessedByABackend(Machine):
-    """A draft model guesses."""
+class GuessedByAnother(Machine):
+    """Another model guesses, often wrong."""
 
-    limits = dataclasses.replace(GUESSED, draft_cost=0.1)
+    limits = dataclasses.replace(GUESSED, pages=25)
+    draft = 3
 
 
 TestMachine = Machine.TestCase
 TestGuessed = Guessed.TestCase
-TestGuessedByABackend = GuessedByABackend.TestCase
+TestGuessedByAnother = GuessedByAnother.TestCase
 TestSmallPool = SmallPool.TestCase
 TestTwoGroups = TwoGroups.TestCase
 TestMachine.settings = settings(max_examples=20, stateful_step_count=25)
 TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
-TestGuessed.settings = TestGuessedByABackend.settings = TestMachine.settings
+TestGuessed.settings = TestMachine.settings
+TestGuessedByAnother.settings = TestMachine.settings
 
 
 def test_prompts_and_rows_that_draw_share_steps() -> None:
@@ -388,6 +399,26 @@ def test_many_that_draw_have_no_room_for_drafts() -> None:
     run.finish()
     full = [step for step in run.steps if step.decoding == 3]
     assert len(full) > 10 and not any(part.drafts for step in full for part in step.parts)
+
+
+def test_a_draft_model_that_is_the_model_is_always_right() -> None:
+    """Behind prompts in others' pages, preemptions, masks, and steps in which it does not guess."""
+    totals = Counter[str]()
+    for seed in range(20):
+        rng = random.Random(seed)
+        run = Run(dataclasses.replace(GUESSED, pages=17), draft=256, ahead=seed % 3)
+        run.backend.alphabet = range(256)  # nothing is said twice
+        masks = counted_masks(256, range(16, 256), frozenset(range(40, 200)), 5)
+        for key in range(6):
+            sampling = Sampling(seed=key % 2, frequency_penalty=0.5)
+            prompt = [rng.choice((1, 2))] * rng.randint(1, 30)
+            run.submit(request(key, prompt, 20, sampling=sampling, masks=masks if key % 2 else ()))
+            for _ in range(rng.randint(0, 12)):
+                run.step()
+        run.finish()
+        totals.update(vars(run.scheduler.counts))
+    assert totals["accepted"] == totals["drafted"] > 50
+    assert totals["preempted"] and totals["reused"]
 
 
 def test_a_full_group_leaves_a_prompt_one_row() -> None:
