@@ -7,9 +7,8 @@ the whole vocabulary, and nothing is guessed. Each row is the faster of two runs
 
 With `--texts` no model runs: the scheduler draws texts of this repository, as if a model wrote
 them, and guesses from what they said before. Right guesses and tokens a step follow from the text
-alone, and from how it is split into tokens: words and signs, as byte-level tokenizers split before
-they merge, or what `--tokenizer` makes. The ratio of times is predicted: a step that waited for the
-last one's results counts as `--waiting` steps, a step that could run ahead as one.
+alone; words and signs are its tokens, as byte-level tokenizers split before they merge. The ratio
+of times is predicted: a step that waited for the results of the last one takes longer, `WAITING`.
 
 Examples:
     benchmarks/run drafts --texts --streams 1,4
@@ -32,7 +31,6 @@ from benchmarks import loads
 from benchmarks.load_server import make_bundle
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, positive
-from spmd.models.training.data.tokenizer import load_tokenizer
 from spmd.scripts.export_llama import numbers
 from spmd.serving.engine.actions import EngineStep, Job
 from spmd.serving.engine.backend import Limits, Sampling
@@ -45,19 +43,16 @@ HEADS = ("streams", "sameness", "tokens/s without", "with drafts", "ratio", "rig
 SURE = 80.0  # added to a logit: no other token is drawn
 CHANCES = (1.0, 0.9, 0.7, 0.5, 0.0)
 
-TEXTS = {
-    "code": (("serving/engine/scheduler.py",), None),
-    "quoted source": (
-        ("examples/serve_torch.py", "examples/serve_gpt2.py"), "docs/examples_serving.md"
-    ),
-    "prose": (("docs/design.md",), None),
-}  # fmt: skip
-"""Kind -> what the prompt is, and the answer; None: the first half goes on with the second."""
+SERVED = ("examples/serve_torch.py", "examples/serve_gpt2.py")
+TEXTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "code": (["serving/engine/scheduler.py"], []),
+    "quoted source": (SERVED, ["docs/examples_serving.md"]),
+    "prose": (["docs/design.md"], []),
+}
+"""Kind -> files of the prompt, and of the answer; without one half of the prompt is the answer."""
 
-TEXT_HEADS = (
-    "text", "streams", "tokens", "tried", "right", "tokens a step", "steps that waited",
-    "predicted ratio",
-)  # fmt: skip
+TEXT_HEADS = ("text", "streams", "tokens", "tried", "right", "tokens a step", "waited", "ratio")
+WAITING = 7.4 / 5.05  # steps of 7B on one H100: one that waits over one that ran ahead
 
 
 def sampling(chance: float, seed: int) -> Sampling:
@@ -107,53 +102,39 @@ def line(
     ]  # fmt: skip
 
 
-def read_text(kind: str, tokenizer: str | None) -> tuple[list[int], int]:
-    """The tokens of a prompt and its answer, and how many are the prompt's."""
-    prompts, answer = TEXTS[kind]
-    texts = ["".join((loads.ROOT / path).read_text("utf-8") for path in prompts)]
-    texts += [] if answer is None else [(loads.ROOT / answer).read_text("utf-8")]
-    if tokenizer is not None:
-        found = [ids.tolist() for ids in load_tokenizer(tokenizer).encode_batch(texts)]
-    else:
-        split, numbers = ByteLevel(add_prefix_space=False), dict[str, int]()
-        pieces = [[piece for piece, _ in split.pre_tokenize_str(text)] for text in texts]
-        found = [[numbers.setdefault(p, len(numbers)) for p in of_text] for of_text in pieces]
-    return list(itertools.chain(*found)), len(found[0]) // (1 if answer else 2)
-
-
 def text_line(given: argparse.Namespace, kind: str, streams: int) -> list[str]:
     """A row of the table of texts: every stream draws the same one."""
-    tokens, prompt = read_text(kind, given.tokenizer)
-    pages = -(-len(tokens) // given.page)
+    split, numbers = ByteLevel(add_prefix_space=False), dict[str, int]()
+    texts = ["".join((loads.ROOT / path).read_text("utf-8") for path in of) for of in TEXTS[kind]]
+    pieces = [[piece for piece, _ in split.pre_tokenize_str(text)] for text in texts]
+    tokens = [numbers.setdefault(piece, len(numbers)) for of_text in pieces for piece in of_text]
+    prompt = len(pieces[0]) if pieces[1] else len(tokens) // 2
+    count, pages = len(tokens) - prompt, -(-len(tokens) // given.page)
     limits = Limits(
         given.slots, pages * given.page, (given.slots, 4 * given.slots), 1, given.page,
-        (streams + 1) * pages, 0, max(tokens) + 1, given.drafts,
+        (streams + 1) * pages, 0, len(numbers), given.drafts,
     )  # fmt: skip
     scheduler = Scheduler(limits, limits.rows[-1])
-    asked = (tuple(tokens[:prompt]), len(tokens) - prompt)
-    scheduler.submit([Job(*asked, key=number) for number in range(streams)])
+    scheduler.submit([Job(tuple(tokens[:prompt]), count, key=number) for number in range(streams)])
     under_way = deque[EngineStep]()
     ahead = waited = 0
     while not scheduler.idle:
-        step = scheduler.next()
-        if step is not None:
-            if step.decoding and under_way:
-                ahead += 1
-            elif step.decoding:
-                waited += 1
+        if (step := scheduler.next()) is not None:
+            ahead += step.decoding > 0 and bool(under_way)
+            waited += step.decoding > 0 and not under_way
             under_way.append(step)
             continue
-        parts = under_way.popleft().parts
-        ends = [part.start + part.rows for part in parts]
-        behind = [range(end - part.drawn, end) for part, end in zip(parts, ends, strict=True)]
-        ids = [tokens[i + 1] for rows in behind for i in rows]
+        parts, ids = under_way.popleft().parts, list[int]()
+        for part in parts:
+            end = part.start + part.rows
+            ids += tokens[end - part.drawn + 1 : end + 1]
         scheduler.stepped(ids, [part.drafts for part in parts])
-    counts = scheduler.counts
+    counts, steps = scheduler.counts, ahead + waited
     return [
-        kind, str(streams), str(asked[1]), str(counts.drafted),
+        kind, str(streams), str(count), str(counts.drafted),
         f"{counts.accepted / counts.drafted:.0%}" if counts.drafted else "-",
-        f"{asked[1] / (ahead + waited):.2f}", f"{waited / (ahead + waited):.0%}",
-        f"{asked[1] / (ahead + waited * given.waiting):.2f}",
+        f"{count / steps:.2f}", f"{waited / steps:.0%}",
+        f"{count / (ahead + WAITING * waited):.2f}",
     ]  # fmt: skip
 
 
@@ -163,10 +144,7 @@ def make_parser() -> Parser:
     parser.prog, parser.description = "benchmarks/run drafts", __doc__
     parser.add_argument("--streams", type=numbers, default=(1, 8, 16), help="at once")
     parser.add_argument("--tokens", type=positive, default=256, help="that each draws")
-    add = parser.add_argument
-    add("--texts", action=Switch, default=False, help="real texts instead of a model")
-    add("--tokenizer", help="of the texts: a folder or file with a tokenizer.json")
-    add("--waiting", type=float, default=7.4 / 5.05, help="see above; the default was measured")
+    parser.add_argument("--texts", action=Switch, default=False, help="real texts, and no model")
     return parser
 
 
@@ -175,9 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     if given.texts:
         print_head(TEXT_HEADS)
-        for streams in given.streams:
-            for kind in TEXTS:
-                print_line(text_line(given, kind, streams))
+        for streams, kind in itertools.product(given.streams, TEXTS):
+            print_line(text_line(given, kind, streams))
         return
     bundle = make_bundle(given)
     backend = model_backend(bundle)

@@ -78,9 +78,8 @@ def make_parser() -> Parser:
     add(
         "--speculative_model",
         type=Path,
-        help="bundle of a smaller model with the same tokenizer and of the same --slots, "
-        "--max_length, --page and --groups, which guesses next tokens where few requests run; "
-        "answers stay what they are (default: what the text said before is guessed)",
+        help="bundle of a smaller model that guesses next tokens where few requests run; its "
+        "tokenizer, --slots, --max_length, --page and --groups have to be the same",
     )
     add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
     add("--port", type=int, default=8000, help="0: any free one")
@@ -166,16 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
     def load(leader: group.Leader | None) -> Loaded:
-        shown, draft = console if is_text else None, given.speculative_model
-        if draft is not None:
-            check_draft(given.bundle, draft)
-        bundle = bundle_flags.load(given, shown, serves=True, beside=draft)
-        drafts = draft and bundle_flags.load_draft(given, draft, bundle, shown)
-        for note in () if is_text else (*bundle.notes, *(drafts.notes if drafts else ())):
+        shown, draft = console if is_text else None, None
+        if given.speculative_model is not None:
+            check_draft(given.bundle, given.speculative_model)
+        bundle = bundle_flags.load(given, shown, serves=True)
+        if given.speculative_model is not None:
+            draft = bundle_flags.load_draft(given, bundle, shown)
+        for note in () if is_text else bundle.notes:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        loaded = load_model(bundle, given.bundle, given.name, drafts)
+        loaded = load_model(bundle, given.bundle, given.name, draft)
         begun()
         return loaded
 
@@ -189,10 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 form_last_line(logs.last_line)
             joined = group.join()
             if joined is not None and given.speculative_model is not None:
-                raise ServingError(
-                    "--speculative_model: several processes cannot run a second model yet; leave "
-                    "it out, or serve on the devices of one process"
-                )
+                raise ServingError("--speculative_model: not where several processes serve")
             if isinstance(joined, group.Follower):
                 joined.follow(bundle_flags.load(given, serves=True))
             serve(

@@ -37,37 +37,24 @@ NEAR = {"float32": 0.02}
 NEAR_ELSE = 0.25
 
 
-SAME = ("slots", "groups", "page", "max_length")
-"""Sizes of an export that a draft model has to share with what it guesses for."""
-
-
 def check_draft(folder: str | Path, draft: str | Path) -> None:
     """Raise a `BundleError` unless the bundle `draft` can guess tokens for the one in `folder`."""
-    manifests = [read_manifest(one) for one in (folder, draft)]
-    for manifest in manifests:
+    both = [(Path(one), read_manifest(one)) for one in (folder, draft)]
+    for one, manifest in both:
         if manifest.contract.get("kind") != KIND:
-            raise BundleError(f"--speculative_model: {manifest.name} is no language model")
-    shapes = [manifest.contract["shape"] for manifest in manifests]
-    if not most_drafts(shapes[0].get("drafts", 0), shapes[0]["page"], shapes[0]["max_length"]):
+            raise BundleError(f"--speculative_model: {one} is no language model")
+    sizes = [{**of.contract["shape"], **of.contract["model"]} for _, of in both]
+    if not most_drafts(sizes[0].get("drafts", 0), sizes[0]["page"], sizes[0]["max_length"]):
         raise BundleError(f"--speculative_model: {folder} was exported with --drafts 0")
-    wrong = [name for name in SAME if shapes[0][name] != shapes[1][name]]
-    if wrong:
-        flags = [" ".join(f"--{name} {shape[name]}" for name in wrong) for shape in shapes]
+    names = ("slots", "groups", "page", "max_length", "vocab_size")
+    if wrong := [name for name in names if sizes[0][name] != sizes[1][name]]:
+        ours, theirs = (", ".join(f"{name} {of[name]}" for name in wrong) for of in sizes)
         raise BundleError(
-            f"--speculative_model: {draft} was exported with {flags[1]}, and {folder} with "
-            f"{flags[0]}; export one of them again"
+            f"--speculative_model: {draft} has {theirs}, and {folder} {ours}; export a model of "
+            "the same vocabulary with the same sizes"
         )
-    sizes = [manifest.contract["model"]["vocab_size"] for manifest in manifests]
-    tokenizers = [
-        _tokenizer(manifest, Path(one) / TOKENIZER)
-        for manifest, one in zip(manifests, (folder, draft), strict=True)
-    ]
-    if sizes[0] != sizes[1] or not same_ids(*tokenizers):
-        what = f"{sizes[1]} token ids" if sizes[0] != sizes[1] else "another tokenizer"
-        raise BundleError(
-            f"--speculative_model: {draft} has {what}, and {folder} has {sizes[0]} token ids; a "
-            "model of the same family with the same tokenizer can guess for it"
-        )
+    if not same_ids(*(_tokenizer(manifest, one / TOKENIZER) for one, manifest in both)):
+        raise BundleError(f"--speculative_model: {draft} has another tokenizer than {folder}")
 
 
 def load_model(

@@ -99,37 +99,29 @@ def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
 
 
 def load(
-    given: argparse.Namespace,
-    console: Console | None = None,
-    *,
-    serves: bool = False,
-    beside: Path | None = None,
+    given: argparse.Namespace, console: Console | None = None, *, serves: bool = False
 ) -> Bundle:
     """The bundle that the flags name, on its mesh.
 
     Args:
       serves: whether functions that serve all requests are enough to begin with.
-      beside: as for `load_bundle`.
 
     Raises:
       BundleError: it is none.
       MeshError: more devices than there are.
     """
     with launch.line("loading"):  # process 0 loads on a thread of its own
-        return _load(given, console, serves, beside)
+        return _load(given, console, serves)
 
 
-def load_draft(
-    given: argparse.Namespace, folder: Path, bundle: Bundle, console: Console | None
-) -> Bundle:
-    """Another bundle, on the mesh of `bundle` and with as many pages, for steps that it guesses."""
-    changed = {"bundle": folder, "symbols": {PAGES: bundle.symbols[PAGES]}}
+def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | None) -> Bundle:
+    """The bundle of `--speculative_model`, with as many pages as `bundle`, on the same mesh."""
+    changed = {"bundle": given.speculative_model, "symbols": {PAGES: bundle.symbols[PAGES]}}
+    changed["speculative_model"] = None
     return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)
 
 
-def _load(
-    given: argparse.Namespace, console: Console | None, serves: bool, beside: Path | None
-) -> Bundle:
+def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
@@ -144,7 +136,7 @@ def _load(
         verify=given.verify,
         symbols=_symbols(given),
         memory_share=given.memory_share,
-        beside=beside,
+        beside=getattr(given, "speculative_model", None),
         auto=given.auto,
         first=first_functions if serves else None,
     )

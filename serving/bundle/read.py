@@ -289,7 +289,7 @@ def _held(folder: str | Path, mesh: Mesh, options: Options, cache: Cache | None)
         for name, symbol in manifest.symbols.items()
     }
     planned = planner(manifest, (), mesh, modules.lower)(least, True)
-    return Held(manifest, placements(planned.manifest, planned.emitted, mesh))
+    return manifest, placements(planned.manifest, planned.emitted, mesh)
 
 
 def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> list[str]:

@@ -63,12 +63,8 @@ class PlannedBundle(NamedTuple):
     room: int | None = None  # bytes of each device that it may take, where these decided a size
 
 
-class Held(NamedTuple):
-    """What a bundle holds on the devices."""
-
-    manifest: Manifest  # as it was written
-    placed: Placed  # where its weights and its state lie
-
+Held = tuple[Manifest, Placed]
+"""A bundle as it was written, and where its weights and its state lie."""
 
 Plan = Callable[[Mapping[str, Sizes], bool], PlannedBundle]
 """Plans the functions for values of all symbols: all of them or, if the second argument is not set,
@@ -256,7 +252,7 @@ class _Search:
         known = {name: value for name, value in self.known.items() if isinstance(value, int)}
         values = {**known, self.name: units * self.symbol.multiple_of}
         total = 0
-        for manifest, where in (Held(self.manifest, placed), *self.others):
+        for manifest, where in ((self.manifest, placed), *self.others):
             state = [
                 dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
                 for leaf in manifest.state

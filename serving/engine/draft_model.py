@@ -1,12 +1,9 @@
-"""Speculative decoding by a draft model: a smaller one guesses, the larger one tries the guesses.
-
-    parts that want guesses ──> steps of the draft model ──> drafts ──> one step of the model
+"""Speculative decoding by a draft model: a smaller model guesses, the model tries the guesses.
 
 The draft model runs in the same slots, and its pool has the same pages: what the scheduler says of
-one holds for the other, so prefixes are shared and pages reused in both. It runs only what it needs
-to guess. Behind a prompt, or where it was not asked for long, that is more than a step takes; then
-it goes on with the next step, and guesses nothing as long as it is behind. A slot at position 9,
-whose draft model has run the positions 0 to 5, and which wants three guesses:
+one holds for the other, so that prefixes are shared and pages reused in both. It runs only what it
+needs to guess. Behind a long prompt that is more than a step takes; then it goes on with the next
+one, and guesses nothing yet. A slot at position 9, whose draft model has run 0 to 5, wants three:
 
     draft model: tokens 6 7 8 9, draws a     its latest token stays on the device
                  row 10, draws b
@@ -32,20 +29,10 @@ HOST_SECONDS = 0.001
 
 @dataclasses.dataclass
 class _Slot:
-    """How a slot's tokens are drawn, and what the draft model knows of that."""
-
     sampling: Sampling
     prompt: int  # so many tokens stand before the first drawn one
     mask: Words | None = None
-    is_begun: bool = False
-    is_masked: bool = False  # whether the draft model has the mask
-
-    @property
-    def counts(self) -> bool:
-        """Whether the tokens of the sequence decide what is drawn: guesses that were wrong, too."""
-        given = self.sampling
-        penalties = (given.frequency_penalty, given.presence_penalty, given.repetition_penalty)
-        return penalties != (0, 0, 1)
+    is_begun: bool = False  # whether the draft model knows all this
 
 
 class DraftedBackend:
@@ -58,9 +45,12 @@ class DraftedBackend:
     """
 
     def __init__(self, model: Backend, draft: Backend) -> None:
-        self.limits: Limits = dataclasses.replace(model.limits, draft_cost=_cost(model, draft))
-        self.info = {**model.info, "draft_model": draft.info.get("name")}
-        self.budget = model.budget
+        # Both read their weights in each step.
+        bandwidth = model.info.get("bandwidth")
+        least = HOST_SECONDS * bandwidth if bandwidth else 1
+        read = [max(one.info.get("read_weight_bytes", 0), least) for one in (model, draft)]
+        self.limits: Limits = dataclasses.replace(model.limits, draft_cost=read[1] / read[0])
+        self.info, self.budget = model.info, model.budget
         self._model, self._draft = model, draft
         self._slots: dict[int, _Slot] = {}
         # (A, N): so many positions of each page the draft model has run, of the tokens there now.
@@ -82,7 +72,7 @@ class DraftedBackend:
         """See `Backend.allow`."""
         self._model.allow(masks)
         for slot, mask in masks.items():
-            self._slots[slot].mask, self._slots[slot].is_masked = mask, False
+            self._slots[slot].mask, self._slots[slot].is_begun = mask, False
 
     def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         """See `Backend.step`; waits for the draft model's guesses."""
@@ -117,14 +107,12 @@ class DraftedBackend:
         return drafts
 
     def _chunks(self, parts: Sequence[SlotPart]) -> list[SlotPart]:
-        """What the draft model has not run of each slot, up to the latest token.
+        """What the draft model has not run of each slot, as far as a step takes it all.
 
-        All together they are at most what one step takes: the shortest come first, and who is still
-        behind then draws nothing. Tokens of guesses that were right are run once more, in rows to
-        spare, so that nobody has to know which ones were.
+        The shortest come first; who is behind still draws nothing. Drafts that were right are run
+        once more, in rows to spare, so that nobody has to know which ones were.
         """
-        room = [self._draft.budget] * self.limits.groups
-        page = self.limits.page
+        room, page = [self._draft.budget] * self.limits.groups, self.limits.page
         found = []
         for part in sorted(parts, key=lambda part: part.start - self._has_run(part)):
             group, start = self._group(part), self._has_run(part)
@@ -133,8 +121,7 @@ class DraftedBackend:
                 continue
             room[group] -= end - start
             tokens = tuple(part.sequence[start:end])
-            draws = end == part.start + 1
-            found.append(SlotPart(part.slot, start, tokens, part.pages, draws))
+            found.append(SlotPart(part.slot, start, tokens, part.pages, end > part.start))
             # Whoever shares these pages need not run them again, not even in this step.
             for i in range(start // page, -(-end // page)):
                 self._run[group, part.pages[i]] = min(page, end - i * page)
@@ -148,29 +135,21 @@ class DraftedBackend:
         return min(part.start, full * page + run[full])
 
     def _set_up(self, parts: Sequence[SlotPart]) -> None:
-        """Tells the draft model how the tokens of these slots are drawn, as far as it has to know.
-
-        It has counted its own wrong guesses as tokens of the sequence, and has not seen the others.
-        """
+        """Tells the draft model how the tokens of these slots are drawn, if it does not know."""
         masks = {}
         for part in parts:
-            slot = self._slots[part.slot]
-            if not slot.is_begun or slot.counts:
-                tokens = part.sequence
-                self._draft.begin(part.slot, slot.sampling, tokens, tokens[slot.prompt :])
-                slot.is_begun, slot.is_masked = True, slot.mask is None
-            if not slot.is_masked:
-                masks[part.slot], slot.is_masked = slot.mask, True
+            slot, tokens = self._slots[part.slot], part.sequence
+            if slot.is_begun:
+                continue
+            how = slot.sampling
+            self._draft.begin(part.slot, how, tokens, tokens[slot.prompt :])
+            # If tokens that were drawn count it is told anew: it takes its wrong guesses for some.
+            penalties = (how.frequency_penalty, how.presence_penalty, how.repetition_penalty)
+            slot.is_begun = penalties == (0, 0, 1)
+            if slot.mask is not None:
+                masks[part.slot] = slot.mask
         if masks:
             self._draft.allow(masks)
 
     def _group(self, part: SlotPart) -> int:
         return part.slot // (self.limits.slots // self.limits.groups)
-
-
-def _cost(model: Backend, draft: Backend) -> float:
-    """Steps of the model that take as long as one of the draft model: both read their weights."""
-    bandwidth = model.info.get("bandwidth")
-    least = HOST_SECONDS * bandwidth if bandwidth else 1
-    sizes = [max(one.info.get("read_weight_bytes", 0), least) for one in (model, draft)]
-    return float(sizes[1] / sizes[0])

@@ -199,7 +199,12 @@ class Scheduler:
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
         drafts = self._guess()
-        tried = self._tried()
+        # Those that draw again behind drafts which are tried now.
+        tried = sum(
+            key in self._ongoing and part.tokens is None and part.rows > 1
+            for step in self._under_way
+            for key, part in zip(step.keys, step.parts, strict=True)
+        )
         waiting = list(drafts.values()).count(None) + tried
         if waiting and waiting * 2 >= len(self._decoding) + tried:
             return None  # as many go further with what comes now, and then all in one step
@@ -268,14 +273,6 @@ class Scheduler:
             if request.slot >= 0:
                 self._group(request).grow(request)
         return True
-
-    def _tried(self) -> int:
-        """For how many requests steps under way try drafts: they draw again behind these."""
-        return sum(
-            key in self._ongoing and part.tokens is None and part.rows > 1
-            for step in self._under_way
-            for key, part in zip(step.keys, step.parts, strict=True)
-        )
 
     def _guess(self) -> dict[int, _Guess]:
         """Maps requests to what may be drawn next; to None where a token is awaited first.
