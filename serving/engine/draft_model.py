@@ -130,7 +130,7 @@ class DraftedBackend:
     def _has_run(self, part: SlotPart) -> int:
         """How many tokens of a slot the draft model has run, the latest one never among them."""
         page = self.limits.page
-        run = [*self._run[self._group(part), list(part.pages)].tolist(), 0]
+        run: list[int] = [*self._run[self._group(part), list(part.pages)].tolist(), 0]
         full = next(i for i, count in enumerate(run) if count < page)
         return min(part.start, full * page + run[full])
 
