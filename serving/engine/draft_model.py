@@ -1,19 +1,18 @@
 """Speculative decoding by a draft model: a smaller model guesses, the model tries the guesses.
 
-The draft model runs in the same slots, and its pool has the same pages: what the scheduler says of
-one holds for the other, so that prefixes are shared and pages reused in both. It runs only what it
-needs to guess. Behind a long prompt that is more than a step takes; then it goes on with the next
-one, and guesses nothing yet. A slot at position 9, whose draft model has run 0 to 5, wants three:
+It runs in the same slots, and its pool has the same pages, so that prefixes are shared in both. It
+runs only what it needs to guess; where that is more than a step takes it guesses nothing yet. A
+slot at position 9, whose draft model has run 0 to 5, wants three guesses:
 
     draft model: tokens 6 7 8 9, draws a     its latest token stays on the device
                  row 10, draws b
                  row 11, draws c
     model:       rows 9 10 11 12 are the latest token, a, b, c
 
-It draws with the request's own parameters and seed, so with the noise that the model draws with at
-this position. Two models that see the same noise draw the same token with a probability of at least
-(1 - d) / (1 + d), where d is the distance of their distributions in total variation (Daliri, Musco,
-Suresh 2024). What the model draws is what it would draw without guesses.
+It draws with the request's own parameters and seed, so with the model's noise at this position.
+Then both draw the same token with a probability of at least (1 - d) / (1 + d), where d is the
+distance of their distributions in total variation (Daliri, Musco, Suresh 2024). What the model
+draws is what it would draw without guesses.
 """
 
 import dataclasses
@@ -92,8 +91,8 @@ class DraftedBackend:
         chunks = self._chunks(parts)
         if not chunks:
             return {}
-        by_slot = {part.slot: part for part in parts}
-        drawing = [by_slot[chunk.slot] for chunk in chunks if chunk.draws]
+        wanted = {part.slot: part for part in parts}
+        drawing = [wanted[chunk.slot] for chunk in chunks if chunk.draws]
         self._set_up(drawing)
         calls = [(drawing, self._draft.step(chunks, False))]
         for count in range(1, max((part.guesses for part in drawing), default=0)):
