@@ -189,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 form_last_line(logs.last_line)
             joined = group.join()
             if joined is not None and given.speculative_model is not None:
-                raise ServingError("--speculative_model: not where several processes serve")
+                raise ServingError(
+                    "--speculative_model: leave it out; several processes run one model"
+                )
             if isinstance(joined, group.Follower):
                 joined.follow(bundle_flags.load(given, serves=True))
             serve(
