@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -39,7 +40,7 @@ from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.logs import FORMATS
 from spmd.serving.http.server import serve
 from spmd.serving.http.tools.formats import BY_NAME
-from spmd.serving.load import load_model
+from spmd.serving.load import check_draft, load_model
 
 _LOG = logging.getLogger("serving")
 
@@ -74,6 +75,12 @@ def make_parser() -> Parser:
     default = ServerOptions()
     add = parser.add_argument
     add("--name", help="of the model in requests (default: the bundle's)")
+    add(
+        "--speculative_model",
+        type=Path,
+        help="bundle of a smaller model that guesses next tokens where few requests run; its "
+        "tokenizer, --slots, --max_length, --page and --groups have to be the same",
+    )
     add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
     add("--port", type=int, default=8000, help="0: any free one")
     add(
@@ -164,12 +171,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
     def load(leader: group.Leader | None) -> Loaded:
-        bundle = bundle_flags.load(given, console if is_text else None, serves=True)
+        shown, draft = console if is_text else None, None
+        if given.speculative_model is not None:
+            check_draft(given.bundle, given.speculative_model)
+        bundle = bundle_flags.load(given, shown, serves=True)
+        if given.speculative_model is not None:
+            draft = bundle_flags.load_draft(given, bundle, shown)
         for note in () if is_text else bundle.notes:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        loaded = load_model(bundle, given.bundle, given.name)
+        loaded = load_model(bundle, given.bundle, given.name, draft)
         begun()
         return loaded
 
@@ -182,6 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not is_text:
                 form_last_line(logs.last_line)
             joined = group.join()
+            if joined is not None and given.speculative_model is not None:
+                raise ServingError(
+                    "--speculative_model: leave it out; several processes run one model"
+                )
             if isinstance(joined, group.Follower):
                 joined.follow(bundle_flags.load(given, serves=True))
             serve(

@@ -4,20 +4,35 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
+from spmd.models.decode.shape import most_drafts
+from spmd.models.training.data.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    Tokenizer,
+    load_tokenizer,
+    same_ids,
+)
 from spmd.models.training.errors import DataError
 from spmd.progress import Stopwatch
 from spmd.serving.bundle.bundle import Bundle, seconds_of_xla
+from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.function import BundleError
+from spmd.serving.bundle.manifest import Manifest
 from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import is_language_model, model_backend, step_seconds
+from spmd.serving.language_backend import (
+    KIND,
+    is_language_model,
+    model_backend,
+    step_seconds,
+)
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -28,12 +43,35 @@ NEAR = {"float32": 0.02}
 NEAR_ELSE = 0.25
 
 
-def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> Loaded:
+def check_draft(folder: str | Path, draft: str | Path) -> None:
+    """Raise a `BundleError` unless the bundle `draft` can guess tokens for the one in `folder`."""
+    both = [(Path(one), read_manifest(one)) for one in (folder, draft)]
+    for one, manifest in both:
+        if manifest.contract.get("kind") != KIND:
+            raise BundleError(f"--speculative_model: {one} is no language model")
+    sizes = [{**of.contract["shape"], **of.contract["model"]} for _, of in both]
+    if not most_drafts(sizes[0].get("drafts", 0), sizes[0]["page"], sizes[0]["max_length"]):
+        raise BundleError(f"--speculative_model: {folder} was exported with --drafts 0")
+    names = ("slots", "groups", "page", "max_length", "vocab_size")
+    if wrong := [name for name in names if sizes[0][name] != sizes[1][name]]:
+        ours, theirs = (", ".join(f"{name} {of[name]}" for name in wrong) for of in sizes)
+        raise BundleError(
+            f"--speculative_model: {draft} has {theirs}, and {folder} {ours}; export a model of "
+            "the same vocabulary with the same sizes"
+        )
+    if not same_ids(*(_tokenizer(manifest, one / TOKENIZER) for one, manifest in both)):
+        raise BundleError(f"--speculative_model: {draft} has another tokenizer than {folder}")
+
+
+def load_model(
+    bundle: Bundle, folder: str | Path, name: str | None = None, draft: Bundle | None = None
+) -> Loaded:
     """What the server serves, warm and compared with the bundle's goldens.
 
     Args:
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
+      draft: of a model that guesses next tokens, which `check_draft` has found to fit.
 
     Raises:
       BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
@@ -41,12 +79,8 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     name = name or bundle.manifest.name
     if not is_language_model(bundle):
         return Loaded(name, infer=BundleInfer(bundle))
-    backend = model_backend(bundle)
     clock = Stopwatch()
-    clock("warm-up", backend.warm_up)
-    dtype = bundle.manifest.contract["model"].get("dtype")
-    near = NEAR.get(str(dtype), NEAR_ELSE)
-    clock("goldens", check_goldens, backend, bundle.manifest.goldens, near)
+    backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
     files = Path(folder) / TOKENIZER
     try:
         settings = json.loads((files / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -58,17 +92,27 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
         for name, value in settings.items()
         if name.endswith("_token")
     }
-    tokenizer = clock("tokenizer", _tokenizer, bundle, files)
+    tokenizer = clock("tokenizer", _tokenizer, bundle.manifest, files)
     _tell_seconds({**bundle.seconds, **clock.seconds})
     return Loaded(
         name,
-        background=_adding(bundle, backend),
-        backend=backend,
+        background=_adding(backends),
+        backend=backends[0][1] if draft is None else DraftedBackend(*(b for _, b in backends)),
         tokenizer=tokenizer,
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
         chat_template=_chat_template(files, settings),
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
+
+
+def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:
+    """What runs a bundle, after it has run its functions once and gone on with its goldens."""
+    backend = model_backend(bundle)
+    clock("warm-up", backend.warm_up)
+    dtype = bundle.manifest.contract["model"].get("dtype")
+    near = NEAR.get(str(dtype), NEAR_ELSE)
+    clock("goldens", check_goldens, backend, bundle.manifest.goldens, near)
+    return backend
 
 
 def _tell_seconds(parts: Mapping[str, float]) -> None:
@@ -80,19 +124,20 @@ def _tell_seconds(parts: Mapping[str, float]) -> None:
     _LOG.info("seconds: %s; on other threads: %s", listed(parts), listed(seconds_of_xla()))
 
 
-def _adding(bundle: Bundle, backend: ModelBackend) -> threading.Thread:
-    """Gives a backend the functions that are still being compiled, as they come."""
+def _adding(backends: Sequence[tuple[Bundle, ModelBackend]]) -> threading.Thread:
+    """Gives backends the functions that are still being compiled, as they come."""
 
     def add() -> None:
         started, count = time.monotonic(), 0
-        try:
-            backend.warm_up("score")
-            for name in bundle.arrivals():
-                backend.add(name)
-                backend.seconds = step_seconds(bundle, backend.limits, backend.info)
-                count += 1
-        except BundleError as error:
-            _LOG.error("steps of other sizes take its place: %s", error)
+        for bundle, backend in backends:
+            try:
+                backend.warm_up("score")
+                for name in bundle.arrivals():
+                    backend.add(name)
+                    backend.seconds = step_seconds(bundle, backend.limits, backend.info)
+                    count += 1
+            except BundleError as error:
+                _LOG.error("steps of other sizes take its place: %s", error)
         if count:
             seconds = time.monotonic() - started
             _LOG.info("%d more functions are compiled, after %.1f s", count, seconds)
@@ -132,12 +177,12 @@ def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:
         _LOG.info("%d golden prompts come out as they should", len(goldens))
 
 
-def _tokenizer(bundle: Bundle, files: Path) -> Tokenizer:
-    vocabulary = bundle.manifest.contract["model"]["vocab_size"]
+def _tokenizer(manifest: Manifest, files: Path) -> Tokenizer:
+    vocabulary = manifest.contract["model"]["vocab_size"]
     if not (files / "tokenizer.json").is_file():
         if vocabulary < BYTE_VOCABULARY:
             raise BundleError(
-                f"{bundle.manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
+                f"{manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
                 "is too small for bytes; export it with --tokenizer"
             )
         return load_tokenizer(BYTES)

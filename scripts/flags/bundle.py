@@ -11,6 +11,7 @@ from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
 from spmd.launch.agree import digest
+from spmd.models.decode import PAGES
 from spmd.progress import Stopwatch
 from spmd.serving.bundle.batch import batch_sizes, batch_symbol
 from spmd.serving.bundle.bundle import Bundle
@@ -114,6 +115,13 @@ def load(
         return _load(given, console, serves)
 
 
+def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | None) -> Bundle:
+    """The bundle of `--speculative_model`, with as many pages as `bundle`, on the same mesh."""
+    changed = {"bundle": given.speculative_model, "symbols": {PAGES: bundle.symbols[PAGES]}}
+    changed["speculative_model"] = None
+    return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)
+
+
 def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -131,6 +139,7 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
         verify=given.verify,
         symbols=_symbols(given),
         memory_share=given.memory_share,
+        beside=getattr(given, "speculative_model", None),
         auto=given.auto,
         first=first_functions if serves else None,
     )

@@ -101,6 +101,11 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
         _durations[_EVENTS[event]].append(duration_secs)
 
 
+_running = threading.Lock()
+"""Programs begin one after the other, those of several bundles, too: if two devices took two in
+different orders, their collectives would wait for each other."""
+
+
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
@@ -163,7 +168,6 @@ class Bundle:
         self._held: dict[str, jax.Array] = dict(parts.weights)
         self._calls = {name: _Call(program) for name, program in programs.items()}
         self._behind = Behind({}, 1)
-        self._running = threading.Lock()
         self.reset_state()
         self._before = compilations()
 
@@ -191,7 +195,7 @@ class Bundle:
         """Fill the state as it was at first."""
         if self._make_state is None:
             return
-        with self._running:
+        with _running:
             self._tell("reset")
             for leaf in self.manifest.state:
                 self._held.pop(leaf.path, None)  # its memory first
@@ -201,13 +205,13 @@ class Bundle:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing runs meanwhile: calls under way are done first, others wait."""
-        with self._running:
+        with _running:
             jax.block_until_ready(list(self.state.values()))
             yield
 
     def put_state(self, arrays: Mapping[str, Any]) -> None:
         """Put arrays, by path, in the place of leaves of the state."""
-        with self._running:
+        with _running:
             self._tell("put", list(arrays), list(arrays.values()))
             shardings = [self._held[path].sharding for path in arrays]
             self._held |= zip(arrays, put(list(arrays.values()), shardings), strict=True)
@@ -271,7 +275,7 @@ class Bundle:
             )
         arrays = call.checked(inputs)
         given = call.placed(arrays)
-        with self._running:
+        with _running:
             self._tell("run", [name], arrays)
             return call.run(self._held, given)
 

@@ -44,11 +44,12 @@ from spmd.serving.bundle.programs import (
     compile_functions,
     emitted_of,
     nothing_split,
+    placements,
     static_module,
     with_all_leaves,
     with_primary,
 )
-from spmd.serving.bundle.symbols import plan_sized, planner, too_much
+from spmd.serving.bundle.symbols import Held, plan_sized, planner, too_much
 from spmd.serving.bundle.tensors import check_stored, read_weights
 
 
@@ -205,6 +206,7 @@ def load_bundle(
     functions: Collection[str] | None = None,
     symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
+    beside: str | Path | None = None,
     auto: bool = False,
     first: Callable[[Manifest], Collection[str]] | None = None,
 ) -> Bundle:
@@ -224,6 +226,8 @@ def load_bundle(
         weights.
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
         0.9 if left out (on CPUs 0.1).
+      beside: the folder of a bundle that is loaded after this one, with the same size of that
+        symbol: memory is left for its weights and its state.
       auto: whether the compiler chooses specs for this mesh where the bundle has none.
       first: says which functions have to be there before the bundle is returned. The others are
         planned and compiled behind, see `Bundle.arrivals`; a call of one waits for it. None is all.
@@ -265,7 +269,8 @@ def load_bundle(
         modules = Modules(folder, manifest, names, count, mesh.refined(), options, cache)
         with _status(console) as say:
             plan = planner(manifest, mesh, modules.lower, say)
-            how = symbols, mesh, options, memory_share, plan, soon
+            held = functools.partial(_held, beside, mesh, options, cache) if beside else None
+            how = symbols, mesh, options, memory_share, plan, soon, held
             planned = clock("planning", plan_sized, manifest, *how)
         manifest, notes = planned.manifest, planned.notes
         wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
@@ -291,6 +296,19 @@ def load_bundle(
         bundle.seconds = clock.seconds
         bundle.compile_behind(parts.later, caching.pop_all().close)
         return bundle
+
+
+def _held(folder: str | Path, mesh: Mesh, options: Options, cache: Cache | None) -> Held:
+    """What a bundle will hold on a mesh, as its primary function has it for the least sizes."""
+    manifest = read_manifest(folder)
+    names = with_primary(manifest, ())
+    modules = Modules(Path(folder), manifest, names, len(names), mesh.refined(), options, cache)
+    least = {
+        name: -(-symbol.at_least // symbol.multiple_of) * symbol.multiple_of
+        for name, symbol in manifest.symbols.items()
+    }
+    planned = planner(manifest, mesh, modules.lower)(least, (), False)
+    return manifest, placements(planned.manifest, planned.emitted, mesh)
 
 
 def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> list[str]:

@@ -76,6 +76,9 @@ class PlannedBundle(NamedTuple):
     room: int | None = None  # bytes of each device that it may take, where these decided a size
 
 
+Held = tuple[Manifest, Placed]
+"""A bundle as it was written, and where its weights and its state lie."""
+
 Plan = Callable[[Mapping[str, Sizes], Collection[str], bool], PlannedBundle]
 """Plans functions, named as they were written, for values of all symbols; the last argument says
 whether only about their memory is asked for."""
@@ -110,6 +113,7 @@ def plan_sized(
     memory_share: float | None,
     plan: Plan,
     wanted: Sequence[str],
+    beside: Callable[[], Held] | None = None,
 ) -> PlannedBundle:
     """A bundle's functions at the sizes that are given, or that memory decides.
 
@@ -120,6 +124,8 @@ def plan_sized(
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
       wanted: names of the functions that are planned here; `PlannedBundle.more` plans others.
+      beside: what another bundle will hold, whose symbol of this name gets the same value; it is
+        asked if memory decides.
 
     Raises:
       BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
@@ -155,7 +161,8 @@ def plan_sized(
     if memory_share is not None and not 0 < memory_share <= 1:
         raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
     room = _room(mesh, options, memory_share)
-    return _Search(manifest, known, missing[0], mesh, room, plan, wanted).run()
+    others = () if beside is None else (beside(),)
+    return _Search(manifest, known, missing[0], mesh, room, plan, wanted, others).run()
 
 
 class _Search:
@@ -167,10 +174,11 @@ class _Search:
 
     def __init__(
         self, manifest: Manifest, known: Mapping[str, Sizes], name: str, mesh: Mesh, room: int,
-        plan: Plan, wanted: Sequence[str],
+        plan: Plan, wanted: Sequence[str], others: Sequence[Held],
     ) -> None:  # fmt: skip
         self.manifest, self.known, self.name = manifest, known, name
         self.mesh, self.room, self.plan, self.wanted = mesh, room, plan, wanted
+        self.others = others
         self.spare = SPARE if set(manifest.functions) - set(wanted) else 1.0
         self.symbol = _split_evenly(manifest, name, mesh)
         most = LARGEST if self.symbol.at_most is None else min(self.symbol.at_most, LARGEST)
@@ -190,7 +198,9 @@ class _Search:
             found = self._search(few)
             whole = self.plan(found.symbols, self.wanted, False)
             placed = placements(whole.manifest, whole.emitted, self.mesh)
-            held = _bytes((*whole.manifest.weights, *whole.manifest.state), placed)
+            value = whole.symbols[self.name]
+            assert isinstance(value, int)  # the state has it
+            held = self._held(value // self.symbol.multiple_of, placed)
             needs = self._needs(whole, placed)
             if set(few) >= set(self.wanted) or held + self.spare * max(needs.values()) <= self.room:
                 break
@@ -286,11 +296,14 @@ class _Search:
         """Bytes of weights and state on a device, placed so."""
         known = {name: value for name, value in self.known.items() if isinstance(value, int)}
         values = {**known, self.name: units * self.symbol.multiple_of}
-        state = [
-            dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
-            for leaf in self.manifest.state
-        ]
-        return _bytes((*self.manifest.weights, *state), placed)
+        total = 0
+        for manifest, where in ((self.manifest, placed), *self.others):
+            state = [
+                dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
+                for leaf in manifest.state
+            ]
+            total += _bytes((*manifest.weights, *state), where)
+        return total
 
 
 def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:

@@ -44,6 +44,8 @@ class Limits:
     top_logprobs: int  # how many of the likeliest tokens are reported beside each one
     vocab_size: int  # number of token ids
     drafts: int = 0  # guesses of next tokens that a step can try for one slot
+    # by how many steps one more guess of the backend's own delays a step; None: it makes none
+    draft_cost: float | None = None
 
     @property
     def longest(self) -> int:
@@ -107,16 +109,22 @@ class SlotPart(NamedTuple):
     # guesses of the tokens behind the latest drawn one, a row each. What is drawn behind a row
     # counts if it was guessed right up to there; it is what would be drawn without guesses.
     drafts: tuple[int, ...] = ()
+    # in place of `drafts`: so many at most the backend is to guess itself, behind the sequence's
+    # tokens up to the latest drawn one
+    guesses: int = 0
+    sequence: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
-        return 1 + len(self.drafts) if self.tokens is None else len(self.tokens)
+        """How many rows it has; fewer if the backend guesses fewer tokens than it may."""
+        if self.tokens is not None:
+            return len(self.tokens)
+        return 1 + max(self.guesses, len(self.drafts))
 
     @property
     def drawn(self) -> int:
         """How many tokens are drawn: one behind each draft and one more, if any is."""
-        return 1 + len(self.drafts) if self.draws else 0
+        return 1 + max(self.guesses, len(self.drafts)) if self.draws else 0
 
 
 class Stepped(NamedTuple):
@@ -128,6 +136,8 @@ class Stepped(NamedTuple):
     # for each row
     scores: tuple[Tokens | None, ...]
     rows: int  # that the devices ran for it: those of all parts, and padding
+    # for each part the drafts that were tried: its own, or those that the backend guessed
+    drafts: tuple[tuple[int, ...], ...]
 
 
 class Backend(Protocol):
@@ -137,9 +147,13 @@ class Backend(Protocol):
     # facts about it for people and metrics: the mesh, the device kind, the bytes that a step reads,
     # the devices' bandwidth
     info: dict[str, Any]
-    # rows of a group in a step -> the seconds that it is predicted to take, of all sizes that there
-    # are by now; empty where nothing is predicted
-    seconds: Mapping[int, float]
+
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """What steps are predicted to take, by rows of a group, of all sizes that there are by now.
+
+        Empty where nothing is predicted; where sizes are added, it is another mapping.
+        """
 
     @property
     def budget(self) -> int:

@@ -4,20 +4,28 @@ Code, summaries and answers about a text repeat much of what stands before them.
 
     for i in range(10): print(i)   for i in ran|
 
-the last tokens, ` i in ran`, stand earlier in it, and `ge(10): print(` followed there. No second
-model guesses (prompt lookup; Saxena 2023). Guesses are tried in rows of a step that has room for
+the last tokens, ` i in ran`, stand earlier in it, and `ge(10): print(` followed there. This is
+prompt lookup (Saxena 2023). Where a text says nothing twice, a smaller model can guess: a *draft
+model* (`spmd.serving.engine.draft_model`). Guesses are tried in rows of a step that has room for
 them, and no guess changes what is drawn. What a guess costs is that its step waits for the results
-of the one before.
+of the one before, and for the draft model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 
 import numpy as np
 
 LONGEST = 32
 """Of several places that say the same the one counts that does so for most tokens, up to these."""
+
+SURE = 8
+"""So many last tokens have to stand earlier where a draft model could guess instead."""
+
+KEPT, KEPT_UNTRIED = 0.95, 0.99
+"""How much a guess counts one step later, that tries some more, or none."""
 
 
 def guess(tokens: array[int], least: int, most: int) -> tuple[int, ...]:
@@ -51,3 +59,36 @@ def guess(tokens: array[int], least: int, most: int) -> tuple[int, ...]:
     place = int(places[-1])
     behind = place + 1 + np.arange(most) % (last - place)
     return tuple(said[behind].tolist())
+
+
+@dataclasses.dataclass(slots=True)
+class Agreement:
+    """How often a draft model was right about a request lately."""
+
+    right: float = 0.0  # guesses
+    judged: float = 0.0  # guesses of which it is known: the right ones, and the first wrong one
+
+    def note(self, right: int, tried: int) -> None:
+        """Notes a step that tried some guesses, or none: what came before counts less then."""
+        kept = KEPT if tried else KEPT_UNTRIED
+        self.right = kept * self.right + right
+        self.judged = kept * self.judged + min(right + 1, tried)
+
+    def worth(self, cost: float, most: int) -> int:
+        """Returns how many guesses make tokens come fastest; 0 if none do.
+
+        Args:
+          cost: what a guess takes, in steps without guesses; waiting for them takes twice as much.
+
+        Example:
+          >>> Agreement(right=80, judged=100).worth(cost=0.2, most=7)
+          5
+          >>> Agreement(right=20, judged=100).worth(cost=0.2, most=7)
+          0
+        """
+        chance = (self.right + 1) / (self.judged + 1)  # of what is not known all: so it is tried
+        tokens, speeds = 1.0, [1.0]
+        for count in range(1, most + 1):
+            tokens += chance**count
+            speeds.append(tokens / (1 + (count + 2) * cost))
+        return speeds.index(max(speeds))

@@ -367,7 +367,7 @@ class Engine:
         done = self._calls.finish()
         ids = done.results.drawn.ids.tolist()
         with self._lock:
-            progress = self._scheduler.stepped(ids)
+            progress = self._scheduler.stepped(ids, done.results.drafts)
             going_on = [one for one in progress if not one.finish and one.key in self._entries]
             guides = [(one, self._entries[one.key].choice.job.guide) for one in going_on]
         for one, guide in guides:

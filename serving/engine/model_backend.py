@@ -118,15 +118,16 @@ class ModelBackend:
         def results() -> Stepped:
             # What was drawn is waited for even if nothing was: the step is over then.
             made = _taken(drawn(), drawing)
+            drafts = tuple(part.drafts for part in parts)
             if scores is None:
-                return Stepped(made, (None,) * len(parts), rows)
+                return Stepped(made, (None,) * len(parts), rows, drafts)
             of_rows, found = scores(), list[Tokens | None]()
             for part, group, begin, count in zip(
                 parts, placed.group, placed.begin, placed.count, strict=True
             ):
                 mine = group, slice(begin, begin + count)
                 found.append(None if part.targets is None else _taken(of_rows, mine))
-            return Stepped(made, tuple(found), rows)
+            return Stepped(made, tuple(found), rows, drafts)
 
         return results
 

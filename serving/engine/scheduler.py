@@ -40,6 +40,9 @@ request draws next (`spmd.serving.engine.drafts`). It takes part once its last t
     next() -> A 16, 17, 18, 19     three drafts behind A's latest token
     stepped -> A 16, 17, 18        two of them were right
     next() -> A 19
+
+A backend with a draft model guesses itself: then a step says how many guesses it wants, and the
+results say which ones were tried. They may be fewer.
 """
 
 import bisect
@@ -49,9 +52,12 @@ from collections.abc import Mapping, Sequence
 
 from spmd.serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
 from spmd.serving.engine.backend import Limits, SlotPart, Words
-from spmd.serving.engine.drafts import LONGEST, guess
+from spmd.serving.engine.drafts import LONGEST, SURE, guess
 from spmd.serving.engine.fairness import FairQueue
 from spmd.serving.engine.groups import Group, Ongoing
+
+_Guess = tuple[int, ...] | int | None
+"""Drafts of what a request draws next, or of how many the backend guesses; None: none yet."""
 
 
 class _Draft:
@@ -204,8 +210,15 @@ class Scheduler:
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
         drafts = self._guess()
-        if self._under_way and list(drafts.values()).count(None) * 2 > len(self._decoding):
-            return None  # most go further with what comes now
+        # Those that draw again behind drafts which are tried now.
+        tried = sum(
+            key in self._ongoing and part.tokens is None and part.rows > 1
+            for step in self._under_way
+            for key, part in zip(step.keys, step.parts, strict=True)
+        )
+        waiting = list(drafts.values()).count(None) + tried
+        if waiting and waiting * 2 >= len(self._decoding) + tried:
+            return None  # as many go further with what comes now, and then all in one step
         draft = _Draft([self._room()] * len(self.groups))
         self._draw(draft, drafts)
         self._fill(draft)
@@ -215,11 +228,12 @@ class Scheduler:
         self._under_way.append(step)
         return step
 
-    def stepped(self, ids: Sequence[int]) -> list[Progress]:
+    def stepped(self, ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[Progress]:
         """Takes the results of the oldest step under way.
 
         Args:
           ids: the tokens that it drew, in the order of its parts.
+          drafts: those that it tried, for each part.
 
         Returns:
           The progress of each request that got a token or came to its end, and that has not ended
@@ -230,13 +244,18 @@ class Scheduler:
         step = self._under_way.popleft()
         done: list[Progress] = []
         row = 0
-        for key, part in zip(step.keys, step.parts, strict=True):
+        for key, part, tried in zip(step.keys, step.parts, drafts, strict=True):
             request = self._ongoing.get(key)
             if part.draws:
-                drawn = _right(part, ids[row : row + part.drawn])
-                taken = 0 if request is None else self._take_drawn(request, part, drawn, row, done)
+                count = 1 + len(tried)
+                drawn = _right(tried, ids[row : row + count])
+                taken = 0
+                if request is not None:
+                    if part.drafts or part.guesses:
+                        self._judge(request, part, len(drawn) - 1, len(tried))
+                    taken = self._take_drawn(request, drawn, row, done)
                 self.counts.wasted += len(drawn) - taken
-                row += part.drawn
+                row += count
             elif request is not None and part.start + len(part.tokens or ()) == request.end:
                 done.append(Progress(key, None, "length"))
                 self._end(request)
@@ -289,18 +308,22 @@ class Scheduler:
         is_better = below * self._seconds[above] > wanted * self._seconds[below]
         return below if is_better else most
 
-    def _guess(self) -> dict[int, tuple[int, ...] | None]:
-        """Maps requests to drafts of what they draw next; to None where a token is awaited first.
+    def _guess(self) -> dict[int, _Guess]:
+        """Maps requests to what may be drawn next; to None where a token is awaited first.
 
         There are drafts where all who draw can have two at least, in steps of as many rows as a
         group has slots: these take hardly longer than one of a single row. A step that waits for
         the last one's results delays all who draw, so the more there are, the surer a guess is.
+        What a text says is surer than a draft model, and costs less, where much of it agrees.
         """
-        found: dict[int, tuple[int, ...] | None] = {}
+        found: dict[int, _Guess] = {}
         drawing = [0] * len(self.groups)
         for request in self._decoding.values():
             drawing[request.slot // self._slots] += 1
-        most = min(self.limits.drafts, self._slots // max(1, *drawing) - 1)
+        cost, rows = self.limits.draft_cost, self._slots
+        if self.waiting or any(group.filling for group in self.groups):
+            rows = min(rows, self._budget - rows)  # prompts have theirs
+        most = min(self.limits.drafts, rows // max(1, *drawing) - 1)
         for key, request in self._decoding.items() if most > 1 else ():
             asked = request.job
             drawn = asked.max_tokens - request.wanted
@@ -311,21 +334,29 @@ class Scheduler:
                 continue
             is_known = len(request.tokens) > request.filled
             least = min(request.trusted + len(self._decoding) - 1, LONGEST)
+            least = least if cost is None else max(least, SURE)
             drafts = guess(request.tokens, least, room + (not is_known))
             if drafts and is_known:
                 found[key] = drafts
             elif len(drafts) > 1:
                 found[key] = None
+            elif cost is not None and (count := request.agreement.worth(cost, room)):
+                found[key] = count if is_known else None
         return found
 
-    def _draw(self, draft: _Draft, drafts: Mapping[int, tuple[int, ...] | None]) -> None:
+    def _draw(self, draft: _Draft, drafts: Mapping[int, _Guess]) -> None:
         last = []
         for key, request in self._decoding.items():
             tried = drafts.get(key, ())
             if tried is None:
                 continue
             slot = request.slot
-            part = SlotPart(slot, request.filled, None, request.pages, True, drafts=tried)
+            part = SlotPart(slot, request.filled, None, request.pages, True)
+            if isinstance(tried, int):
+                part = part._replace(guesses=tried, sequence=request.tokens)
+            else:
+                part = part._replace(drafts=tried)
+                request.agreement.note(0, 0)
             draft.parts.append(part)
             draft.keys.append(key)
             draft.room[slot // self._slots] -= part.rows
@@ -334,7 +365,7 @@ class Scheduler:
             draft.rows += part.rows
             request.filled += 1
             # Behind drafts it is not known where it goes on.
-            if self._count_draw(draft, request, begins=False) or tried:
+            if self._count_draw(draft, request, begins=False) or part.rows > 1:
                 last.append(key)
         draft.decoding = len(draft.parts)
         for key in last:
@@ -433,21 +464,25 @@ class Scheduler:
 
     # Advancing.
 
-    def _take_drawn(
-        self, request: Ongoing, part: SlotPart, ids: Sequence[int], row: int, done: list[Progress]
-    ) -> int:
-        """Gives a request the tokens that were drawn for it; returns how many it took."""
-        if part.drafts:
-            right = len(ids) - 1
-            self.counts.drafted += len(part.drafts)
-            self.counts.accepted += right
-            request.filled += right
-            request.wanted -= right
+    def _judge(self, request: Ongoing, part: SlotPart, right: int, tried: int) -> None:
+        """Lets a request draw behind those of its drafts that were right."""
+        self.counts.drafted += tried
+        self.counts.accepted += right
+        request.filled += right
+        request.wanted -= right
+        if part.guesses:
+            request.agreement.note(right, tried)
+        else:
             request.trusted = (
                 max(2, request.trusted - 1) if right else min(request.trusted + 3, LONGEST)
             )
-            if request.wanted:
-                self._decoding[request.key] = request
+        if request.wanted:
+            self._decoding[request.key] = request
+
+    def _take_drawn(
+        self, request: Ongoing, ids: Sequence[int], row: int, done: list[Progress]
+    ) -> int:
+        """Gives a request the tokens that were drawn for it; returns how many it took."""
         for taken, token in enumerate(ids):
             done.append(Progress(request.key, row + taken, self._take(request, token)))
             if done[-1].finish is not None:
@@ -484,9 +519,9 @@ class Scheduler:
         return self.groups[request.slot // self._slots]
 
 
-def _right(part: SlotPart, ids: Sequence[int]) -> Sequence[int]:
+def _right(drafts: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The tokens drawn behind the latest one and behind drafts, as far as these were right."""
     right = 0
-    while right < len(part.drafts) and ids[right] == part.drafts[right]:
+    while right < len(drafts) and ids[right] == drafts[right]:
         right += 1
     return ids[: right + 1]

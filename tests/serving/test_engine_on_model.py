@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.read import load_bundle
 from spmd.serving.engine.actions import Counts, Job
-from spmd.serving.engine.backend import Sampling
+from spmd.serving.engine.backend import Backend, Sampling
 from spmd.serving.engine.choice import Delta
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.model_backend import ModelBackend, generate
@@ -42,7 +43,7 @@ def backend(bundle: Bundle) -> ModelBackend:
     return model_backend(bundle)
 
 
-def ask_all(backend: ModelBackend, jobs: list[Job]) -> tuple[list[list[Delta]], Counts]:
+def ask_all(backend: Backend, jobs: Sequence[Job]) -> tuple[list[list[Delta]], Counts]:
     """What each of them gets, asked for all at once, and what came of it."""
     engine = Engine(backend, ByteTokenizer().decode, b"a", token_budget=8)
     engine.start()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,28 @@ def test_what_is_computed_wrongly_stops_the_server(
     computed(tokens, logprobs)
     with pytest.raises(BundleError, match=r"golden prompt 0: token [01] is .* computes the model"):
         check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": 4, "page": 32}, "small has slots 4, page 32, and big slots 8, page 16"),
+        ({"vocab_size": 512}, "small has vocab_size 512, and big vocab_size 256"),
+        ({"kind": "other"}, "small is no language model"),
+    ],
+)
+def test_bundles_that_cannot_guess_for_another(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"slots": 8, "groups": 1, "page": 16, "max_length": 64, "vocab_size": 256, "drafts": 7}
+    found = {}
+    for name, given in (("big", sizes), ("small", {**sizes, **changes})):
+        contract = {"kind": given.get("kind", "language_model"), "shape": given, "model": given}
+        found[name] = SimpleNamespace(name=name, contract=contract)
+    monkeypatch.setattr(load, "read_manifest", lambda folder: found[str(folder)])
+    load.check_draft("big", "big")
+    with pytest.raises(BundleError, match=message):
+        load.check_draft("big", "small")
 
 
 ROOT = Path(__file__).parents[2]

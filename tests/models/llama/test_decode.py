@@ -86,13 +86,15 @@ class Plain:
 
     compile_total = 0
 
-    def __init__(self, params: Any, config: LlamaConfig, shape: decode.ServingShape) -> None:
+    def __init__(
+        self, params: Any, config: LlamaConfig, shape: decode.ServingShape, pages: int = PAGES
+    ) -> None:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         functions, *_ = decode.functions(LlamaRows(config), shape, types)
         self.functions = {function.name: function for function in functions}
         self._jitted = {name: jax.jit(f.fn) for name, f in self.functions.items()}
         self._params = params
-        leaves = decode.state_leaves(LlamaRows(config), shape, PAGES)
+        leaves = decode.state_leaves(LlamaRows(config), shape, pages)
         self.state = jax.tree.map(lambda x: jnp.full(x.shape, x.fill, x.dtype), leaves)
 
     def run(self, name: str, *inputs: Any) -> Any:

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,18 @@ def test_memory_decides(load, mesh_of):
     same_as_jax(bundle, size)
 
 
+def test_memory_is_left_for_what_is_loaded_next(load, folder, mesh_of):
+    mesh, given = mesh_of(2, 4), {"options": on_devices_of(1 << 20), "memory_share": 0.5}
+    bundle = load(mesh, beside=folder, **given)
+    held = sum(
+        x.addressable_shards[0].data.nbytes
+        for part in (bundle.weights, bundle.state)
+        for x in part.values()
+    )
+    peak = max(program.emitted.peak_bytes for program in bundle.programs.values())
+    assert 0.9 * (1 << 19) < peak + held <= 1 << 19
+
+
 def sort_pool(weights, state, at_A):
     """Needs as much as the pool has, although it takes and gives little."""
     del weights
@@ -179,7 +192,7 @@ def test_a_function_that_needs_more_than_it_seems_to(mesh_of):
 def test_what_is_compiled_behind_is_planned_behind(mesh_of, tmp_path, monkeypatch):
     """Once, and as weights and state lie; what needs more memory than there is left is told."""
     (write, read), state = functions(*CONSTRAINTS)
-    both = ("weights", "state", "at"), ("weights", "state", "input")
+    both: Any = ("weights", "state", "at"), ("weights", "state", "input")
     sort = Function("sort", sort_pool, (*write.args[:2], PLACE), *both)
     again = dataclasses.replace(write, name="again")
     own = Function("own", lambda w, x: w["own"] + x, ({"own": struct(A)}, struct(A)), both[0][::2],

@@ -144,7 +144,7 @@ class FakeBackend:
                 drawn.top_ids[:] = drawn.top_logprobs[:] = 0
             scores = (None if p.targets is None else self._report(p.targets) for p in parts)
             rows = sum(part.rows for part in parts)
-            made = Stepped(drawn, tuple(scores), rows)
+            made = Stepped(drawn, tuple(scores), rows, tuple(part.drafts for part in parts))
 
         def wait() -> Stepped:
             self.gate.wait()
@@ -179,6 +179,7 @@ class FakeBackend:
         written: Counter[tuple[int, int]] = Counter()
         for part in parts:
             group, count = self._group(part), part.rows
+            assert not part.guesses, "it makes none"
             drawn[group] += part.drawn
             assert not part.drafts or (part.draws and part.tokens is None), "drafts of a chunk"
             end = part.start + count

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections import deque
+import random
+from collections import Counter, deque
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from spmd.serving.engine.actions import EngineStep, Job
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped
+from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.guide import Guide, counted_masks, words_of
 from spmd.serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -28,8 +30,14 @@ GUESSED = dataclasses.replace(LIMITS, slots=8, drafts=3, pages=40)
 class Run:
     """A scheduler with its backend, and all that came of every request."""
 
-    def __init__(self, limits: Limits = LIMITS, *, budget: int = 6, **options: Any) -> None:
+    def __init__(
+        self, limits: Limits = LIMITS, *, budget: int = 6, draft: int = 0, **options: Any
+    ) -> None:
         self.backend = FakeBackend(limits, letters=False, few=2 if limits.drafts else None)
+        self.calls: Any = self.backend
+        if draft:
+            self.calls = DraftedBackend(self.backend, FakeBackend(limits, letters=False, few=draft))
+            limits = dataclasses.replace(limits, draft_cost=0.05)
         self.scheduler = Scheduler(limits, budget, **options)
         self.budget = budget
         self.requests: dict[int, Job] = {}
@@ -62,9 +70,9 @@ class Run:
             self._check(step)
             self.steps.append(step)
             for begin in step.begins:
-                self.backend.begin(*begin)
-            self.backend.allow(step.masks)
-            self.under_way.append((step, self.backend.step(step.parts, step.alternatives)()))
+                self.calls.begin(*begin)
+            self.calls.allow(step.masks)
+            self.under_way.append((step, self.calls.step(step.parts, step.alternatives)()))
         elif self.under_way:
             between()
             self._finish(*self.under_way.popleft())
@@ -91,7 +99,7 @@ class Run:
             if scores is not None:
                 self.scores.setdefault(key, [])[part.start :] = scores.ids.tolist()
         ids = results.drawn.ids.tolist()
-        for key, row, finish in self.scheduler.stepped(ids):
+        for key, row, finish in self.scheduler.stepped(ids, results.drafts):
             assert key not in self.finished and key not in self.cancelled
             assert key not in self.ended
             if row is not None:
@@ -181,10 +189,10 @@ def drawn_in(call: tuple[EngineStep, Stepped]) -> int:
     """How many tokens a step drew that count."""
     step, results = call
     ids, count = iter(results.drawn.ids.tolist()), 0
-    for part in step.parts:
-        found = [next(ids) for _ in range(part.drawn)]
-        wrong = (i for i, d in enumerate(part.drafts) if found[i] != d)
-        count += min(len(found), 1 + next(wrong, len(part.drafts)))
+    for part, drafts in zip(step.parts, results.drafts, strict=True):
+        found = [next(ids) for _ in range(part.draws + len(drafts))]
+        wrong = (i for i, d in enumerate(drafts) if found[i] != d)
+        count += min(len(found), 1 + next(wrong, len(drafts)))
     return count
 
 
@@ -343,7 +351,8 @@ TestGuessed = Guessed.TestCase
 TestSmallPool = SmallPool.TestCase
 TestTwoGroups = TwoGroups.TestCase
 TestMachine.settings = settings(max_examples=20, stateful_step_count=25)
-TestSmallPool.settings = TestTwoGroups.settings = TestGuessed.settings = TestMachine.settings
+TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
+TestGuessed.settings = TestMachine.settings
 
 
 def test_prompts_and_rows_that_draw_share_steps() -> None:
@@ -383,6 +392,27 @@ def test_many_that_draw_have_no_room_for_drafts() -> None:
     run.finish()
     full = [step for step in run.steps if step.decoding == 3]
     assert len(full) > 10 and not any(part.drafts for step in full for part in step.parts)
+
+
+@pytest.mark.parametrize("tokens", [256, 200])
+def test_a_draft_model_that_is_the_model_is_always_right(tokens: int) -> None:
+    """Behind prompts in others' pages, preemptions, masks, and steps in which it does not guess."""
+    totals = Counter[str]()
+    for seed in range(20):
+        rng = random.Random(seed)
+        run = Run(dataclasses.replace(GUESSED, pages=17), draft=tokens, ahead=seed % 3)
+        run.backend.alphabet = range(256)  # nothing is said twice
+        masks = counted_masks(256, range(16, 256), frozenset(range(40, 200)), 5)
+        for key in range(6):
+            sampling = Sampling(seed=key % 2, frequency_penalty=0.5)
+            prompt, more = [rng.choice((1, 2))] * rng.randint(1, 30), masks if key % 2 else ()
+            run.submit(request(key, prompt, 20, sampling=sampling, masks=more))
+            for _ in range(rng.randint(0, 12)):
+                run.step()
+        run.finish()
+        totals.update(vars(run.scheduler.counts))
+    assert totals["drafted"] > 50 and totals["preempted"] and totals["reused"]
+    assert (totals["accepted"] == totals["drafted"]) == (tokens == 256)
 
 
 def test_a_full_group_leaves_a_prompt_one_row() -> None:
@@ -540,7 +570,7 @@ def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
 
 def test_results_without_a_step_are_a_mistake() -> None:
     with pytest.raises(RuntimeError, match="no step is under way"):
-        Scheduler(LIMITS, 8).stepped([])
+        Scheduler(LIMITS, 8).stepped([], [])
 
 
 def test_equal_clients_get_equal_shares() -> None:
