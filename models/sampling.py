@@ -18,6 +18,9 @@ HIDDEN = np.float32(-np.inf)
 WORD = 32
 """Tokens of a word of a mask."""
 
+PARTS = 16
+"""Of a row, in each of which its largest numbers are looked for: as many devices may share it."""
+
 ALL = 2**WORD - 1
 """A word that allows all of its tokens."""
 
@@ -179,11 +182,9 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
     is_id_BV = ids_B[:, None] == jnp.arange(logits_BV.shape[-1])
     chosen_B = jnp.sum(jnp.where(is_id_BV, logits_BV, 0.0), axis=-1)
 
-    find = jax.lax.top_k if isinstance(wanted, bool) else _largest_by_turns
-
     def likeliest() -> tuple[Any, Any]:
-        top_BP, ids_BP = find(logits_BV, alternatives)
-        return ids_BP.astype(jnp.int32), top_BP - normalizer_B[:, None]
+        top_BP, ids_BP = _largest(logits_BV, alternatives, by_turns=not isinstance(wanted, bool))
+        return ids_BP, top_BP - normalizer_B[:, None]
 
     def none() -> tuple[Any, Any]:
         shape = (logits_BV.shape[0], alternatives)
@@ -193,18 +194,45 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
     return Report(ids_B, chosen_B - normalizer_B, top_ids_BP, top_BP)
 
 
-def _largest_by_turns(x_BV: Any, count: int) -> tuple[Any, Any]:
-    """As `jax.lax.top_k`: the largest of each row, largest first, and where they are."""
-    places_V = jnp.arange(x_BV.shape[1], dtype=jnp.int32)
+def _largest(x_BV: Any, count: int, *, by_turns: bool) -> tuple[Any, Any]:
+    """As `jax.lax.top_k`: the largest of each row, largest first, and where they are.
+
+    Those of each part of a row are candidates. If V is split over as many devices as divide
+    `PARTS`, only these are communicated.
+
+    Args:
+      by_turns: whether they are found one after the other, without a sort.
+    """
+    rows, size = x_BV.shape
+    length = -(-size // PARTS)
+    padded = jnp.pad(x_BV, ((0, 0), (0, PARTS * length - size)), constant_values=HIDDEN)
+    find = _by_turns if by_turns else jax.lax.top_k
+    x_BCP, places_BCP = find(padded.reshape(rows, PARTS, length), min(count, length))
+    places_BCP = places_BCP.astype(jnp.int32) + jnp.arange(PARTS, dtype=jnp.int32)[:, None] * length
+    x_BQ, places_BQ = (x.reshape(rows, -1) for x in (x_BCP, places_BCP))
+    # A candidate's rank is how many are before it: larger ones, and equal ones further left.
+    is_before_QQ = jnp.arange(x_BQ.shape[1])[:, None] > jnp.arange(x_BQ.shape[1])
+    is_ahead_BQQ = x_BQ[:, None] > x_BQ[..., None]
+    is_ahead_BQQ |= (x_BQ[:, None] == x_BQ[..., None]) & is_before_QQ
+    rank_BQ = jnp.sum(is_ahead_BQQ, axis=-1, dtype=jnp.int32)
+    is_it_BPQ = rank_BQ[:, None] == jnp.arange(count, dtype=jnp.int32)[:, None]
+    largest_BP, places_BP = (
+        jnp.sum(jnp.where(is_it_BPQ, x[:, None], 0), axis=-1) for x in (x_BQ, places_BQ)
+    )
+    return largest_BP, places_BP
+
+
+def _by_turns(x_BCV: Any, count: int) -> tuple[Any, Any]:
+    places_V = jnp.arange(x_BCV.shape[-1], dtype=jnp.int32)
 
     def turn(i: Any, carry: Any) -> Any:
-        left_BV, largest_BP, ids_BP = carry
-        id_B = jnp.argmax(left_BV, axis=-1).astype(jnp.int32)
-        largest_BP = largest_BP.at[:, i].set(jnp.max(left_BV, axis=-1))
-        left_BV = jnp.where(places_V == id_B[:, None], HIDDEN, left_BV)
-        return left_BV, largest_BP, ids_BP.at[:, i].set(id_B)
+        left_BCV, largest_BCP, places_BCP = carry
+        place_BC = jnp.argmax(left_BCV, axis=-1).astype(jnp.int32)
+        largest_BCP = largest_BCP.at[..., i].set(jnp.max(left_BCV, axis=-1))
+        left_BCV = jnp.where(places_V == place_BC[..., None], HIDDEN, left_BCV)
+        return left_BCV, largest_BCP, places_BCP.at[..., i].set(place_BC)
 
-    shape = (x_BV.shape[0], count)
-    start = (x_BV, jnp.zeros(shape, x_BV.dtype), jnp.zeros(shape, jnp.int32))
-    _, largest_BP, ids_BP = jax.lax.fori_loop(0, count, turn, start)
-    return largest_BP, ids_BP
+    shape = (*x_BCV.shape[:2], count)
+    start = (x_BCV, jnp.zeros(shape, x_BCV.dtype), jnp.zeros(shape, jnp.int32))
+    _, largest_BCP, places_BCP = jax.lax.fori_loop(0, count, turn, start)
+    return largest_BCP, places_BCP
