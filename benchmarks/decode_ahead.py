@@ -1,31 +1,29 @@
 """The steps of a served Llama for a TPU slice that is not here: time, bytes, memory, copies.
 
 Programs are those that a server runs (`spmd.models.decode`), tensor parallel over the slice, with
-jax's kernel for attention. They are compiled with libtpu (`tpu` extra), half a minute for each, for
-2 and for 4 layers; figures of the whole model are these and as much as the 2 more take for all
-others. Every slot holds `--context` tokens; a step of R rows has one of each slot, and behind
-these a prompt's. Nothing runs.
+jax's kernel for attention. They are compiled with libtpu (`tpu` extra), a minute for each, with
+`--layers` layers; what belongs to layers counts as often as the model has more of them. Every slot
+holds `--context` tokens; a step of R rows has one row of each slot, as far as they go, and rows of
+a prompt behind them. Nothing runs.
 
-`greedy` is a step in which all draw the likeliest token, `drawn` one with every way of drawing and
-with likeliest tokens beside (the branches that the TPU compiler's cycles make the longest are not
-looked for: those that move the most bytes are taken). Their milliseconds are the kernels' by the
-compiler's cycles, attention's by the bytes that it reads, and what is waited for of collectives,
-by our figures of the links. Kernels whose weights are read ahead have no cycles for that: what
-reading weights and cache takes at least is its own column, and a step takes the larger of the two.
+`plan` is our timeline of the few layers, in which all is drawn in every way. The others are the
+whole model's, of a step in which all draw the likeliest token: `kernels` by the compiler's cycles,
+attention's by the bytes that it reads; `waiting` what collectives take beyond the kernels beside
+them, by our figures of the links; `drawing` what filters and reported alternatives take beside, in
+the branches that send the most. Weights that are read ahead have no cycles: `reading` is what
+weights and cache take at the chip's rate. A step is the larger of kernels and reading, and waiting.
 
 Example:
     benchmarks/run decode_ahead --rows 8b-v5e --steps 64
 """
 
-import dataclasses
 import math
 import os
 import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +34,7 @@ import jax
 
 import spmd
 from benchmarks import compiled_ahead as ahead
-from benchmarks.hlo.modelled import Modelled, modelled
+from benchmarks.hlo.modelled import modelled
 from benchmarks.hlo.read import array_bytes, arrays
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive, words
@@ -64,6 +62,8 @@ class Setup(NamedTuple):
     slots: int  # sequences that decode
 
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+
 ROWS = {
     "8b-v5e": Setup("llama3.1-8b", "none", "v5e:2x4", 256),
     "8b-v6e": Setup("llama3.1-8b", "none", "v6e:2x4", 256),
@@ -71,20 +71,21 @@ ROWS = {
     "70b-v6e": Setup("llama3.1-70b", "int8", "v6e:2x4", 256),
 }
 
-LAYERS = (2, 4)
-"""How many are compiled."""
-
 PARTS = {
-    "attention": r"paged|/attention\.py",
-    "draw": r"sampling\.py|decode/steps\.py|logits",
-    "products": r"_linears",
+    "attention": r"\(write_and_attend|/ops/paged",
+    "draw": r"sampling\.py|decode/steps\.py|decode/packing\.py|\(logits\)",
+    "embedding": r"spmd_program/gather",
+    "products": r"\(_linears\)",
 }
-"""Where the time goes: by the source of an instruction; the first that is found counts."""
+"""Where the time goes, by the source of an instruction: the first that is found in it counts."""
+
+ONCE = ("draw", "embedding")
+"""Parts that a step has once, and not in every layer."""
 
 
-def plan(given: Any, setup: Setup, layers: int) -> dict[int, tuple[spmd.Lowered, Emitted]]:
+def plan(given: Any, setup: Setup) -> dict[int, tuple[spmd.Lowered, Emitted]]:
     """Rows of a step -> its plan and what is compiled, as `load_bundle` makes it."""
-    config = config_of(setup, layers)
+    config = config_of(setup, given.layers)
     rows = tuple(sorted(given.steps))
     shape = decode.ServingShape(
         setup.slots, given.context, rows, (given.context,), cache_dtype=given.cache_dtype
@@ -125,29 +126,18 @@ def build(lowered: spmd.Lowered, emitted: Emitted, setup: Setup) -> ahead.Built:
 
 
 class Figures(NamedTuple):
-    """What is known of a step; seconds and bytes of one device, all of which grow with layers."""
+    """What is known of a step of the whole model, on one device."""
 
     planned: float  # seconds of our timeline
-    greedy: float  # seconds of kernels and waits
-    drawn: float
-    waits: float  # of `greedy`
-    parts: Counter[str]  # of `greedy`
-    sent: float
-    kinds: Counter[str]  # collectives of `greedy`
-    arguments: float  # bytes: weights, pool and the rest of the state
-    temporary: float
+    # part -> seconds of `kernels` and `waits`, bytes `sent`, runs of each kind of collective
+    greedy: Mapping[str, Counter[str]]
+    drawn: Mapping[str, Counter[str]]
+    temporary: int  # bytes
     copies: float  # of arrays as large as a layer's pool
 
-    def at(self, more: "Figures", layers: int) -> "Figures":
-        """Of a model of so many layers; `self` and `more` have `LAYERS`."""
-        scale = (layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
-
-        def line(a: Any, b: Any) -> Any:
-            if isinstance(a, Counter):
-                return Counter({key: line(a[key], b[key]) for key in {**a, **b}})
-            return a + (b - a) * scale
-
-        return Figures(*map(line, self, more))
+    def total(self, field: str) -> float:
+        """Of all parts of `greedy`."""
+        return float(sum(part[field] for part in self.greedy.values()))
 
 
 def figures(given: Any, setup: Setup, rows: int, built: ahead.Built) -> Figures:
@@ -155,23 +145,23 @@ def figures(given: Any, setup: Setup, rows: int, built: ahead.Built) -> Figures:
     topology, config = spmd.Topology(setup.topology), config_of(setup)
     mesh = spmd.Mesh(None, (1, topology.count), ("data", "model")).refined()
     attention = cached_bytes(given, setup, rows, config) / topology.hbm_bandwidth
+    scale = config.num_hidden_layers / given.layers
 
     def kernel(instruction: Instruction) -> float:
         return attention if '"tpu_custom_call"' in instruction.rest else 0.0
 
-    def read(least: bool) -> Modelled:
-        return modelled(built.text, mesh, topology, kernel, least=least)
+    def read(least: bool) -> Mapping[str, Counter[str]]:
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        step = modelled(built.text, mesh, topology, kernel, least=least)
+        for source, part in step.parts.items():
+            name = next((n for n, pattern in PARTS.items() if re.search(pattern, source)), "rest")
+            for field, amount in part.items():
+                found[name][field] += amount * (1 if name in ONCE else scale)
+        return found
 
-    greedy, drawn = read(True), read(False)
-    parts = Counter[str]()
-    for source, seconds in greedy.sources.items():
-        found = (part for part, pattern in PARTS.items() if re.search(pattern, source))
-        parts[next(found, "rest")] += seconds
-    return Figures(
-        float(built.seconds or 0), greedy.seconds, drawn.seconds, greedy.exposed_seconds, parts,
-        greedy.sent, Counter(greedy.kinds), float(built.allocated or 0) - float(built.temporary or 0),
-        float(built.temporary or 0), copies(given, setup, config, built.text),
-    )  # fmt: skip
+    made = copies(given, setup, config, built.text) * scale
+    temporary, planned = int(built.temporary or 0), float(built.seconds or 0)
+    return Figures(planned, read(True), read(False), temporary, made)
 
 
 def pool_bytes(given: Any, setup: Setup, config: LlamaConfig) -> float:
@@ -197,47 +187,52 @@ def copies(given: Any, setup: Setup, config: LlamaConfig, text: str) -> int:
     )
 
 
-def whole(given: Any, name: str, setup: Setup) -> Iterator[tuple[int, Figures, float]]:
-    """(rows, figures, seconds to compile one) of each step."""
+def built_of(given: Any, name: str) -> Iterator[tuple[int, ahead.Built]]:
+    """(rows, what the compiler made) of each step."""
     plans: dict[int, Any] = {}
     for rows in given.steps:
-        found, took = [], 0.0
-        for layers in LAYERS:
 
-            def make(rows: int = rows, layers: int = layers) -> ahead.Built:
-                if layers not in plans:
-                    plans[layers] = plan(given, setup, layers)
-                return build(*plans[layers][rows], setup)
+        def make(rows: int = rows) -> ahead.Built:
+            if not plans:
+                plans.update(plan(given, ROWS[name]))
+            return build(*plans[rows], ROWS[name])
 
-            label = f"{name}_{rows}_{layers}_{given.context}_{given.cache_dtype}.json"
-            built = ahead.kept(given.cache and given.cache / label, make)
-            found.append(figures(given, setup, rows, built))
-            took = float(built.compiling or 0)
-        yield rows, found[0].at(found[1], config_of(setup).num_hidden_layers), took
+        label = f"{name}_{rows}_{given.layers}_{given.context}_{given.cache_dtype}.json"
+        yield rows, ahead.kept(given.cache and given.cache / label, make)
 
 
 def cells(given: Any, setup: Setup, rows: int, found: Figures) -> Iterator[str]:
     """A line of the table."""
     config, topology = config_of(setup), spmd.Topology(setup.topology)
     types = quantized_types(config, setup.quantize)
-    weights = jax.tree.leaves({k: v for k, v in types.items() if k != "embed_tokens"})
-    read = sum(math.prod(x.shape) * x.dtype.itemsize for x in weights) / topology.count
+    weights = {name: bytes_of(tree) / topology.count for name, tree in types.items()}
+    read = sum(weights.values()) - weights["embed_tokens"]
     read += cached_bytes(given, setup, rows, config) * config.num_hidden_layers
-    least = read / topology.hbm_bandwidth
-    step = max(found.greedy - found.waits, least) + found.waits
-    yield from (f"{1e3 * x:.2f}" for x in (found.planned, found.greedy, found.drawn, least, step))
-    yield f"{1e3 * found.waits:.2f}"
-    yield ", ".join(f"{part} {1e3 * x:.2f}" for part, x in found.parts.most_common())
-    yield f"{found.sent / 1e6:.1f}"
-    yield ", ".join(f"{count:.0f} {kind}" for kind, count in found.kinds.most_common())
-    gib = [f"{x / 2**30:.1f}" for x in (found.arguments, found.temporary, topology.hbm_bytes)]
-    yield f"{gib[0]} + {gib[1]} of {gib[2]}"
+    least, waits = read / topology.hbm_bandwidth, found.total("waits")
+    greedy = found.total("kernels")
+    drawn = sum(part["kernels"] + part["waits"] for part in found.drawn.values())
+    step = max(greedy, least) + waits
+    times = (found.planned, greedy, waits, drawn - greedy - waits, least, step)
+    yield from (f"{1e3 * seconds:.2f}" for seconds in times)
+    parts = {name: part["kernels"] + part["waits"] for name, part in found.greedy.items()}
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    yield ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in ordered)
+    yield f"{found.total('sent') / 1e6:.1f}"
+    yield ", ".join(f"{found.total(kind):.0f} {kind}" for kind in KINDS if found.total(kind) >= 1)
+    held = sum(weights.values()) + pool_bytes(given, setup, config) * config.num_hidden_layers
+    yield " / ".join(f"{x / 2**30:.1f}" for x in (held, found.temporary, topology.hbm_bytes))
     yield f"{found.copies:.0f}"
 
 
+def bytes_of(types: Any) -> int:
+    """Of all arrays of a tree."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(types))
+
+
 HEADER = (
-    "row", "rows", "plan ms", "greedy ms", "drawn ms", "reading ms", "step ms", "of that waiting",
-    "greedy, where", "MB sent", "collectives", "GiB", "copies of a pool", "compile s",
+    "row", "rows", "plan ms", "kernels ms", "waiting ms", "drawing ms", "reading ms", "step ms",
+    "where", "MB sent", "collectives", "GiB held / temporary / chip", "copies of a pool",
+    "compile s",
 )  # fmt: skip
 
 
@@ -247,6 +242,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--rows", type=words, default=",".join(ROWS), help="which models and slices")
     add("--steps", type=words, default="1,64,256,1024", help="rows of the steps")
+    add("--layers", type=positive, default=4, help="how many are compiled")
     add("--context", type=positive, default=1024, help="tokens of each sequence, in pages of 64")
     add("--cache_dtype", default="bfloat16", help="of keys and values, or int8")
     add("--cache", type=Path, help="folder that keeps what the TPU compiler made")
@@ -261,8 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_head(HEADER)
     for name in given.rows:
         setup = ROWS[name]
-        for rows, found, took in whole(given, name, setup):
-            print_line([name, str(rows), *cells(given, setup, rows, found), f"{took:.0f}"])
+        for rows, built in built_of(given, name):
+            found = figures(given, setup, rows, built)
+            took = ahead.cell(built.compiling, 1, 0)
+            print_line([name, str(rows), *cells(given, setup, rows, found), took])
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ less the kernels that the schedule has beside them. Nothing of this is measured.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from benchmarks.hlo.collectives import HloCollective, counted, read_account
-from benchmarks.hlo.read import source_of
+from benchmarks.hlo.read import frames_of
 from benchmarks.hlo.runs import Runs
 from benchmarks.hlo.schedule import estimated_cycles
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction
+from spmd.measure.hlo import Instruction, op_name_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps
@@ -38,9 +38,9 @@ class Modelled(NamedTuple):
     large_hidden: int
     # (collective, seconds of all its runs) of the large others
     synchronous: tuple[tuple[HloCollective, float], ...]
-    # (kind, runs) of collectives, and (source, seconds of kernels and waits) by where they are from
-    kinds: Mapping[str, int]
-    sources: Mapping[str, float]
+    # name of its op, and `frames_of` it -> seconds of `kernels` and `waits`, bytes `sent`, and runs
+    # of each kind of collective
+    parts: Mapping[str, Counter[str]]
 
     @property
     def seconds(self) -> float:
@@ -83,34 +83,36 @@ def modelled(
         cycles = {n: [-sum(map(estimated_cycles, c))] for n, c in module.computations.items()}
         account = account._replace(runs=Runs(module, cycles, unknown_trips=turns))
     counts = account.runs.counts()
-    kinds, sources = Counter[str](), Counter[str]()
+    parts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     kernel_seconds, exposed, alone = 0.0, 0.0, []
     large = large_hidden = 0
     for name, own in account.collectives.items():
         computation = module.computations[name] if counts[name] else ()
         kernels = [estimated_cycles(x) / clock + more(x) for x in computation]
         kernel_seconds += counts[name] * sum(kernels)
-        source = ""  # of an instruction without one it is that of the one before
+        source, sources = "", []  # of an instruction without one it is that of the one before
         for instruction, seconds in zip(computation, kernels, strict=True):
-            source = source_of(instruction, module) or source
-            sources[source] += counts[name] * seconds
+            if frames := frames_of(instruction, module):
+                source = " ".join([op_name_of(instruction), *frames])
+            sources.append(source)
+            parts[source]["kernels"] += counts[name] * seconds
         left = [*kernels]  # what each kernel can still hide
         for collective in own if counts[name] else ():
             beside = any(kernels[place] for place in collective.flight)
             needed = wire_seconds(collective, mesh, topology)
             waited = counts[name] * _hide(needed, collective.flight, left)
             exposed += waited
-            kinds[collective.kind] += counts[name]
-            sources[collective.source] += waited
+            part = parts[sources[collective.place]]
+            part["waits"] += waited
+            part["sent"] += counts[name] * collective.bytes
+            part[collective.kind] += counts[name]
             if collective.bytes > LARGE:
                 large += counts[name]
                 large_hidden += counts[name] if beside else 0
                 if not beside:
                     alone.append((collective._replace(count=counts[name]), waited))
     sent = sum(c.bytes * c.count for c in counted(account))
-    return Modelled(
-        kernel_seconds, exposed, sent, large, large_hidden, tuple(alone), kinds, sources
-    )
+    return Modelled(kernel_seconds, exposed, sent, large, large_hidden, tuple(alone), parts)
 
 
 def _hide(needed: float, flight: range, left: list[float]) -> float:
