@@ -206,10 +206,12 @@ def _largest(x_BV: Any, count: int, *, by_turns: bool) -> tuple[Any, Any]:
     rows, size = x_BV.shape
     length = -(-size // PARTS)
     padded = jnp.pad(x_BV, ((0, 0), (0, PARTS * length - size)), constant_values=HIDDEN)
+    # The parts come first: TPUs compute with tiles of 8 rows, of which 2 parts would leave 6 empty.
+    x_CBV = padded.reshape(rows, PARTS, length).swapaxes(0, 1)
     find = _by_turns if by_turns else jax.lax.top_k
-    x_BCP, places_BCP = find(padded.reshape(rows, PARTS, length), min(count, length))
-    places_BCP = places_BCP.astype(jnp.int32) + jnp.arange(PARTS, dtype=jnp.int32)[:, None] * length
-    x_BQ, places_BQ = (x.reshape(rows, -1) for x in (x_BCP, places_BCP))
+    x_CBP, places_CBP = find(x_CBV, min(count, length))
+    places_CBP += jnp.arange(PARTS, dtype=jnp.int32)[:, None, None] * length
+    x_BQ, places_BQ = (x.swapaxes(0, 1).reshape(rows, -1) for x in (x_CBP, places_CBP))
     # A candidate's rank is how many are before it: larger ones, and equal ones further left.
     is_before_QQ = jnp.arange(x_BQ.shape[1])[:, None] > jnp.arange(x_BQ.shape[1])
     is_ahead_BQQ = x_BQ[:, None] > x_BQ[..., None]
@@ -222,17 +224,21 @@ def _largest(x_BV: Any, count: int, *, by_turns: bool) -> tuple[Any, Any]:
     return largest_BP, places_BP
 
 
-def _by_turns(x_BCV: Any, count: int) -> tuple[Any, Any]:
-    places_V = jnp.arange(x_BCV.shape[-1], dtype=jnp.int32)
+def _by_turns(x_CBV: Any, count: int) -> tuple[Any, Any]:
+    places_V = jnp.arange(x_CBV.shape[-1], dtype=jnp.int32)
 
     def turn(i: Any, carry: Any) -> Any:
-        left_BCV, largest_BCP, places_BCP = carry
-        place_BC = jnp.argmax(left_BCV, axis=-1).astype(jnp.int32)
-        largest_BCP = largest_BCP.at[..., i].set(jnp.max(left_BCV, axis=-1))
-        left_BCV = jnp.where(places_V == place_BC[..., None], HIDDEN, left_BCV)
-        return left_BCV, largest_BCP, places_BCP.at[..., i].set(place_BC)
+        last_CB1, place_CB1, largest_CBP, places_CBP = carry
+        # What comes behind the last one, in the order in which they are found.
+        is_left_CBV = (x_CBV == last_CB1) & (places_V > place_CB1) | (x_CBV < last_CB1)
+        left_CBV = jnp.where(is_left_CBV, x_CBV, HIDDEN)
+        place_CB1 = jnp.argmax(left_CBV, axis=-1, keepdims=True).astype(jnp.int32)
+        last_CB1 = jnp.max(left_CBV, axis=-1, keepdims=True)
+        largest_CBP = largest_CBP.at[..., i].set(last_CB1[..., 0])
+        return last_CB1, place_CB1, largest_CBP, places_CBP.at[..., i].set(place_CB1[..., 0])
 
-    shape = (*x_BCV.shape[:2], count)
-    start = (x_BCV, jnp.zeros(shape, x_BCV.dtype), jnp.zeros(shape, jnp.int32))
-    _, largest_BCP, places_BCP = jax.lax.fori_loop(0, count, turn, start)
-    return largest_BCP, places_BCP
+    shape = x_CBV.shape[:2]
+    found = tuple(jnp.zeros((*shape, count), dtype) for dtype in (x_CBV.dtype, jnp.int32))
+    start = (jnp.full((*shape, 1), jnp.inf, x_CBV.dtype), jnp.full((*shape, 1), -1, jnp.int32))
+    _, _, largest_CBP, places_CBP = jax.lax.fori_loop(0, count, turn, (*start, *found))
+    return largest_CBP, places_CBP
