@@ -73,11 +73,14 @@ ROWS = {
 
 PARTS = {
     "attention": r"\(write_and_attend|/ops/paged",
-    "draw": r"sampling\.py|decode/steps\.py|decode/packing\.py|\(logits\)",
+    "draw": r"^\S|sampling\.py|decode/steps\.py|decode/packing\.py|\(logits\)",
     "embedding": r"spmd_program/gather",
     "products": r"\(_linears\)",
 }
-"""Where the time goes, by the source of an instruction: the first that is found in it counts."""
+"""Where the time goes, by the source of an instruction: the first that is found in it counts.
+
+Branches and loops, whose computations are named in front, are those of drawing.
+"""
 
 ONCE = ("draw", "embedding")
 """Parts that a step has once, and not in every layer."""
@@ -242,7 +245,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--rows", type=words, default=",".join(ROWS), help="which models and slices")
     add("--steps", type=words, default="1,64,256,1024", help="rows of the steps")
-    add("--layers", type=positive, default=4, help="how many are compiled")
+    add("--layers", type=positive, default=2, help="how many are compiled")
     add("--context", type=positive, default=1024, help="tokens of each sequence, in pages of 64")
     add("--cache_dtype", default="bfloat16", help="of keys and values, or int8")
     add("--cache", type=Path, help="folder that keeps what the TPU compiler made")

@@ -38,8 +38,8 @@ class Modelled(NamedTuple):
     large_hidden: int
     # (collective, seconds of all its runs) of the large others
     synchronous: tuple[tuple[HloCollective, float], ...]
-    # name of its op, and `frames_of` it -> seconds of `kernels` and `waits`, bytes `sent`, and runs
-    # of each kind of collective
+    # where an op is from (its computation, unless that is the entry; its name; `frames_of` it) ->
+    # seconds of `kernels` and `waits`, bytes `sent`, and runs of each kind of collective
     parts: Mapping[str, Counter[str]]
 
     @property
@@ -90,10 +90,11 @@ def modelled(
         computation = module.computations[name] if counts[name] else ()
         kernels = [estimated_cycles(x) / clock + more(x) for x in computation]
         kernel_seconds += counts[name] * sum(kernels)
-        source, sources = "", []  # of an instruction without one it is that of the one before
+        where = "" if name == module.entry else name
+        source, sources = where, []  # one without frames is from where the one before is
         for instruction, seconds in zip(computation, kernels, strict=True):
             if frames := frames_of(instruction, module):
-                source = " ".join([op_name_of(instruction), *frames])
+                source = " ".join([where, op_name_of(instruction), *frames])
             sources.append(source)
             parts[source]["kernels"] += counts[name] * seconds
         left = [*kernels]  # what each kernel can still hide
