@@ -23,7 +23,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,43 +128,28 @@ def build(lowered: spmd.Lowered, emitted: Emitted, setup: Setup) -> ahead.Built:
     return ahead.with_compiler(ahead.planned(lowered), emitted.mesh, topology, executable, start)
 
 
-class Figures(NamedTuple):
-    """What is known of a step of the whole model, on one device."""
+def parts_of(
+    given: Any, setup: Setup, rows: int, text: str, least: bool
+) -> defaultdict[str, Counter[str]]:
+    """Of the whole model, what each part takes: the fields of `Modelled.parts`.
 
-    planned: float  # seconds of our timeline
-    # part -> seconds of `kernels` and `waits`, bytes `sent`, runs of each kind of collective
-    greedy: Mapping[str, Counter[str]]
-    drawn: Mapping[str, Counter[str]]
-    temporary: int  # bytes
-    copies: float  # of arrays as large as a layer's pool
-
-    def total(self, field: str) -> float:
-        """Of all parts of `greedy`."""
-        return float(sum(part[field] for part in self.greedy.values()))
-
-
-def figures(given: Any, setup: Setup, rows: int, built: ahead.Built) -> Figures:
-    """Reads what the compiler made."""
+    Args:
+      least: as for `modelled`.
+    """
     topology, config = spmd.Topology(setup.topology), config_of(setup)
     mesh = spmd.Mesh(None, (1, topology.count), ("data", "model")).refined()
     attention = cached_bytes(given, setup, rows, config) / topology.hbm_bandwidth
-    scale = config.num_hidden_layers / given.layers
 
     def kernel(instruction: Instruction) -> float:
         return attention if '"tpu_custom_call"' in instruction.rest else 0.0
 
-    def read(least: bool) -> Mapping[str, Counter[str]]:
-        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        step = modelled(built.text, mesh, topology, kernel, least=least)
-        for source, part in step.parts.items():
-            name = next((n for n, pattern in PARTS.items() if re.search(pattern, source)), "rest")
-            for field, amount in part.items():
-                found[name][field] += amount * (1 if name in ONCE else scale)
-        return found
-
-    made = copies(given, setup, config, built.text) * scale
-    temporary, planned = int(built.temporary or 0), float(built.seconds or 0)
-    return Figures(planned, read(True), read(False), temporary, made)
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for source, part in modelled(text, mesh, topology, kernel, least=least).parts.items():
+        name = next((n for n, pattern in PARTS.items() if re.search(pattern, source)), "rest")
+        for field, amount in part.items():
+            scale = 1 if name in ONCE else config.num_hidden_layers / given.layers
+            found[name][field] += amount * scale
+    return found
 
 
 def pool_bytes(given: Any, setup: Setup, config: LlamaConfig) -> float:
@@ -204,32 +189,34 @@ def built_of(given: Any, name: str) -> Iterator[tuple[int, ahead.Built]]:
         yield rows, ahead.kept(given.cache and given.cache / label, make)
 
 
-def cells(given: Any, setup: Setup, rows: int, found: Figures) -> Iterator[str]:
+def cells(given: Any, setup: Setup, rows: int, built: ahead.Built) -> Iterator[str]:
     """A line of the table."""
     config, topology = config_of(setup), spmd.Topology(setup.topology)
-    types = quantized_types(config, setup.quantize)
-    weights = {name: bytes_of(tree) / topology.count for name, tree in types.items()}
-    read = sum(weights.values()) - weights["embed_tokens"]
-    read += cached_bytes(given, setup, rows, config) * config.num_hidden_layers
-    least, waits = read / topology.hbm_bandwidth, found.total("waits")
-    greedy = found.total("kernels")
-    drawn = sum(part["kernels"] + part["waits"] for part in found.drawn.values())
-    step = max(greedy, least) + waits
-    times = (found.planned, greedy, waits, drawn - greedy - waits, least, step)
-    yield from (f"{1e3 * seconds:.2f}" for seconds in times)
-    parts = {name: part["kernels"] + part["waits"] for name, part in found.greedy.items()}
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
-    yield ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in ordered)
-    yield f"{found.total('sent') / 1e6:.1f}"
-    yield ", ".join(f"{found.total(kind):.0f} {kind}" for kind in KINDS if found.total(kind) >= 1)
-    held = sum(weights.values()) + pool_bytes(given, setup, config) * config.num_hidden_layers
-    yield " / ".join(f"{x / 2**30:.1f}" for x in (held, found.temporary, topology.hbm_bytes))
-    yield f"{found.copies:.0f}"
-
-
-def bytes_of(types: Any) -> int:
-    """Of all arrays of a tree."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(types))
+    greedy, drawn = (
+        parts_of(given, setup, rows, built.text, least=least) for least in (True, False)
+    )
+    total = sum(greedy.values(), Counter[str]())
+    seconds = {name: part["kernels"] + part["waits"] for name, part in greedy.items()}
+    more = sum(part["kernels"] + part["waits"] for part in drawn.values()) - sum(seconds.values())
+    weights = {
+        name: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(types))
+        for name, types in quantized_types(config, setup.quantize).items()
+    }
+    layers, held = config.num_hidden_layers, sum(weights.values()) / topology.count
+    read = held - weights["embed_tokens"] / topology.count
+    read += cached_bytes(given, setup, rows, config) * layers
+    least = read / topology.hbm_bandwidth
+    step = max(total["kernels"], least) + total["waits"]
+    times = (built.seconds or 0, total["kernels"], total["waits"], more, least, step)
+    yield from (f"{1e3 * x:.2f}" for x in times)
+    yield ", ".join(f"{name} {1e3 * x:.2f}" for name, x in Counter(seconds).most_common())
+    yield f"{total['sent'] / 1e6:.1f}"
+    yield ", ".join(f"{total[kind]:.0f} {kind}" for kind in KINDS if total[kind] >= 1)
+    held += pool_bytes(given, setup, config) * layers
+    sizes = held, built.temporary or 0, topology.hbm_bytes
+    yield " / ".join(f"{x / 2**30:.1f}" for x in sizes)
+    yield f"{copies(given, setup, config, built.text) * layers / given.layers:.0f}"
+    yield ahead.cell(built.compiling, 1, 0)
 
 
 HEADER = (
@@ -261,9 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in given.rows:
         setup = ROWS[name]
         for rows, built in built_of(given, name):
-            found = figures(given, setup, rows, built)
-            took = ahead.cell(built.compiling, 1, 0)
-            print_line([name, str(rows), *cells(given, setup, rows, found), took])
+            print_line([name, str(rows), *cells(given, setup, rows, built)])
 
 
 if __name__ == "__main__":
