@@ -22,8 +22,9 @@ import os
 import re
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +131,7 @@ def build(lowered: spmd.Lowered, emitted: Emitted, setup: Setup) -> ahead.Built:
 
 def parts_of(
     given: Any, setup: Setup, rows: int, text: str, least: bool
-) -> defaultdict[str, Counter[str]]:
+) -> Mapping[str, Mapping[str, float]]:
     """Of the whole model, what each part takes: the fields of `Modelled.parts`.
 
     Args:
@@ -143,7 +144,7 @@ def parts_of(
     def kernel(instruction: Instruction) -> float:
         return attention if '"tpu_custom_call"' in instruction.rest else 0.0
 
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    found: defaultdict[str, dict[str, float]] = defaultdict(partial(defaultdict, float))
     for source, part in modelled(text, mesh, topology, kernel, least=least).parts.items():
         name = next((n for n, pattern in PARTS.items() if re.search(pattern, source)), "rest")
         for field, amount in part.items():
@@ -156,7 +157,7 @@ def pool_bytes(given: Any, setup: Setup, config: LlamaConfig) -> float:
     """Keys and values of a layer on one device, all slots being full."""
     item = {"int8": 1}.get(given.cache_dtype, 2)
     heads = max(1, config.kv_heads // spmd.Topology(setup.topology).count)
-    return setup.slots * given.context * heads * 2 * config.head_width * item
+    return float(setup.slots * given.context * heads * 2 * config.head_width * item)
 
 
 def cached_bytes(given: Any, setup: Setup, rows: int, config: LlamaConfig) -> float:
@@ -183,7 +184,8 @@ def built_of(given: Any, name: str) -> Iterator[tuple[int, ahead.Built]]:
         def make(rows: int = rows) -> ahead.Built:
             if not plans:
                 plans.update(plan(given, ROWS[name]))
-            return build(*plans[rows], ROWS[name])
+            lowered, emitted = plans[rows]
+            return build(lowered, emitted, ROWS[name])
 
         label = f"{name}_{rows}_{given.layers}_{given.context}_{given.cache_dtype}.json"
         yield rows, ahead.kept(given.cache and given.cache / label, make)
@@ -195,7 +197,8 @@ def cells(given: Any, setup: Setup, rows: int, built: ahead.Built) -> Iterator[s
     greedy, drawn = (
         parts_of(given, setup, rows, built.text, least=least) for least in (True, False)
     )
-    total = sum(greedy.values(), Counter[str]())
+    fields = ("kernels", "waits", "sent", *KINDS)
+    total = {field: sum(part[field] for part in greedy.values()) for field in fields}
     seconds = {name: part["kernels"] + part["waits"] for name, part in greedy.items()}
     more = sum(part["kernels"] + part["waits"] for part in drawn.values()) - sum(seconds.values())
     weights = {
@@ -209,7 +212,8 @@ def cells(given: Any, setup: Setup, rows: int, built: ahead.Built) -> Iterator[s
     step = max(total["kernels"], least) + total["waits"]
     times = (built.seconds or 0, total["kernels"], total["waits"], more, least, step)
     yield from (f"{1e3 * x:.2f}" for x in times)
-    yield ", ".join(f"{name} {1e3 * x:.2f}" for name, x in Counter(seconds).most_common())
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    yield ", ".join(f"{name} {1e3 * x:.2f}" for name, x in ordered)
     yield f"{total['sent'] / 1e6:.1f}"
     yield ", ".join(f"{total[kind]:.0f} {kind}" for kind in KINDS if total[kind] >= 1)
     held += pool_bytes(given, setup, config) * layers

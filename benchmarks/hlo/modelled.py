@@ -5,8 +5,9 @@ less the kernels that the schedule has beside them. Nothing of this is measured.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from benchmarks.hlo.collectives import HloCollective, counted, read_account
@@ -40,7 +41,7 @@ class Modelled(NamedTuple):
     synchronous: tuple[tuple[HloCollective, float], ...]
     # where an op is from (its computation, unless that is the entry; its name; `frames_of` it) ->
     # seconds of `kernels` and `waits`, bytes `sent`, and runs of each kind of collective
-    parts: Mapping[str, Counter[str]]
+    parts: Mapping[str, Mapping[str, float]]
 
     @property
     def seconds(self) -> float:
@@ -83,7 +84,7 @@ def modelled(
         cycles = {n: [-sum(map(estimated_cycles, c))] for n, c in module.computations.items()}
         account = account._replace(runs=Runs(module, cycles, unknown_trips=turns))
     counts = account.runs.counts()
-    parts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    parts: defaultdict[str, dict[str, float]] = defaultdict(partial(defaultdict, float))
     kernel_seconds, exposed, alone = 0.0, 0.0, []
     large = large_hidden = 0
     for name, own in account.collectives.items():
