@@ -18,6 +18,9 @@ HIDDEN = np.float32(-np.inf)
 WORD = 32
 """Tokens of a word of a mask."""
 
+PARTS = 16
+"""Of a row, in each of which its largest numbers are looked for: as many devices may share it."""
+
 ALL = 2**WORD - 1
 """A word that allows all of its tokens."""
 
@@ -179,11 +182,9 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
     is_id_BV = ids_B[:, None] == jnp.arange(logits_BV.shape[-1])
     chosen_B = jnp.sum(jnp.where(is_id_BV, logits_BV, 0.0), axis=-1)
 
-    find = jax.lax.top_k if isinstance(wanted, bool) else _largest_by_turns
-
     def likeliest() -> tuple[Any, Any]:
-        top_BP, ids_BP = find(logits_BV, alternatives)
-        return ids_BP.astype(jnp.int32), top_BP - normalizer_B[:, None]
+        top_BP, ids_BP = _largest(logits_BV, alternatives, by_turns=not isinstance(wanted, bool))
+        return ids_BP, top_BP - normalizer_B[:, None]
 
     def none() -> tuple[Any, Any]:
         shape = (logits_BV.shape[0], alternatives)
@@ -193,18 +194,51 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
     return Report(ids_B, chosen_B - normalizer_B, top_ids_BP, top_BP)
 
 
-def _largest_by_turns(x_BV: Any, count: int) -> tuple[Any, Any]:
-    """As `jax.lax.top_k`: the largest of each row, largest first, and where they are."""
-    places_V = jnp.arange(x_BV.shape[1], dtype=jnp.int32)
+def _largest(x_BV: Any, count: int, *, by_turns: bool) -> tuple[Any, Any]:
+    """As `jax.lax.top_k`: the largest of each row, largest first, and where they are.
+
+    Those of each part of a row are candidates. If V is split over as many devices as divide
+    `PARTS`, only these are communicated.
+
+    Args:
+      by_turns: whether they are found one after the other, without a sort.
+    """
+    rows, size = x_BV.shape
+    length = -(-size // PARTS)
+    padded = jnp.pad(x_BV, ((0, 0), (0, PARTS * length - size)), constant_values=HIDDEN)
+    # The parts come first: TPUs compute with tiles of 8 rows, of which 2 parts would leave 6 empty.
+    x_CBV = padded.reshape(rows, PARTS, length).swapaxes(0, 1)
+    find = _by_turns if by_turns else jax.lax.top_k
+    x_CBP, places_CBP = find(x_CBV, min(count, length))
+    places_CBP += jnp.arange(PARTS, dtype=jnp.int32)[:, None, None] * length
+    x_BQ, places_BQ = (x.swapaxes(0, 1).reshape(rows, -1) for x in (x_CBP, places_CBP))
+    # A candidate's rank is how many are before it: larger ones, and equal ones further left.
+    is_before_QQ = jnp.arange(x_BQ.shape[1])[:, None] > jnp.arange(x_BQ.shape[1])
+    is_ahead_BQQ = x_BQ[:, None] > x_BQ[..., None]
+    is_ahead_BQQ |= (x_BQ[:, None] == x_BQ[..., None]) & is_before_QQ
+    rank_BQ = jnp.sum(is_ahead_BQQ, axis=-1, dtype=jnp.int32)
+    is_it_BPQ = rank_BQ[:, None] == jnp.arange(count, dtype=jnp.int32)[:, None]
+    largest_BP, places_BP = (
+        jnp.sum(jnp.where(is_it_BPQ, x[:, None], 0), axis=-1) for x in (x_BQ, places_BQ)
+    )
+    return largest_BP, places_BP
+
+
+def _by_turns(x_CBV: Any, count: int) -> tuple[Any, Any]:
+    places_V = jnp.arange(x_CBV.shape[-1], dtype=jnp.int32)
 
     def turn(i: Any, carry: Any) -> Any:
-        left_BV, largest_BP, ids_BP = carry
-        id_B = jnp.argmax(left_BV, axis=-1).astype(jnp.int32)
-        largest_BP = largest_BP.at[:, i].set(jnp.max(left_BV, axis=-1))
-        left_BV = jnp.where(places_V == id_B[:, None], HIDDEN, left_BV)
-        return left_BV, largest_BP, ids_BP.at[:, i].set(id_B)
+        last_CB1, place_CB1, largest_CBP, places_CBP = carry
+        # What comes behind the last one, in the order in which they are found.
+        is_left_CBV = (x_CBV == last_CB1) & (places_V > place_CB1) | (x_CBV < last_CB1)
+        left_CBV = jnp.where(is_left_CBV, x_CBV, HIDDEN)
+        place_CB1 = jnp.argmax(left_CBV, axis=-1, keepdims=True).astype(jnp.int32)
+        last_CB1 = jnp.max(left_CBV, axis=-1, keepdims=True)
+        largest_CBP = largest_CBP.at[..., i].set(last_CB1[..., 0])
+        return last_CB1, place_CB1, largest_CBP, places_CBP.at[..., i].set(place_CB1[..., 0])
 
-    shape = (x_BV.shape[0], count)
-    start = (x_BV, jnp.zeros(shape, x_BV.dtype), jnp.zeros(shape, jnp.int32))
-    _, largest_BP, ids_BP = jax.lax.fori_loop(0, count, turn, start)
-    return largest_BP, ids_BP
+    shape = x_CBV.shape[:2]
+    found = tuple(jnp.zeros((*shape, count), dtype) for dtype in (x_CBV.dtype, jnp.int32))
+    start = (jnp.full((*shape, 1), jnp.inf, x_CBV.dtype), jnp.full((*shape, 1), -1, jnp.int32))
+    _, _, largest_CBP, places_CBP = jax.lax.fori_loop(0, count, turn, (*start, *found))
+    return largest_CBP, places_CBP

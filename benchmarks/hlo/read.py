@@ -16,13 +16,20 @@ def source_of(instruction: Instruction, module: Module) -> str:
     """The innermost frame that is not in an installed library, else the innermost one."""
     if "source_file=" in instruction.rest:
         return places_of(instruction, module)[0]
-    frame = first = integer(r"stack_frame_id=(\d+)", instruction.rest)
+    frames = frames_of(instruction, module)
+    own = (f for f in frames if "site-packages" not in f and not f.startswith("<"))
+    return next(own, frames[0] if frames else "")
+
+
+def frames_of(instruction: Instruction, module: Module) -> list[str]:
+    """Where an instruction is from: `file.py:line (function)`, and as far as known its callers."""
+    found = []
+    frame = integer(r"stack_frame_id=(\d+)", instruction.rest)
     while frame in module.frames:
         where, parent = module.frames[frame]
-        if "site-packages" not in where and not where.startswith("<"):
-            return where
+        found.append(where)
         frame = parent if parent < frame else 0
-    return module.frames.get(first, ("", 0))[0]
+    return found
 
 
 def elements(type_: str) -> list[str]:

@@ -101,8 +101,9 @@ def functions(
                 ("weights", "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
             ))  # fmt: skip
-    # The step over the most rows and the longest tables moves the most: its plan matters most.
-    primary = step_name("step", shape.rows[-1], shape.lengths[-1])
+    # Most steps are those in which all slots decode: weights lie as these want them.
+    decoding = next((n for n in shape.rows if n >= shape.slots_of_group), shape.rows[-1])
+    primary = step_name("step", decoding, shape.lengths[-1])
     return found, leaves, _specs(model, {"weights": weights, "state": state}), primary
 
 

@@ -64,19 +64,7 @@ def compile_bundle(
     mesh = as_mesh(mesh)
     platform = platform_of(mesh)
     options = with_gpu_graphs(options or Options(), platform)
-    traced = {function.name: _trace(function, platform) for function in functions}
-    manifest = Manifest(
-        name="memory",
-        producer={},
-        primary=primary or functions[0].name,
-        functions={name: entry for name, (entry, _) in traced.items()},
-        weights=leaves_of(weights, WEIGHTS),
-        state=state_leaves(state),
-        specs=plain_specs(specs or {}),
-        contract=dict(contract or {}),
-        symbols=symbols_of(functions),
-    )
-    check_manifest(manifest)
+    manifest, traced = described(functions, platform, weights, specs, state, primary, contract)
 
     def lower(entry: Entrypoint, asked: FunctionKey) -> Emitted:
         name = entry.origin.name if isinstance(entry, Variant) else entry.name
@@ -96,6 +84,40 @@ def compile_bundle(
     parts = compile_functions(sized, mesh, planned.emitted, planned.more, names, options, put)
     notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
     return Bundle(sized, mesh, parts, notes, planned.symbols)
+
+
+def described(
+    functions: Sequence[Function],
+    platform: str,
+    weights: Any = None,
+    specs: Mapping[str, Any] | None = None,
+    state: Any = None,
+    primary: str | None = None,
+    contract: Mapping[str, Any] | None = None,
+) -> tuple[Manifest, dict[str, tuple[Entrypoint, Any]]]:
+    """What a manifest says of functions, and what each is, with its module.
+
+    Args:
+      platform: that they are traced for.
+      weights, specs, state, primary, contract: as for `compile_bundle`.
+
+    Raises:
+      BundleError: what does not fit.
+    """
+    traced = {function.name: _trace(function, platform) for function in functions}
+    manifest = Manifest(
+        name="memory",
+        producer={},
+        primary=primary or functions[0].name,
+        functions={name: entry for name, (entry, _) in traced.items()},
+        weights=leaves_of(weights, WEIGHTS),
+        state=state_leaves(state),
+        specs=plain_specs(specs or {}),
+        contract=dict(contract or {}),
+        symbols=symbols_of(functions),
+    )
+    check_manifest(manifest)
+    return manifest, traced
 
 
 def _trace(function: Function, platform: str) -> tuple[Entrypoint, Any]:

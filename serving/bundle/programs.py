@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api import lower_stablehlo
+from spmd.api import Lowered, lower_stablehlo
 from spmd.auto import auto_specs
 from spmd.errors import SpmdError
 from spmd.frontend.refine import is_dynamic, refine
@@ -185,19 +185,24 @@ def emitted_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
       module: its module, as `static_module` makes it.
       mesh, options: what it is lowered for.
     """
-    arguments: Sequence[Spec] = asked.arguments
-    if asked.auto:
-        arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
-    options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
-    if asked.is_guess:
-        options = dataclasses.replace(options, planner="greedy")
-    lowered = lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
+    lowered = lowered_of(module, mesh, asked, options)
     # The functions share weights and state: these lie in one way for all.
     emitted = lowered.stages.emitted.major_to_minor()
     emitted = dataclasses.replace(emitted, seconds=lowered.cost)
     if not asked.symbols:
         return emitted
     return dataclasses.replace(emitted, peak_bytes=lowered.predicted_memory.peak)
+
+
+def lowered_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) -> Lowered:
+    """A function's plan; arguments as for `emitted_of`."""
+    arguments: Sequence[Spec] = asked.arguments
+    if asked.auto:
+        arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
+    options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
+    if asked.is_guess:
+        options = dataclasses.replace(options, planner="greedy")
+    return lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
 
 
 def static_module(module: Any, entry: Entrypoint, asked: FunctionKey) -> Any:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http import kserve, openai_routes, requests_page
+from spmd.serving.http import kserve, openai_routes
 from spmd.serving.http.connections import Refusing
 from spmd.serving.http.limits import ANY, HttpOptions
 from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
@@ -173,7 +173,7 @@ def make_app(
     routes = [
         *PROBES,
         Route("/metrics", metrics),
-        Route("/requests", requests_page.requests),
+        Route("/requests", requests),
         *(Route(path, page) for path in PAGE),
         *openai_routes.ROUTES,
         *kserve.ROUTES,
@@ -205,6 +205,14 @@ async def metrics(request: Request) -> Response:
     """`GET /metrics`, for Prometheus."""
     text = service_of(request).traffic.render()
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def requests(request: Request) -> Response:
+    """`GET /requests`: see `spmd.serving.http.requests_page`."""
+    # It draws as reports do, and with them comes jax, which the model has imported by now.
+    from spmd.serving.http import requests_page
+
+    return await requests_page.requests(request)
 
 
 async def page(request: Request) -> Response:

@@ -7,9 +7,9 @@ Shapes are in the names:
 The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows its
 time is that of reading weights. For one row, GPUs run a multiplication and a sum, which XLA makes
 one kernel, conversion and scale included; for up to 128 rows one kernel reads all weights of a
-composite (`products_triton`), if they are not quantized. With many rows its time is that of
-arithmetic, so if weights are 8-bit floats, GPUs round rows to these, too, each with a scale of its
-own. Everywhere else weights are converted to the dtype of `x`.
+composite (`products_triton`), if they are not quantized. On TPUs one row is one of eight. With many
+rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these, too,
+each with a scale of its own. Everywhere else weights are converted to the dtype of `x`.
 """
 
 import math
@@ -33,6 +33,8 @@ EIGHT_BIT_ROWS = 128
 """From this number of rows on, GPUs round rows to 8-bit floats if the weights are 8-bit floats.
 4096 x 22016 on an H200, rounding included: 256 rows take 49 us (94 with weights converted on their
 way, 71 in bfloat16), 64 rows 35 us (41), but 20 us with 4096 outputs (15)."""
+
+TPU_ROWS = 8  # rows of a tile
 
 NIBBLES = 2
 """The 4-bit values in a byte: low bits are of a group's first half, high bits of its second."""
@@ -150,6 +152,18 @@ def _kernel(x: Any, *operands: Any) -> Any:
     return NotImplemented
 
 
+def _on_tpu(x: Any, *operands: Any) -> Any:
+    """Returns what `_decomposition` does for one row, as one of several rows.
+
+    XLA multiplies a single row in its vector units, which takes 2 to 4 times as long as reading the
+    weights (by libtpu 0.0.42's cycles, v5e and v6e).
+    """
+    if x.shape[0] != 1:
+        return NotImplemented
+    rows = jnp.pad(x, ((0, TPU_ROWS - 1), *((0, 0),) * (x.ndim - 1)))
+    return tuple(out_BO[:1] for out_BO in _decomposition(rows, *operands))
+
+
 def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Returns x @ weight.T for each (8-bit weight, *scales), x's rows scaled to 448 and rounded."""
     x32_BI = x_BI.astype(jnp.float32)
@@ -209,5 +223,9 @@ def _flops(kind: OpKind) -> float:
 
 
 register_composite(
-    NAME, _rule, decomposition=_decomposition, kernels={"cuda": _kernel}, flops=_flops
+    NAME,
+    _rule,
+    decomposition=_decomposition,
+    kernels={"cuda": _kernel, "tpu": _on_tpu},
+    flops=_flops,
 )

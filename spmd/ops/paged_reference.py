@@ -93,6 +93,11 @@ def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_
     """Returns what `paged_update` does, by a scatter, which XLA can do in place."""
     size = pool_ANP.shape[2]
     groups, slots, most = table_ABM.shape
+    if groups * positions_AR.shape[1] == 1:
+        # Of a scatter of one row XLA makes an update of a slice, for which its compiler for TPUs
+        # copies a pool of one key head, and back. A second row, without a position, is not written.
+        new_AR, slots_AR = (jnp.repeat(x, 2, axis=1) for x in (new_AR, slots_AR))
+        positions_AR = jnp.pad(positions_AR, ((0, 0), (0, 1)), constant_values=-1)
     group_A1 = jnp.arange(groups)[:, None]
     slot_AR, column_AR = (
         jnp.clip(x, 0, end - 1) for x, end in ((slots_AR, slots), (positions_AR // size, most))

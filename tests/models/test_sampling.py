@@ -148,3 +148,15 @@ def test_report() -> None:
     asked = jax.jit(lambda wanted: sampling.report(LOGITS_BV, ids, 4, wanted))
     jax.tree.map(np.testing.assert_array_equal, asked(True), made)
     assert not asked(False).top_ids.any() and not asked(False).top_logprobs.any()
+
+
+@pytest.mark.parametrize("vocab", [16 * 7, 50, 5])  # parts alike, a shorter one, mostly empty ones
+def test_the_likeliest_are_those_of_top_k(vocab: int) -> None:
+    """Of equal ones the first, whichever part of the row they are in."""
+    logits = np.random.default_rng(4).integers(-3, 3, (7, vocab)).astype(np.float32)
+    logits[1] = -np.inf
+    logits[1, -4:] = [1, 2, 2, 1]
+    find = jax.jit(lambda x: [sampling._largest(x, 4, by_turns=turns) for turns in (True, False)])
+    wanted = jax.lax.top_k(logits, 4)
+    for made in find(logits):
+        jax.tree.map(np.testing.assert_array_equal, made, tuple(wanted))

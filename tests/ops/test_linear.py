@@ -47,9 +47,19 @@ def test_linears_kernel_of_one_row(kind: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 512)), jnp.float32)
     operands = (weight["values"], weight["scales"]) if isinstance(weight, dict) else (weight,)
     shaped = x.reshape(1, -1, 2, operands[0].shape[2]) if operands[0].ndim == 3 else x
-    (out,) = LINEAR._kernel(shaped, *operands)
-    np.testing.assert_allclose(out, x @ whole.T, rtol=0, atol=1e-3)
-    assert LINEAR._kernel(jnp.concatenate([shaped, shaped]), *operands) is NotImplemented
+    for kernel in (LINEAR._kernel, LINEAR._on_tpu):
+        (out,) = kernel(shaped, *operands)
+        np.testing.assert_allclose(out, x @ whole.T, rtol=0, atol=1e-3)
+        assert kernel(jnp.concatenate([shaped, shaped]), *operands) is NotImplemented
+
+
+def test_tpus_multiply_one_row_as_several() -> None:
+    """Of a single one XLA makes a sum of products in the vector units."""
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 256), (512, 256))]
+    jitted = spmd.jit(linear, mesh=spmd.Mesh(None, (1,), ("x",)))
+    text = jitted.lower(*structs, topology=spmd.Topology("v5e:1x1")).as_text("emitted")
+    (product,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert "-> tensor<8x512xbf16>" in product
 
 
 def test_linears_kernel_of_8_bit_floats() -> None:

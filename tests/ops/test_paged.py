@@ -469,8 +469,17 @@ def test_which_programs_get_jaxs_kernel() -> None:
 
 @pytest.mark.thorough
 @needs_libtpu
-def test_tpus_write_in_place() -> None:
-    structs = structs_of(Sizes(b=8, r=16, k=8, d=128, p=16, m=16), 1 << 12)
-    jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
-    compiled = jitted.lower(*structs, topology=spmd.Topology("v5e:1x1")).compile()
+@pytest.mark.parametrize(("rows", "heads"), [(16, 8), (1, 1)])
+def test_tpus_write_in_place(rows: int, heads: int) -> None:
+    pool, *rest = structs_of(Sizes(b=8, r=rows, k=heads, d=128, p=16, m=16), 1 << 12)
+
+    def layers(pools: Any, new: Any, q: Any, *tables: Any) -> Any:
+        written = []
+        for pool in pools:
+            pool, q = step(pool, new, q, *tables)
+            written.append(pool)
+        return written, q
+
+    jitted = spmd.jit(layers, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
+    compiled = jitted.lower([pool, pool], *rest, topology=spmd.Topology("v5e:1x1")).compile()
     assert compiled.memory.temporary < 1 << 22

@@ -48,7 +48,7 @@ def test_only_logits_and_tokens_travel_besides_sums(
     # it in one all-reduce or, with norms between, as a reduce-scatter and a gather.
     hidden = 2 * rows * CONFIG.hidden_size
     logits = 4 * 16 * CONFIG.vocab_size // mesh[1]
-    # From a split over tokens to one over rows change logits that are reported, those that are
-    # drawn from, and the noise with which that is done: no slower than sums of partial maxima.
-    assert sum(c.bytes for c in lowered.collectives) <= 3 * 2 * hidden + 3.25 * logits
+    # From a split over tokens to one over rows change logits that are drawn from, and with few rows
+    # those that are reported: no slower than sums of partial maxima.
+    assert sum(c.bytes for c in lowered.collectives) <= 3 * 2 * hidden + 1.75 * logits
     assert {axis for c in lowered.collectives if c.bytes > logits for axis in c.axes} <= {"model"}

@@ -250,7 +250,10 @@ def test_misuse_is_said(parts: list[SlotPart], message: str) -> None:
 
 def test_warming_up_calls_every_function_and_writes_nothing() -> None:
     programs = Programs()
-    ModelBackend(programs, LIMITS).warm_up()
+    backend = ModelBackend(programs, LIMITS)
+    backend.warm_up()
+    assert not any(name.startswith("score") for name in programs.calls)
+    backend.warm_up("score")
     assert sorted(programs.calls) == sorted(programs.functions)
     for given in programs.inputs[2:]:
         assert np.all(given["positions"] == -1) and np.all(given["draws"] == -1)
