@@ -17,6 +17,7 @@ import numpy as np
 from spmd.serving.engine.actions import Finish, Job
 from spmd.serving.engine.backend import Tokens
 from spmd.serving.engine.text import Decode, Detokenizer, StopMatcher, TokenTexts
+from spmd.serving.engine.thought import ThoughtSplitter
 
 
 class Token(NamedTuple):
@@ -70,6 +71,8 @@ class CompletionText:
         self._pieces = pieces
         self._detokenizer = Detokenizer(decode, job.prompt)
         self._matcher = StopMatcher(job.stops)
+        thought = job.thought if job.stops else None
+        self._splitter = None if thought is None else ThoughtSplitter(thought)
         # Lengths in characters: the text of all tokens so far, and the part that was shown. What
         # is between them waits in the matcher, and its tokens wait in `_tokens`.
         self._length = 0
@@ -131,9 +134,19 @@ class CompletionText:
         if self.job.logprobs is not None:
             self._tokens.append(_token(drawn, i, piece, self._length, self.job, self._pieces))
         self._length += len(piece)
-        if self.generated <= self.job.min_tokens:
-            return piece, False
-        return self._matcher.push(piece)
+        return self._matched(piece)
+
+    def _matched(self, text: str, ends: bool = False) -> tuple[str, bool]:
+        """(what of a text can be shown, whether a stop string is complete)."""
+        shown, splitter = "", self._splitter
+        if splitter is not None:  # stop strings are looked for in the answer
+            parts = [*splitter.push(text), *(splitter.flush() if ends else ())]
+            shown = "".join(part for kind, part in parts if kind != "answer")
+            text = "".join(part for kind, part in parts if kind == "answer")
+        if not ends and self.generated <= self.job.min_tokens:
+            return shown + text, False
+        more, stopped = self._matcher.push(text)
+        return shown + more, stopped
 
     def _flush(self) -> tuple[str, bool]:
         """The text that was held back, now that no more tokens come."""
@@ -141,7 +154,7 @@ class CompletionText:
         if piece and self._tokens:
             self._tokens[-1] = self._tokens[-1]._replace(text=self._tokens[-1].text + piece)
         self._length += len(piece)
-        text, stopped = self._matcher.push(piece)
+        text, stopped = self._matched(piece, ends=True)
         return (text, True) if stopped else (text + self._matcher.flush(), False)
 
     def _release(self, finished: bool, stopped: bool) -> tuple[Token, ...]:

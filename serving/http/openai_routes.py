@@ -153,12 +153,12 @@ class Answer:
         }
         self._generated = [0] * len(work.jobs)
         self._started = [False] * len(work.jobs)
-        # What reads the calls in each text; None where nothing may be called.
-        tools = ask.tools if isinstance(ask, ChatAsk) else None
-        self._readers = [
-            None if tools is None or work.format is None else MessageReader(tools, work.format)
-            for _ in work.jobs
-        ]
+        # What reads the thought and the calls in each text; None where there may be neither.
+        self._readers: list[MessageReader | None] = [None for _ in work.jobs]
+        if isinstance(ask, ChatAsk) and (work.format is not None or work.thought is not None):
+            self._readers = [
+                MessageReader(ask.tools, work.format, work.thought, ask.thoughts) for _ in work.jobs
+            ]
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """The chunks of a stream for one delta; none if the delta shows nothing."""

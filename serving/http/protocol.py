@@ -5,6 +5,7 @@ but are not supported are refused by name: an answer that silently left them out
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -154,7 +155,6 @@ _REFUSED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
 }
 _REFUSED_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
     "chat_template": ("",),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
 }
@@ -204,6 +204,11 @@ class ChatAsk(Ask):
     messages: tuple[Message, ...]  # as templates want them
     generation_prompt: bool  # whether the assistant's turn is opened at the end
     tools: Tools | None  # what the model may call; None for nothing
+    arguments: Mapping[str, Any]  # for the chat template, by name
+    # how much to think; None is the template's own choice, "none" not at all
+    effort: str | None
+    thoughts: bool  # whether the answer shows them
+    budget: int | None  # the most tokens of a thought; None is any number
 
 
 def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
@@ -259,11 +264,54 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         messages=parse_messages(fields.get("messages")),
         generation_prompt=fields.flag("add_generation_prompt", True),
         tools=parse_tools(fields),
+        arguments=_arguments(fields),
+        effort=_effort(fields.get("reasoning_effort")),
+        thoughts=fields.flag("include_reasoning", True),
+        budget=_budget(fields, bounds),
     )
     structure = ask.structure
     if ask.tools is not None and structure is not None and structure.kind != "json":
         raise invalid(f"{structure.place}: not together with tools", structure.param)
     return dataclasses.replace(ask, ignored=fields.left())
+
+
+ARGUMENTS_BYTES = 4096
+"""Of `chat_template_kwargs`, as JSON: switches, not documents."""
+
+
+def _arguments(fields: Fields) -> dict[str, Any]:
+    """What the chat template gets, by name; `enable_thinking` may stand in the request itself."""
+    name = "chat_template_kwargs"
+    given = fields.get(name) or {}
+    if not isinstance(given, dict):
+        raise invalid(f"{name}: an object is needed, not {show(given)}", name)
+    if len(json.dumps(given)) > ARGUMENTS_BYTES:
+        raise invalid(f"{name}: more than {ARGUMENTS_BYTES} bytes of JSON", name)
+    if fields.get("enable_thinking") is not None:
+        return {"enable_thinking": fields.flag("enable_thinking"), **given}
+    return given
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _effort(value: Any) -> str | None:
+    if value is not None and value not in EFFORTS:
+        raise invalid(
+            f"reasoning_effort: one of {', '.join(EFFORTS)} is needed, not {show(value)}",
+            "reasoning_effort",
+        )
+    return None if value is None else str(value)
+
+
+def _budget(fields: Fields, bounds: Bounds) -> int | None:
+    name = "thinking_token_budget"
+    budget = fields.integer(name, -1, bounds.max_length)
+    if budget in (None, -1):
+        return None
+    if fields.get("allowed_token_ids"):
+        raise invalid(f"{name}: not together with allowed_token_ids", name)
+    return budget
 
 
 def _refuse(fields: Fields, table: Mapping[str, tuple[Any, ...]]) -> None:

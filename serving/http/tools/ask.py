@@ -85,5 +85,7 @@ def _tool(tool: Any, place: str) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise invalid(f"{place}.function.strict: true or false, not {show(strict)}", "tools")
+    if schema is None:  # as with OpenAI
+        schema = {"properties": {}, "additionalProperties": False}
     # Arguments are an object, whatever the schema leaves open.
-    return Tool(name, {"type": "object", **(schema or {})}, bool(strict), tool)
+    return Tool(name, {"type": "object", **schema}, bool(strict), tool)
