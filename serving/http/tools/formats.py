@@ -10,22 +10,35 @@ glm45     <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool
 """
 
 import dataclasses
+import functools
 import json
+import re
 import secrets
 import string
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Tags(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tags:
     """What is around the parts of a call that is no JSON; values are texts, or JSON of the rest."""
 
     name: tuple[str, str]  # around the function's name
     key: tuple[str, str]  # around the name of an argument
     value: tuple[str, str]  # around its value
     end: str  # behind the last argument; empty if the format's `end` follows
-    # is behind an argument, where we write it
-    space: str = "\n"
+
+    @functools.cached_property
+    def named(self) -> re.Pattern[str]:
+        """The function's name, and what is read of the next tag, where that ends the name."""
+        begin, end = map(re.escape, self.name)
+        return re.compile(rf"{begin}([^\n<>]+){end}()" if end else rf"{begin}([^\n<>]+)([\n<])")
+
+    @functools.cached_property
+    def opens(self) -> re.Pattern[str]:
+        """All before a value, with the name of the argument."""
+        begin, end, value = (re.escape(one.strip()) for one in (*self.key, self.value[0]))
+        return re.compile(rf"{begin}([^\n]*?){end}\s*{value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +79,8 @@ class Format:
     def parameter(self, key: str, value: str) -> str:
         """An argument between tags."""
         assert self.tags is not None
-        _, keys, values, _, space = self.tags
-        return f"{keys[0]}{key}{keys[1]}{values[0]}{value}{values[1]}{space}"
+        keys, values = self.tags.key, self.tags.value
+        return f"{keys[0]}{key}{keys[1]}{values[0]}{value}{values[1]}\n"
 
     def around(self, name: str) -> tuple[str, str]:
         """What is before and behind the arguments of a call that stands alone."""

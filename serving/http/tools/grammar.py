@@ -8,7 +8,7 @@ from spmd.serving.grammar.compiler import Grammar, Grammars, inline
 from spmd.serving.grammar.guide import GrammarError
 from spmd.serving.http.tools.ask import Tools
 from spmd.serving.http.tools.formats import Format
-from spmd.serving.http.tools.reader import kinds_of, property_of
+from spmd.serving.http.tools.values import SHARED, kinds_of, property_of
 
 
 def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any = None) -> Grammar:
@@ -88,7 +88,7 @@ def _lazy(end: str) -> str:
     return "" if end.startswith("<[") else "[lazy]"
 
 
-SAID = frozenset({"type", "title", "description", "default", "examples", "$comment"})
+SAID = frozenset({"type", "title", "description", "default", "examples", "$comment", *SHARED})
 """What a schema of any text may have."""
 
 
@@ -101,7 +101,7 @@ def _tagged(
       GrammarError: the tool is strict, and has what cannot be enforced between tags.
     """
     assert format.tags is not None
-    _, keys, values, _, space = format.tags
+    keys, values = format.tags.key, format.tags.value
 
     def leave_out(what: str) -> None:
         problem = f"{what} cannot be enforced in the format {format.name}"
@@ -120,7 +120,7 @@ def _tagged(
     end = _literals(grammars, format, values[1]) if is_special else json.dumps(values[1])
     yield f"{name}_text{_lazy(close)}: /(.|\\n)*/ {end}"
     rules: list[str] = []
-    for i, (key, given) in enumerate(properties.items()):
+    for i, key in enumerate(properties):
         one = property_of(schema, key)
         kinds, fixed = kinds_of(one), one.get("enum", [one["const"]] if "const" in one else None)
         if fixed is not None:
@@ -130,16 +130,18 @@ def _tagged(
             value = f"{name}_{i}_value {end}"
             yield f"{name}_{i}_value: {inline(one, lenient=not strict)}"
         else:
-            beyond = {*given} - SAID if isinstance(given, dict) else set()
+            parts = [part for part in one.get("anyOf", ()) if isinstance(part, dict)]
+            any_text = any(part.get("type") == "string" and {*part} <= SAID for part in parts)
+            beyond = {*one} - SAID - ({"anyOf"} if any_text else set())
             if beyond:
                 leave_out(f"{min(beyond)} of {key}")
             value = f"{name}_text"
         head = _literals(grammars, format, f"{keys[0]}{key}{keys[1]}{values[0]}")
-        yield f"{name}_{i}: {head} {value} {json.dumps(space)}"
+        yield f'{name}_{i}: {head} {value} "\\n"'
         rules.append(f"{name}_{i}" + ("" if key in schema.get("required", ()) else "?"))
     if not properties and schema.get("additionalProperties", True) is not False:
         before, behind = (_literals(grammars, format, one) for one in (keys[0], keys[1]))
         start = _literals(grammars, format, values[0])
-        yield f"{name}_any: {before} /[^<>=\\n]+/ {behind} {start} {name}_text {json.dumps(space)}"
+        yield f'{name}_any: {before} /[^<>=\\n]+/ {behind} {start} {name}_text "\\n"'
         rules.append(f"{name}_any*")
     yield f"{name}: {' '.join(rules) or json.dumps('')}"

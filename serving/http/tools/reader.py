@@ -7,14 +7,15 @@ What looks like a call and is none becomes text.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from spmd.serving.engine.actions import Finish
 from spmd.serving.engine.text import StopMatcher
 from spmd.serving.engine.thought import Kind, Marks, ThoughtSplitter
 from spmd.serving.http.tools.ask import Tool, Tools
-from spmd.serving.http.tools.formats import PLAIN, Format, Tags
+from spmd.serving.http.tools.formats import PLAIN, Format
+from spmd.serving.http.tools.values import kinds_of, property_of, typed
 
 # Reads one call letter by letter: its name, and its arguments as they come.
 
@@ -159,20 +160,19 @@ class TaggedCall:
     """A call whose arguments stand between tags; attributes as those of `JsonCall`.
 
     Args:
-      end: is behind the call, if the tags have no end of their own.
-      schemas: of the arguments, by function: whether `1` is a number or a text.
+      schemas: of the arguments, by function.
     """
 
-    def __init__(self, tags: Tags, end: str, schemas: Mapping[str, Any]) -> None:
+    def __init__(self, format: Format, schemas: Mapping[str, Any]) -> None:
         self.name: str | None = None
         self.done = False
         self.broken = False
-        self._tags, self._end, self._schemas = tags, tags.end or end, schemas
+        assert format.tags is not None
+        self._tags, self._schemas = format.tags, schemas
+        self._end = format.tags.end or format.end
         self._held = ""  # of what is between values
-        self._key: str | None = None
         self._matcher: StopMatcher | None = None  # in a value
-        self._value = ""
-        self._is_text = False  # whether the value is shown as it comes
+        self._kinds: set[str] = set()  # the types that the value may have
         self._joint = "{"
 
     def push(self, letter: str) -> str:
@@ -182,130 +182,43 @@ class TaggedCall:
         self._held += letter
         held = self._held.lstrip()
         if self.name is None:
-            return self._in_name(held)
-        for begin, middle in (self._tags.key, (self._end, "")):
-            if held.startswith(begin):
-                if not middle:
-                    self.done = True
-                    return "{}" if self._joint == "{" else "}"
-                return self._in_key(held.removeprefix(begin), middle)
-        self.broken = not any(one.startswith(held) for one in (self._tags.key[0], self._end))
+            if found := self._tags.named.fullmatch(held):
+                self.name, self._held = found[1].strip(), found[2]
+            self.broken = self.name is None and ("\n" in held or len(held) > 200)
+        elif held == self._end:
+            self.done = True
+            return "{}" if self._joint == "{" else "}"
+        elif found := self._tags.opens.fullmatch(held):
+            return self._begin_value(found[1])
+        else:
+            begin = self._tags.key[0]
+            self.broken = not held.startswith(begin) and not begin.startswith(held)
+            self.broken = self.broken and not self._end.startswith(held)
         return ""
 
-    def _in_name(self, held: str) -> str:
-        begin, end = self._tags.name
-        found = held[len(begin) :]
-        # Without an end of its own a name ends at a blank, or where the next tag begins.
-        ends = found.endswith(end) if end else found[-1:].isspace() or found.endswith("<")
-        if held.startswith(begin) and found and ends:
-            rest = "" if end or not found.endswith("<") else "<"
-            self.name, self._held = found[: -len(end or " ")].strip(), rest
-        else:
-            self.broken = not (begin.startswith(held) or held.startswith(begin))
-            self.broken = self.broken or "\n" in held.rstrip() or len(held) > 200
-        return ""
-
-    def _in_key(self, held: str, middle: str) -> str:
-        key, found, rest = held.partition(middle)
-        before, behind = self._tags.value
-        if not found:
-            self.broken = "\n" in key
-        elif before.strip() and not rest.lstrip().startswith(before.strip()):
-            self.broken = not before.strip().startswith(rest.lstrip())
-        else:
-            self._key, self._held = key, ""
-            # A value may have, or lack, the line breaks of its tags.
-            self._matcher = StopMatcher(list(dict.fromkeys([behind, behind.strip()])))
-            self._value, self._skips = "", before.endswith("\n")
-            kinds = kinds_of(property_of(self._schemas.get(self.name or ""), key))
-            self._is_text = kinds == {"string"}
-            head = f"{self._joint}{json.dumps(key, ensure_ascii=False)}: "
-            self._joint = ", "
-            return head + ('"' if self._is_text else "")
-        return ""
+    def _begin_value(self, key: str) -> str:
+        self._held, self._skips = "", self._tags.value[0].endswith("\n")
+        self._kinds = kinds_of(property_of(self._schemas.get(self.name or ""), key))
+        # A value may have, or lack, the line breaks of its tags.
+        end = self._tags.value[1]
+        self._matcher = StopMatcher([end, end.strip()])
+        head = f"{self._joint}{json.dumps(key, ensure_ascii=False)}: "
+        self._joint = ", "
+        return head + ('"' if self._kinds == {"string"} else "")
 
     def _in_value(self, matcher: StopMatcher, letter: str) -> str:
-        if self._skips and letter == "\n":
-            self._skips = False
-            return ""
-        self._skips = False
-        text, stopped = matcher.push(letter)
-        self._value += text
+        skips, self._skips = self._skips and letter == "\n", False
+        text, stopped = matcher.push("" if skips else letter)
+        self._held += text
         if stopped:
             self._matcher = None
-        if self._is_text:
+        if self._kinds == {"string"}:  # shown as it comes
+            self._held = ""
             return json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if stopped else "")
         if not stopped:
             return ""
-        schema = property_of(self._schemas.get(self.name or ""), self._key or "")
-        return json.dumps(typed(self._value, kinds_of(schema)), ensure_ascii=False)
-
-
-WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""What templates write of values that are no texts, in the words of JSON or of Python."""
-
-
-def typed(text: str, kinds: Collection[str]) -> Any:
-    """The value that a text between tags stands for.
-
-    Args:
-      kinds: those of its schema; none are all.
-
-    Example:
-      >>> typed("1", {"integer"}), typed("1", {"string"}), typed("True", {"boolean"})
-      (1, '1', True)
-    """
-    value = _loads(text)
-    if value is None and text.strip().lower() in WORDS and (not kinds or "string" not in kinds):
-        return WORDS[text.strip().lower()]
-    if value is None and text.strip() != "null":
-        return text
-    return value if not kinds or kind_of(value) & {*kinds} else text
-
-
-def kind_of(value: Any) -> set[str]:
-    """The types of JSON schemas that a value has."""
-    if isinstance(value, bool) or value is None:
-        return {"null" if value is None else "boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if float(value).is_integer() else {"number"}
-    return {
-        "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-    }
-
-
-def property_of(schema: Any, key: str) -> Any:
-    """The schema of an argument, with the parts that it may refer to."""
-    if not isinstance(schema, dict):
-        return {}
-    found = schema.get("properties")
-    found = found.get(key) if isinstance(found, dict) else None
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {**shared, **found} if isinstance(found, dict) else {}
-
-
-def kinds_of(schema: Any, depth: int = 8) -> set[str]:
-    """The types that a schema allows; none if it does not say."""
-
-    def within(one: Any) -> set[str]:
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        return kinds_of({**shared, **one}, depth - 1) if isinstance(one, dict) else set()
-
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    given = schema.get("type")
-    if given is not None:
-        return {given} if isinstance(given, str) else set(given)
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = schema.get("enum", [schema.get("const")])
-        return set[str]().union(*map(kind_of, values))
-    _, _, name = str(schema.get("$ref", "")).rpartition("/")
-    parts = schema.get("anyOf") or schema.get("oneOf") or ()
-    for key in ("$defs", "definitions"):
-        if name and isinstance(schema.get(key), dict) and name in schema[key]:
-            parts = [schema[key][name]]
-    found = [within(one) for one in parts if isinstance(parts, list)]
-    return set[str]().union(*found) if all(found) else set()
+        value, self._held = self._held, ""
+        return json.dumps(typed(value, self._kinds), ensure_ascii=False)
 
 
 def _loads(text: str) -> Any:
@@ -471,7 +384,7 @@ class CallsReader:
     def _open(self) -> None:
         format = self._format
         if format.tags is not None:
-            self._call = TaggedCall(format.tags, format.end, self._names)
+            self._call = TaggedCall(format, self._names)
         else:
             self._call = NamedCall(format.named) if format.named else JsonCall(format.key)
         self._shown = False

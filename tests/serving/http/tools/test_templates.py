@@ -80,7 +80,7 @@ def test_tools_are_described_to_templates_that_know_none() -> None:
 
 
 def test_formats_that_nobody_knows() -> None:
-    with pytest.raises(ApiError, match="in none of the formats hermes.*; leave them out"):
+    with pytest.raises(ApiError, match=r"in none of the formats hermes.*; leave them out"):
         _ = ChatTemplate(UNKNOWN).tool_format
     with pytest.raises(ApiError, match="knows no tools; leave them out"):
         _ = ChatTemplate(NONE).tool_format
