@@ -271,14 +271,20 @@ class ChatTemplate:
         """Whether the model may think before it answers, as far as the template tells."""
         return self._thought is not None or "reasoning_effort" in self.arguments
 
-    def thought(self, prompt: str) -> Marks | None:
+    def thought(self, prompt: str, begun: str = "") -> Marks | None:
         """What is around the thought that may come behind a prompt; None if none may.
 
         A prompt that ends with a thought, as in `<think></think>`, asks for no other one.
+
+        Args:
+          begun: the message that the prompt ends with, where it goes on with one.
         """
-        if self._thought is None or prompt.rstrip().endswith(self._thought[1]):
+        if self._thought is None:
             return None
-        return Marks(*self._thought, prompt.rstrip().endswith(self._thought[0]))
+        begin, end = self._thought
+        opened = begun.rfind(begin) > begun.rfind(end) or prompt.rstrip().endswith(begin)
+        ended = not opened and (begun or prompt.rstrip().endswith(end))
+        return None if ended else Marks(begin, end, opened)
 
     def _probe(self) -> tuple[bool, Format | None]:
         """(whether the template wants arguments as texts: most want objects, how it writes calls).

@@ -171,11 +171,22 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     tools = () if ask.tools is None else tuple(tool.given for tool in ask.tools.all)
     arguments, notes = _arguments(ask, template)
     text = template.render(ask.messages, ask.generation_prompt, tools, arguments)
+    begun = ask.messages[-1]["content"] if ask.continues else ""
+    if begun:
+        # Some templates drop blanks around a text.
+        begun = begun if begun in text else begun.strip()
+        before, found, _ = text.rpartition(begun)
+        if not found:
+            raise invalid(
+                "continue_final_message: the chat template changes the last message",
+                "continue_final_message",
+            )
+        text = before + begun
     _check_size(text, ask, language)
     # Templates write what the tokenizer puts before a text themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
     stops = (*ask.stops, *template.stops)
-    thought = template.thought(text)
+    thought = template.thought(text, begun)
     work = _work(ask, language, [prompt], stops, False, grammar, thought)
     return work._replace(notes=(*notes, *work.notes), format=format, thought=thought)
 

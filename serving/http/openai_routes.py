@@ -24,7 +24,14 @@ from spmd.serving.http.fields import parse_object
 from spmd.serving.http.jobs import Work, chat_work, completion_work
 from spmd.serving.http.language import Language, Loaded
 from spmd.serving.http.limits import Bounds
-from spmd.serving.http.protocol import Ask, ChatAsk, CompletionAsk, parse_chat, parse_completion
+from spmd.serving.http.protocol import (
+    DEFAULTS,
+    Ask,
+    ChatAsk,
+    CompletionAsk,
+    parse_chat,
+    parse_completion,
+)
 from spmd.serving.http.requests import (
     EventStream,
     check_key,
@@ -362,6 +369,8 @@ def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
     }
     if loaded.backend is not None:
         card["max_model_len"] = loaded.backend.limits.longest
+        sampling = service.language().sampling
+        card["generation_config"] = {name: getattr(sampling, name) for name in DEFAULTS}
     return card
 
 
