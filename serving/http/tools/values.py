@@ -58,7 +58,7 @@ def typed(text: str, kinds: Collection[str]) -> Any:
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        value = WORDS.get(text.strip().lower(), text) if "string" not in kinds else text
+        value = WORDS.get(text.strip().lower(), text)
     kind = NAMES.get(type(value), "number")
     fits = not kinds or kind in kinds or (kind == "number" and "integer" in kinds)
     return value if fits else text
