@@ -8,7 +8,7 @@ from spmd.serving.grammar.compiler import Grammar, Grammars, inline
 from spmd.serving.grammar.guide import GrammarError
 from spmd.serving.http.tools.ask import Tools
 from spmd.serving.http.tools.formats import Format
-from spmd.serving.http.tools.values import SHARED, kinds_of, property_of
+from spmd.serving.http.tools.values import SHARED, kinds_of, property_of, values_of
 
 
 def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any = None) -> Grammar:
@@ -112,8 +112,8 @@ def _tagged(
     strange = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & {*schema}
     if strange:
         leave_out(f"{min(strange)} of all arguments")
-    properties = dict(schema.get("properties") or {})
-    properties |= {key: {} for key in schema.get("required", ()) if key not in properties}
+    required = [key for key in schema.get("required", ()) if isinstance(key, str)]
+    properties = dict.fromkeys([*schema.get("properties", ()), *required])
     # A value that is any text ends where its tag does.
     close = grammars.mark(values[1].strip())
     is_special = close.startswith("<[")
@@ -122,15 +122,16 @@ def _tagged(
     rules: list[str] = []
     for i, key in enumerate(properties):
         one = property_of(schema, key)
-        kinds, fixed = kinds_of(one), one.get("enum", [one["const"]] if "const" in one else None)
-        if fixed is not None:
+        kinds, fixed = kinds_of(one), values_of(one)
+        if fixed:
             texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in fixed]
             value = f"({' | '.join(map(json.dumps, texts))}) {end}"
         elif kinds and "string" not in kinds:
             value = f"{name}_{i}_value {end}"
             yield f"{name}_{i}_value: {inline(one, lenient=not strict)}"
         else:
-            parts = [part for part in one.get("anyOf", ()) if isinstance(part, dict)]
+            parts = one["anyOf"] if isinstance(one.get("anyOf"), list) else ()
+            parts = [part for part in parts if isinstance(part, dict)]
             any_text = any(part.get("type") == "string" and {*part} <= SAID for part in parts)
             beyond = {*one} - SAID - ({"anyOf"} if any_text else set())
             if beyond:
@@ -138,7 +139,7 @@ def _tagged(
             value = f"{name}_text"
         head = _literals(grammars, format, f"{keys[0]}{key}{keys[1]}{values[0]}")
         yield f'{name}_{i}: {head} {value} "\\n"'
-        rules.append(f"{name}_{i}" + ("" if key in schema.get("required", ()) else "?"))
+        rules.append(f"{name}_{i}" + ("" if key in required else "?"))
     if not properties and schema.get("additionalProperties", True) is not False:
         before, behind = (_literals(grammars, format, one) for one in (keys[0], keys[1]))
         start = _literals(grammars, format, values[0])

@@ -14,7 +14,8 @@ WORDS = {"true": True, "false": False, "none": None}
 
 def property_of(schema: Any, key: str) -> dict[str, Any]:
     """The schema of an argument, with the parts that it may refer to; {} if it has none."""
-    found = (schema.get("properties") or {}).get(key) if isinstance(schema, dict) else None
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    found = properties.get(key) if isinstance(properties, dict) else None
     if not isinstance(found, dict):
         return {}
     shared = {name: schema[name] for name in SHARED if name in schema}
@@ -28,19 +29,25 @@ def _referred(schema: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any] 
     return next((one for one in found if isinstance(one, dict)), None)
 
 
+def values_of(schema: dict[str, Any]) -> list[Any]:
+    """The values that a schema names, if it allows no others."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
+
+
 def kinds_of(schema: dict[str, Any], depth: int = 8) -> set[str]:
     """The types that a schema allows; none if it does not say."""
     if "type" in schema:
-        return {schema["type"]} if isinstance(schema["type"], str) else {*schema["type"]}
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = schema.get("enum", [schema.get("const")])
+        given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return {one for one in given if isinstance(one, str)}
+    if values := values_of(schema):
         return {NAMES.get(type(value), "number") for value in values}
     shared = {name: schema[name] for name in SHARED if name in schema}
     referred = _referred(schema, shared)
     parts = [referred] if referred else schema.get("anyOf") or schema.get("oneOf") or ()
     found = [
         kinds_of({**shared, **one}, depth - 1) if isinstance(one, dict) and depth else set[str]()
-        for one in parts
+        for one in (parts if isinstance(parts, list) else ())
     ]
     return set[str]().union(*found) if all(found) else set()
 
