@@ -43,6 +43,8 @@ class Delta(NamedTuple):
     # with the first delta, if asked for: log-probabilities of the prompt's tokens, for
     # `read_scores`
     scores: Tokens | None = None
+    # if asked for: the ids drawn since the delta before, whether their text is shown or not
+    ids: tuple[int, ...] = ()
 
 
 NAN = "the model's logits are not numbers (NaN): its weights may be damaged"
@@ -121,7 +123,8 @@ class CompletionText:
             finish = "stop" if stopped else finish
         self._shown += len(text)
         tokens = self._release(finish is not None, stopped) if self._tokens else ()
-        return Delta(self.index, text, tokens, self.generated, finish, scores)
+        ids = (int(drawn.ids[row]),) if row is not None and self.job.reports_ids else ()
+        return Delta(self.index, text, tokens, self.generated, finish, scores, ids)
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
         """Takes one token: (text that can be shown now, whether a stop string is complete)."""
@@ -130,7 +133,8 @@ class CompletionText:
         self.generated += 1
         if ends:  # its text is a mark like </s>
             return "", False
-        piece = self._detokenizer.push(int(drawn.ids[i]))
+        token = int(drawn.ids[i])
+        piece = "" if token in self.job.hidden else self._detokenizer.push(token)
         if self.job.logprobs is not None:
             self._tokens.append(_token(drawn, i, piece, self._length, self.job, self._pieces))
         self._length += len(piece)

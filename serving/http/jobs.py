@@ -102,15 +102,11 @@ def _behind_thought(
     job: Job, marks: Marks, ask: Ask, answer: Callable[[int], Guide], language: Language
 ) -> Guide:
     """The guide of a job that may think before its answer, which has a guide of its own."""
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = language.tokenizer.encode_batch([text])[0].tolist()
-        return ids
-
-    breaks = [encode(text) for text in ("\n", "\n\n")]
+    begin, end, *breaks = language.ids([marks.begin, marks.end, "\n", "\n\n"])
     blanks = frozenset(ids[0] for ids in breaks if len(ids) == 1)
-    begin, end = (tuple(encode(mark)) for mark in marks[:2])
-    tokens = ThoughtTokens(marks, begin, end, blanks, language.decode, encode)
+    tokens = ThoughtTokens(
+        marks, tuple(begin), tuple(end), blanks, language.decode, lambda x: language.ids([x])[0]
+    )
     budget = ask.budget if isinstance(ask, ChatAsk) else None
     return ThoughtGuide(tokens, answer, job.stop_ids, language.bounds.vocab_size, budget)
 
@@ -187,7 +183,8 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     prompt = _prompt(text, language, special=template.is_default)
     stops = (*ask.stops, *template.stops)
     thought = template.thought(text, begun)
-    work = _work(ask, language, [prompt], stops, False, grammar, thought)
+    marks = [*(format.marks if format else ()), *(thought[:2] if thought else ())]
+    work = _work(ask, language, [prompt], stops, False, grammar, thought, marks)
     return work._replace(notes=(*notes, *work.notes), format=format, thought=thought)
 
 
@@ -219,7 +216,11 @@ def _work(
     score: bool,
     grammar: Grammar | None,
     thought: Marks | None = None,
+    marks: Sequence[str] = (),
 ) -> Work:
+    # What tells calls and thoughts from the rest is read, whether it is special or not.
+    read = {ids[0] for ids in language.ids(marks) if len(ids) == 1} if marks else set[int]()
+    hidden = language.special_ids - read if ask.skip_special else frozenset[int]()
     bad = bad_words(ask, language)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
@@ -242,6 +243,8 @@ def _work(
                 ask.logprobs,
                 scores,
                 thought=thought,
+                hidden=hidden,
+                reports_ids=ask.token_ids,
             )
             jobs.append(restricted(job, ask, grammar, bad, language))
     notes = () if grammar is None else grammar.left_out

@@ -1,8 +1,9 @@
 """A model that was loaded; a language model, with all that its requests need."""
 
 import dataclasses
+import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from spmd.models.training.data.tokenizer import Tokenizer
@@ -97,6 +98,13 @@ class Language:
             token_budget=options.token_budget,
             heed=heed,
         )
+
+        added = json.loads(self.tokenizer.spec or "{}").get("added_tokens", ())
+        self.special_ids = frozenset(one["id"] for one in added if one.get("special"))
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text."""
+        return [found.tolist() for found in self.tokenizer.encode_batch(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Token ids -> text.

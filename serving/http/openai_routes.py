@@ -160,6 +160,7 @@ class Answer:
         }
         self._generated = [0] * len(work.jobs)
         self._started = [False] * len(work.jobs)
+        self._told = set[int]()  # choices that had the ids of their prompt
         # What reads the thought and the calls in each text; None where there may be neither.
         self._readers: list[MessageReader | None] = [None for _ in work.jobs]
         if isinstance(ask, ChatAsk) and (work.format is not None or work.thought is not None):
@@ -173,9 +174,10 @@ class Answer:
         delta = self._with_echo(delta)
         if self._is_chat:
             yield from map(self._chunk, self._chat_chunks(delta))
-        elif delta.text or delta.tokens or delta.finish:
+        elif delta.text or delta.tokens or delta.ids or delta.finish:
             logprobs = completion_logprobs(delta.tokens, self._ask.logprobs)
             choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs}
+            choice |= self._ids(delta.choice, delta.ids)
             yield self._chunk({**choice, "finish_reason": delta.finish})
 
     def last_chunk(self) -> Json | None:
@@ -194,15 +196,31 @@ class Answer:
         for index, mine in enumerate(by_choice):
             text = "".join(delta.text for delta in mine)
             tokens = [token for delta in mine for token in delta.tokens]
-            choices.append(self._choice(index, text, tokens, mine[-1].finish))
+            made = self._choice(index, text, tokens, mine[-1].finish)
+            choices.append(made | self._ids(index, [one for delta in mine for one in delta.ids]))
         answer = {**self._head, "choices": choices, "usage": self._usage()}
+        answer |= self._prompt_ids(0) if self._is_chat else {}
         return answer if self._ask.prompt_logprobs is None else self._with_prompts(answer, deltas)
+
+    def _ids(self, index: int, drawn: Sequence[int]) -> Json:
+        """The ids of tokens where they are asked for; a completion's first ones with its prompt."""
+        if not self._ask.token_ids:
+            return {}
+        is_first = not self._is_chat and index not in self._told
+        self._told.add(index)
+        return {"token_ids": list(drawn), **(self._prompt_ids(index) if is_first else {})}
+
+    def _prompt_ids(self, index: int) -> Json:
+        prompt = self._work.prompts[index // self._ask.n]
+        return {"prompt_token_ids": list(prompt.ids)} if self._ask.token_ids else {}
 
     def _kind(self) -> Json:
         return {"object": "chat.completion.chunk"} if self._is_chat else {}
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {**self._head, **self._kind(), "choices": [choice]}
+        if self._is_chat and "prompt_token_ids" in choice:  # as vLLM has it
+            chunk["prompt_token_ids"] = choice.pop("prompt_token_ids")
         if not self._ask.include_usage:
             return chunk
         return {**chunk, "usage": self._usage() if self._ask.usage_always else None}
@@ -211,15 +229,18 @@ class Answer:
         """The role in a chunk of its own, then the text, then the reason of the end."""
         if not self._started[delta.choice]:
             self._started[delta.choice] = True
-            yield _chat_choice(delta.choice, {"role": "assistant", "content": ""})
+            role = _chat_choice(delta.choice, {"role": "assistant", "content": ""})
+            yield role | self._prompt_ids(delta.choice)
         reader, finish = self._readers[delta.choice], delta.finish
         logprobs = chat_logprobs(delta.tokens, self._ask.logprobs)
-        parts = [{"content": delta.text}] if delta.text or delta.tokens else []
+        # Tokens of which nothing is to be shown have their log-probabilities and ids all the same.
+        told = delta.tokens or delta.ids
+        parts: list[Json] = [{"content": delta.text}] if delta.text or told else []
         if reader is not None:
-            # Tokens of which nothing is to be shown have their log-probabilities all the same.
-            parts = [*reader.deltas(delta.text, finish)] or ([{}] if delta.tokens else [])
+            parts = [*reader.deltas(delta.text, finish)] or ([{}] if told else [])
         for i, part in enumerate(parts):
-            yield _chat_choice(delta.choice, part, None if i else logprobs)
+            ids = self._ids(delta.choice, () if i else delta.ids)
+            yield _chat_choice(delta.choice, part, None if i else logprobs) | ids
         if finish:
             reason = finish if reader is None else reader.finish(finish)
             yield {**_chat_choice(delta.choice, {}), "finish_reason": reason}

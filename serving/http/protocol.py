@@ -196,6 +196,8 @@ class Ask:
     n: int  # completions for each prompt
     stops: tuple[str, ...]  # strings that end a completion
     stop_ids: frozenset[int]  # ids that end a completion, beside the model's own
+    skip_special: bool  # whether special tokens have no text
+    token_ids: bool  # whether the answer has the ids of the prompt and of the drawn tokens
     ignore_eos: bool  # whether the model's own stop ids do not end it
     allowed_ids: tuple[int, ...]  # the ids that may be drawn; none are all
     bad_words: tuple[str, ...]  # texts that must not come up
@@ -393,6 +395,8 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "n": n,
         "stops": _stops(fields.get("stop"), bounds),
         "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
+        "skip_special": fields.flag("skip_special_tokens", True),
+        "token_ids": fields.flag("return_token_ids"),
         "ignore_eos": fields.flag("ignore_eos"),
         "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
         "allowed_ids": allowed,

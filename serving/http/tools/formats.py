@@ -61,6 +61,12 @@ class Format:
     single: bool = False  # whether a message has one call at most
     letters: int = 0  # of the ids that the templates take; 0 is any number
 
+    @property
+    def marks(self) -> list[str]:
+        """What is around calls and their parts, without blanks."""
+        tags = () if self.tags is None else (*self.tags.key, *self.tags.value, self.tags.end)
+        return [mark.strip() for mark in (self.named, *tags, self.end, self.begin) if mark]
+
     def new_id(self) -> str:
         """An id for a call."""
         if not self.letters:

@@ -74,8 +74,7 @@ def _calls(format: Format, tools: Tools, begin: str) -> str:
 def _literals(grammars: Grammars, format: Format, text: str) -> str:
     """A text as a grammar has it, its marks as special tokens where they are some."""
     parts: list[str] = []
-    tags = () if format.tags is None else (*format.tags.key, *format.tags.value, format.tags.end)
-    for mark in filter(None, (format.named, *map(str.strip, tags), format.end)):
+    for mark in filter(None, format.marks[:-1]):  # its beginning was written before
         before, found, behind = text.partition(mark)
         if found:
             parts += [json.dumps(before) if before else "", grammars.mark(mark)]

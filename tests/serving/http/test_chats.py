@@ -121,6 +121,28 @@ def test_a_message_goes_on(live: Live) -> None:
     assert "no add_generation_prompt" in ask(live, 400, messages=[*ASK, begun], **both)
 
 
+def test_ids_of_tokens_and_special_tokens(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(live, "", "a q b")
+    monkeypatch.setattr(live.service.language(), "special_ids", frozenset(b"q"))
+    assert ask(live, skip_special_tokens=False, **SWITCH)["message"]["content"] == "a q b"
+    for path in ("chat/completions", "completions"):
+        body = {"messages": ASK, "prompt": "x", "return_token_ids": True, "n": 2}
+        body |= SWITCH if "chat" in path else {}
+        whole = post(f"{live.url}/v1/{path}", json=body).json()
+        text = post(f"{live.url}/v1/{path}", json={**body, "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+        for choice in whole["choices"]:
+            assert choice.get("text", choice.get("message", {}).get("content")) == "a  b"
+            mine = [one for one in chunks if one["choices"][0]["index"] == choice["index"]]
+            ids = [i for one in mine for i in one["choices"][0].get("token_ids", ())]
+            assert bytes(ids) == bytes(choice["token_ids"]) == b"a q b\0"
+            prompts = [one if "chat" in path else one["choices"][0] for one in mine]
+            told = [one["prompt_token_ids"] for one in prompts if "prompt_token_ids" in one]
+            wanted = whole if "chat" in path else choice
+            assert told == [wanted["prompt_token_ids"]]
+            assert bytes(told[0]).decode() == live.backend.prompt  # type: ignore[attr-defined]
+
+
 def test_defaults_of_the_model(live: Live) -> None:
     script(live, "", "2")
     own = {"temperature": 0.5, "top_k": 7}
@@ -162,6 +184,7 @@ add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt 
 chat_template_kwargs continue_final_message documents ec_transfer_params ignore_eos
 include_reasoning include_stop_str_in_output kv_transfer_params length_penalty logprob_token_ids
 media_io_kwargs min_p min_tokens mm_processor_kwargs priority prompt_logprobs repetition_detection
+return_token_ids skip_special_tokens
 repetition_penalty request_id return_mm_kwargs return_prompt_text return_token_offsets
 return_tokens_as_token_ids routed_experts_prompt_start session_id spaces_between_special_tokens
 stop_token_ids stream_interval structured_outputs thinking_token_budget top_k
