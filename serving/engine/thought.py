@@ -144,6 +144,7 @@ class ThoughtGuide:
         answer, behind, self._behind = self._answer, self._behind, False
         begins = 0 <= self._begun < len(self._tokens.begin)
         self._begun = self._begun + 1 if begins and token == self._tokens.begin[self._begun] else -1
+        # What may still become a thought may be an answer, too, as long as that has a guide.
         if self._begun == len(self._tokens.begin):
             self._think()
         elif answer is not None:

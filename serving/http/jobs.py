@@ -103,7 +103,7 @@ def _behind_thought(
 ) -> Guide:
     """The guide of a job that may think before its answer, which has a guide of its own."""
     begin, end, *breaks = language.ids([marks.begin, marks.end, "\n", "\n\n"])
-    blanks = frozenset(ids[0] for ids in breaks if len(ids) == 1)
+    blanks = frozenset(ids[0] for ids in breaks if len(ids) == 1) - job.stop_ids
     tokens = ThoughtTokens(
         marks, tuple(begin), tuple(end), blanks, language.decode, lambda x: language.ids([x])[0]
     )
@@ -166,18 +166,18 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     format = None if ask.tools is None else template.tool_format
     tools = () if ask.tools is None else tuple(tool.given for tool in ask.tools.all)
     arguments, notes = _arguments(ask, template)
-    text = template.render(ask.messages, ask.generation_prompt, tools, arguments)
-    begun = ask.messages[-1]["content"] if ask.continues else ""
+    messages, begun = ask.messages, ""
+    if ask.continues:  # a mark tells where the template has the end of the text
+        begun, mark = messages[-1]["content"], secrets.token_hex(8)
+        messages = (*messages[:-1], {**messages[-1], "content": begun + mark})
+    text = template.render(messages, ask.generation_prompt, tools, arguments)
     if begun:
-        # Some templates drop blanks around a text.
-        begun = begun if begun in text else begun.strip()
-        before, found, _ = text.rpartition(begun)
+        text, found, _ = text.rpartition(mark)
         if not found:
             raise invalid(
-                "continue_final_message: the chat template changes the last message",
+                "continue_final_message: the chat template leaves out the last message",
                 "continue_final_message",
             )
-        text = before + begun
     _check_size(text, ask, language)
     # Templates write what the tokenizer puts before a text themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)

@@ -30,9 +30,7 @@ def tools(parallel: bool = True, schemas: Any = {}) -> Tools:  # noqa: B006
     return Tools(made, made, False, parallel)
 
 
-def read(
-    text: str, format: str, finish: Any = "stop", parallel: bool = True, **schemas: Any
-) -> Any:
+def read(text: str, format: str, finish: Any = "stop", parallel: Any = True, **schemas: Any) -> Any:
     """(content, calls, finish) of a whole text."""
     reader = MessageReader(tools(parallel, schemas), BY_NAME[format])
     message = reader.message(text, finish)
