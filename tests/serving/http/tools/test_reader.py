@@ -80,7 +80,12 @@ def test_calls_are_found_however_the_text_is_cut(
     # Between tags the schema tells texts from the rest.
     calls = [*dict(calls).items()] if format.tags else calls
     schemas = {
-        name: {"properties": {key: {"type": kind(value)} for key, value in arguments.items()}}
+        name: {
+            "properties": {
+                key: {"type": [kind(one), "null"][: 1 + len(key) % 2]}
+                for key, one in arguments.items()
+            }
+        }
         for name, arguments in calls
     }
     text = f"{before}\n{written(format, calls)}"
@@ -162,3 +167,23 @@ def test_ends() -> None:
     ids = {format.new_id() for format in FORMATS for _ in range(9)}
     assert len(ids) == 9 * len(FORMATS)
     assert {len(BY_NAME["mistral"].new_id()) for _ in range(9)} == {9}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "1", "1"),
+        ({"type": ["string", "null"]}, "1", "1"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
+        ({"$ref": "#/$defs/digit"}, "1", "1"),
+        ({"type": "boolean"}, "True", True),
+        ({}, '{"b": [1]}', {"b": [1]}),
+        ({}, "x y", "x y"),
+    ],
+)
+def test_schemas_tell_texts_from_the_rest(schema: Any, text: str, value: Any) -> None:
+    whole = {"properties": {"a": schema}, "$defs": {"digit": {"enum": ["1", "2"]}}}
+    call = f"<tool_call><function=add><parameter=a>{text}</parameter></function></tool_call>"
+    _, ((_, arguments),), _ = read(call, "qwen3_coder", add=whole)
+    assert json.loads(arguments) == {"a": value}
