@@ -20,7 +20,7 @@ from spmd.serving.grammar.compiler import Grammar, Grammars
 from spmd.serving.grammar.guide import GrammarError, TooHard
 from spmd.serving.grammar.place import find_problem
 from spmd.serving.http.admission import Visit
-from spmd.serving.http.fields import parse_object
+from spmd.serving.http.fields import Fields, check_text, parse_object
 from spmd.serving.http.jobs import Work, chat_work, completion_work
 from spmd.serving.http.language import Language, Loaded
 from spmd.serving.http.limits import Bounds
@@ -31,6 +31,7 @@ from spmd.serving.http.protocol import (
     CompletionAsk,
     parse_chat,
     parse_completion,
+    token_ids,
 )
 from spmd.serving.http.requests import (
     EventStream,
@@ -405,6 +406,45 @@ async def chat_completions(request: Request) -> Response:
     return await _complete(request, parse_chat, chat_work)
 
 
+async def tokenize(request: Request) -> Response:
+    """`POST /tokenize`: the ids that a prompt, or a chat, becomes."""
+
+    def work(body: Mapping[str, Any], language: Language) -> Json:
+        if "messages" in body:
+            made = chat_work(parse_chat(body, language.bounds), language)
+        else:
+            check_text(body.get("prompt"), "prompt")
+            asked = parse_completion({**body, "max_tokens": 0}, language.bounds)
+            made = completion_work(asked, language)
+        ids, longest = made.prompts[0].ids, language.bounds.max_length
+        return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None}
+
+    return await _texts(request, work)
+
+
+async def detokenize(request: Request) -> Response:
+    """`POST /detokenize`: the text of some ids."""
+
+    def work(body: Mapping[str, Any], language: Language) -> Json:
+        return {"prompt": language.decode(token_ids(body.get("tokens"), "tokens", language.bounds))}
+
+    return await _texts(request, work)
+
+
+async def _texts(request: Request, work: Callable[[Mapping[str, Any], Language], Json]) -> Response:
+    """What is answered to a body on a thread for texts."""
+    service = service_of(request)
+    async with visiting(request) as visit:
+        loaded, language = service.require(), service.language()
+
+        def make() -> Json:
+            body = parse_object(visit.body)
+            service.check_name(loaded, Fields(body).text("model") or None)
+            return work(body, language)
+
+        return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
+
+
 async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Response:
     service = service_of(request)
     async with visiting(request) as visit:
@@ -511,5 +551,7 @@ ROUTES = [
     Route("/v1/models", models),
     Route("/v1/models/{model:path}", model),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
 ]

@@ -29,7 +29,7 @@ def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
             "prompt",
         )
     if is_integer(value[0]):
-        return (_ids(value, "prompt", bounds),)
+        return (token_ids(value, "prompt", bounds),)
     if len(value) > bounds.choices:
         raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most", "prompt")
     return tuple(_prompt(one, i, bounds) for i, one in enumerate(value))
@@ -41,10 +41,10 @@ def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
         return check_text(value, name)
     if not isinstance(value, list) or not value:
         raise invalid(f"{name}: a string or token ids are needed, not {show(value)}", "prompt")
-    return _ids(value, name, bounds)
+    return token_ids(value, name, bounds)
 
 
-def _ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
+def token_ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
     """A list of token ids of the model."""
     if not isinstance(value, list):
         raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
@@ -374,7 +374,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
     stream = fields.flag("stream")
     include_usage, usage_always = _usage(fields, stream)
     structure = parse_structure(fields)
-    allowed = _ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
+    allowed = token_ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
     if allowed and structure is not None:
         raise invalid(
             f"allowed_token_ids: not together with {structure.place}", "allowed_token_ids"
@@ -394,7 +394,9 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "seed": None if seed is None else seed % 2**32,
         "n": n,
         "stops": _stops(fields.get("stop"), bounds),
-        "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
+        "stop_ids": frozenset(
+            token_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)
+        ),
         "skip_special": fields.flag("skip_special_tokens", True),
         "token_ids": fields.flag("return_token_ids"),
         "ignore_eos": fields.flag("ignore_eos"),

@@ -144,6 +144,20 @@ def test_ids_of_tokens_and_special_tokens(live: Live, monkeypatch: pytest.Monkey
             assert bytes(told[0]).decode() == live.backend.prompt  # type: ignore[attr-defined]
 
 
+def test_texts_and_ids(live: Live) -> None:
+    def told(path: str, **body: Any) -> Any:
+        return post(f"{live.url}/{path}", json={"model": MODEL, **body}).json()
+
+    whole = told("v1/chat/completions", messages=ASK, return_token_ids=True, max_tokens=1)
+    made = told("tokenize", messages=ASK)
+    assert made["tokens"] == whole["prompt_token_ids"] and made["count"] == len(made["tokens"])
+    text = told("detokenize", tokens=made["tokens"])["prompt"]
+    assert told("tokenize", prompt=text)["tokens"] == made["tokens"]
+    assert "prompt: a string is needed" in told("tokenize", prompt=[1])["error"]["message"]
+    assert "tokens[1]: token ids" in told("detokenize", tokens=[1, 256])["error"]["message"]
+    assert told("tokenize", prompt="a", model="other")["error"]["type"] == "not_found_error"
+
+
 def test_defaults_of_the_model(live: Live) -> None:
     script(live, "", "2")
     own: Any = {"temperature": 0.5, "top_k": 7}
