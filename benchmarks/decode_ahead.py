@@ -109,7 +109,7 @@ def plan(given: Any, setup: Setup) -> dict[int, tuple[spmd.Lowered, Emitted]]:
         return lowered[entry.name].stages.emitted.major_to_minor()
 
     pages = setup.slots * given.context // shape.page
-    emitted = planner(manifest, list(traced), mesh, lower)({decode.PAGES: pages}, True).emitted
+    emitted = planner(manifest, mesh, lower)({decode.PAGES: pages}, list(traced), False).emitted
     names = {count: decode.step_name("step", count, given.context) for count in rows}
     return {count: (lowered[name], emitted[name]) for count, name in names.items()}
 

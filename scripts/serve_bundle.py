@@ -16,6 +16,7 @@ With several processes, process 0 speaks HTTP. One that dies ends all: start the
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from spmd.serving.bundle.function import BundleError
 from spmd.serving.errors import ServingError
 from spmd.serving.http import logs
 from spmd.serving.http.language import Loaded
-from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.limits import GENERATION_CONFIGS, HttpOptions, ServerOptions
 from spmd.serving.http.logs import FORMATS
 from spmd.serving.http.server import serve
 from spmd.serving.http.tools.formats import BY_NAME
@@ -100,6 +101,17 @@ def make_parser() -> Parser:
         choices=tuple(BY_NAME),
         help="how the model writes calls of tools (default: as its chat template tells)",
     )
+    add(
+        "--generation_config",
+        default="auto",
+        choices=GENERATION_CONFIGS,
+        help="how tokens are drawn where a request does not say: auto takes the model's own",
+    )
+    add(
+        "--override_generation_config",
+        default="{}",
+        help='JSON of values that count instead of the model\'s own, such as {"temperature": 0.6}',
+    )
     for name, text in LIMITS.items():
         value = getattr(default, name)
         add(f"--{name}", type=type(value), default=value, help=text)
@@ -148,11 +160,18 @@ def _add_http_flags(parser: Parser) -> None:
 
 def options(given: argparse.Namespace) -> ServerOptions:
     """How the server is to behave."""
+    try:
+        changed = dict(json.loads(given.override_generation_config))
+    except (ValueError, TypeError) as error:
+        example = '{"temperature": 0.6}'
+        raise ServingError(f"--override_generation_config: JSON is needed, as {example}") from error
     keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
     return ServerOptions(
         api_keys=tuple(key for key in keys if key),
         token_budget=given.token_budget,
         tool_format=given.tool_format,
+        generation_config=given.generation_config,
+        override_generation_config=changed,
         **{name: getattr(given, name) for name in LIMITS},
     )
 

@@ -82,11 +82,12 @@ def load_model(
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
     files = Path(folder) / TOKENIZER
-    try:
-        settings = json.loads((files / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}
-    settings = settings if isinstance(settings, dict) else {}
+    settings, generation = (
+        _settings(files / name) for name in ("tokenizer_config.json", "generation_config.json")
+    )
+    # Those of a Llama are in its contract, too; another model's exporter may have left them out.
+    found = generation.get("eos_token_id")
+    ends = {i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)}
     special = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in settings.items()
@@ -99,10 +100,20 @@ def load_model(
         background=_adding(backends),
         backend=backends[0][1] if draft is None else DraftedBackend(*(b for _, b in backends)),
         tokenizer=tokenizer,
-        stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
+        stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())) | ends,
         chat_template=_chat_template(files, settings),
+        generation_config=generation,
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """The object that a JSON file has; an empty one if there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:

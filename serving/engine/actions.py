@@ -10,6 +10,7 @@ from spmd.serving.engine.backend import Sampling, SlotPart, Words
 
 if TYPE_CHECKING:  # the scheduler starts no threads, and imports nothing that does
     from spmd.serving.engine.guide import Guide, Masks
+    from spmd.serving.engine.thought import Marks
 
 GREEDY = Sampling(temperature=0)
 
@@ -33,6 +34,9 @@ class Job:
     # run, even if pages hold the beginning of it.
     score_prompt: bool = False
     min_tokens: int = 0  # stop strings count behind so many tokens only
+    hidden: frozenset[int] = frozenset()  # ids that have no text
+    reports_ids: bool = False  # whether its reader gets the ids of tokens
+    thought: Marks | None = None  # stop strings count behind the thought only, if it may begin so
     # which tokens may be drawn, by how many were drawn before; a guide's first one, too
     masks: Masks = dataclasses.field(default=(), compare=False)
     # says which tokens may be drawn next. From the second token on each waits for its mask

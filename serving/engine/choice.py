@@ -17,6 +17,7 @@ import numpy as np
 from spmd.serving.engine.actions import Finish, Job
 from spmd.serving.engine.backend import Tokens
 from spmd.serving.engine.text import Decode, Detokenizer, StopMatcher, TokenTexts
+from spmd.serving.engine.thought import ThoughtSplitter
 
 
 class Token(NamedTuple):
@@ -42,6 +43,8 @@ class Delta(NamedTuple):
     # with the first delta, if asked for: log-probabilities of the prompt's tokens, for
     # `read_scores`
     scores: Tokens | None = None
+    # if asked for: the ids drawn since the delta before, whether their text is shown or not
+    ids: tuple[int, ...] = ()
 
 
 NAN = "the model's logits are not numbers (NaN): its weights may be damaged"
@@ -70,6 +73,8 @@ class CompletionText:
         self._pieces = pieces
         self._detokenizer = Detokenizer(decode, job.prompt)
         self._matcher = StopMatcher(job.stops)
+        thought = job.thought if job.stops else None
+        self._splitter = None if thought is None else ThoughtSplitter(thought)
         # Lengths in characters: the text of all tokens so far, and the part that was shown. What
         # is between them waits in the matcher, and its tokens wait in `_tokens`.
         self._length = 0
@@ -118,7 +123,8 @@ class CompletionText:
             finish = "stop" if stopped else finish
         self._shown += len(text)
         tokens = self._release(finish is not None, stopped) if self._tokens else ()
-        return Delta(self.index, text, tokens, self.generated, finish, scores)
+        ids = (int(drawn.ids[row]),) if row is not None and self.job.reports_ids else ()
+        return Delta(self.index, text, tokens, self.generated, finish, scores, ids)
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
         """Takes one token: (text that can be shown now, whether a stop string is complete)."""
@@ -127,13 +133,24 @@ class CompletionText:
         self.generated += 1
         if ends:  # its text is a mark like </s>
             return "", False
-        piece = self._detokenizer.push(int(drawn.ids[i]))
+        token = int(drawn.ids[i])
+        piece = "" if token in self.job.hidden else self._detokenizer.push(token)
         if self.job.logprobs is not None:
             self._tokens.append(_token(drawn, i, piece, self._length, self.job, self._pieces))
         self._length += len(piece)
-        if self.generated <= self.job.min_tokens:
-            return piece, False
-        return self._matcher.push(piece)
+        return self._matched(piece)
+
+    def _matched(self, text: str, ends: bool = False) -> tuple[str, bool]:
+        """(what of a text can be shown, whether a stop string is complete)."""
+        shown, splitter = "", self._splitter
+        if splitter is not None:  # stop strings are looked for in the answer
+            parts = [*splitter.push(text), *(splitter.flush() if ends else ())]
+            shown = "".join(part for kind, part in parts if kind != "answer")
+            text = "".join(part for kind, part in parts if kind == "answer")
+        if not ends and self.generated <= self.job.min_tokens:
+            return shown + text, False
+        more, stopped = self._matcher.push(text)
+        return shown + more, stopped
 
     def _flush(self) -> tuple[str, bool]:
         """The text that was held back, now that no more tokens come."""
@@ -141,7 +158,7 @@ class CompletionText:
         if piece and self._tokens:
             self._tokens[-1] = self._tokens[-1]._replace(text=self._tokens[-1].text + piece)
         self._length += len(piece)
-        text, stopped = self._matcher.push(piece)
+        text, stopped = self._matched(piece, ends=True)
         return (text, True) if stopped else (text + self._matcher.flush(), False)
 
     def _release(self, finished: bool, stopped: bool) -> tuple[Token, ...]:

@@ -130,7 +130,7 @@ class StopMatcher:
         if cuts:
             self._held = ""
             return Matched(held[: min(cuts)[1]], True)
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return Matched(held[: len(held) - keep], False)
 
@@ -140,7 +140,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`.
 
     "see EN" and "END" overlap in 2 characters.

@@ -17,9 +17,12 @@ import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
+from spmd.serving.engine.thought import Marks
 from spmd.serving.errors import ServingError, invalid
+from spmd.serving.http.fields import show
 from spmd.serving.http.messages import Message
-from spmd.serving.http.tools.formats import BY_NAME, PLAIN, Format, format_of
+from spmd.serving.http.tools.formats import BY_NAME, FORMATS, PLAIN, Format
+from spmd.serving.http.tools.reader import reads
 
 SYSTEM = """\
 You can call functions. Each line describes one, with a JSON schema of its arguments:
@@ -63,7 +66,8 @@ def described(
         return made
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     head, tail = format.around("NAME")
-    text = SYSTEM.format(functions=functions, example=f'{head}{{"ARGUMENT": VALUE}}{tail}')
+    values = format.parameter("ARGUMENT", "VALUE") if format.tags else '{"ARGUMENT": VALUE}'
+    text = SYSTEM.format(functions=functions, example=f"{head}{values}{tail}")
     first = made[0]
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *made]
@@ -88,6 +92,15 @@ DEFAULT = """\
 
 DEFAULT_STOPS = ("\nUser:", "\nSystem:")
 """A base model goes on with the user's next turn; these strings end the assistant's."""
+
+
+THOUGHTS = (("<think>", "</think>"),)
+"""What is around thoughts, in models whose template has both."""
+
+OURS = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names that templates get of us, and requests do not set; beside these, texts of tokens."""
+
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class _Refused(Exception):
@@ -137,6 +150,7 @@ class ChatTemplate:
       is_default: whether it is the plain one.
       stops: strings that end the assistant's turn, beside the model's own stop ids.
       knows_tools: whether it looks at `tools`; if not, they are described in words.
+      arguments: names that a request may set, such as `enable_thinking`.
 
     Raises:
       ServingError: the source is not valid Jinja.
@@ -166,13 +180,15 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)
             raise ServingError(f"chat template, line {line}: {error.message}") from error
         self.knows_tools = "tools" in names
+        ours = {*OURS, *TOKENS, *self._special, *environment.globals}
+        self.arguments = frozenset(names - ours)
+        self._thought = next((m for m in THOUGHTS if all(one in (source or "") for one in m)), None)
+        self._format: Format | None = PLAIN if source is None else None
+        self._wants_text = False
+        if self.knows_tools:
+            self._wants_text, self._format = self._probe()
         if tool_format is not None:
-            self._format: Format | None = BY_NAME[tool_format]
-        elif self.knows_tools:
-            self._format = format_of(source or "")
-        else:
-            self._format = PLAIN if source is None else None
-        self._wants_text = self.knows_tools and self._probe_arguments()
+            self._format = BY_NAME[tool_format]
 
     @property
     def tool_format(self) -> Format:
@@ -182,7 +198,8 @@ class ChatTemplate:
           ApiError: that is not known.
         """
         if self._format is None:
-            problem = "does not say how calls are written" if self.knows_tools else "knows no tools"
+            problem = f"writes calls in none of the formats {', '.join(BY_NAME)}"
+            problem = problem if self.knows_tools else "knows no tools"
             raise invalid(
                 f"tools: this model's chat template {problem}; leave them out, or serve it with "
                 "--tool_format",
@@ -196,6 +213,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders a conversation.
 
@@ -203,17 +221,26 @@ class ChatTemplate:
           messages: each with `role` and `content`, and perhaps calls of tools.
           generation_prompt: whether to end with the opening of the assistant's turn.
           tools: what the model may call, as the request has it.
+          arguments: values for names of `self.arguments`.
 
         Returns:
           The text for the model.
 
         Raises:
-          ApiError: the template refuses these messages, or fails on them.
+          ApiError: the template refuses these messages, fails on them, or does not use an argument.
         """
+        for name in arguments or ():
+            if name not in self.arguments:
+                known = ", ".join(sorted(self.arguments)) or "none"
+                raise invalid(
+                    f"chat_template_kwargs: {show(name)} is no argument of this model's chat "
+                    f"template, which are: {known}",
+                    "chat_template_kwargs",
+                )
         if not self.knows_tools:
             messages, tools = described(messages, tools, self._format or PLAIN), ()
         try:
-            return self._render(messages, generation_prompt, tools, self._wants_text)
+            return self._render(messages, generation_prompt, tools, self._wants_text, arguments)
         except _Refused as error:
             raise invalid(
                 f"messages: the chat template refuses them: {error}", "messages"
@@ -228,8 +255,10 @@ class ChatTemplate:
         generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]],
         as_text: bool,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         return self._template.render(
+            arguments or {},
             messages=[_copied(message, as_text) for message in messages],
             add_generation_prompt=generation_prompt,
             tools=list(tools) or None,
@@ -237,20 +266,47 @@ class ChatTemplate:
             **self._special,
         )
 
-    def _probe_arguments(self) -> bool:
-        """Whether the template wants the arguments of calls as texts: most want objects."""
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think before it answers, as far as the template tells."""
+        return self._thought is not None or "reasoning_effort" in self.arguments
+
+    def thought(self, prompt: str, begun: str = "") -> Marks | None:
+        """What is around the thought that may come behind a prompt; None if none may.
+
+        A prompt that ends with a thought, as in `<think></think>`, asks for no other one.
+
+        Args:
+          begun: the message that the prompt ends with, where it goes on with one.
+        """
+        if self._thought is None:
+            return None
+        begin, end = self._thought
+        opened = begun.rfind(begin) > begun.rfind(end) or prompt.rstrip().endswith(begin)
+        ended = not opened and (begun or prompt.rstrip().endswith(end))
+        return None if ended else Marks(begin, end, opened)
+
+    def _probe(self) -> tuple[bool, Format | None]:
+        """(whether the template wants arguments as texts: most want objects, how it writes calls).
+
+        A call goes through the template, and what comes out is read in every format.
+        """
+        wants_text: bool | None = None
         for as_text in (False, True):
             try:
-                text = self._render(PROBE, False, (), as_text)
+                written = self._render(PROBE, False, (), as_text)
             except Exception:  # perhaps since the arguments are no text
                 continue
-            if repr(PROBE_ARGUMENTS) not in text:
-                return as_text
-        return False
+            for format in FORMATS:
+                if reads(format, written, PROBE_FUNCTION):
+                    return as_text, format
+            if wants_text is None and repr(PROBE_ARGUMENTS) not in written:
+                wants_text = as_text
+        return bool(wants_text), None
 
 
-PROBE_ARGUMENTS = {"probe": 1}
-PROBE_FUNCTION = {"name": "f", "arguments": PROBE_ARGUMENTS}
+PROBE_ARGUMENTS = {"number": 1, "text": "a b"}
+PROBE_FUNCTION: dict[str, Any] = {"name": "probe", "arguments": PROBE_ARGUMENTS}
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "a"},
     {

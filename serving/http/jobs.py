@@ -6,15 +6,23 @@ it may end.
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from spmd.models.training.data.beginnings import prompt_ids
 from spmd.serving.engine.actions import Job
-from spmd.serving.engine.guide import BadWords, GuideError, WithoutBadWords, counted_masks
+from spmd.serving.engine.guide import (
+    BadWords,
+    Guide,
+    GuideError,
+    WithoutBadWords,
+    counted_masks,
+)
+from spmd.serving.engine.thought import Marks, ThoughtGuide, ThoughtTokens
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.grammar.compiler import Grammar
 from spmd.serving.grammar.guide import GrammarError
+from spmd.serving.http.chat_template import ChatTemplate
 from spmd.serving.http.language import Language
 from spmd.serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
 from spmd.serving.http.structure import refusal
@@ -43,7 +51,7 @@ def restricted(
     """A job with all that says which tokens it may have.
 
     Args:
-      job: without any of that.
+      job: without any of that. Where it may begin with a thought, the grammar is of what follows.
       grammar: that its text has to fit, if any.
       bad: what must not come up, if there is anything.
 
@@ -60,11 +68,17 @@ def restricted(
         # A text has to end where nothing can follow: with `ignore_eos` it does as late as it can.
         least = job.max_tokens if ask.ignore_eos else ask.min_tokens
         try:
-            guide = grammar.guide(ask.stop_ids, least)
+            guide: Guide = grammar.guide(ask.stop_ids, least)
         except GrammarError as error:
             raise refusal(ask.structure.place if ask.structure else "tools", str(error)) from error
-        stop_ids, first = job.stop_ids | language.stop_ids, ((0, guide.allowed()),)
-        job = dataclasses.replace(job, stop_ids=stop_ids, masks=first, guide=guide)
+        job = dataclasses.replace(job, stop_ids=job.stop_ids | language.stop_ids)
+        if job.thought is not None:
+
+            def answer(count: int) -> Guide:
+                return grammar.guide(ask.stop_ids, max(least - count, 0))
+
+            guide = _behind_thought(job, job.thought, ask, answer, language)
+        job = dataclasses.replace(job, masks=((0, guide.allowed()),), guide=guide)
     else:
         vocabulary = language.bounds.vocab_size
         masks = counted_masks(vocabulary, ask.allowed_ids, job.stop_ids, ask.min_tokens)
@@ -72,7 +86,29 @@ def restricted(
             message = "min_tokens: all tokens that are allowed would end the text"
             raise invalid(message, "min_tokens")
         job = dataclasses.replace(job, masks=masks)
+        if job.thought is not None and isinstance(ask, ChatAsk) and ask.budget is not None:
+            anything = BadWords((), vocabulary)
+
+            def answer(count: int) -> Guide:
+                left = tuple((max(n - count, 0), mask) for n, mask in masks)
+                return WithoutBadWords(anything, left)
+
+            guide = _behind_thought(job, job.thought, ask, answer, language)
+            job = dataclasses.replace(job, masks=((0, guide.allowed()),), guide=guide)
     return job if bad is None else _without(job, bad)
+
+
+def _behind_thought(
+    job: Job, marks: Marks, ask: Ask, answer: Callable[[int], Guide], language: Language
+) -> Guide:
+    """The guide of a job that may think before its answer, which has a guide of its own."""
+    begin, end, *breaks = language.ids([marks.begin, marks.end, "\n", "\n\n"])
+    blanks = frozenset(ids[0] for ids in breaks if len(ids) == 1) - job.stop_ids
+    tokens = ThoughtTokens(
+        marks, tuple(begin), tuple(end), blanks, language.decode, lambda x: language.ids([x])[0]
+    )
+    budget = ask.budget if isinstance(ask, ChatAsk) else None
+    return ThoughtGuide(tokens, answer, job.stop_ids, language.bounds.vocab_size, budget)
 
 
 def _without(job: Job, bad: BadWords) -> Job:
@@ -104,6 +140,7 @@ class Work(NamedTuple):
     jobs: tuple[Job, ...]
     notes: tuple[str, ...] = ()  # what of the request is not heeded, for people
     format: Format | None = None  # how the model writes calls, if it may call tools
+    thought: Marks | None = None  # what is around the thought before the answer, if one may come
 
 
 def completion_work(ask: CompletionAsk, language: Language, grammar: Grammar | None = None) -> Work:
@@ -128,12 +165,47 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     template = language.template
     format = None if ask.tools is None else template.tool_format
     tools = () if ask.tools is None else tuple(tool.given for tool in ask.tools.all)
-    text = template.render(ask.messages, ask.generation_prompt, tools)
+    arguments, notes = _arguments(ask, template)
+    messages, begun = ask.messages, ""
+    if ask.continues:  # a mark tells where the template has the end of the text
+        begun, mark = messages[-1]["content"], secrets.token_hex(8)
+        messages = (*messages[:-1], {**messages[-1], "content": begun + mark})
+    text = template.render(messages, ask.generation_prompt, tools, arguments)
+    if begun:
+        text, found, _ = text.rpartition(mark)
+        if not found:
+            raise invalid(
+                "continue_final_message: the chat template leaves out the last message",
+                "continue_final_message",
+            )
     _check_size(text, ask, language)
     # Templates write what the tokenizer puts before a text themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
     stops = (*ask.stops, *template.stops)
-    return _work(ask, language, [prompt], stops, False, grammar)._replace(format=format)
+    thought = template.thought(text, begun)
+    marks = [*(format.marks if format else ()), *(thought[:2] if thought else ())]
+    work = _work(ask, language, [prompt], stops, False, grammar, thought, marks)
+    return work._replace(notes=(*notes, *work.notes), format=format, thought=thought)
+
+
+def _arguments(ask: ChatAsk, template: ChatTemplate) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(what the template gets, what is not heeded): an effort may switch thoughts on or off."""
+    effort, made, known = ask.effort, dict[str, Any](), template.arguments
+    if effort is None or (effort == "none" and not template.thinks):
+        return dict(ask.arguments), ()
+    if "enable_thinking" in known:
+        made["enable_thinking"] = effort != "none"
+    if "reasoning_effort" in known and made.get("enable_thinking", True):
+        made["reasoning_effort"] = effort
+    if not made:
+        raise invalid(
+            "reasoning_effort: this model's chat template does not take it; leave it out",
+            "reasoning_effort",
+            "unsupported_parameter",
+        )
+    heeded = effort == "none" or "reasoning_effort" in made
+    notes = () if heeded else ("reasoning_effort switches thoughts on and no more",)
+    return {**made, **ask.arguments}, notes
 
 
 def _work(
@@ -143,7 +215,12 @@ def _work(
     stops: Sequence[str],
     score: bool,
     grammar: Grammar | None,
+    thought: Marks | None = None,
+    marks: Sequence[str] = (),
 ) -> Work:
+    # What tells calls and thoughts from the rest is read, whether it is special or not.
+    read = {ids[0] for ids in language.ids(marks) if len(ids) == 1} if marks else set[int]()
+    hidden = language.special_ids - read if ask.skip_special else frozenset[int]()
     bad = bad_words(ask, language)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
@@ -165,6 +242,9 @@ def _work(
                 tuple(stops),
                 ask.logprobs,
                 scores,
+                thought=thought,
+                hidden=hidden,
+                reports_ids=ask.token_ids,
             )
             jobs.append(restricted(job, ask, grammar, bad, language))
     notes = () if grammar is None else grammar.left_out

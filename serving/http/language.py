@@ -1,18 +1,22 @@
 """A model that was loaded; a language model, with all that its requests need."""
 
 import dataclasses
+import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from spmd.models.training.data.tokenizer import Tokenizer
-from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.backend import Backend, Sampling
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.infer import Infer
-from spmd.serving.errors import ServingError
+from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.grammar.compiler import Grammars
 from spmd.serving.http.chat_template import ChatTemplate
+from spmd.serving.http.fields import Fields
 from spmd.serving.http.limits import Bounds, ServerOptions
 from spmd.serving.http.metrics import Metrics
+from spmd.serving.http.protocol import DEFAULTS, read_sampling
 from spmd.serving.http.traffic import RequestMetrics
 
 Heed = Callable[[Exception], None]
@@ -32,6 +36,8 @@ class Loaded:
     # texts that the template may use by name. `bos_token` and `eos_token` are found out from the
     # tokenizer.
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # how the model's makers draw tokens: fields of `generation_config.json`
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     infer: Infer | None = None  # the function of tensors; None if there is none
     # a thread that makes the model faster while it is served
     background: threading.Thread | None = None
@@ -64,6 +70,8 @@ class Language:
             {**special_tokens(loaded.tokenizer), **loaded.special_tokens},
             options.tool_format,
         )
+        config = loaded.generation_config if options.generation_config == "auto" else {}
+        self.sampling = sampling_of({**config, **options.override_generation_config})
         limits = loaded.backend.limits
         known = loaded.tokenizer.vocab_size
         if known > limits.vocab_size:
@@ -76,6 +84,7 @@ class Language:
             top_logprobs=limits.top_logprobs,
             choices=min(options.choices, limits.slots + options.max_waiting),
             stops=options.stops,
+            sampling=self.sampling,
         )
         self.grammars = Grammars(
             loaded.tokenizer, limits.vocab_size, self.stop_ids, options.grammar_bytes
@@ -90,6 +99,13 @@ class Language:
             heed=heed,
         )
 
+        added = json.loads(self.tokenizer.spec or "{}").get("added_tokens", ())
+        self.special_ids = frozenset(one["id"] for one in added if one.get("special"))
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text."""
+        return [found.tolist() for found in self.tokenizer.encode_batch(texts)]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Token ids -> text.
 
@@ -98,6 +114,24 @@ class Language:
         """
         known = self.tokenizer.vocab_size
         return self.tokenizer.decode([i for i in ids if i < known])
+
+
+def sampling_of(config: Mapping[str, Any]) -> Sampling:
+    """How tokens are drawn by default, by a `generation_config.json`: as with vLLM.
+
+    `do_sample` is not looked at, as vLLM does not: a request for the likeliest tokens says
+    `"temperature": 0`.
+
+    Raises:
+      ServingError: a value is none that a request could have.
+    """
+    fields = Fields({name: config[name] for name in DEFAULTS if name in config})
+    try:
+        return read_sampling(fields, Sampling())
+    except ApiError as error:
+        raise ServingError(
+            f"generation_config: {error.message}; --override_generation_config gives another value"
+        ) from error
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The server's limits and keys, the most that a request may ask for, and how it is reached.
+"""The server's limits, keys and defaults, the most that a request asks for, and how it is reached.
 
 How it is reached: TLS, proxies, pages of other sites, and where its traces go.
 """
@@ -6,12 +6,17 @@ How it is reached: TLS, proxies, pages of other sites, and where its traces go.
 import dataclasses
 import ipaddress
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
+from spmd.serving.engine.backend import Sampling
 from spmd.serving.errors import ServingError
 from spmd.serving.http.tools.formats import BY_NAME
 
 ANY = "*"
+
+GENERATION_CONFIGS = ("auto", "none")
 
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 
@@ -76,6 +81,8 @@ class Bounds:
     choices: int = 32  # completions of one request, over all of its prompts
     stops: int = 16  # number of stop strings
     stop_length: int = 256  # characters of one stop string
+    # how tokens are drawn where a request does not say
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +106,11 @@ class ServerOptions:
     grammar_bytes: int = 64 * 2**10  # the largest grammar, schemas and tools included
     # how the model writes calls of tools; None takes what its chat template tells
     tool_format: str | None = None
+    # how tokens are drawn where a request does not say: `auto` takes what the model's own
+    # `generation_config.json` says, `none` leaves that out
+    generation_config: str = "auto"
+    # fields of such a file that count instead of the model's
+    override_generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     body_bytes: int = 16 * 2**20  # the largest body of a request
     body_seconds: float = 30.0  # a body has to arrive within this time
     bodies_bytes: int = 256 * 2**20  # how much memory all bodies together may take
@@ -124,6 +136,9 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and not value >= low:  # nor NaN
                 raise ServingError(f"{name} is {value}; it has to be at least {low}")
+        if self.generation_config not in GENERATION_CONFIGS:
+            known = " or ".join(GENERATION_CONFIGS)
+            raise ServingError(f"generation_config is {self.generation_config!r}, not {known}")
         if self.tool_format is not None and self.tool_format not in BY_NAME:
             raise ServingError(
                 f"tool_format is {self.tool_format!r}; it has to be one of {', '.join(BY_NAME)}"

@@ -37,8 +37,12 @@ def _message(value: Any, place: str) -> Message:
     calls, content = value.get("tool_calls"), value.get("content")
     if calls and role != "assistant":
         raise invalid(f"{place}.tool_calls: only of assistants", "messages")
-    # Who calls a tool may say nothing beside it.
-    message["content"] = "" if calls and content is None else _content(content, f"{place}.content")
+    # Assistants may call a tool, or have been cut in a thought, and say nothing.
+    silent = role == "assistant" and content is None
+    message["content"] = "" if silent else _content(content, f"{place}.content")
+    thought = value.get("reasoning_content", value.get("reasoning"))
+    if role == "assistant" and thought is not None:
+        message["reasoning_content"] = check_text(thought, f"{place}.reasoning_content")
     if calls:
         where = f"{place}.tool_calls"
         if not isinstance(calls, list):

@@ -20,11 +20,19 @@ from spmd.serving.grammar.compiler import Grammar, Grammars
 from spmd.serving.grammar.guide import GrammarError, TooHard
 from spmd.serving.grammar.place import find_problem
 from spmd.serving.http.admission import Visit
-from spmd.serving.http.fields import parse_object
+from spmd.serving.http.fields import Fields, check_text, parse_object
 from spmd.serving.http.jobs import Work, chat_work, completion_work
 from spmd.serving.http.language import Language, Loaded
 from spmd.serving.http.limits import Bounds
-from spmd.serving.http.protocol import Ask, ChatAsk, CompletionAsk, parse_chat, parse_completion
+from spmd.serving.http.protocol import (
+    DEFAULTS,
+    Ask,
+    ChatAsk,
+    CompletionAsk,
+    parse_chat,
+    parse_completion,
+    token_ids,
+)
 from spmd.serving.http.requests import (
     EventStream,
     check_key,
@@ -153,12 +161,13 @@ class Answer:
         }
         self._generated = [0] * len(work.jobs)
         self._started = [False] * len(work.jobs)
-        # What reads the calls in each text; None where nothing may be called.
-        tools = ask.tools if isinstance(ask, ChatAsk) else None
-        self._readers = [
-            None if tools is None or work.format is None else MessageReader(tools, work.format)
-            for _ in work.jobs
-        ]
+        self._told = set[int]()  # choices that had the ids of their prompt
+        # What reads the thought and the calls in each text; None where there may be neither.
+        self._readers: list[MessageReader | None] = [None for _ in work.jobs]
+        if isinstance(ask, ChatAsk) and (work.format is not None or work.thought is not None):
+            self._readers = [
+                MessageReader(ask.tools, work.format, work.thought, ask.thoughts) for _ in work.jobs
+            ]
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """The chunks of a stream for one delta; none if the delta shows nothing."""
@@ -166,9 +175,10 @@ class Answer:
         delta = self._with_echo(delta)
         if self._is_chat:
             yield from map(self._chunk, self._chat_chunks(delta))
-        elif delta.text or delta.tokens or delta.finish:
+        elif delta.text or delta.tokens or delta.ids or delta.finish:
             logprobs = completion_logprobs(delta.tokens, self._ask.logprobs)
             choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs}
+            choice |= self._ids(delta.choice, delta.ids)
             yield self._chunk({**choice, "finish_reason": delta.finish})
 
     def last_chunk(self) -> Json | None:
@@ -187,15 +197,31 @@ class Answer:
         for index, mine in enumerate(by_choice):
             text = "".join(delta.text for delta in mine)
             tokens = [token for delta in mine for token in delta.tokens]
-            choices.append(self._choice(index, text, tokens, mine[-1].finish))
+            made = self._choice(index, text, tokens, mine[-1].finish)
+            choices.append(made | self._ids(index, [one for delta in mine for one in delta.ids]))
         answer = {**self._head, "choices": choices, "usage": self._usage()}
+        answer |= self._prompt_ids(0) if self._is_chat else {}
         return answer if self._ask.prompt_logprobs is None else self._with_prompts(answer, deltas)
+
+    def _ids(self, index: int, drawn: Sequence[int]) -> Json:
+        """The ids of tokens where they are asked for; a completion's first ones with its prompt."""
+        if not self._ask.token_ids:
+            return {}
+        is_first = not self._is_chat and index not in self._told
+        self._told.add(index)
+        return {"token_ids": list(drawn), **(self._prompt_ids(index) if is_first else {})}
+
+    def _prompt_ids(self, index: int) -> Json:
+        prompt = self._work.prompts[index // self._ask.n]
+        return {"prompt_token_ids": list(prompt.ids)} if self._ask.token_ids else {}
 
     def _kind(self) -> Json:
         return {"object": "chat.completion.chunk"} if self._is_chat else {}
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {**self._head, **self._kind(), "choices": [choice]}
+        if self._is_chat and "prompt_token_ids" in choice:  # as vLLM has it
+            chunk["prompt_token_ids"] = choice.pop("prompt_token_ids")
         if not self._ask.include_usage:
             return chunk
         return {**chunk, "usage": self._usage() if self._ask.usage_always else None}
@@ -204,15 +230,18 @@ class Answer:
         """The role in a chunk of its own, then the text, then the reason of the end."""
         if not self._started[delta.choice]:
             self._started[delta.choice] = True
-            yield _chat_choice(delta.choice, {"role": "assistant", "content": ""})
+            role = _chat_choice(delta.choice, {"role": "assistant", "content": ""})
+            yield role | self._prompt_ids(delta.choice)
         reader, finish = self._readers[delta.choice], delta.finish
         logprobs = chat_logprobs(delta.tokens, self._ask.logprobs)
-        parts = [{"content": delta.text}] if delta.text or delta.tokens else []
+        # Tokens of which nothing is to be shown have their log-probabilities and ids all the same.
+        told = delta.tokens or delta.ids
+        parts: list[Json] = [{"content": delta.text}] if delta.text or told else []
         if reader is not None:
-            # Tokens of which nothing is to be shown have their log-probabilities all the same.
-            parts = [*reader.deltas(delta.text, finish)] or ([{}] if delta.tokens else [])
+            parts = [*reader.deltas(delta.text, finish)] or ([{}] if told else [])
         for i, part in enumerate(parts):
-            yield _chat_choice(delta.choice, part, None if i else logprobs)
+            ids = self._ids(delta.choice, () if i else delta.ids)
+            yield _chat_choice(delta.choice, part, None if i else logprobs) | ids
         if finish:
             reason = finish if reader is None else reader.finish(finish)
             yield {**_chat_choice(delta.choice, {}), "finish_reason": reason}
@@ -362,6 +391,8 @@ def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
     }
     if loaded.backend is not None:
         card["max_model_len"] = loaded.backend.limits.longest
+        sampling = service.language().sampling
+        card["generation_config"] = {name: getattr(sampling, name) for name in DEFAULTS}
     return card
 
 
@@ -373,6 +404,45 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """`POST /v1/chat/completions`: answers a conversation."""
     return await _complete(request, parse_chat, chat_work)
+
+
+async def tokenize(request: Request) -> Response:
+    """`POST /tokenize`: the ids that a prompt, or a chat, becomes."""
+
+    def work(body: Mapping[str, Any], language: Language) -> Json:
+        if "messages" in body:
+            made = chat_work(parse_chat(body, language.bounds), language)
+        else:
+            check_text(body.get("prompt"), "prompt")
+            asked = parse_completion({**body, "max_tokens": 0}, language.bounds)
+            made = completion_work(asked, language)
+        ids, longest = made.prompts[0].ids, language.bounds.max_length
+        return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None}
+
+    return await _texts(request, work)
+
+
+async def detokenize(request: Request) -> Response:
+    """`POST /detokenize`: the text of some ids."""
+
+    def work(body: Mapping[str, Any], language: Language) -> Json:
+        return {"prompt": language.decode(token_ids(body.get("tokens"), "tokens", language.bounds))}
+
+    return await _texts(request, work)
+
+
+async def _texts(request: Request, work: Callable[[Mapping[str, Any], Language], Json]) -> Response:
+    """What is answered to a body on a thread for texts."""
+    service = service_of(request)
+    async with visiting(request) as visit:
+        loaded, language = service.require(), service.language()
+
+        def make() -> Json:
+            body = parse_object(visit.body)
+            service.check_name(loaded, Fields(body).text("model") or None)
+            return work(body, language)
+
+        return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
 
 
 async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Response:
@@ -481,5 +551,7 @@ ROUTES = [
     Route("/v1/models", models),
     Route("/v1/models/{model:path}", model),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
 ]

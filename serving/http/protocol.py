@@ -5,6 +5,7 @@ but are not supported are refused by name: an answer that silently left them out
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
             "prompt",
         )
     if is_integer(value[0]):
-        return (_ids(value, "prompt", bounds),)
+        return (token_ids(value, "prompt", bounds),)
     if len(value) > bounds.choices:
         raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most", "prompt")
     return tuple(_prompt(one, i, bounds) for i, one in enumerate(value))
@@ -40,10 +41,10 @@ def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
         return check_text(value, name)
     if not isinstance(value, list) or not value:
         raise invalid(f"{name}: a string or token ids are needed, not {show(value)}", "prompt")
-    return _ids(value, name, bounds)
+    return token_ids(value, name, bounds)
 
 
-def _ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
+def token_ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
     """A list of token ids of the model."""
     if not isinstance(value, list):
         raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
@@ -134,30 +135,53 @@ def _bad_words(value: Any, bounds: Bounds) -> tuple[str, ...]:
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
-# Fields that are not supported -> values that change nothing, which clients may send all the same.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "documents": ([],),
+Values = Mapping[str, tuple[Any, ...]]
+
+# What would change an answer and is not served -> values that change nothing, which clients may
+# send all the same. OpenAI's fields, vLLM's, and what other servers call things that have another
+# name here. docs/serving_requests.md lists all of them.
+_NEVER = (
+    "adapter_id", "audio", "cache_salt", "do_sample", "ebnf", "ec_transfer_params", "grammar",
+    "json_schema", "kv_transfer_params", "logprob_token_ids", "lora_path", "max_new_tokens",
+    "n_predict", "regex", "repetition_detection", "thinking", "truncate", "truncate_prompt_tokens",
+    "truncation_side", "web_search_options",
+)  # fmt: skip
+_OFF = (
+    "include_stop_str_in_output", "no_stop_trim", "return_prompt_text",
+    "return_tokens_as_token_ids", "use_beam_search", "watermarking",
+)  # fmt: skip
+REFUSED: Values = {
+    **dict.fromkeys(_NEVER, ()),
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(("documents", "functions", "prompt_embeds"), ([],)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("length_penalty", "num_beams", "typical_p"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "priority", "routed_experts_prompt_start"), (0,)),
     "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
-    "prompt_embeds": ([],),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
+    "verbosity": ("medium",),
 }
-_REFUSED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+REFUSED_IN_COMPLETIONS: Values = {
+    **dict.fromkeys(("enable_thinking", "reasoning_effort"), ()),
+    "chat_template_kwargs": ({},),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-_REFUSED_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
+REFUSED_IN_CHATS: Values = {
+    "add_special_tokens": (False,),
     "chat_template": ("",),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "echo": (False,),
 }
+
+NO_EFFECT = frozenset({
+    "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "return_mm_kwargs", "return_token_offsets",
+    "safety_identifier", "service_tier", "session_id", "store", "stream_interval",
+})  # fmt: skip
+"""Fields of OpenAI's and vLLM's clients that change no answer: no `Warning` names them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +196,8 @@ class Ask:
     n: int  # completions for each prompt
     stops: tuple[str, ...]  # strings that end a completion
     stop_ids: frozenset[int]  # ids that end a completion, beside the model's own
+    skip_special: bool  # whether special tokens have no text
+    token_ids: bool  # whether the answer has the ids of the prompt and of the drawn tokens
     ignore_eos: bool  # whether the model's own stop ids do not end it
     allowed_ids: tuple[int, ...]  # the ids that may be drawn; none are all
     bad_words: tuple[str, ...]  # texts that must not come up
@@ -203,7 +229,13 @@ class ChatAsk(Ask):
 
     messages: tuple[Message, ...]  # as templates want them
     generation_prompt: bool  # whether the assistant's turn is opened at the end
+    continues: bool  # whether the last message goes on instead: the prompt ends with its text
     tools: Tools | None  # what the model may call; None for nothing
+    arguments: Mapping[str, Any]  # for the chat template, by name
+    # how much to think; None is the template's own choice, "none" not at all
+    effort: str | None
+    thoughts: bool  # whether the answer shows them
+    budget: int | None  # the most tokens of a thought; None is any number
 
 
 def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
@@ -216,7 +248,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(fields, {**_REFUSED, **_REFUSED_IN_COMPLETIONS})
+    _refuse(fields, {**REFUSED, **REFUSED_IN_COMPLETIONS})
     prompts = _prompts(fields.get("prompt"), bounds)
     max_tokens = fields.integer("max_tokens", 0, bounds.max_length)
     ask = CompletionAsk(
@@ -230,7 +262,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
     best_of = fields.integer("best_of", 1, bounds.choices)
     if best_of not in (None, ask.n):
         raise invalid("best_of: not served; leave it out", "best_of")
-    return dataclasses.replace(ask, ignored=fields.left())
+    return dataclasses.replace(ask, ignored=_ignored(fields))
 
 
 def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
@@ -243,7 +275,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(fields, {**_REFUSED, **_REFUSED_IN_CHATS})
+    _refuse(fields, {**REFUSED, **REFUSED_IN_CHATS})
     limits = [
         fields.integer(name, 1, bounds.max_length)
         for name in ("max_completion_tokens", "max_tokens")
@@ -257,16 +289,72 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         max_tokens=next((limit for limit in limits if limit is not None), None),
         logprobs=(top or 0) if wanted else None,
         messages=parse_messages(fields.get("messages")),
-        generation_prompt=fields.flag("add_generation_prompt", True),
+        continues=fields.flag("continue_final_message"),
+        generation_prompt=fields.flag(
+            "add_generation_prompt", not fields.flag("continue_final_message")
+        ),
         tools=parse_tools(fields),
+        arguments=_arguments(fields),
+        effort=_effort(fields.get("reasoning_effort")),
+        thoughts=fields.flag("include_reasoning", True),
+        budget=_budget(fields, bounds),
     )
+    if ask.continues and (ask.generation_prompt or not ask.messages[-1]["content"].strip()):
+        raise invalid(
+            "continue_final_message: needs a text in the last message, and no "
+            "add_generation_prompt",
+            "continue_final_message",
+        )
     structure = ask.structure
     if ask.tools is not None and structure is not None and structure.kind != "json":
         raise invalid(f"{structure.place}: not together with tools", structure.param)
-    return dataclasses.replace(ask, ignored=fields.left())
+    return dataclasses.replace(ask, ignored=_ignored(fields))
 
 
-def _refuse(fields: Fields, table: Mapping[str, tuple[Any, ...]]) -> None:
+ARGUMENTS_BYTES = 4096
+"""Of `chat_template_kwargs`, as JSON: switches, not documents."""
+
+
+def _arguments(fields: Fields) -> dict[str, Any]:
+    """What the chat template gets, by name; `enable_thinking` may stand in the request itself."""
+    name = "chat_template_kwargs"
+    given = fields.get(name) or {}
+    if not isinstance(given, dict):
+        raise invalid(f"{name}: an object is needed, not {show(given)}", name)
+    if len(json.dumps(given)) > ARGUMENTS_BYTES:
+        raise invalid(f"{name}: more than {ARGUMENTS_BYTES} bytes of JSON", name)
+    if fields.get("enable_thinking") is not None:
+        return {"enable_thinking": fields.flag("enable_thinking"), **given}
+    return given
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _effort(value: Any) -> str | None:
+    if value is not None and value not in EFFORTS:
+        raise invalid(
+            f"reasoning_effort: one of {', '.join(EFFORTS)} is needed, not {show(value)}",
+            "reasoning_effort",
+        )
+    return None if value is None else str(value)
+
+
+def _budget(fields: Fields, bounds: Bounds) -> int | None:
+    name = "thinking_token_budget"
+    budget = fields.integer(name, -1, bounds.max_length)
+    if budget in (None, -1):
+        return None
+    if fields.get("allowed_token_ids"):
+        raise invalid(f"{name}: not together with allowed_token_ids", name)
+    return budget
+
+
+def _ignored(fields: Fields) -> tuple[str, ...]:
+    return tuple(name for name in fields.left() if name not in NO_EFFECT)
+
+
+def _refuse(fields: Fields, table: Values) -> None:
     for name, harmless in table.items():
         value = fields.get(name)
         if value is not None and not any(value == one for one in harmless):
@@ -286,7 +374,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
     stream = fields.flag("stream")
     include_usage, usage_always = _usage(fields, stream)
     structure = parse_structure(fields)
-    allowed = _ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
+    allowed = token_ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
     if allowed and structure is not None:
         raise invalid(
             f"allowed_token_ids: not together with {structure.place}", "allowed_token_ids"
@@ -296,12 +384,8 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         raise invalid("prompt_logprobs: not together with stream", "prompt_logprobs")
     return {
         "model": fields.text("model") or None,
-        "sampling": Sampling(
-            temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-            top_k=max(fields.integer("top_k", -1, 2**31 - 1) or 0, 0),
-            top_p=fields.number("top_p", 1.0, OPEN_ZERO, 1.0),
-            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, OPEN_ZERO, 100.0),
+        "sampling": dataclasses.replace(
+            read_sampling(fields, bounds.sampling),
             frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
             presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
             seed=(seed or 0) % 2**32,
@@ -310,7 +394,11 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "seed": None if seed is None else seed % 2**32,
         "n": n,
         "stops": _stops(fields.get("stop"), bounds),
-        "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
+        "stop_ids": frozenset(
+            token_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)
+        ),
+        "skip_special": fields.flag("skip_special_tokens", True),
+        "token_ids": fields.flag("return_token_ids"),
         "ignore_eos": fields.flag("ignore_eos"),
         "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
         "allowed_ids": allowed,
@@ -322,6 +410,23 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "usage_always": usage_always,
         "user": fields.text("user"),
     }
+
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of a request whose defaults a model may bring along."""
+
+
+def read_sampling(fields: Fields, default: Sampling) -> Sampling:
+    """How tokens are drawn, as far as `DEFAULTS` say; what is absent is as in `default`."""
+    top_k = fields.integer("top_k", -1, 2**31 - 1)
+    penalty = fields.number("repetition_penalty", default.repetition_penalty, OPEN_ZERO, 100.0)
+    return Sampling(
+        temperature=fields.number("temperature", default.temperature, 0.0, 100.0),
+        top_k=default.top_k if top_k is None else max(top_k, 0),
+        top_p=fields.number("top_p", default.top_p, OPEN_ZERO, 1.0),
+        min_p=fields.number("min_p", default.min_p, 0.0, 1.0),
+        repetition_penalty=penalty,
+    )
 
 
 def _logprobs(fields: Fields, name: str, bounds: Bounds) -> int | None:

@@ -82,8 +82,14 @@ def _tool(tool: Any, place: str) -> Tool:
         raise invalid(
             f"{place}.function.parameters: a schema is needed, not {show(schema)}", "tools"
         )
+    for key, kind in (("properties", dict), ("required", list)):
+        if not isinstance((schema or {}).get(key, kind()), kind):
+            kinds = "an object" if kind is dict else "a list"
+            raise invalid(f"{place}.function.parameters.{key}: {kinds} is needed", "tools")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise invalid(f"{place}.function.strict: true or false, not {show(strict)}", "tools")
+    if schema is None:  # as with OpenAI
+        schema = {"properties": {}, "additionalProperties": False}
     # Arguments are an object, whatever the schema leaves open.
-    return Tool(name, {"type": "object", **(schema or {})}, bool(strict), tool)
+    return Tool(name, {"type": "object", **schema}, bool(strict), tool)

@@ -7,13 +7,15 @@ What looks like a call and is none becomes text.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from spmd.serving.engine.actions import Finish
 from spmd.serving.engine.text import StopMatcher
-from spmd.serving.http.tools.ask import Tools
-from spmd.serving.http.tools.formats import Format
+from spmd.serving.engine.thought import Kind, Marks, ThoughtSplitter
+from spmd.serving.http.tools.ask import Tool, Tools
+from spmd.serving.http.tools.formats import PLAIN, Format
+from spmd.serving.http.tools.values import kinds_of, property_of, typed
 
 # Reads one call letter by letter: its name, and its arguments as they come.
 
@@ -154,6 +156,71 @@ class NamedCall:
         return "" if self.broken else letter
 
 
+class TaggedCall:
+    """A call whose arguments stand between tags; attributes as those of `JsonCall`.
+
+    Args:
+      schemas: of the arguments, by function.
+    """
+
+    def __init__(self, format: Format, schemas: Mapping[str, Any]) -> None:
+        self.name: str | None = None
+        self.done = False
+        self.broken = False
+        assert format.tags is not None
+        self._tags, self._schemas = format.tags, schemas
+        self._end = format.tags.end or format.end
+        self._held = ""  # of what is between values
+        self._matcher: StopMatcher | None = None  # in a value
+        self._kinds: set[str] = set()  # the types that the value may have
+        self._joint = "{"
+
+    def push(self, letter: str) -> str:
+        """Takes the next letter; returns what is certain of the arguments now."""
+        if self._matcher is not None:
+            return self._in_value(self._matcher, letter)
+        self._held += letter
+        held = self._held.lstrip()
+        if self.name is None:
+            if found := self._tags.named.fullmatch(held):
+                self.name, self._held = found[1].strip(), found[2]
+            self.broken = self.name is None and ("\n" in held or len(held) > 200)
+        elif held == self._end:
+            self.done = True
+            return "{}" if self._joint == "{" else "}"
+        elif found := self._tags.opens.fullmatch(held):
+            return self._begin_value(found[1])
+        else:
+            begin = self._tags.key[0]
+            self.broken = not held.startswith(begin) and not begin.startswith(held)
+            self.broken = self.broken and not self._end.startswith(held)
+        return ""
+
+    def _begin_value(self, key: str) -> str:
+        self._held, self._skips = "", self._tags.value[0].endswith("\n")
+        self._kinds = kinds_of(property_of(self._schemas.get(self.name or ""), key))
+        # A value may have, or lack, the line breaks of its tags.
+        end = self._tags.value[1]
+        self._matcher = StopMatcher([end, end.strip()])
+        head = f"{self._joint}{json.dumps(key, ensure_ascii=False)}: "
+        self._joint = ", "
+        return head + ('"' if self._kinds == {"string"} else "")
+
+    def _in_value(self, matcher: StopMatcher, letter: str) -> str:
+        skips, self._skips = self._skips and letter == "\n", False
+        text, stopped = matcher.push("" if skips else letter)
+        self._held += text
+        if stopped:
+            self._matcher = None
+        if self._kinds == {"string"}:  # shown as it comes
+            self._held = ""
+            return json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if stopped else "")
+        if not stopped:
+            return ""
+        value, self._held = self._held, ""
+        return json.dumps(typed(value, self._kinds), ensure_ascii=False)
+
+
 def _loads(text: str) -> Any:
     """The value of JSON; None if it is none."""
     try:
@@ -180,34 +247,41 @@ class CallContinues(NamedTuple):
     text: str
 
 
+class ThoughtText(NamedTuple):
+    """A part of the thought before the message."""
+
+    text: str
+
+
 class Broken(NamedTuple):
     """The call that began is none; `text` is all that the model wrote of it."""
 
     text: str
 
 
-Event = ContentText | CallBegins | CallContinues | Broken
+Event = ContentText | ThoughtText | CallBegins | CallContinues | Broken
 
 
 class CallsReader:
     """Reads one message.
 
     Args:
+      schemas: function -> schema of its arguments.
       most: so many calls are read; more are dropped.
 
     Attributes:
       calls: how many have begun.
     """
 
-    def __init__(self, format: Format, names: Collection[str], most: int | None) -> None:
+    def __init__(self, format: Format, schemas: Mapping[str, Any], most: int | None) -> None:
         self._format = format
-        self._names = names
+        self._names = schemas
         self._most = most
         self._matcher = StopMatcher([format.begin])
         self._mode: Callable[[str], Iterator[Event]] = self._outside
         self._blank = ""  # of the content, held back until more of it comes
         self._raw = ""  # of what may be a call
-        self._call: JsonCall | NamedCall | None = None
+        self._call: JsonCall | NamedCall | TaggedCall | None = None
         self._shown = False  # whether the call has begun for the reader
         self.calls = 0
         self._texts = 0
@@ -253,7 +327,7 @@ class CallsReader:
     def _before(self, letter: str) -> Iterator[Event]:
         """Behind `begin`, or between the calls of a list."""
         format = self._format
-        if (format.named and not letter.isspace()) or letter == "{":
+        if ((format.named or format.tags) and not letter.isspace()) or letter == "{":
             self._open()
             yield from self._inside(letter)
         elif format.listed and letter == "]" and self._raw.rstrip()[-1:] != "[":
@@ -309,7 +383,10 @@ class CallsReader:
 
     def _open(self) -> None:
         format = self._format
-        self._call = NamedCall(format.named) if format.named else JsonCall(format.key)
+        if format.tags is not None:
+            self._call = TaggedCall(format, self._names)
+        else:
+            self._call = NamedCall(format.named) if format.named else JsonCall(format.key)
         self._shown = False
         self._mode = self._inside
 
@@ -318,6 +395,8 @@ class CallsReader:
         self._texts += 1
         if self._format.listed:
             self._mode = self._before
+        elif self._format.tags is not None and not self._format.tags.end:
+            self._mode = self._outside
         else:
             self._mode = self._behind if self._format.end or self._format.bare else self._outside
 
@@ -361,18 +440,39 @@ def _joined(events: list[Event]) -> list[Event]:
 Json = dict[str, Any]
 
 
+def _thought(text: str) -> Json:
+    """A thought under the name that clients know, and the one that vLLM has given it since."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 class MessageReader:
-    """Reads one message that may have calls.
+    """Reads one message that may have a thought before it, and calls.
 
     Args:
-      tools: what may be called.
+      tools: what may be called, if anything.
+      format: how calls are written; None if nothing may be called.
+      thought: what is around the thought, if one may come.
+      shows: whether the thought is shown.
     """
 
-    def __init__(self, tools: Tools, format: Format) -> None:
-        names = [tool.name for tool in tools.callable]
-        self._reader = CallsReader(format, names, None if tools.parallel else 1)
-        self._format = format
+    def __init__(
+        self,
+        tools: Tools | None,
+        format: Format | None,
+        thought: Marks | None = None,
+        shows: bool = True,
+    ) -> None:
+        self._reader: CallsReader | None = None
+        if tools is not None and format is not None:
+            schemas = {tool.name: tool.schema for tool in tools.callable}
+            self._reader = CallsReader(format, schemas, None if tools.parallel else 1)
+        self._splitter = None if thought is None else ThoughtSplitter(thought)
+        self._shows = shows
+        self._format = format or PLAIN
         self._index = -1
+        # Line breaks at the ends of a thought, and before the answer, are not shown.
+        self._breaks: str | None = None  # held back of the thought; None at its beginning
+        self._thought = False  # whether there was a thought, and none of the answer yet
 
     def deltas(self, text: str, finish: Finish | None) -> Iterator[Json]:
         """The deltas of a stream for the next part of the text.
@@ -383,6 +483,8 @@ class MessageReader:
         for event in self._events(text, finish):
             if isinstance(event, ContentText):
                 yield {"content": event.text}
+            elif isinstance(event, ThoughtText):
+                yield _thought(event.text)
             elif isinstance(event, CallBegins):
                 self._index += 1
                 yield {"tool_calls": [{"index": self._index, **self._call(event.name)}]}
@@ -392,28 +494,71 @@ class MessageReader:
 
     def message(self, text: str, finish: Finish | None) -> Json:
         """The message of a whole text."""
-        content, calls = "", list[Json]()
+        content, thought, calls = "", "", list[Json]()
         for event in self._events(text, finish):
             if isinstance(event, CallBegins):
                 calls.append(self._call(event.name))
             elif isinstance(event, CallContinues):
                 calls[-1]["function"]["arguments"] += event.text
+            elif isinstance(event, ThoughtText):
+                thought += event.text
             else:
                 if isinstance(event, Broken):
                     calls.pop()
                 content += event.text
         self._index = len(calls) - 1
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        return {**message, "content": content or None, "tool_calls": calls} if calls else message
+        if calls or thought:
+            message["content"] = content or None
+        message |= _thought(thought) if thought else {}
+        return {**message, "tool_calls": calls} if calls else message
 
     def finish(self, finish: Finish | None) -> str | None:
         """Why the message ended, once all was read."""
         return "tool_calls" if finish == "stop" and self._index >= 0 else finish
 
     def _events(self, text: str, finish: Finish | None) -> list[Event]:
-        events = self._reader.push(text)
-        return events + self._reader.finish(finish == "length") if finish else events
+        parts: list[tuple[Kind, str]] = [("answer", text)]
+        if self._splitter is not None:
+            parts = self._splitter.push(text) + (self._splitter.flush() if finish else [])
+        events: list[Event] = []
+        for kind, part in parts:
+            if kind == "answer":
+                part = part.lstrip("\n") if self._thought else part
+                self._thought = self._thought and not part
+                read = [ContentText(part)] if part and self._reader is None else []
+                events += read if self._reader is None else self._reader.push(part)
+            elif kind == "thought":
+                events += self._thought_events(part)
+            else:
+                self._thought = True
+        if finish and self._reader is not None:
+            events += self._reader.finish(finish == "length")
+        return events
+
+    def _thought_events(self, text: str) -> list[Event]:
+        text = text.lstrip("\n") if self._breaks is None else self._breaks + text
+        shown = text.rstrip("\n")
+        if shown or self._breaks is not None:
+            self._breaks = text[len(shown) :]
+        return [ThoughtText(shown)] if shown and self._shows else []
 
     def _call(self, name: str) -> Json:
         function = {"name": name, "arguments": ""}
         return {"id": self._format.new_id(), "type": "function", "function": function}
+
+
+def reads(format: Format, text: str, call: Mapping[str, Any]) -> bool:
+    """Whether a text has this call in a format, and no other one.
+
+    Args:
+      call: `name`, and `arguments` as an object.
+    """
+    tool = Tool(call["name"], {}, False, {})
+    # What stands before the call may be anything that a template puts before messages.
+    text = text[text.find("{") :] if format.bare else text
+    reader = MessageReader(Tools((tool,), (tool,), False, True), format)
+    made = [one["function"] for one in reader.message(text, "stop").get("tool_calls", ())]
+    return [(one["name"], _loads(one["arguments"])) for one in made] == [
+        (call["name"], call["arguments"])
+    ]

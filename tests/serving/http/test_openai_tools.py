@@ -78,6 +78,13 @@ def chat(client: Any, **more: Any) -> Any:
     return client.chat.completions.create(**given)
 
 
+SHORT: Any = {"extra_body": {"thinking_token_budget": 9}}
+"""Models that write anything would hardly ever end a thought."""
+
+THOUGHTS = {"qwen3_coder": "Sums?\n</think>\n\n", "glm45": "\n<think>Sums?</think>\n"}
+"""What models write before their answer; a template may have written the beginning."""
+
+
 def random_model() -> FakeBackend:
     return FakeBackend(LARGE, budget=512, letters=False)
 
@@ -88,22 +95,27 @@ def test_a_round_trip(format: str) -> None:
     backend = Scripted()
     with chatting(backend, chat_template=TEMPLATES[format]) as (live, client):
         made = live.service.language().template.tool_format
-        backend.script = made.written("add", {"a": 1, "b": 2}).encode()
-        (choice,) = chat(client).choices
+        thought = THOUGHTS.get(format, "")
+        backend.script = (thought + made.written("add", {"a": 1, "b": 2})).encode()
+        (choice,) = chat(client, stop="?").choices
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        thoughts = {
+            getattr(choice.message, name, "") for name in ("reasoning_content", "reasoning")
+        }
+        assert thoughts == {"Sums?" if thought else ""}
         (call,) = choice.message.tool_calls
         assert (call.type, call.function.name) == ("function", "add")
         assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
-        backend.script = b"It is 3."
+        backend.script = f"{thought}It is 3.".encode()
         result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
         answer = chat(client, messages=[*ASK, choice.message.model_dump(exclude_none=True), result])
         assert answer.choices[0].message.content == "It is 3."
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage.prompt_tokens > len("What is 1 + 2?")
-        backend.script = made.written("add", {"a": 1, "b": 2}).encode()
+        written = made.written("add", {"a": 1, "b": 2})
+        backend.script = (thought + written).encode()
         (choice,) = chat(client, tool_choice="none").choices
-        assert choice.message.tool_calls is None
-        assert choice.message.content == backend.script.decode()
+        assert choice.message.tool_calls is None and choice.message.content == written
 
 
 @pytest.mark.parametrize("format", TEMPLATES)
@@ -112,8 +124,8 @@ def test_calls_that_have_to_be(format: str, must: str) -> None:
     """However the model draws: every call fits its tool."""
     choice = only(must) if must == "mul" else must
     with chatting(random_model(), chat_template=TEMPLATES[format]) as (_, client):
-        answer = chat(client, tool_choice=choice, n=4, seed=3)
-        alone = chat(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=3)
+        answer = chat(client, tool_choice=choice, n=4, seed=3, **SHORT)
+        alone = chat(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=3, **SHORT)
     assert len(answer.choices) == 4
     for one in (*answer.choices, *alone.choices):
         check_calls(one.message, ("mul",) if must == "mul" else ("add", "mul"))
@@ -134,6 +146,7 @@ def check_calls(message: Any, names: tuple[str, ...]) -> None:
 def test_streams_say_the_same(format: str) -> None:
     with chatting(random_model(), chat_template=TEMPLATES[format]) as (_, client):
         more = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 5, "n": 2}
+        more |= SHORT
         whole = chat(client, **more)
         chunks = list(chat(client, stream=True, logprobs=True, **more))
     for index, choice in enumerate(whole.choices):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from spmd.serving.http.tools.ask import Tool, Tools
 from spmd.serving.http.tools.formats import BY_NAME, FORMATS, Format
 from spmd.serving.http.tools.reader import MessageReader
+from spmd.serving.http.tools.values import NAMES as NAMES_OF
 
 NAMES = ("add", "get_weather")
 ARGUMENTS = st.dictionaries(
@@ -24,14 +25,14 @@ ARGUMENTS = st.dictionaries(
 TEXTS = st.text("ab <[{\n", max_size=8).map(str.strip)
 
 
-def tools(parallel: bool = True) -> Tools:
-    made = tuple(Tool(name, {}, False, {}) for name in NAMES)
+def tools(parallel: bool = True, schemas: Any = {}) -> Tools:  # noqa: B006
+    made = tuple(Tool(name, schemas.get(name, {}), False, {}) for name in NAMES)
     return Tools(made, made, False, parallel)
 
 
-def read(text: str, format: str, finish: Any = "stop", parallel: bool = True) -> Any:
+def read(text: str, format: str, finish: Any = "stop", parallel: Any = True, **schemas: Any) -> Any:
     """(content, calls, finish) of a whole text."""
-    reader = MessageReader(tools(parallel), BY_NAME[format])
+    reader = MessageReader(tools(parallel, schemas), BY_NAME[format])
     message = reader.message(text, finish)
     assert all(call["type"] == "function" for call in message.get("tool_calls", ()))
     calls = [
@@ -41,9 +42,9 @@ def read(text: str, format: str, finish: Any = "stop", parallel: bool = True) ->
     return message["content"], calls, reader.finish(finish)
 
 
-def streamed(pieces: list[str], format: Format) -> Any:
+def streamed(pieces: list[str], format: Format, **schemas: Any) -> Any:
     """The same from the deltas of a stream."""
-    reader, content, calls = MessageReader(tools(), format), "", list[list[str]]()
+    reader, content, calls = MessageReader(tools(True, schemas), format), "", list[list[str]]()
     deltas = [d for piece in pieces for d in reader.deltas(piece, None)]
     for delta in [*deltas, *reader.deltas("", "stop")]:
         content += delta.get("content", "")
@@ -54,6 +55,10 @@ def streamed(pieces: list[str], format: Format) -> Any:
             assert part["index"] == len(calls) - 1
             calls[-1][1] += part["function"]["arguments"]
     return content, [tuple(call) for call in calls], reader.finish("stop")
+
+
+def kind(value: Any) -> str:
+    return NAMES_OF.get(type(value), "integer")
 
 
 def written(format: Format, calls: list[tuple[str, Any]]) -> str:
@@ -72,13 +77,24 @@ def test_calls_are_found_however_the_text_is_cut(
     format: Format, before: str, calls: list[tuple[str, Any]], data: Any
 ) -> None:
     before = "" if format.bare else before
+    # Between tags the schema tells texts from the rest.
+    calls = [*dict(calls).items()] if format.tags else calls
+    schemas = {
+        name: {
+            "properties": {
+                key: {"type": [kind(one), "null"][: 1 + len(key) % 2]}
+                for key, one in arguments.items()
+            }
+        }
+        for name, arguments in calls
+    }
     text = f"{before}\n{written(format, calls)}"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     expected = before, calls, "tool_calls"
-    content, found, finish = streamed(pieces, format)
+    content, found, finish = streamed(pieces, format, **schemas)
     assert (content, [(name, json.loads(raw)) for name, raw in found], finish) == expected
-    content, found, finish = read(text, format.name)
+    content, found, finish = read(text, format.name, **schemas)
     assert (content or "", [(name, json.loads(raw)) for name, raw in found], finish) == expected
 
 
@@ -105,6 +121,11 @@ ADDED = [("add", '{"a": 1}')]
         ("llama", '{"city": {"name": "add"}}'),
         ("llama", 'It is {"name": "add", "parameters": {}}'),
         ("llama", "<|python_tag|>print(1)"),
+        ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
+        ("qwen3_coder", '<tool_call>\n{"name": "add"}'),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n1</function>"),
+        ("glm45", "<tool_call>unknown\n</tool_call>"),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n1"),
         ("mistral", "[TOOL_CALLS] add"),
         ("mistral", "[TOOL_CALLS] [1]"),
         ("mistral_args", "[TOOL_CALLS]unknown[ARGS]{}"),
@@ -123,6 +144,10 @@ def test_what_is_no_call_is_text(format: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "add"}</tool_call>', [("add", "{}")]),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}', ADDED),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}', ADDED),
+        ("qwen3_coder", "<tool_call><function=add></function></tool_call>", [("add", "{}")]),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></function>", ADDED),
+        ("glm45", "<tool_call>add\n</tool_call>", [("add", "{}")]),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ADDED),
         ("llama", '<|python_tag|>{"name": "add", "parameters": {}}', [("add", "{}")]),
         ("llama", '\n {"name": "add", "parameters": {}}\n', [("add", "{}")]),
         ("mistral", f"[TOOL_CALLS][{{{ADD}}}, {{{ADD}}}]", ADDED * 2),
@@ -142,3 +167,23 @@ def test_ends() -> None:
     ids = {format.new_id() for format in FORMATS for _ in range(9)}
     assert len(ids) == 9 * len(FORMATS)
     assert {len(BY_NAME["mistral"].new_id()) for _ in range(9)} == {9}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "1", "1"),
+        ({"type": ["string", "null"]}, "1", "1"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
+        ({"$ref": "#/$defs/digit"}, "1", "1"),
+        ({"type": "boolean"}, "True", True),
+        ({}, '{"b": [1]}', {"b": [1]}),
+        ({}, "x y", "x y"),
+    ],
+)
+def test_schemas_tell_texts_from_the_rest(schema: Any, text: str, value: Any) -> None:
+    whole = {"properties": {"a": schema}, "$defs": {"digit": {"enum": ["1", "2"]}}}
+    call = f"<tool_call><function=add><parameter=a>{text}</parameter></function></tool_call>"
+    _, ((_, arguments),), _ = read(call, "qwen3_coder", add=whole)
+    assert json.loads(arguments) == {"a": value}
