@@ -33,17 +33,6 @@ class Schedule(NamedTuple):
         """Collectives in one run that have something to compute meanwhile."""
         return sum(c.count for c, h in zip(self.collectives, self.hidden, strict=True) if h)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that one device sends in one run."""
-        return sum(c.count * c.bytes for c in self.collectives)
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of the collectives that have something to compute meanwhile."""
-        pairs = zip(self.collectives, self.hidden, strict=True)
-        return sum(c.count * c.bytes for c, h in pairs if h)
-
 
 def read_schedule(text: str) -> Schedule:
     """The collectives of a scheduled module.
