@@ -26,7 +26,6 @@ import optax
 
 import spmd
 from benchmarks import compiled_ahead as ahead
-from benchmarks.hlo.schedule import read_schedule
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 from spmd.models.llama import sharding
@@ -128,23 +127,17 @@ def plan_cells(row: Setup, seq_len: int, lowered: spmd.Lowered) -> list[str]:
 def built_cells(built: ahead.Built) -> list[str]:
     """What the TPU compiler says; its cycles are those of all but collectives."""
     if built.kernels is None or built.exposed is None:
-        return ["-"] * 6
-    schedule, seconds = read_schedule(built.text), built.kernels + built.exposed
-    return [
-        ahead.cell(built.allocated, 2**30, 1),
-        f"{built.kernels:.2f}",
-        f"{built.exposed:.2f} ({built.exposed / seconds:.1%})",
-        f"{schedule.hidden_runs} of {schedule.runs}",
-        f"{schedule.hidden_cycles / max(1, schedule.cycles):.0%}",
-        ahead.cell(built.compiling, 1, 0),
-    ]
+        return ["-"] * 4
+    share = built.exposed / (built.kernels + built.exposed)
+    waiting = f"{built.exposed:.2f} ({share:.1%})"
+    allocated = ahead.cell(built.allocated, 2**30, 1)
+    return [allocated, f"{built.kernels:.2f}", waiting, ahead.cell(built.compiling, 1, 0)]
 
 
 HEADER = (
-    "model, slice, data x model, batch", "GB sent", "predicted s",
-    "of that waiting", "MFU causal / palm", "collectives", "of them permutes", "predicted GiB",
-    "compiler GiB", "compiler's kernels, s", "waiting in its schedule, s", "asynchronous",
-    "kernels beside them", "compile s",
+    "model, slice, data x model, batch", "GB sent", "predicted s", "of that waiting",
+    "MFU causal / palm", "collectives", "of them permutes", "predicted GiB", "compiler GiB",
+    "compiler's kernels, s", "waiting in its schedule, s", "compile s",
 )  # fmt: skip
 
 
