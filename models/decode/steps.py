@@ -127,7 +127,9 @@ def step(
     return state, outputs
 
 
-def _scores(weights: Any, x_ARH: Any, targets_AR: Any, alternatives: int, model: RowsModel) -> Any:
+def _scores(
+    weights: Any, x_ARH: Any, targets_AR: Any, alternatives: int, model: RowsModel
+) -> Any:
     """The packed report (A, R) of given tokens; logits are there of `SCORED` rows at a time."""
     shape = targets_AR.shape
 
