@@ -1,7 +1,7 @@
 """Runs one scenario with a checkout's code and prints what it enters, as JSON; see `tools/hops.py`.
 
 Nothing is imported from this repository but what is on the path, so that a checkout may be as old
-as the name `TrainerOptions`: public names of `spmd` and its models, and the fake engine of its tests.
+as the name `TrainerOptions`: public names of `spmd` and its models, and its tests' fake engine.
 """
 
 import contextlib
