@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
-from benchmarks.hlo.collectives import HloCollective, hlo_collectives
+from benchmarks.hlo.collectives import hlo_collectives
 from benchmarks.hlo.sizes import matmul_flops
 from benchmarks.programs.conditions import forget
 from benchmarks.programs.program import Built, Program
@@ -31,11 +31,9 @@ class Moved(NamedTuple):
     # bytes that it sends, an all-reduce of which only slices are used counting as a reduce-scatter,
     # which it becomes on GPU and TPU
     bytes: int
-    raw_bytes: int  # the same without that allowance
     collectives: int  # how many collectives run, those in loops once for each trip
     kinds: Mapping[str, int]  # bytes by kind of collective
     temporary: int  # bytes of intermediate values alive at once, by XLA's buffer assignment
-    arguments: int  # bytes of its arguments
     # of its matrix products and convolutions: fewer bytes may be bought by computing the same on
     # several devices
     flops: int
@@ -58,6 +56,11 @@ class Row(NamedTuple):
     explained: tuple[int, int] = (0, 0)
     errors: Mapping[str, str] = {}  # what failed -> the first line of why
     stages: float = 0.0  # seconds that all of our stages took, planning among them
+
+    @property
+    def family(self) -> str:
+        """As in `Program.family`."""
+        return self.name.partition("/")[0]
 
     @property
     def ratio(self) -> float | None:
@@ -159,21 +162,8 @@ def read(text: str, memory: Memory, seconds: float, guess_trips: bool = False) -
     kinds: Counter[str] = Counter()
     for collective in found:
         kinds[collective.kind] += collective.bytes * collective.count
-    return Moved(
-        total(found),
-        total(raw),
-        sum(c.count for c in raw if c.bytes),
-        dict(kinds),
-        memory.temporary,
-        memory.arguments,
-        matmul_flops(text),
-        seconds,
-    )
-
-
-def total(collectives: tuple[HloCollective, ...]) -> int:
-    """Bytes of all of them."""
-    return sum(c.bytes * c.count for c in collectives)
+    count = sum(c.count for c in raw if c.bytes)
+    return Moved(kinds.total(), count, dict(kinds), memory.temporary, matmul_flops(text), seconds)
 
 
 def first_line(error: Exception) -> str:

@@ -7,30 +7,26 @@ Memory is not limited, so that programs too large for the machine are planned li
 memory is short, planning is repeated, at several prices of memory). Other tables take the place of
 this one:
 
---growth: unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices.
 --axes: four scanned layers on 64 devices, whose mesh has one to four axes.
 --limits: a program planned without a limit of memory, with half of what that plan takes as limit,
   and with a limit that nothing keeps to, which is refused.
 --peers: other programs beside all of what jax.jit takes for them: nanochat's step, of which Muon
   updates the matrices, and a step of a fluid.
---restarts: a first start, which keeps its plan, and a second one, which reads it.
 
 Example:
     benchmarks/run compiler --layers 4,32 --noscan
-    benchmarks/run compiler --growth --axes --limits --peers --restarts
+    benchmarks/run compiler --axes --limits --peers
 """
 
 import argparse
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
-from unittest import mock
 
 from benchmarks.environment import xla_flags
 
@@ -46,10 +42,7 @@ from benchmarks.programs import fluid, nanochat
 from benchmarks.programs.program import Built
 from benchmarks.programs.step import UNLIMITED, Step, lower
 from benchmarks.tables import print_head, print_line
-from spmd import compiler
 from spmd.cli.flags import Parser, Switch, positive, words
-from spmd.planning.exact import plan_exactly
-from spmd.store import FOLDER_VARIABLE
 
 T = TypeVar("T")
 
@@ -60,8 +53,6 @@ STAGES = (
 COMPILER = STAGES[: STAGES.index("partition") + 1]
 """The stages that are set beside Shardy's propagation and summed up."""
 
-MORE_LAYERS = (8, 16, 32, 64, 128)
-MORE_DEVICES = ("data=4:model=2", "data=16:model=4", "data=64:model=8", "data=512:model=8")
 MORE_AXES = (
     "data=64",
     "data=8:model=8",
@@ -82,9 +73,8 @@ PEERS: Mapping[str, tuple[Callable[[spmd.Mesh], Built], Mapping[str, int]]] = {
 
 
 class Run(NamedTuple):
-    """What one process saw: devices, ops, seconds of our stages and of Shardy's propagation."""
+    """What one process saw: ops, seconds of our stages and of Shardy's propagation."""
 
-    devices: int
     ops: int
     seconds: dict[str, float]
     peer: float
@@ -106,10 +96,9 @@ class Beside(NamedTuple):
 
 
 class Lowering(NamedTuple):
-    """What one process saw: seconds, plans made, bytes of the plan, and whether it was refused."""
+    """What one process saw: seconds, bytes of the plan, and whether it was refused."""
 
     seconds: float
-    plans: int
     bytes: int
     refused: bool = False
 
@@ -120,26 +109,23 @@ class Lowering(NamedTuple):
         return [f"{self.seconds:.2f}", f"refused, {size} at least" if self.refused else size]
 
 
-def measure(row: Step, peer: bool) -> Run:
+def measure(row: Step) -> Run:
     """One run, after a program of another shape has made Python import what it imports late."""
     for warm in (_small(row), row):
         lowered = lower(warm)
-        seconds = shardy.run(shardy.marked_module(lowered.request)) if peer else float("nan")
-    return Run(lowered.mesh.size, _ops(lowered), dict(lowered.stages.seconds), seconds)
+        seconds = shardy.run(shardy.marked_module(lowered.request))
+    return Run(_ops(lowered), dict(lowered.stages.seconds), seconds)
 
 
-def measure_lowering(row: Step, folder: str = "none") -> Lowering:
-    """The same by the clock; plans are kept in a folder. A limit that is missed is no error."""
-    os.environ[FOLDER_VARIABLE] = "none"
+def measure_lowering(row: Step) -> Lowering:
+    """The same by the clock. A limit that is missed is no error."""
     lower(_small(row))
-    os.environ[FOLDER_VARIABLE] = folder
-    with mock.patch.object(compiler, "plan_exactly", wraps=plan_exactly) as planner:
-        start, refused = time.perf_counter(), False
-        try:
-            peak = lower(row).predicted_memory.peak
-        except spmd.PlanError as error:
-            peak, refused = error.least_bytes, True
-        return Lowering(time.perf_counter() - start, planner.call_count, peak, refused)
+    start = time.perf_counter()
+    try:
+        peak = lower(row).predicted_memory.peak
+    except spmd.PlanError as error:
+        return Lowering(time.perf_counter() - start, error.least_bytes, refused=True)
+    return Lowering(time.perf_counter() - start, peak)
 
 
 def measure_beside(name: str) -> Beside:
@@ -168,18 +154,13 @@ def _ops(lowered: spmd.Lowered) -> int:
     return sum(1 for _ in lowered.stages.program.walk())
 
 
-def in_own_process(run: Callable[..., T], *args: Any) -> T:
-    """What a function returns in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(run, *args).result()
-
-
 def runs_of(given: argparse.Namespace, what: str, run: Callable[..., T], *args: Any) -> list[T]:
     """Several runs, each in a process of its own; says on stderr how far it has come."""
     runs: list[T] = []
     for number in range(1, given.repeat + 1):
         print(f"{what}: run {number} of {given.repeat}", file=sys.stderr, flush=True)
-        runs.append(in_own_process(run, *args))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            runs.append(process.submit(run, *args).result())
     return runs
 
 
@@ -188,32 +169,19 @@ def said(row: Step) -> str:
     return f"{row.layers}, {'scanned' if row.scan else 'unrolled'}"
 
 
-def tables(given: argparse.Namespace) -> Iterator[list[Step]]:
-    """The rows of each table of stages that the flags ask for."""
-    rest = (given.model, given.optimizer, given.chip)
-    if given.growth:
-        yield [Step(layers, False, given.meshes[0], *rest) for layers in MORE_LAYERS]
-        yield [Step(32, True, mesh, *rest) for mesh in MORE_DEVICES]
-        yield [Step(8, False, mesh, *rest) for mesh in MORE_DEVICES]
-    if given.axes:
-        yield [Step(4, True, mesh, *rest) for mesh in MORE_AXES]
-    if not (given.growth or given.axes or given.limits or given.peers or given.restarts):
-        counts = [int(n) for n in given.layers]
-        yield [Step(n, given.scan, mesh, *rest) for mesh in given.meshes for n in counts]
-
-
 def print_stages(given: argparse.Namespace, rows: Sequence[Step]) -> None:
     """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
-    titles = ["layers", "mesh", "ops", *STAGES, "import to partition, s", "us/op"]
-    print_head(titles + (["Shardy propagation, s", "ratio"] if given.shardy else []))
+    print_head(
+        ("layers", "mesh", "ops", *STAGES, "import to partition, s", "us/op",
+         "Shardy propagation, s", "ratio")
+    )  # fmt: skip
     for row in rows:
         what, mesh = said(row), row.mesh.replace(":", ", ")
-        runs = runs_of(given, f"{what}, {mesh}", measure, row, given.shardy)
+        runs = runs_of(given, f"{what}, {mesh}", measure, row)
         best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
         cells = [what, mesh, f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
         cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]
-        cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if given.shardy else []
-        print_line(cells)
+        print_line([*cells, f"{peer:.3f}", f"{best.total / peer:.2f}"])
 
 
 def print_limits(given: argparse.Namespace) -> None:
@@ -251,20 +219,6 @@ def print_peers(given: argparse.Namespace) -> None:
         print_line([*cells, f"{compiling:.2f}", f"{best.ours / (lowering + compiling):.2f}"])
 
 
-def print_restarts(given: argparse.Namespace) -> None:
-    """Seconds of a start that keeps its plan, and of one that reads it."""
-    print_head(("layers", "first start, s", "plans made", "second start, s", "plans made"))
-    for row in LIMITED:
-        pairs = []
-        for _ in range(given.repeat):
-            with tempfile.TemporaryDirectory() as folder:
-                print(f"{said(row)}: two starts", file=sys.stderr, flush=True)
-                pairs.append([in_own_process(measure_lowering, row, folder) for _ in "12"])
-        starts = [min(runs) for runs in zip(*pairs, strict=True)]
-        cells = [cell for run in starts for cell in (f"{run.seconds:.2f}", f"{run.plans}")]
-        print_line([said(row), *cells])
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run compiler", __doc__)
@@ -273,19 +227,9 @@ def make_parser() -> Parser:
     add("--meshes", type=words, default="data=4:model=2", help="meshes; they need no devices")
     add("--layers", type=words, default="4", help="numbers of layers")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
-    add("--growth", action=Switch, help="show how time grows with layers and with devices")
     add("--axes", action=Switch, help="show how time grows with the mesh's axes")
     add("--limits", action=Switch, help="plan with limits of memory, too")
     add("--peers", action=Switch, help="other programs, beside jax.jit and XLA")
-    add("--restarts", action=Switch, help="start again with a plan that was kept")
-    add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="optimizer")
-    add("--chip", default="h200", help="chip to plan for")
-    add(
-        "--shardy",
-        action=Switch,
-        default=True,
-        help="time Shardy's propagation on the same module too",
-    )
     add("--repeat", type=positive, default=3, help="runs; the fastest is shown")
     return parser
 
@@ -294,19 +238,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table, or those that the flags ask for."""
     given = make_parser().parse_args(arguments)
     versions = f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
-    what = f"{given.model}, {given.optimizer}, planned for {given.chip}"
-    print(f"{versions}, {os.cpu_count()} cores; {what}")
-    for rows in tables(given):
-        print()
-        print_stages(given, rows)
-    for is_asked, show in (
-        (given.limits, print_limits),
-        (given.peers, print_peers),
-        (given.restarts, print_restarts),
-    ):
+    print(f"{versions}, {os.cpu_count()} cores; {given.model}, AdamW, planned for H200s")
+    counts = [int(n) for n in given.layers]
+    asked = [Step(n, given.scan, mesh, given.model) for mesh in given.meshes for n in counts]
+    tables: tuple[tuple[bool, Callable[[], None]], ...] = (
+        (not (given.axes or given.limits or given.peers), lambda: print_stages(given, asked)),
+        (given.axes, lambda: print_stages(given, [Step(4, True, mesh) for mesh in MORE_AXES])),
+        (given.limits, lambda: print_limits(given)),
+        (given.peers, lambda: print_peers(given)),
+    )
+    for is_asked, show in tables:
         if is_asked:
             print()
-            show(given)
+            show()
 
 
 if __name__ == "__main__":

@@ -26,14 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.cli.flags import Parser, Switch, positive, words
+from benchmarks.compiled_ahead import model_of
+from benchmarks.tables import print_head, print_line
+from spmd.cli.flags import Parser, positive, words
 from spmd.models import decode
-from spmd.models.function import Function
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
-from spmd.models.llama.named import named_config
 from spmd.models.llama.quantize import QUANTIZATIONS, quantized_types
-from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.engine.backend import Limits, SlotPart
 from spmd.serving.engine.model_backend import ModelBackend
@@ -64,25 +63,6 @@ def random_weights(types: Any, shardings: Any, config: LlamaConfig) -> Any:
     )
 
 
-class Plain:
-    """A bundle's function under `jax.jit`, with the bundle's arrays, which it takes over."""
-
-    compile_total = 0
-
-    def __init__(self, bundle: Bundle, function: Function) -> None:
-        self.functions = {function.name: function}
-        self._run = jax.jit(function.fn, donate_argnums=1)
-        self._weights, self._state = (
-            jax.tree.unflatten(jax.tree.structure(struct), list(arrays.values()))
-            for struct, arrays in zip(function.args, (bundle.weights, bundle.state), strict=False)
-        )
-
-    def run(self, name: str, *inputs: Any) -> Any:
-        """As `Bundle.run`."""
-        self._state, outputs = self._run(self._weights, self._state, *inputs)
-        return outputs
-
-
 def timed(given: argparse.Namespace, backend: ModelBackend, batch: int) -> float:
     """Median seconds from one step's tokens on the host to the next one's."""
     limits = backend.limits
@@ -104,8 +84,8 @@ def timed(given: argparse.Namespace, backend: ModelBackend, batch: int) -> float
     return statistics.median(np.diff(times[WARM_UP - 1 :]))
 
 
-def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: int) -> list[str]:
-    """Rows of the table."""
+def row(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: int) -> list[str]:
+    """A row of the table."""
     slots, rows = batch + (given.chunk > 0), batch + given.chunk
     shape = decode.ServingShape(
         slots, given.context, (rows,), (given.context,), given.page, cache_dtype=given.cache_dtype
@@ -124,7 +104,6 @@ def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: 
         specs=specs,
         state=state,
         primary=primary,
-        options=spmd.Options(compiler_options=dict(option.split("=", 1) for option in given.xla)),
         symbols={decode.PAGES: pages},
         contract=contract(LlamaRows(config), shape, dataclasses.asdict(config)),
     )
@@ -135,19 +114,16 @@ def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: 
         slots, given.context, (rows,), 1, given.page, pages, shape.top_logprobs, config.vocab_size
     )
 
-    def row(name: str, programs: Any, compiled: str) -> str:
-        seconds = timed(given, ModelBackend(programs, limits), batch)
-        least = read / given.bandwidth
-        return (
-            f"| {name} | {given.cache_dtype} | {batch} | {given.chunk} | {given.model_axis} | "
-            f"{seconds * 1e3:.2f} | {least * 1e3:.2f} | {seconds / least:.2f} | "
-            f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compiled} |"
-        )
+    seconds, least = timed(given, ModelBackend(bundle, limits), batch), read / given.bandwidth
+    cells = [quantize, given.cache_dtype, f"{batch}", f"{given.chunk}", f"{given.model_axis}"]
+    cells += [f"{seconds * 1e3:.2f}", f"{least * 1e3:.2f}", f"{seconds / least:.2f}"]
+    return [*cells, f"{least / seconds:.0%}", f"{batch / seconds:,.0f}", f"{compile_seconds:.0f}"]
 
-    made = [row(quantize, bundle, f"{compile_seconds:.0f}")]
-    if given.peer and given.model_axis == 1:
-        made.append(row(f"{quantize}, jax.jit", Plain(bundle, function), ""))
-    return made
+
+HEADER = (
+    "weights", "cache", "batch", "chunk", "devices", "ms/step", "floor, ms", "x floor",
+    "roofline", "tokens/s", "compile s",
+)  # fmt: skip
 
 
 def make_parser() -> Parser:
@@ -166,14 +142,7 @@ def make_parser() -> Parser:
     add("--dtype", default="bfloat16", help="of activations, and weights not quantized")
     add("--ahead", type=int, default=1, help="calls that are issued before the last one is read")
     add("--tokens", type=positive, default=60, help="timed steps")
-    add(
-        "--bandwidth",
-        type=float,
-        default=4.3e12,
-        help="bytes a second that a device copies",
-    )
-    add("--xla", type=words, default=(), help="XLA's options for our programs, as in name=value")
-    add("--peer", action=Switch, help="also plain jax.jit of the same function, on one device")
+    add("--bandwidth", type=float, default=4.3e12, help="bytes a second that a device copies")
     return parser
 
 
@@ -185,21 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if max(given.tokens + WARM_UP + given.ahead, given.chunk) > given.context:
         sys.exit(f"error: --tokens and --chunk have to fit into --context {given.context}")
     dtype = jnp.dtype(given.dtype).name
-    config = dataclasses.replace(
-        named_config(given.model), scan_layers=False, dtype=dtype, param_dtype=dtype
-    )
-    if given.layers:
-        config = dataclasses.replace(config, num_hidden_layers=given.layers)
+    config = model_of(given.model, given.layers, scan_layers=False, dtype=dtype, param_dtype=dtype)
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {given.model_axis} x {device.device_kind}; {given.model}, "
           f"context {given.context}, greedy")  # fmt: skip
-    print("| weights | cache | batch | chunk | devices | ms/step | floor, ms | x floor | "
-          "roofline | tokens/s | compile s |")  # fmt: skip
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print_head(HEADER)
     for quantize in given.quantize:
         for batch in given.batches:
-            for row in bench(given, config, quantize, int(batch)):
-                print(row, flush=True)
+            print_line(row(given, config, quantize, int(batch)))
 
 
 if __name__ == "__main__":

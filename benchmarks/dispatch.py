@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from spmd.cli.flags import Parser, words
+from benchmarks.tables import print_head, print_line
+from spmd.cli.flags import Parser
 
 ROUNDS = 9
 
@@ -36,22 +37,13 @@ def add_one(arrays: list[Any]) -> list[Any]:
     return [array + 1 for array in arrays]
 
 
-def make_parser() -> Parser:
-    """The flags."""
-    parser = Parser("benchmarks/run dispatch", __doc__)
-    parser.add_argument(
-        "--leaves", type=words, default=["1", "100", "1000"], help="numbers of arguments"
-    )
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    given = make_parser().parse_args(arguments)
+    Parser("benchmarks/run dispatch", __doc__).parse_args(arguments)
     mesh = spmd.make_mesh(data=jax.device_count())
     print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}")
-    print("| leaves | jax.jit, us | spmd.jit, us | ratio |\n| --- | --- | --- | --- |")
-    for leaves in map(int, given.leaves):
+    print_head(("leaves", "jax.jit, us", "spmd.jit, us", "ratio"))
+    for leaves in (1, 100, 1000):
         arrays = [spmd.mark_sharding(jnp.ones(8), mesh, ("data",)) for _ in range(leaves)]
         both = jax.jit(add_one), spmd.jit(add_one, mesh=mesh)
         best = [float("inf")] * 2
@@ -59,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for i, fn in enumerate(both):
                 best[i] = min(best[i], seconds_a_call(fn, arrays, max(5, 2000 // leaves)))
         theirs, ours = (1e6 * seconds for seconds in best)
-        print(f"| {leaves} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |", flush=True)
+        print_line([str(leaves), f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"])
 
 
 if __name__ == "__main__":

@@ -156,20 +156,12 @@ def ragged(case: ahead.Case, most: float) -> Seconds:
 
 def line(built: ahead.Built, step: Modelled | None) -> Iterator[str]:
     """Cells of the table."""
-    gib = 2**30
-    figures: tuple[tuple[float | None, float, int], ...] = (
-        (built.sent, 1e9, 1),
-        (built.seconds, 1, 2),
-        (built.waiting, 1, 2),
-        (step and step.seconds, 1, 2),
-        (step and step.exposed_seconds, 1, 2),
-        (step and step.sent, 1e9, 1),
-        (built.peak, gib, 1),
-        (built.alive, gib, 1),
-        (built.allocated, gib, 1),
-        (built.compiling, 1, 0),
-    )
-    yield from (ahead.cell(*figure) for figure in figures)
+    yield from (ahead.cell(*f) for f in ((built.sent, 1e9, 1), (built.seconds, 1, 2)))
+    waits = (built.waiting, step and step.seconds, step and step.exposed_seconds)
+    yield from (ahead.cell(seconds, 1, 2) for seconds in waits)
+    yield ahead.cell(step and step.sent, 1e9, 1)
+    yield from (ahead.cell(n, 2**30, 1) for n in (built.peak, built.alive, built.allocated))
+    yield ahead.cell(built.compiling, 1, 0)
 
 
 HEADER = (

@@ -24,6 +24,7 @@ from jax import lax
 
 import spmd
 from benchmarks.attention import milliseconds
+from benchmarks.programs.muon import newton_schulz
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, positive, words
 
@@ -58,13 +59,7 @@ def muon(scale: int, mark: Mark) -> Built:
     shape, spec = (16, 2048 // scale, 8192 // scale), (None, AXIS, None)
 
     def update(w: Any, g: Any) -> Any:
-        x = mark(g, (AXIS, None, None))
-        x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + 1e-7)
-        for _ in range(5):
-            gram = jnp.einsum("lij,lkj->lik", x, x)
-            step = -4.775 * gram + 2.0315 * jnp.einsum("lij,ljk->lik", gram, gram)
-            x = 3.4445 * x + jnp.einsum("lij,ljk->lik", step, x)
-        return w - 1e-3 * x
+        return w - 1e-3 * newton_schulz(mark(g, (AXIS, None, None)))
 
     return Built(update, [(shape, spec, F32)] * 2, spec)
 

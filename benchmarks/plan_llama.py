@@ -11,31 +11,26 @@ Example:
     benchmarks/run plan_llama --rows weak-16,weak-64,weak-128,weak-512 --nocompile
 """
 
-import dataclasses
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 if "jax" not in sys.modules:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 import spmd
 from benchmarks import compiled_ahead as ahead
-from benchmarks.hlo.schedule import read_schedule
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
-from spmd.models.llama import fresh, objective, sharding
-from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama import sharding
 from spmd.models.llama.flops import flops_per_token
-from spmd.predict.backends import room_for
+from spmd.models.llama.step import argument_types, train_step
 
 
 class Setup(NamedTuple):
@@ -49,11 +44,6 @@ class Setup(NamedTuple):
     seq_lens: tuple[int, ...] = (1024, 2048)  # tokens in a sequence
     optimizer: str = "adafactor"  # `adafactor` or `adamw`
     remat: str = "full"  # which activations are kept
-
-    @property
-    def config(self) -> LlamaConfig:
-        """The model's configuration."""
-        return ahead.model_of(self.model, self.layers)
 
 
 ROWS = {
@@ -80,64 +70,21 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--rows", type=words, default=",".join(ROWS), help="which configurations")
     add("--seq_lens", type=words, default=(), help="tokens in a sequence; left out: the row's")
-    add(
-        "--accumulate",
-        type=int,
-        default=0,
-        help="microbatches in a step; 0: the fewest for which the prediction fits",
-    )
     add("--layers", type=int, default=0, help="so many layers instead of all: compiles sooner")
     add("--compile", action=Switch, default=True, help="run the TPU compiler")
     add("--cache", type=Path, help="folder that keeps what the TPU compiler made")
     return parser
 
 
-def lower(row: Setup, seq_len: int, accumulate: int) -> spmd.Lowered:
-    """Plans one training step: bf16 compute, layers scanned.
-
-    Args:
-      accumulate: microbatches; gradients are summed over them in a loop.
-    """
-    config = dataclasses.replace(row.config, dtype="bfloat16", remat=row.remat)
+def lower(row: Setup, seq_len: int) -> spmd.Lowered:
+    """Plans one training step: bf16 compute, layers scanned."""
+    config = ahead.model_of(row.model, row.layers, dtype="bfloat16", remat=row.remat)
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
     optimizer = optax.adafactor(1e-3) if row.optimizer == "adafactor" else optax.adamw(1e-4)
-    step = make_step(config, mesh, optimizer, accumulate)
-    params = jax.eval_shape(lambda key: fresh.init(key, config), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
-    tokens = spmd.mark_sharding(tokens, mesh, (None, "data", None))
-    lowered: spmd.Lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).lower(
-        sharding.mark_params(params, mesh, config),
-        jax.eval_shape(optimizer.init, params),
-        {"inputs": tokens, "targets": tokens},
-        topology=spmd.Topology(row.topology),
-    )
-    return lowered
-
-
-def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any, accumulate: int) -> Any:
-    """(params, optimizer state, batch (A, B, S)) -> the same after a step, and the loss."""
-    marks = sharding.activation_marks(mesh, config)
-
-    def gradients(params: Any, batch: Any) -> Any:
-        return jax.value_and_grad(
-            lambda p: objective.loss(p, batch["inputs"], batch["targets"], config, marks)
-        )(params)
-
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        if accumulate == 1:
-            loss, grads = gradients(params, jax.tree.map(lambda x: x[0], batch))
-        else:
-            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-
-            def add(total: Any, micro: Any) -> Any:
-                return jax.tree.map(jnp.add, total, gradients(params, micro)), None
-
-            total = jax.lax.scan(add, zero, batch)[0]
-            loss, grads = jax.tree.map(lambda x: x / accumulate, total)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return step
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    types = argument_types(config, optimizer, mesh, (row.batch, seq_len))
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
+    return jitted.lower(*types, topology=spmd.Topology(row.topology))
 
 
 def build(lowered: spmd.Lowered, topology: spmd.Topology, cached: Path | None) -> ahead.Built:
@@ -151,34 +98,22 @@ def build(lowered: spmd.Lowered, topology: spmd.Topology, cached: Path | None) -
     return ahead.kept(cached, make)
 
 
-def fewest_microbatches(row: Setup, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
-    """The fewest microbatches, a power of two, for which the prediction fits; and the plan."""
-    accumulate = wanted or 1
-    while True:
-        lowered = lower(row, seq_len, accumulate)
-        fits = room_for(lowered.predicted_memory.peak, spmd.Topology(row.topology)) == "fits"
-        if wanted or fits or accumulate * row.mesh[0] >= row.batch:
-            return accumulate, lowered
-        accumulate *= 2
-
-
 def mfu(row: Setup, seq_len: int, seconds: float) -> str:
     """Both conventions of `spmd.models.llama.flops.flops_per_token`: causal, and PaLM's."""
-    config, topology = row.config, spmd.Topology(row.topology)
+    config, topology = ahead.model_of(row.model, row.layers), spmd.Topology(row.topology)
     peak = topology.peak_flops("bf16") * topology.count * seconds
     tokens = row.batch * seq_len
     shares = (flops_per_token(config, seq_len, c) * tokens / peak for c in ("causal", "palm"))
     return " / ".join(f"{share:.1%}" for share in shares)
 
 
-def plan_cells(row: Setup, seq_len: int, accumulate: int, lowered: spmd.Lowered) -> list[str]:
+def plan_cells(row: Setup, seq_len: int, lowered: spmd.Lowered) -> list[str]:
     """What is known without the TPU compiler."""
     plan, timeline = ahead.planned(lowered), lowered.timeline
     mesh = "x".join(map(str, row.mesh))
     layers = f" ({row.layers} layers)" if row.layers else ""
     return [
         f"{row.model}{layers}, {row.topology}, {mesh}, {row.batch} x {seq_len}",
-        str(accumulate),
         ahead.cell(plan.sent, 1e9, 1),
         f"{timeline.seconds:.3f}",
         f"{timeline.exposed_seconds:.3f}",
@@ -192,23 +127,17 @@ def plan_cells(row: Setup, seq_len: int, accumulate: int, lowered: spmd.Lowered)
 def built_cells(built: ahead.Built) -> list[str]:
     """What the TPU compiler says; its cycles are those of all but collectives."""
     if built.kernels is None or built.exposed is None:
-        return ["-"] * 6
-    schedule, seconds = read_schedule(built.text), built.kernels + built.exposed
-    return [
-        ahead.cell(built.allocated, 2**30, 1),
-        f"{built.kernels:.2f}",
-        f"{built.exposed:.2f} ({built.exposed / seconds:.1%})",
-        f"{schedule.hidden_runs} of {schedule.runs}",
-        f"{schedule.hidden_cycles / max(1, schedule.cycles):.0%}",
-        ahead.cell(built.compiling, 1, 0),
-    ]
+        return ["-"] * 4
+    share = built.exposed / (built.kernels + built.exposed)
+    waiting = f"{built.exposed:.2f} ({share:.1%})"
+    allocated = ahead.cell(built.allocated, 2**30, 1)
+    return [allocated, f"{built.kernels:.2f}", waiting, ahead.cell(built.compiling, 1, 0)]
 
 
 HEADER = (
-    "model, slice, data x model, batch", "microbatches", "GB sent", "predicted s",
-    "of that waiting", "MFU causal / palm", "collectives", "of them permutes", "predicted GiB",
-    "compiler GiB", "compiler's kernels, s", "waiting in its schedule, s", "asynchronous",
-    "kernels beside them", "compile s",
+    "model, slice, data x model, batch", "GB sent", "predicted s", "of that waiting",
+    "MFU causal / palm", "collectives", "of them permutes", "predicted GiB", "compiler GiB",
+    "compiler's kernels, s", "waiting in its schedule, s", "compile s",
 )  # fmt: skip
 
 
@@ -220,10 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in ({**ROWS, **MORE_ROWS}[name] for name in given.rows):
         row = row._replace(layers=given.layers or row.layers)
         for seq_len in map(int, given.seq_lens or row.seq_lens):
-            accumulate, lowered = fewest_microbatches(row, seq_len, given.accumulate)
-            cells = plan_cells(row, seq_len, accumulate, lowered)
+            lowered = lower(row, seq_len)
+            cells = plan_cells(row, seq_len, lowered)
             mesh = "x".join(map(str, row.mesh))
-            label = f"{row.model}_{mesh}_{row.layers}_{seq_len}_{accumulate}.json"
+            label = f"{row.model}_{mesh}_{row.layers}_{seq_len}.json"
             cached, built = given.cache and given.cache / label, ahead.Built()
             if given.compile:
                 built = build(lowered, spmd.Topology(row.topology), cached)

@@ -1,7 +1,7 @@
 r"""A Llama training step: `spmd.jit` beside plain `jax.jit` and PyTorch's FSDP2, one after another.
 
 `jax.jit` gets the same program but for attention, which composites leave to the compiler: the peer
-gets the kernel that plain jax has (`--peer_attention`). It gets the same marks, parameters and
+gets the kernel that plain jax has. It gets the same marks, parameters and
 optimizer-state shardings; its partitioner is XLA's own. PyTorch (`benchmarks/torch_fsdp.py`) runs
 the same sizes over all GPUs in processes of its own, before jax takes their memory.
 
@@ -92,13 +92,21 @@ class Loop:
         return self._loss
 
 
+def random_batch(given: argparse.Namespace, compiled: Any, config: LlamaConfig) -> Any:
+    """Tokens without meaning, where a compiled step wants them."""
+    shape = (given.global_batch, given.seq_len)
+    tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
+    return jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
+
+
 def time_steps(
-    given: argparse.Namespace, step: Any, params: Any, state: Any, batch: Any
+    given: argparse.Namespace, compiled: spmd.Compiled, config: LlamaConfig
 ) -> tuple[float, float]:
-    """Median seconds of a step, and the last loss."""
-    loop = Loop(step, params, state, batch)
-    run = run_steps(loop.run, lambda: None, given.steps, profiled=0)
-    return run.seconds, loop.loss
+    """Median seconds of a step of AdamW, and the last loss."""
+    params = compiled.init(0, lambda key: init(key, config), jax.random.key(0))
+    state = compiled.init(1, optax.adamw(1e-4).init, params)
+    loop = Loop(compiled, params, state, random_batch(given, compiled, config))
+    return run_steps(loop.run, lambda: None, given.steps, profiled=0).seconds, loop.loss
 
 
 @dataclasses.dataclass
@@ -150,15 +158,11 @@ def config_of(given: argparse.Namespace) -> LlamaConfig:
 
 
 def peer_step(
-    given: argparse.Namespace,
-    config: LlamaConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: spmd.Mesh,
+    config: LlamaConfig, optimizer: optax.GradientTransformation, mesh: spmd.Mesh
 ) -> Step:
     """The step for plain `jax.jit`, with the attention that is best there."""
     fused = jax.devices()[0].platform == "gpu" and config.dtype in ("bfloat16", "float16")
-    attention = given.peer_attention or ("cudnn" if fused else "einsum")
-    config = dataclasses.replace(config, attention=attention)
+    config = dataclasses.replace(config, attention="cudnn" if fused else "einsum")
     return train_step(config, optimizer, sharding.activation_marks(mesh, config))
 
 
@@ -170,11 +174,9 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    options = spmd.Options(unroll=given.unroll)
-    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).compile(*types)
+    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(*types)
     compile_seconds = time.perf_counter() - start
-    tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
-    batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
+    batch = random_batch(given, compiled, config)
 
     def fresh(placed: Any) -> tuple[Any, Any]:
         draw = jax.jit(lambda key: init(key, config), out_shardings=placed[0])
@@ -198,7 +200,7 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     if "jax" in given.peers:
         start = time.perf_counter()
         plain = jax.jit(
-            peer_step(given, config, optimizer, mesh),
+            peer_step(config, optimizer, mesh),
             donate_argnums=(0, 1),
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),
@@ -233,19 +235,13 @@ def make_parser() -> Parser:
     parser = Parser("benchmarks/run train", __doc__)
     add = parser.add_argument
     add("--model", default="quickstart", help="named config")
-    add(
-        "--meshes",
-        type=words,
-        default="data=8",
-        help="meshes, e.g. 'data=8' (axes joined by ':')",
-    )
+    add("--meshes", type=words, default="data=8", help="meshes; axes are joined by ':'")
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--seq_len", type=positive, default=1024, help="tokens in a sequence")
     add("--global_batch", type=positive, default=16, help="sequences in a step")
     add("--steps", type=positive, default=8, help="timed steps")
     add("--dtype", default="bfloat16", help="compute dtype")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
-    add("--unroll", type=int, help="of spmd.Options: loops of so many trips are written out")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
     add("--matmul", choices=MATMULS, default="dtype", help="of the layers' projections")
@@ -253,11 +249,6 @@ def make_parser() -> Parser:
     add("--peers", type=words, default="jax", help="of jax, torch; 'none' for ours alone")
     add("--kinds", action=Switch, help="where the time went, by kind of kernel")
     add("--attention", choices=ATTENTIONS, default="auto", help="attention of our program")
-    add(
-        "--peer_attention",
-        choices=ATTENTIONS,
-        help="of jax.jit's program (default: cudnn on GPUs with 16-bit floats, else einsum)",
-    )
     return parser
 
 

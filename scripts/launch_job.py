@@ -1,8 +1,8 @@
 r"""Starts a program as several processes of one job: on this machine, or by an engine.
 
 The program calls `spmd.initialize()` first and is otherwise the same everywhere. Engines are
-Slurm (`sbatch`), Kubernetes (a JobSet, `kubectl`), TPU VMs (`gcloud`) and MPI (`mpirun`);
-`--dry_run` prints what would be handed to them.
+Slurm (`sbatch`), Kubernetes (a JobSet, `kubectl`) and TPU VMs (`gcloud`); `--dry_run` prints what
+would be handed to them.
 
 Examples:
     scripts/launch local --processes 2 --devices_per_process 4 -- \
@@ -25,8 +25,6 @@ Examples:
     scripts/launch jobset --tpu v5e-16 --image registry/image:tag --name llama --max_restarts 10 \
         --http_port 8000 --claim bundles=/bundles:ro --claim cache=/home/spmd/.cache -- \
         scripts/serve /bundles/llama --mesh data=2,model=8 --host 0.0.0.0
-    scripts/launch mpi --hosts a,b --nodes 2 --gpus_per_node 8 -- \
-        python scripts/train_llama.py --mesh data=16
 
 Exit code of `local`: that of the process that failed first, 128 + n if signal n killed it.
 """
@@ -46,7 +44,6 @@ from spmd.errors import LaunchError
 from spmd.scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
 from spmd.scripts.jobs.jobset import JobSet, jobset_yaml
 from spmd.scripts.jobs.local import LocalJob, run_local
-from spmd.scripts.jobs.mpi import mpi_command
 from spmd.scripts.jobs.slurm import Slurm, slurm_script
 from spmd.scripts.jobs.tpu import parse_tpu, tpu_vm_command
 from spmd.scripts.jobs.volumes import KINDS, Volume
@@ -77,7 +74,6 @@ def make_parser() -> Parser:
     _add_slurm(engine("slurm", "a batch job of Slurm's", launch_slurm))
     _add_jobset(engine("jobset", "a JobSet on Kubernetes", launch_jobset))
     _add_tpu_vm(engine("tpu-vm", "all hosts of a TPU VM, by gcloud", launch_tpu_vm))
-    _add_mpi(engine("mpi", "Open MPI's mpirun", launch_mpi))
     return parser
 
 
@@ -167,12 +163,6 @@ def _add_restarts(add: Add) -> None:
     add("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
 
 
-def _add_mpi(add: Add) -> None:
-    _add_common(add)
-    add("--hosts", default="", metavar="A,B,...", help="machines, process 0's first")
-    add("--hostfile", help="a file of machines instead")
-
-
 # Engines.
 
 
@@ -206,13 +196,6 @@ def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     job = _of_flags(Job, flags, command)
     call = tpu_vm_command(job, flags.tpu_name, flags.zone, flags.project, flags.max_restarts)
     return hand_over(call, flags.dry_run)
-
-
-def launch_mpi(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
-    """Runs mpirun."""
-    hosts = tuple(host for host in flags.hosts.split(",") if host)
-    job = _of_flags(Job, flags, command)
-    return hand_over(mpi_command(job, hosts, flags.hostfile), flags.dry_run)
 
 
 def _of_flags(cls: type[T], flags: argparse.Namespace, command: tuple[str, ...]) -> T:

@@ -46,7 +46,7 @@ PRINT_PLANS = {"README.md", "docs/explain.md", "docs/benchmarks/long.md"}
 PLANS_OF_MINUTES = {"docs/benchmarks/long.md"}
 """Pages whose Python is run only by `-m heavy`."""
 
-JOBS = {"local", "slurm", "jobset", "tpu-vm", "mpi"}
+JOBS = {"local", "slurm", "jobset", "tpu-vm"}
 """Kinds of job that `scripts/launch` knows, each with flags of its own."""
 
 OTHERS = {"docker", "git"}

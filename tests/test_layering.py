@@ -57,7 +57,6 @@ MLIR_FILES = (
     "spmd/lowering/execute.py",
     "spmd/lowering/local/composite.py",
     "benchmarks/shardy.py",  # runs Shardy's own passes, the peer
-    "benchmarks/shardy_bytes.py",  # the same
     "tools/coverage.py",  # lists the ops that bindings have
 )
 

@@ -70,14 +70,11 @@ else people write. [Supported ops](coverage.md) has the ops; `tools/run coverage
 
 Each runs partitioned and under plain `jax.jit`, on the meshes {meshes} of the axes data,
 (shard,) model. The results are equal within the tolerance of their dtypes, and random bits are
-identical. Only arguments are marked. `scripts/test` runs programs that have a mesh in the column
-`quick on`, and `scripts/test -m heavy` runs the others.
+identical. Only arguments are marked, as `benchmarks/corpus/program.py` has it. `scripts/test` runs
+programs that have a mesh in the column `quick on`, and `scripts/test -m heavy` runs the others.
 
-| marks of an argument | what is split |
-| --- | --- |
-{marks}
-| program | what it is | marks | quick on |
-| --- | --- | --- | --- |
+| program | what it is | quick on |
+| --- | --- | --- |
 """
 
 STRUCTURE = {
@@ -134,36 +131,26 @@ def names_of(dialects: tuple[str, ...]) -> set[str]:
     return {name for name in names if name.startswith(dialects)}
 
 
-def printed_by(module: str) -> str:
-    """What a module prints, run with eight CPU devices."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-m", module]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
 def executed() -> set[str]:
-    """Names of the ops that the tests run."""
-    return set(printed_by("tests.ir.dialect.executed").split())
+    """Names of the ops that the tests run, as they say with eight CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    more = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    command, env = [sys.executable, "-m", "tests.ir.dialect.executed"], {**os.environ, **more}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 def programs() -> str:
     """The page about the corpus."""
-    from benchmarks.corpus.program import MARKS, MESHES, QUICK_MESH
+    from benchmarks.corpus.program import MESHES, QUICK_MESH
+    from benchmarks.corpus.programs import PROGRAMS
 
-    table = []
-    for line in printed_by("benchmarks.corpus.programs").splitlines():
-        name, what, marks, heavy = line.split("\t")
-        quick = "-" if heavy == "True" else QUICK_MESH
-        table.append(f"| `{name}` | {what} | {marks} | {quick} |\n")
-    marks = "".join(f"| {word} | {what} |\n" for word, what in MARKS.items())
-    return PROGRAMS_HEAD.format(meshes=", ".join(MESHES), marks=marks) + "".join(table)
+    lines = []
+    for program in PROGRAMS:
+        what = (program.make.__doc__ or "").partition("\n")[0].strip()
+        quick = "-" if program.heavy else QUICK_MESH
+        lines.append(f"| `{program.name}` | {what} | {quick} |\n")
+    return PROGRAMS_HEAD.format(meshes=", ".join(MESHES)) + "".join(lines)
 
 
 def rows(names: Iterable[str], ran: set[str]) -> str:

@@ -1,7 +1,7 @@
 """Runs one scenario with a checkout's code and prints what it enters, as JSON; see `tools/hops.py`.
 
 Nothing is imported from this repository but what is on the path, so that a checkout may be as old
-as the name `spmd.models`: public names of `spmd` and its models, and the fake engine of its tests.
+as the name `TrainerOptions`: public names of `spmd` and its models, and its tests' fake engine.
 """
 
 import contextlib
@@ -57,14 +57,6 @@ def jit_step() -> Ready:
     return lambda: spmd.jit(step, mesh=mesh).lower(params, state, x)
 
 
-def one_op() -> Ready:
-    """`lower()` of one product whose operands are marked."""
-    mesh = spmd.make_mesh(data=4, model=2)
-    x = spmd.mark_sharding(jnp.ones((32, 64)), mesh, ("data", None))
-    w = spmd.mark_sharding(jnp.ones((64, 32)), mesh, (None, "model"))
-    return lambda: spmd.jit(jnp.matmul, mesh=mesh).lower(x, w)
-
-
 def memory_limit() -> Ready:
     """`lower()` of a chain of products under a limit that gathered weights would exceed."""
     mesh = spmd.make_mesh(data=8)
@@ -104,9 +96,6 @@ def trainer_run() -> Ready:
     """Three steps of `Trainer` with a checkpoint at the end."""
     from spmd.models.training import trainer
 
-    # `Options` is its earlier name
-    options_of = getattr(trainer, "TrainerOptions", None) or trainer.Options  # type: ignore[attr-defined]
-
     def init(key: Any) -> Any:
         return {"w": jax.random.normal(key, (64, 64)) / 8}
 
@@ -117,18 +106,17 @@ def trainer_run() -> Ready:
         x = np.random.default_rng(step).standard_normal((64, 64), np.float32)
         return {"x": x, "y": x}
 
-    folder = tempfile.mkdtemp()
+    options = trainer.TrainerOptions(steps=3, run_dir=tempfile.mkdtemp(), save_every=3)
     mesh = spmd.make_mesh(rows=4, columns=2)
     trained = trainer.Trainer(
         init, loss, {"w": ("rows", "columns")}, data, mesh=mesh, batch_marks={"*": ("rows",)},
-        optimizer=optax.adamw(1e-3), options=options_of(steps=3, run_dir=folder, save_every=3),
+        optimizer=optax.adamw(1e-3), options=options,
     )  # fmt: skip
     return trained.run
 
 
 SCENARIOS: dict[str, Callable[[], Ready]] = {
     "lower a step of AdamW": jit_step,
-    "lower one product": one_op,
     "lower under a memory limit": memory_limit,
     "answer a chat": chat_request,
     "train three steps": trainer_run,

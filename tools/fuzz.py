@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.environment import xla_flags
 from spmd.cli.flags import Parser, Switch
 
 BATCH = 25
@@ -142,14 +143,9 @@ def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> list[Counte
 
 
 def _environment() -> dict[str, str]:
-    flags_ = (
-        "--xla_force_host_platform_device_count=8",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    )
-    given = os.environ.get("XLA_FLAGS", "")
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{given} {' '.join(flags_)}"}
+    flags = xla_flags(os.environ.get("XLA_FLAGS", ""))
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def _wait(worker: subprocess.Popen[bytes], running: Path) -> str:

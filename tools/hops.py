@@ -1,7 +1,7 @@
 """Prints how many files, functions and calls it takes to do a thing, in one checkout or several.
 
-A reader who follows what happens pays for these hops. Each scenario (`tools/entered.py`: a step and
-a product lowered, a memory limit, a chat, a training run) runs once in a process of its own with a
+A reader who follows what happens pays for these hops. Each scenario (`tools/entered.py`: a step
+lowered, a memory limit, a chat, a training run) runs once in a process of its own with a
 checkout's code, under a profile hook; functions of spmd, models and serving count.
 
 Example:

@@ -1,10 +1,9 @@
 """Prints how large and how tidy checkouts are, one column each, as a markdown table.
 
-A checkout is a folder, or a git revision of this repository. Only
-Python files count, and a folder is one that holds such a file itself. Functions count with their
-docstrings, inner ones on their own as well. An op's name is a whole string like
-`"stablehlo.dot_general"`, outside docstrings. How many files and functions a call enters is what
-`tools/run hops` prints.
+A checkout is a folder, or a git revision of this repository. Only Python files count, and a folder
+is one that holds such a file itself. Functions count with their docstrings, inner ones on their own
+as well. An op's name is a whole string like `"stablehlo.dot_general"`, outside docstrings. How many
+files and functions a call enters is what `tools/run hops` prints.
 
 Example:
     tools/run house main~20 .
@@ -19,11 +18,11 @@ import tarfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from statistics import median
 
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser
-from tools.imports import module_graph, module_name
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -35,9 +34,6 @@ GROUPS = (
     ("tests",),
 )
 """Folders that are counted together."""
-
-SHORT = 8
-"""Lines of a function that could as well stand where it is called."""
 
 PRODUCT = ("spmd", "models", "serving")
 """Folders in which a class name should have one meaning."""
@@ -60,18 +56,10 @@ def facts(sources: Sources) -> dict[str, str]:
     return {
         **{f"{' + '.join(group)}: lines, files, folders": size(sources, group) for group in GROUPS},
         "all but tests: lines": f"{total_lines(sources) - total_lines(within(sources, 'tests')):,}",
-        "spmd: lines of code, docstrings, blank, imports": ", ".join(
-            f"{count:,}" for count in kinds_of_lines(spmd.values())
-        ),
-        "spmd: folder of most files": largest_folder(spmd),
         "spmd: lines of a file, median and 90%": spread(files),
         "spmd: lines of a function, median and 90%": spread(function_lines(spmd.values())),
         "spmd: names of ops": f"{sum(ops.values()):,}",
         "spmd: files that name ops, and elsewhere than they belong": f"{len(ops)}, {len(away)}",
-        "spmd: modules that one other imports": f"{len(imported_once(sources))}",
-        f"spmd: private functions used once, of {SHORT} lines or fewer": (
-            f"{len(once := used_once(spmd.values()))}, {sum(n <= SHORT for n in once.values())}"
-        ),
         "class names that mean several things": shared_names(within(sources, *PRODUCT)),
         "spmd: lines that are comments": share(sum(map(comment_lines, spmd.values())), sum(files)),
     }
@@ -85,51 +73,13 @@ def within(sources: Sources, *folders: str) -> Sources:
 def size(sources: Sources, group: Sequence[str]) -> str:
     """Lines, files and folders of a group."""
     found = within(sources, *group)
-    lines = sum(len(text.splitlines()) for text in found.values())
-    return f"{lines:,}, {len(found):,}, {len(set(map(folder_of, found)))}"
+    folders = {path.rpartition("/")[0] for path in found}
+    return f"{total_lines(found):,}, {len(found):,}, {len(folders)}"
 
 
 def total_lines(sources: Sources) -> int:
     """The lines of all files."""
     return sum(len(text.splitlines()) for text in sources.values())
-
-
-def kinds_of_lines(texts: Iterable[str]) -> tuple[int, int, int, int]:
-    """How many lines are code or comments, docstrings, blank, and imports."""
-    kinds: Counter[str] = Counter()
-    for text in texts:
-        lines = ["code" if line.strip() else "blank" for line in text.splitlines()]
-        for node in ast.walk(ast.parse(text)):
-            match node:
-                case ast.Import() | ast.ImportFrom():
-                    kind = "imports"
-                case ast.Expr(value=ast.Constant(value=str())):
-                    kind = "docstring"
-                case _:
-                    continue
-            first, last = node.lineno - 1, node.end_lineno or node.lineno
-            lines[first:last] = [kind] * (last - first)
-        kinds.update(lines)
-    return kinds["code"], kinds["docstring"], kinds["blank"], kinds["imports"]
-
-
-def used_once(texts: Iterable[str]) -> dict[str, int]:
-    """Private functions and methods that their own file names once -> their lines."""
-    found: dict[str, int] = {}
-    for text in texts:
-        nodes = list(ast.walk(ast.parse(text)))
-        uses = Counter(
-            node.id if isinstance(node, ast.Name) else node.attr
-            for node in nodes
-            if isinstance(node, ast.Name | ast.Attribute)
-        )
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                is_private = node.name.startswith("_") and not node.name.startswith("__")
-                if is_private and not node.decorator_list and uses[node.name] == 1:
-                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                    found[f"{len(found)} {node.name}"] = lines
-    return found
 
 
 def shared_names(sources: Sources) -> str:
@@ -142,17 +92,6 @@ def shared_names(sources: Sources) -> str:
     )
     shared = [f"{name} {count}" for name, count in names.most_common() if count > 1]
     return f"{len(shared)}: {', '.join(shared)}" if shared else "0"
-
-
-def folder_of(path: str) -> str:
-    """The folder that a file is in."""
-    return str(PurePosixPath(path).parent)
-
-
-def largest_folder(sources: Sources) -> str:
-    """The folder that holds the most files itself, and how many."""
-    ((folder, count),) = Counter(map(folder_of, sources)).most_common(1) or [("none", 0)]
-    return f"{folder}, {count}"
 
 
 def spread(values: Iterable[int]) -> str:
@@ -185,14 +124,6 @@ def op_names(text: str) -> int:
         and OP_NAME.fullmatch(node.value) is not None
         for node in ast.walk(tree)
     )
-
-
-def imported_once(sources: Sources) -> list[str]:
-    """The modules of spmd, packages aside, that one module imports, tests aside."""
-    files = {Path(path): text for path, text in sources.items() if not path.startswith("tests/")}
-    importers = Counter(name for names in module_graph(files).values() for name in names)
-    modules = {module_name(p) for p in files if p.parts[0] == "spmd" and p.name != "__init__.py"}
-    return sorted(module for module in modules if importers[module] == 1)
 
 
 def comment_lines(text: str) -> int:
@@ -241,14 +172,6 @@ def revision_files(revision: str) -> Iterator[tuple[str, str]]:
                 yield member.name, file.read().decode()
 
 
-def table(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A column for each checkout, a row for each fact."""
-    rows = [("", *columns), ("---", *("---:" for _ in columns))]
-    for fact in next(iter(columns.values())):
-        rows.append((fact, *(column[fact] for column in columns.values())))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("tools/run house", __doc__)
@@ -258,9 +181,13 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table."""
+    """Prints a column for each checkout, a row for each fact."""
     given = make_parser().parse_args(arguments)
-    print(table({name: facts(read(name)) for name in given.checkouts}))
+    columns = [facts(read(name)) for name in given.checkouts]
+    print_table(
+        ("", *given.checkouts),
+        ([fact, *(column[fact] for column in columns)] for fact in columns[0]),
+    )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 import spmd
 from benchmarks.byte_rows import Row, first_line, measure
-from benchmarks.byte_table import aligned, geometric_mean, markdown, megabytes
+from benchmarks.byte_table import decimal, geometric_mean, megabytes
 from benchmarks.corpus.packages.catalog import MODULES, Entry, entries
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch
 
 HEADER = (
@@ -48,16 +49,11 @@ def line(name: str, found: str, row: Row | None) -> list[str]:
     if row is None:
         return [name, found, *[""] * (len(HEADER) - 2)]
     ours, given = row.spmd, row.given
-    flops = f"{ours.flops / given.flops:.2f}" if ours and given and given.flops else ""
-    return [
-        name,
-        found,
-        *(megabytes(side.bytes) if side else "" for side in (ours, row.alone, given)),
-        "" if row.ratio is None else f"{row.ratio:.2f}",
-        flops,
-        f"{row.stages + ours.seconds:.1f}" if ours else row.errors.get("spmd", ""),
-        f"{given.seconds:.1f}" if given else "",
-    ]
+    flops = ours.flops / given.flops if ours and given and given.flops else None
+    seconds = decimal(row.stages + ours.seconds, 1) if ours else row.errors.get("spmd", "")
+    sent = (megabytes(side and side.bytes) for side in (ours, row.alone, given))
+    own = (decimal(row.ratio), decimal(flops), seconds, decimal(given and given.seconds, 1))
+    return [name, found, *sent, *own]
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -88,7 +84,6 @@ def make_parser() -> Parser:
     add("--numbers", action=Switch, default=True, help="run the small programs and compare")
     add("--bytes", action=Switch, default=True, help="compile the large programs and count")
     add("--topology", default="v5e:2x4", help="machine of eight devices to plan for")
-    add("--markdown", action=Switch, help="print a table for a page, not for a terminal")
     return parser
 
 
@@ -96,14 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     given = make_parser().parse_args(arguments)
     options = spmd.Options(topology=spmd.Topology(given.topology))
-    lines, rows = [], []
+    rows = []
+    print_head(HEADER)
     for entry in chosen(given.only):
         found = numbers(entry) if given.numbers else ""
         row = measure(entry.program(), options, guess_trips=True) if given.bytes else None
-        lines.append(line(entry.name, found, row))
+        print_line(line(entry.name, found, row))
         rows += [row] if row else []
-        print("  ".join(lines[-1]), file=sys.stderr, flush=True)
-    print((markdown if given.markdown else aligned)(HEADER, lines))
     print(f"\n{summary(rows)}")
 
 

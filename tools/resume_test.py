@@ -422,11 +422,8 @@ def make_parser() -> Parser:
     parser = Parser("tools/run resume_test", __doc__)
     add = parser.add_argument
     add("--kills", type=positive, default=30, help="how often the run is killed")
-    add("--steps", type=positive, help="steps of the run (default: enough for the kills)")
     add("--seed", type=int, default=0, help="of the moments")
-    add("--devices", type=positive, default=2, help="virtual CPU devices")
     add("--faults", action=Switch, default=True, help="full disks and folders that aren't shared")
-    add("--folder", type=Path, help="where the runs are kept (default: nowhere)")
     return parser
 
 
@@ -434,12 +431,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the test in a folder of its own."""
     given = make_parser().parse_args(arguments)
     logging.set_verbosity(logging.WARNING)
-    steps = given.steps or steps_for(given.kills, faults=given.faults)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (given.folder or Path(temporary)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        with one_message(Failed):
-            resume_test(folder, given.kills, steps, given.devices, given.seed, faults=given.faults)
+    steps = steps_for(given.kills, faults=given.faults)
+    with tempfile.TemporaryDirectory() as folder, one_message(Failed):
+        resume_test(Path(folder), given.kills, steps, 2, given.seed, faults=given.faults)
 
 
 if __name__ == "__main__":

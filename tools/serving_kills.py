@@ -11,8 +11,9 @@ Examples:
     tools/run serving_kills --phases loading,idle,streams --kills 30
 """
 
-from __future__ import annotations
-
+import argparse
+import itertools
+import math
 import os
 import signal
 import subprocess
@@ -21,14 +22,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import httpx
 
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, words
+from spmd.cli.specs import mesh_axes
 from spmd.scripts.jobs.local import free_port
 from tools.soak import ROOT, write_bundle
 
@@ -41,62 +43,46 @@ NOTE = 'echo $$ >"$0.$JAX_PROCESS_ID.$SPMD_RESTART"; exec "$@"'
 """Writes down which process has which id, and becomes the program."""
 
 
-class Group:
-    """A server of several processes, under the launcher.
+class Launched:
+    """A program as several processes of this machine, under the launcher.
 
     Args:
       folder: for the log and the processes' ids.
-      mesh: as `--mesh`.
-      max_restarts: the launcher's.
-      flags: more of scripts/serve.
+      flags: of the launcher.
+      program: a module and its flags.
+      more: variables of the processes.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        bundle: Path,
-        processes: int,
-        mesh: str,
-        cache: Path,
-        max_restarts: int = 1,
-        flags: Sequence[str] = (),
+        self, folder: Path, flags: Sequence[str], program: Sequence[str], **more: str
     ) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._pids, self._log = folder / "pid", folder / "log"
-        devices = 1
-        for axis in mesh.split(","):
-            devices *= int(axis.partition("=")[2])
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command = [
-            sys.executable, "-m", "spmd.scripts.launch_job", "local", "--platform", "cpu",
-            "--processes", str(processes), "--devices_per_process", str(devices // processes),
-            "--max_restarts", str(max_restarts), "--grace_s", "60", "--",
-            "sh", "-c", NOTE, str(self._pids), sys.executable, "-m", "spmd.scripts.serve_bundle",
-            str(bundle), "--mesh", mesh, "--port", str(port), "--cache_dir", str(cache), *flags,
+            sys.executable, "-m", "spmd.scripts.launch_job", "local", "--platform", "cpu", *flags,
+            "--", "sh", "-c", NOTE, str(self._pids), sys.executable, "-m", *program,
         ]  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
         with self._log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, env=environment, cwd=ROOT
-            )
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
 
     @property
     def log(self) -> str:
         """What all processes have written."""
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, text: str, times: int = 1) -> None:
-        """Until processes have said a text so many times; what the launcher says does not count."""
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Waits for a condition; RuntimeError if it does not come, or the job ends before."""
         end = time.monotonic() + PATIENCE
-        while sum(text in line for line in self.log.splitlines() if line[:1] == "[") < times:
+        while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"there is no {text!r} in the log:\n{self.log}")
-            time.sleep(0.02)
+                raise RuntimeError(f"it did not happen:\n{self.log}")
+            time.sleep(0.01)
 
     def signal(self, process: int, number: int, restart: int = 0) -> None:
         """A signal to one process, of the first start or a later one."""
         os.kill(int(Path(f"{self._pids}.{process}.{restart}").read_text()), number)
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -109,6 +95,38 @@ class Group:
             return self.process.wait(PATIENCE)
         finally:
             self.process.kill()
+
+
+class Group(Launched):
+    """A server of several processes; `flags` are more of scripts/serve."""
+
+    def __init__(
+        self,
+        folder: Path,
+        bundle: Path,
+        processes: int,
+        mesh: str,
+        cache: Path,
+        max_restarts: int = 1,
+        flags: Sequence[str] = (),
+    ) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        devices = math.prod(mesh_axes(mesh).values()) // processes
+        super().__init__(
+            folder,
+            [f"--processes={processes}", f"--devices_per_process={devices}",
+             f"--max_restarts={max_restarts}", "--grace_s=60"],
+            ["spmd.scripts.serve_bundle", str(bundle), f"--mesh={mesh}", f"--port={port}",
+             f"--cache_dir={cache}", *flags],
+        )  # fmt: skip
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Until processes have said a text so many times; what the launcher says does not count."""
+
+        def count() -> int:
+            return sum(text in line for line in self.log.splitlines() if line[:1] == "[")
+
+        self.wait_until(lambda: count() >= times)
 
 
 class Seen(NamedTuple):
@@ -206,11 +224,11 @@ def run(folder: Path, bundle: Path, cache: Path, processes: int, phase: str, vic
     return Row(phase, victim, Counter(under_way), Counter(later), again, code)
 
 
-def line_of(row: Row) -> str:
-    """The row in Markdown."""
+def cells_of(row: Row) -> list[str]:
+    """The row as the table has it."""
     told = [", ".join(f"{n} {what}" for what, n in seen.items()) for seen in row[2:4]]
     again = "-" if row.again is None else f"{row.again:.1f}"
-    return f"| {row.phase} | {row.victim} | {told[0] or '-'} | {told[1] or '-'} | {again} |"
+    return [row.phase, str(row.victim), *(what or "-" for what in told), again]
 
 
 def is_wrong(row: Row) -> bool:
@@ -222,39 +240,52 @@ def is_wrong(row: Row) -> bool:
     )
 
 
+def add_flags(parser: Parser, phases: Sequence[str]) -> None:
+    """Adds how often and when a process is killed."""
+    add = parser.add_argument
+    add("--phases", type=words, default=phases, help="when a process is killed")
+    add("--kills", type=int, help="how many (default: each process once in each phase)")
+
+
+def kills_of(
+    given: argparse.Namespace, victims: Sequence[int], folder: Path
+) -> Iterator[tuple[str, int, Path]]:
+    """The phase, the process and a folder of its own for each kill that the flags ask for."""
+    kinds = list(itertools.product(given.phases, victims))
+    kills = len(kinds) if given.kills is None else given.kills
+    for number, kind in enumerate(itertools.islice(itertools.cycle(kinds), kills)):
+        own = folder / str(number)
+        own.mkdir()
+        yield *kind, own
+
+
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("tools/run serving_kills", __doc__)
-    add = parser.add_argument
-    add("--processes", type=int, default=2, help="of the server; 2 or 4")
-    add("--phases", type=words, default=PHASES, help="when a process is killed")
-    add("--kills", type=int, help="how many (default: each process once in each phase)")
+    parser.add_argument("--processes", type=int, default=2, help="of the server; 2 or 4")
+    add_flags(parser, PHASES)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Kill, and print."""
     given = make_parser().parse_args(arguments)
-    wrong = 0
-    print("| phase | killed | requests under way | later ones, until | answered again, s |")
-    print("| --- | --- | --- | --- | --- |")
+    wrong: list[bool] = []
+    print_head(("phase", "killed", "requests under way", "later ones, until", "answered again, s"))
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        write_bundle(folder / "tiny")
-        with Group(folder, folder / "tiny", given.processes, MESH, folder / "cache") as group:
+        bundle, cache = folder / "tiny", folder / "cache"
+        write_bundle(bundle)
+        with Group(folder, bundle, given.processes, MESH, cache) as group:
             group.wait_for(" ready: ")  # from here on the cache has all
-        kinds = [(phase, victim) for phase in given.phases for victim in (0, given.processes - 1)]
-        kills = len(kinds) if given.kills is None else given.kills
-        for number, (phase, victim) in enumerate(islice(cycle(kinds), kills)):
-            own = folder / str(number)
-            own.mkdir()
-            row = run(own, folder / "tiny", folder / "cache", given.processes, phase, victim)
-            print(line_of(row), flush=True)
-            if is_wrong(row):
-                wrong += 1
+        for phase, victim, own in kills_of(given, (0, given.processes - 1), folder):
+            row = run(own, bundle, cache, given.processes, phase, victim)
+            print_line(cells_of(row))
+            wrong.append(is_wrong(row))
+            if wrong[-1]:
                 print((own / "log").read_text(), file=sys.stderr)
-    print(f"{kills - wrong} of {kills} ended as they should")
-    sys.exit(1 if wrong else 0)
+    print(f"{wrong.count(False)} of {len(wrong)} ended as they should")
+    sys.exit(1 if any(wrong) else 0)
 
 
 if __name__ == "__main__":

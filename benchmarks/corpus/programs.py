@@ -1,10 +1,5 @@
-"""The corpus as a table, a line for each program: `python -m benchmarks.corpus.programs`."""
+"""The programs of the corpus."""
 
-from typing import Any
-
-import jax
-
-import spmd
 from benchmarks.corpus import (
     equinox_models,
     manual,
@@ -16,7 +11,7 @@ from benchmarks.corpus import (
     transforms,
     vision,
 )
-from benchmarks.corpus.program import MESHES, QUICK_MESH, Program
+from benchmarks.corpus.program import Program
 
 MODELS: list[Program] = [
     Program("equinox.mlp", equinox_models.mlp, heavy=True),
@@ -59,30 +54,3 @@ MANUAL: list[Program] = [
 ]
 
 PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *MANUAL, *optimizers.programs()]
-
-
-def specs(program: Program) -> tuple[str, ...]:
-    """The program's marks, without running what it makes its arguments with."""
-    found: list[tuple[str, ...]] = []
-
-    def make() -> Any:
-        made = program.made(spmd.make_mesh(**MESHES[QUICK_MESH]))
-        found.append(made.specs)
-        return jax.tree.leaves(made.args)
-
-    jax.eval_shape(make)
-    return found[0]
-
-
-def table() -> list[str]:
-    """Name, first line of the docstring, marks and whether it is heavy, tab-separated."""
-    lines = []
-    for program in PROGRAMS:
-        what = (program.make.__doc__ or "").partition("\n")[0].strip()
-        marks = ", ".join(specs(program))
-        lines.append("\t".join([program.name, what, marks, str(program.heavy)]))
-    return lines
-
-
-if __name__ == "__main__":
-    print("\n".join(table()))

@@ -1,1 +1,1 @@
-"""Reads the optimized HLO that XLA returns: collectives, schedule, sizes, trip counts."""
+"""Reads the optimized HLO that XLA returns: collectives, sizes, trip counts, a step's time."""

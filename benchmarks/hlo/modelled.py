@@ -13,9 +13,8 @@ from typing import NamedTuple
 from benchmarks.hlo.collectives import HloCollective, counted, read_account
 from benchmarks.hlo.read import frames_of
 from benchmarks.hlo.runs import Runs
-from benchmarks.hlo.schedule import estimated_cycles
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction, op_name_of
+from spmd.measure.hlo import Instruction, integer, op_name_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps
@@ -115,6 +114,11 @@ def modelled(
                     alone.append((collective._replace(count=counts[name]), waited))
     sent = sum(c.bytes * c.count for c in counted(account))
     return Modelled(kernel_seconds, exposed, sent, large, large_hidden, tuple(alone), parts)
+
+
+def estimated_cycles(instruction: Instruction) -> int:
+    """The compiler's estimate for an instruction outside of fusions; 0 if it makes none."""
+    return integer(r'"estimated_cycles":"(\d+)"', instruction.rest)
 
 
 def _hide(needed: float, flight: range, left: list[float]) -> float:

@@ -20,8 +20,6 @@ class Step(NamedTuple):
     scan: bool
     mesh: str = "data=4:model=2"
     model: str = "llama2-7b"
-    optimizer: str = "adamw"
-    chip: str = "h200"
     memory_limit: int = UNLIMITED
 
 
@@ -30,10 +28,10 @@ def lower(step: Step) -> spmd.Lowered:
     mesh = mesh_of(parse_axes(step.mesh))
     # Einsums are ops that Shardy, the peer, knows, too.
     config = model_of(step.model, step.layers, scan_layers=step.scan, attention="einsum")
-    optimizer = optax.adamw(1e-4) if step.optimizer == "adamw" else optax.adafactor(1e-4)
+    optimizer = optax.adamw(1e-4)
     fn = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
-    topology = spmd.Topology(f"{step.chip}:{mesh.size}")
+    topology = spmd.Topology(f"h200:{mesh.size}")
     options = spmd.Options(memory_limit=step.memory_limit)
     jitted = spmd.jit(fn, mesh=mesh, donate_argnums=(0, 1), options=options)
     return jitted.lower(*types, topology=topology)

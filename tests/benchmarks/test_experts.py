@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from benchmarks import experts, experts_peers
-from benchmarks.hlo.schedule import estimated_cycles
+from benchmarks.hlo.modelled import estimated_cycles
 from spmd.measure.hlo import parse_module_text
 from spmd.ops import experts_exchange, experts_local
 from tests.ops.test_attention import close

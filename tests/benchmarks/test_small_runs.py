@@ -1,11 +1,10 @@
 """Benchmarks at small sizes: the rows of their tables; without a compiler where it is not here."""
 
-import re
 from typing import Any
 
 import pytest
 
-from benchmarks import decode, experts, fp8, long, paged, placed, products, stages
+from benchmarks import decode, experts, long, paged, placed, products, stages
 from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 from spmd.ir.dialect import rule
 
@@ -21,12 +20,11 @@ def table(capsys: Capture) -> list[dict[str, str]]:
 
 @pytest.mark.heavy
 def test_decode(capsys: Capture) -> None:
-    flags = "--layers 1 --context 64 --page 16 --tokens 4 --batches 2 --chunk 5 --peer"
+    flags = "--layers 1 --context 64 --page 16 --tokens 4 --batches 2 --chunk 5"
     decode.main(flags.split())
-    rows = [list(row.values()) for row in table(capsys)]
-    assert [row[0] for row in rows] == ["none", "none, jax.jit"]
-    for row in rows:
-        assert row[2:5] == ["2", "5", "1"] and float(row[5]) > 0
+    (row,) = table(capsys)
+    shown = [row[name] for name in ("weights", "batch", "chunk", "devices")]
+    assert shown == ["none", "2", "5", "1"] and float(row["ms/step"]) > 0
 
 
 @pytest.mark.thorough
@@ -48,18 +46,6 @@ def test_products(capsys: Capture) -> None:
     kinds = [(row["weights"], row["rows"]) for row in rows]
     assert kinds == [(kind, count) for kind in products.KINDS for count in ("1", "3")]
     assert all(float(row["ours, us"]) > 0 for row in rows)
-
-
-@pytest.mark.heavy
-def test_fp8(capsys: Capture) -> None:
-    """The comparison of losses: both runs start alike and stay close."""
-    sizes = "--hidden_size 64 --layers 1 --seq_len 16 --global_batch 4 --dtype float32 --scan"
-    fp8.main([*sizes.split(), "--mesh", "data=2", "--steps", "3", "--every", "2"])
-    printed = capsys.readouterr().out
-    rows = re.findall(r"\| ([\w ]+) \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \|", printed)
-    assert [name for name, _, _ in rows] == ["1", "3", "mean of the last 3"]
-    for _, want, got in rows:
-        assert float(got) == pytest.approx(float(want), rel=0.03)
 
 
 @pytest.mark.heavy
@@ -128,11 +114,11 @@ def test_placed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.heavy
 def test_plan_llama() -> None:
     row = ROWS["7b"]
-    lowered = lower(row, 1024, 1)
-    cells = plan_cells(row, 1024, 1, lowered)
-    name, accumulate, sent, seconds, waiting, shares, count, permutes, memory = cells
+    lowered = lower(row, 1024)
+    cells = plan_cells(row, 1024, lowered)
+    name, sent, seconds, waiting, shares, count, permutes, memory = cells
     assert name == "llama2-7b, v4:2x2x4, 16x1, 256 x 1024"
-    assert (accumulate, shares) == ("1", mfu(row, 1024, lowered.cost))
+    assert shares == mfu(row, 1024, lowered.cost)
     # Three gathers of the weights in bf16 and one reduction of their gradients, at least.
     assert float(sent) > 3 * 2 * 6.6 * 15 / 16
     assert 0 <= float(waiting) < float(seconds)
@@ -144,10 +130,3 @@ def test_plan_llama() -> None:
     # A loop-invariant mask is computed piece by piece: nobody holds it for the whole batch.
     types = lowered.stages.optimized.program.types
     assert not any(t.shape[:1] == (256,) and t.rank == 4 for t in types)
-
-
-@pytest.mark.heavy
-def test_plan_llama_accumulates() -> None:
-    row = ROWS["7b"]
-    once, twice = (lower(row, 2048, n).predicted_memory.peak for n in (1, 2))
-    assert twice < 0.75 * once

@@ -16,7 +16,7 @@ from benchmarks.programs import muon
 from spmd.models.llama import sharding
 from spmd.models.llama.named import named_config
 from spmd.models.llama.step import argument_types, train_step
-from tools.drawn import H200, MESH, QUIET, Spec, explored, specs_of
+from tools.placements import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 LINE = spmd.Mesh(None, (8,), ("data",))

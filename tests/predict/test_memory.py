@@ -1,6 +1,6 @@
 """What the prediction of a device's memory says, on programs small enough to count by hand."""
 
-import re
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import spmd
-from benchmarks.memory import PROGRAMS, programs
+from benchmarks.programs import llama_training
+from benchmarks.programs.catalog import program_named
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import Kernel, Kernels, breadth_first
 from spmd.predict.memory import MemoryUse, peak_memory, predict
@@ -204,36 +205,38 @@ def test_cheap_values_are_computed_again() -> None:
 
 
 QUICK = (
-    "mlp 4x2",
-    "resnet 8x1",
-    "moe 4x2",
-    "decode 4x2",
+    "remat/mlp-none@4x2",
+    "resnet/data-parallel@8x1",
+    "moe/train@4x2",
+    "llama-serve/decode-tp@4x2",
 )
 LONGER = (
-    "llama scan 8x1 bf16",
-    "llama scan 8x1 remat",
+    "llama-train/scan@8x1",
+    "llama-train/unrolled@4x2",
+    "remat/attention-default@8x1",
     "recommender/rows@8x1",
-    "llama scan 8x1",
-    "llama unrolled 4x2",
     "llama-serve/prefill-2d@4x2",
-    "llama-serve/decode-tp@4x2",
     "moe/train-own-axis@4x2",
-    "resnet/data-parallel@8x1",
 )
+
+
+def lowered_program(name: str) -> spmd.Lowered:
+    mesh, built = program_named(name).make()
+    return spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate).lower(*built.args)
 
 
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in LONGER)]
 )
 def test_predictions_are_near_what_xla_reports(name: str) -> None:
-    lowered = programs(re.escape(name) + "$", 1)[name](None)
+    lowered = lowered_program(name)
     reported = lowered.compile().memory
     assert not reported.is_predicted
     assert 0.87 < lowered.memory.peak_bytes / reported.peak_bytes < 1.1
 
 
 def test_arguments_and_results_are_exact() -> None:
-    lowered = PROGRAMS["mlp 4x2"](1).lower()
+    lowered = lowered_program("moe/train@8x1")
     reported, predicted = lowered.compile().memory, lowered.memory
     assert predicted.is_predicted
     assert predicted.arguments == reported.arguments
@@ -241,8 +244,10 @@ def test_arguments_and_results_are_exact() -> None:
     assert peak_memory(lowered.stages.optimized.program).aliased == 0
 
 
-def test_halves_may_be_held_as_floats() -> None:
-    lowered = PROGRAMS["llama scan 8x1 bf16"](1).lower()
+def test_halves_may_be_held_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = dataclasses.replace(llama_training.CONFIG, dtype="bfloat16")
+    monkeypatch.setattr(llama_training, "CONFIG", halves)
+    lowered = lowered_program("llama-train/scan@8x1")
     program = lowered.stages.optimized.program
     cpu = backend_of("cpu")
     narrow, wide = (

@@ -40,9 +40,6 @@ DRY_RUNS: dict[str, list[str]] = {
                    "--volume=nas:/models=/models:ro", "--volume=/scratch=/scratch"],
     "tpu_vm": ["tpu-vm", "--tpu-name=pod", "--zone=us-east5-a", "--project=mine",
                "--folder=my spmd", "--env=NOTE=it's new"],
-    "mpi": ["mpi", "--hosts=a,b.example", "--nodes=2", "--gpus_per_node=8",
-            "--processes_per_node=8", "--env=NOTE=it's new", "--folder=/spmd"],
-    "mpi_here": ["mpi", "--processes_per_node=4"],
 }  # fmt: skip
 
 SERVE = ["scripts/serve", "/bundles/llama", "--mesh=data=2,model=8", "--host=0.0.0.0"]
@@ -238,7 +235,7 @@ def test_jobset_commands_survive(dry_run: Callable[..., str]):
     assert [part.replace("$$(", "$(") for part in pod["containers"][0]["command"]] == HARD
 
 
-# TPU VMs and MPI.
+# TPU VMs.
 
 
 def test_tpu_vm_commands_survive_and_start_again(dry_run: Callable[..., str], tmp_path: Path):
@@ -248,12 +245,6 @@ def test_tpu_vm_commands_survive_and_start_again(dry_run: Callable[..., str], tm
     assert subprocess.run(["bash", "-c", remote], env=env).returncode == 76
     calls = [json.loads(line) for line in (tmp_path / "prog").read_text().splitlines()]
     assert calls == [[HARD[1:], "it's $new"]] * 2
-
-
-def test_mpi_commands_survive(dry_run: Callable[..., str]):
-    call = shlex.split(dry_run(["mpi", "--env=NOTE=it's $new"], HARD))
-    assert call[0] == "mpirun" and call[-len(HARD) :] == HARD
-    assert call[call.index("NOTE=it's $new") - 1] == "-x"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -307,10 +298,6 @@ def test_an_engine_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys):
         (["jobset", "--image=i", "--volume=x=/y"], "'x' is neither /FOLDER nor SERVER:/FOLDER"),
         (["jobset", "--image=i", "--claim=A=/a"], "--claim 'A' is no name that Kubernetes takes"),
         (["jobset", "--image=i", "--claim=a=/a", "--secret=b=/a"], "two volumes are mounted at /a"),
-        (["mpi", "--nodes=2"], "2 nodes need names"),
-        (["mpi", "--hosts=a", "--nodes=2"], "names 1 hosts and --nodes is 2"),
-        (["mpi", "--hosts=a;b"], "'a;b' is no name of a host"),
-        (["mpi", "--hostfile=f", "--nodes=2"], "nothing says where process 0 is"),
     ],
 )
 def test_bad_flags(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import CollectiveSpeed, Link, Topology
 from spmd.reshard.comm import collective_seconds
 from tools import calibrate
-from tools.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
+from tools.calibrate import KINDS, Sample, axis_sets, calibrated, fit_link
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 

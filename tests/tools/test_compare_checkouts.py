@@ -21,13 +21,10 @@ from tools.house import (
     comment_lines,
     facts,
     function_lines,
-    imported_once,
-    largest_folder,
     op_names,
     read,
     size,
     spread,
-    table,
 )
 from tools.imports import imports_of
 
@@ -138,7 +135,6 @@ def test_lines_files_and_folders() -> None:
     assert size(SOURCES, ("spmd",)) == "10, 5, 3"
     assert size(SOURCES, ("spmd", "tests")) == "12, 6, 4"
     assert size(SOURCES, ("models",)) == "0, 0, 0"
-    assert largest_folder({f"a/{n}.py": "" for n in range(3)} | {"a/b/c.py": ""}) == "a, 3"
 
 
 @pytest.mark.parametrize(
@@ -157,11 +153,6 @@ def test_names_of_ops(text: str, count: int) -> None:
     assert op_names(text) == count
 
 
-def test_modules_that_one_other_imports() -> None:
-    # compiler by the package, text by compiler (a test's import does not count); types by two.
-    assert imported_once(SOURCES) == ["spmd.compiler", "spmd.ir.text"]
-
-
 def test_lengths() -> None:
     text = (
         "@cache\ndef f():\n    def g():\n        return 1\n\n    return g\n\nasync def h(): ...\n"
@@ -174,11 +165,6 @@ def test_lengths() -> None:
 
 def test_comments_are_lines_of_their_own() -> None:
     assert comment_lines("# one\nx = 1  # none\n    # two\ny = '''\n# none\n'''\n") == 2
-
-
-def test_the_table_has_a_column_for_each_checkout() -> None:
-    lines = table({"before": {"files": "1"}, "after": {"files": "2"}}).splitlines()
-    assert lines == ["|  | before | after |", "| --- | ---: | ---: |", "| files | 1 | 2 |"]
 
 
 def test_all_of_one_checkout(tmp_path: Path) -> None:

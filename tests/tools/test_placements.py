@@ -4,8 +4,19 @@ import random
 
 import pytest
 
-from tools.drawn import Drawn, Explored, Step, drawn, explored, marks_of, specs_of
-from tools.placements import Done, in_own_process, report, summary
+from tools.placements import (
+    Done,
+    Drawn,
+    Explored,
+    Step,
+    drawn,
+    explored,
+    in_own_process,
+    marks_of,
+    report,
+    specs_of,
+    summary,
+)
 
 PROGRAM = Drawn((None,), (Step("tanh", (0,)),), ((1024, 2048), (1024, 2048)), (1,))
 BEATEN = Explored(PROGRAM, 9, 2.2e-5, 2e-5, {1: ("data", None)})

@@ -8,6 +8,7 @@ import optax
 
 import spmd
 from benchmarks.corpus.program import Made, mark
+from benchmarks.corpus.training import cross_entropy as cross_entropy
 
 Value = TypeVar("Value")
 
@@ -103,8 +104,3 @@ def training(
 
     args = (params, chosen.init(params), *batch)
     return Made(step, args, ("params", "open", *["batch"] * len(batch)))
-
-
-def cross_entropy(logits: Any, labels: Any) -> Any:
-    """The mean over everything."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -9,7 +9,7 @@ import pytest
 import spmd
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.data.source import PackedTokens, from_documents, whole
-from tools.training_peers import apart, losses
+from tools.compare_training import apart, losses
 
 STEPS = 20
 

@@ -24,7 +24,7 @@ from tests.models.llama.made import assert_close, fresh_params
 from tests.models.llama.test_packing import batch as packed_batch
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
-from tools import training_peers
+from tools import compare_training
 
 STEPS = 3
 PARTS = dataclasses.replace(
@@ -47,7 +47,7 @@ def their_steps(folder: Any, into: Any) -> tuple[list[float], dict[str, Any]]:
     import transformers
 
     net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    losses = list(training_peers.torch_steps(net, lambda number: batches()[number], STEPS))
+    losses = list(compare_training.torch_steps(net, lambda number: batches()[number], STEPS))
     net.save_pretrained(into)
     return losses, load_file(into / "model.safetensors")
 
@@ -65,10 +65,10 @@ def test_three_steps_are_transformers(
 ) -> None:
     """Loaded, trained on a mesh and saved again: their losses, their parameters."""
     # AdamW's usual epsilon makes a whole step of a gradient that is rounding alone.
-    monkeypatch.setattr(training_peers, "EPSILON", 1e-5)
+    monkeypatch.setattr(compare_training, "EPSILON", 1e-5)
     config = dataclasses.replace(read_config(folders(variant)), scan_layers=variant != "biased")
     params = weights.load(folders(variant), config)
-    rule = training_peers.optimizer()
+    rule = compare_training.optimizer()
     step = spmd.jit(train_step(config, rule, sharding.activation_marks(mesh, config)), mesh=mesh)
     params, state = sharding.mark_params(params, mesh, config), rule.init(params)
     losses = []
@@ -127,7 +127,7 @@ def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mes
 def test_all_parts_in_fp8() -> None:
     config = dataclasses.replace(PARTS, matmul="fp8")
     params = drawn(config)
-    rule = training_peers.optimizer()
+    rule = compare_training.optimizer()
     step = jax.jit(train_step(config, rule))
     new, _, loss = step(params, initial_state(rule, params), packed_batch())
     exact = float(alone(PARTS)[0])
