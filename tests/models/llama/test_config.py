@@ -127,7 +127,7 @@ PARAMETERS = """
 WORDS = PARAMETERS.split()
 
 
-@pytest.mark.parametrize(("name", "count"), zip(WORDS[::2], WORDS[1::2], strict=True))
+@pytest.mark.parametrize(("name", "count"), [*zip(WORDS[::2], WORDS[1::2], strict=True)])
 def test_published_parameter_counts(name, count):
     assert named_config(name).parameter_count() == int(count)
 
