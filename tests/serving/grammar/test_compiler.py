@@ -154,9 +154,8 @@ def test_marks_that_are_special_tokens(words: Any, format: Any, choice: str) -> 
     tools = parse_tools(Fields(body))
     assert tools is not None
     guide = calls_grammar(grammars, format, tools).guide()
-    head, tail = format.around("add")
     before = "" if choice == "required" or format.bare else "Let me see. "
-    (tokens,) = words.encode_batch([f'{before}{head}{{"a": 1}}{tail}'])
+    (tokens,) = words.encode_batch([before + format.written("add", {"a": 1})])
     special = [i for i in range(len(MARKS) + 1)]
     assert format.bare or set(tokens.tolist()) & set(special)
     assert words.eos_id in after(guide, tokens.tolist())
