@@ -291,6 +291,8 @@ class Scheduler:
         """
         draws = self._decoding or self._unmasked
         most = self._budget if draws else self.limits.rows[-1]
+        if not self._seconds:
+            return most
         rows = [0] * len(self.groups)
         for request in self._decoding.values():
             rows[request.slot // self._slots] += 1
