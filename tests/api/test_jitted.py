@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 import threading
 import warnings
@@ -16,6 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.api.jitted import JitOptions
+
+
+def test_its_options_are_those_that_type_checkers_know() -> None:
+    assert [*inspect.signature(spmd.jit).parameters][1:] == [*JitOptions.__annotations__]
 
 
 def test_one_compilation_serves_arrays_where_it_put_them(mesh: spmd.Mesh) -> None:
