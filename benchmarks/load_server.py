@@ -191,7 +191,13 @@ def main() -> None:
     threading.Thread(target=obey, args=(made,), name="commands", daemon=True).start()
     options = ServerOptions(max_waiting=given.max_waiting, token_budget=given.token_budget)
     with ending_on_interrupt(), one_message(ConfigError, *USER_ERRORS):
-        serve(lambda: load(given, made), port=given.port, options=options, log_level="warning")
+        serve(
+            lambda: load(given, made),
+            port=given.port,
+            options=options,
+            log_level="warning",
+            apart=True,
+        )
 
 
 if __name__ == "__main__":

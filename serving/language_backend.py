@@ -32,7 +32,7 @@ def model_backend(bundle: Bundle) -> ModelBackend:
     Raises:
       BundleError: the bundle is none of a language model.
     """
-    if not is_language_model(bundle):
+    if not is_language_model(bundle.manifest):
         kind = repr(bundle.manifest.contract.get("kind"))[:40]
         raise BundleError(f"{bundle.manifest.name} is no language model: its kind is {kind}")
     try:
@@ -49,9 +49,9 @@ def model_backend(bundle: Bundle) -> ModelBackend:
         ) from error
 
 
-def is_language_model(bundle: Bundle) -> bool:
+def is_language_model(manifest: Manifest) -> bool:
     """Whether a bundle's functions are those of `spmd.models.decode.functions`."""
-    return bundle.manifest.contract.get("kind") in (KIND, OLD_KIND)
+    return manifest.contract.get("kind") in (KIND, OLD_KIND)
 
 
 def first_functions(manifest: Manifest) -> list[str]:

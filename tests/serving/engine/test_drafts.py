@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.serving.engine.actions import Job
-from spmd.serving.engine.drafts import guess
 from spmd.serving.engine.core import Core
+from spmd.serving.engine.drafts import guess
 from spmd.serving.engine.engine import Engine
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 
