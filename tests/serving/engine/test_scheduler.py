@@ -385,13 +385,20 @@ def test_drafts_are_tried_once_the_last_token_is_known() -> None:
     assert (counts.drafted, counts.accepted) == (3, 3)
 
 
-def test_many_that_draw_have_no_room_for_drafts() -> None:
-    run = Run(GUESSED)
+@pytest.mark.parametrize(
+    ("count", "longer", "drafts"),
+    [(2, None, 0), (3, 1.05, 0), (2, 1.05, 3), (2, 1.2, 0), (1, 1.2, 3)],
+)
+def test_drafts_are_tried_where_a_step_hardly_takes_longer(
+    count: int, longer: float | None, drafts: int
+) -> None:
+    run = Run(GUESSED, budget=16)
+    run.scheduler.know({4: 1.0, 8: longer} if longer else {}, 16)
     run.backend.alphabet = range(1)
-    run.submit(*(request(key, [0] * 8, 30) for key in range(3)))
+    run.submit(*(request(key, [0] * 8, 30) for key in range(count)))
     run.finish()
-    full = [step for step in run.steps if step.decoding == 3]
-    assert len(full) > 10 and not any(part.drafts for step in full for part in step.parts)
+    full = [step for step in run.steps if step.decoding == count]
+    assert max(len(part.drafts) for step in full for part in step.parts) == drafts
 
 
 @pytest.mark.parametrize("tokens", [256, 200])
