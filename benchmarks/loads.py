@@ -41,7 +41,7 @@ from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 from spmd.models.llama.config import DTYPES
 from spmd.models.llama.quantize import QUANTIZATIONS
-from spmd.scripts.export_llama import numbers
+from spmd.scripts import export_llama
 from spmd.serving.http.limits import ServerOptions
 
 ROOT = Path(__file__).parents[1]
@@ -268,7 +268,7 @@ def load_names(text: str) -> tuple[str, ...]:
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run loads", __doc__)
-    add = parser.add_argument
+    add, exported = parser.add_argument, export_llama.make_parser().get_default
     add("--loads", type=load_names, default=",".join(WORKLOADS), help="which, in this order")
     add("--scale", type=float, default=1.0, help="of requests, at once and in all, and of lengths")
     add("--client_processes", type=positive, default=4, help="that ask and read")
@@ -278,13 +278,14 @@ def make_parser() -> Parser:
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--model_axis", type=positive, default=1, help="devices that share a layer")
     add("--groups", type=positive, default=1, help="of slots, each on devices of its own")
-    add("--slots", type=positive, default=64, help="sequences that run together, of all groups")
+    slots = exported("slots")
+    add("--slots", type=positive, default=slots, help="sequences that run together, of all groups")
     add("--max_length", type=positive, default=4352, help="tokens of a sequence")
-    add("--rows", type=numbers, help="as of scripts/export_llama")
-    add("--length", type=numbers, help="as of scripts/export_llama")
-    add("--page", type=positive, default=64, help="tokens of a page of the cache")
+    add("--rows", type=export_llama.numbers, help="as of scripts/export_llama")
+    add("--length", type=export_llama.numbers, help="as of scripts/export_llama")
+    add("--page", type=positive, default=exported("page"), help="tokens of a page of the cache")
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
-    add("--drafts", type=int, default=7, help="as of scripts/export_llama")
+    add("--drafts", type=int, default=exported("drafts"), help="as of scripts/export_llama")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
