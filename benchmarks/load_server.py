@@ -43,6 +43,7 @@ from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.scripts.serve_bundle import USER_ERRORS
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.symbols import take_gpu_memory
 from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import ServerOptions
@@ -67,6 +68,7 @@ def make_bundle(given: argparse.Namespace) -> Bundle:
 
     The functions that score given tokens are left out: no load asks for that.
     """
+    take_gpu_memory()
     config = make_config(given)
     shape = make_shape(Source(config, {}, "random weights"), given)
     check_shape(shape)
