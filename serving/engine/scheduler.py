@@ -296,6 +296,7 @@ class Scheduler:
         most = self._budget if draws else self.limits.rows[-1]
         if not self._seconds:
             return most
+        most = min(most, max(self._slots, *self._seconds))  # larger ones are still compiled
         rows = self._drawing()
         for index, group in enumerate(self.groups):
             if group.filling is not None:

@@ -431,10 +431,12 @@ def test_a_full_group_leaves_a_prompt_one_row() -> None:
     assert [len(chunk.tokens or ()) for chunk in run.chunks(3)] == [1] * 7
 
 
-@pytest.mark.parametrize(("longer", "chunks"), [(1.4, [6]), (1.6, [4, 2])])
-def test_a_step_is_no_larger_than_is_worth_its_padding(longer: float, chunks: list[int]) -> None:
+@pytest.mark.parametrize(("longer", "chunks"), [(1.4, [6]), (1.6, [4, 2]), (None, [4, 2])])
+def test_a_step_is_no_larger_than_is_worth_its_padding(
+    longer: float | None, chunks: list[int]
+) -> None:
     run = Run()
-    run.scheduler.know({4: 1.0, 8: longer}, 8)
+    run.scheduler.know({4: 1.0, **({8: longer} if longer else {})}, 8)
     run.submit(request(0, [1] * 6, 1))
     run.finish()
     assert [len(chunk.tokens or ()) for chunk in run.chunks(0)] == chunks
