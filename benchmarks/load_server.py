@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from spmd.scripts.export_llama import make_shape
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.scripts.serve_bundle import USER_ERRORS
 from spmd.serving.bundle.bundle import Bundle
-from spmd.serving.bundle.manifest import Manifest
 from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.bundle.symbols import take_gpu_memory
 from spmd.serving.bundle.write import TOKENIZER
@@ -53,8 +51,6 @@ from spmd.serving.http.server import serve
 from spmd.serving.language_backend import first_functions, info
 from spmd.serving.language_bundle import SMALL, check_shape, contract
 from spmd.serving.load import load_model
-
-First = Callable[[Manifest], Collection[str]]
 
 MLIR_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -67,11 +63,8 @@ def make_config(given: argparse.Namespace) -> LlamaConfig:
     return dataclasses.replace(config, num_hidden_layers=given.layers or config.num_hidden_layers)
 
 
-def make_bundle(given: argparse.Namespace, first: First | None = None) -> Bundle:
-    """The model, compiled, with random weights that were made on the devices.
-
-    Without `first`, as for `load_bundle`, the functions that score given tokens are left out.
-    """
+def make_bundle(given: argparse.Namespace) -> Bundle:
+    """The model with random weights that were made on the devices, and its first functions."""
     take_gpu_memory()
     config = make_config(given)
     shape = make_shape(Source(config, {}, "random weights"), given)
@@ -81,7 +74,7 @@ def make_bundle(given: argparse.Namespace, first: First | None = None) -> Bundle
     functions, state, specs, primary = decode.functions(model, shape, types)
     devices = jax.devices()[: given.groups * given.model_axis]
     return compile_bundle(
-        [function for function in functions if first or function.tags["kind"] != "score"],
+        functions,
         spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices),
         weights=types,
         make_weights=functools.partial(random_weights, types, config=config),
@@ -91,7 +84,7 @@ def make_bundle(given: argparse.Namespace, first: First | None = None) -> Bundle
         symbols=given.symbols,
         memory_share=given.memory_share,
         contract=contract(model, shape, dataclasses.asdict(config)),
-        first=first,
+        first=first_functions,
     )
 
 
@@ -129,7 +122,7 @@ def costs(bundle: Bundle, given: argparse.Namespace) -> dict[str, Any]:
 def load(given: argparse.Namespace, made: queue.SimpleQueue[Bundle]) -> Loaded:
     """The model as the server serves it; says so on stdout, and once all functions are there."""
     started = time.perf_counter()
-    bundle = make_bundle(given, first_functions)
+    bundle = make_bundle(given)
     made.put(bundle)
     for note in bundle.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -217,9 +217,7 @@ class Bundle:
             self._held |= zip(arrays, put(list(arrays.values()), shardings), strict=True)
 
     def compile_behind(
-        self,
-        later: Mapping[str, Callable[[], CompiledFunction]],
-        ended: Callable[[], None] = lambda: None,
+        self, later: Mapping[str, Callable[[], CompiledFunction]], ended: Callable[[], None]
     ) -> None:
         """Compiles the functions that are not there yet, on threads of their own.
 

@@ -88,7 +88,7 @@ def compile_bundle(
     parts = compile_functions(sized, mesh, planned.emitted, planned.more, names, options, put)
     notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
     bundle = Bundle(sized, mesh, parts, notes, planned.symbols)
-    bundle.compile_behind(parts.later)
+    bundle.compile_behind(parts.later, lambda: None)
     return bundle
 
 
@@ -112,6 +112,10 @@ def described(
     """
     by_name = {function.name: function for function in functions}
 
+    def entry(function: Function) -> Entrypoint:
+        arguments_of(function)  # before it is traced
+        return entrypoint(function, jax.eval_shape(function.fn, *function.args), {}, [])
+
     @functools.cache
     def traced(name: str) -> Any:
         function = by_name[name]
@@ -121,7 +125,7 @@ def described(
         name="memory",
         producer={},
         primary=primary or functions[0].name,
-        functions={name: _entry(function) for name, function in by_name.items()},
+        functions={name: entry(function) for name, function in by_name.items()},
         weights=leaves_of(weights, WEIGHTS),
         state=state_leaves(state),
         specs=plain_specs(specs or {}),
@@ -130,9 +134,3 @@ def described(
     )
     check_manifest(manifest)
     return manifest, traced
-
-
-def _entry(function: Function) -> Entrypoint:
-    """What a function is."""
-    arguments_of(function)  # before it is traced
-    return entrypoint(function, jax.eval_shape(function.fn, *function.args), {}, [])

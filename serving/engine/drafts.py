@@ -27,13 +27,7 @@ KEPT, KEPT_UNTRIED = 0.95, 0.99
 
 
 class Said:
-    """Where a text that grows says its last tokens earlier, too.
-
-    Places are chained by the two tokens that end there, as zlib does with three bytes: of a text
-    that grew by a token nothing else is looked at.
-    """
-
-    __slots__ = ("_before", "_latest")
+    """Where a growing text says the same: its places, chained by the two tokens that end there."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, int], int] = {}  # two tokens -> the last place where they end
@@ -59,18 +53,14 @@ class Said:
             latest[pair] = place
         if most < 1 or last < least:
             return ()
-        # Places of more agreement are looked for: with all of `wanted`, which is `back` + 1 tokens.
         found, back, place = -1, least - 1, before[last]
-        wanted = tokens[last - back :]
-        while place >= back and back < LONGEST:
-            if tokens[place - back] == wanted[0] and tokens[place - back : place + 1] == wanted:
+        while place >= back and back < LONGEST:  # do `back` + 1 tokens agree there?
+            if tokens[place - back] != tokens[last - back] or (
+                tokens[place - back : place] != tokens[last - back : last]
+            ):
+                place = before[place]
+            else:
                 found, back = place, back + 1
-                while (
-                    back < min(LONGEST, place + 1) and tokens[place - back] == tokens[last - back]
-                ):
-                    back += 1
-                wanted = tokens[last - back :]
-            place = before[place]
         if found < 0:
             return ()
         return tuple([tokens[found + 1 + i % (last - found)] for i in range(most)])

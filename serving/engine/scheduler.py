@@ -319,28 +319,21 @@ class Scheduler:
             drawing[request.slot // self._slots] += 1
         return drawing
 
-    def _with_drafts(self, drawing: int) -> int:
-        """Rows of a group up to which a step takes hardly longer than one of those who draw.
-
-        Where nothing is predicted, they are those of the first size that has one to spare.
-        """
-        known = self._seconds
-        alone = next((known[size] for size in known if size >= drawing), None)
-        if alone is None:
-            return next((size for size in self.limits.rows if size > drawing), drawing)
-        return max(size for size in known if known[size] <= HARDLY * alone)
-
     def _guess(self) -> dict[int, _Guess]:
         """Maps requests to what may be drawn next; to None where a token is awaited first.
 
         There are drafts where all who draw can have two at least, in steps that take hardly longer
-        than without. One token of a step is drawn for each slot of a group, at most. A step that
-        waits for the last one's results delays all who draw, so the more there are, the surer a
-        guess is. What a text says is surer than a draft model, and costs less, where much agrees.
+        than without (where nothing is predicted, of the first size with a row to spare), and draw
+        one token for each slot at most. A step that waits for the last one's results delays all who
+        draw, so the more there are, the surer a guess is. What a text says is surer than a draft
+        model, and costs less, where much of it agrees.
         """
         found: dict[int, _Guess] = {}
-        drawing, cost = max(1, *self._drawing()), self.limits.draft_cost
-        rows = min(self._slots, self._with_drafts(drawing))
+        drawing, cost, known = max(1, *self._drawing()), self.limits.draft_cost, self._seconds
+        alone = next((known[size] for size in known if size >= drawing), 0)
+        spare = next((size for size in self.limits.rows if size > drawing), drawing)
+        rows = max((size for size in known if known[size] <= HARDLY * alone), default=spare)
+        rows = min(rows, self._slots)
         if self.waiting or any(group.filling for group in self.groups):
             rows = min(rows, self._budget - self._slots)  # prompts have theirs
         most = min(self.limits.drafts, rows // drawing - 1)
