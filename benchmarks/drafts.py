@@ -34,6 +34,7 @@ from spmd.cli.flags import Parser, Switch, positive
 from spmd.scripts.export_llama import numbers
 from spmd.serving.engine.actions import EngineStep, Job
 from spmd.serving.engine.backend import Limits, Sampling
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.model_backend import ModelBackend
 from spmd.serving.engine.scheduler import Scheduler
@@ -67,7 +68,7 @@ def measured(backend: ModelBackend, jobs: Sequence[Job], drafts: int) -> tuple[f
     """Tokens/s of some requests that run together, drafts that were right, and all of them."""
     whole = backend.limits
     backend.limits = dataclasses.replace(whole, drafts=drafts)
-    engine = Engine(backend, lambda ids: "x" * len(ids), (5,))
+    engine = Engine(Core(backend), lambda ids: "x" * len(ids), (5,))
     backend.limits = whole
     engine.start()
 

@@ -1,15 +1,15 @@
-"""Runs requests on a backend: a few threads work, readers wait in asyncio.
+"""Runs requests: jobs go to the core, and what it draws becomes text for readers in asyncio.
 
-    submit ──> scheduler ──> calls of the backend ──> tokens ──> text ──> stream
+    submit ──> core: scheduler, backend ──> tokens ──> text ──> stream
 
-`submit` returns a stream of deltas that is read with `async for`. One thread keeps the device busy:
-it begins every step that the scheduler allows, waits for the oldest one, and tells the scheduler
-what was drawn. The other one makes text of that and hands it out, while the first goes on. So a
-stop string may be found when the request is some steps further; what it drew there is dropped. More
-threads make masks for requests with a guide, which go on when theirs is made.
+`submit` returns a stream of deltas that is read with `async for`. The core (`spmd.serving.engine.core`)
+keeps the device busy, on a thread or in a process of its own. One thread here makes text of what it
+drew and hands it out, while the core goes on. So a stop string may be found when the request is some
+steps further; what it drew there is dropped. More threads make masks for requests with a guide, which
+go on when theirs is made.
 
-A lock guards the scheduler and the table of entries. Calling the backend and making text of tokens
-take long, so both happen without the lock; a request may be cancelled meanwhile.
+A lock guards the table of entries. Making text of tokens takes long, so it happens without the lock;
+a request may be cancelled meanwhile.
 """
 
 import dataclasses
@@ -18,88 +18,19 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from spmd.serving.engine.actions import Counts, EngineStep, Job, Progress
-from spmd.serving.engine.backend import Backend, Stepped, Tokens, Words
+from spmd.serving.engine.actions import Job, Progress
+from spmd.serving.engine.backend import Tokens, Words
 from spmd.serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
+from spmd.serving.engine.core import Broken, Ran, Steps
 from spmd.serving.engine.guide import GuideError, Guides
 from spmd.serving.engine.records import UNOBSERVED, EngineState, Finished, Observer, StepRecord
-from spmd.serving.engine.scheduler import Scheduler
+from spmd.serving.engine.scheduler import check_job
 from spmd.serving.engine.stream import Failed, Misguided, Stopped, Stream, deliver, shutting_down
 from spmd.serving.engine.text import Decode, TokenTexts
 from spmd.serving.engine.workers import have_ended, join_all
-
-
-class _Call(NamedTuple):
-    step: EngineStep
-    started: float
-    gap: float
-    results: Callable[[], Stepped]
-
-
-class Done(NamedTuple):
-    """A step that is done."""
-
-    step: EngineStep  # what was asked for
-    results: Stepped  # what the backend returned
-    record: StepRecord  # when
-
-
-class Calls:
-    """A queue of the calls under way; only the engine's thread begins and finishes them."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._under_way: deque[_Call] = deque()
-        # When the device began the oldest call: when that call was made, or, if another one was
-        # under way then, when the other one was done.
-        self._busy_since: float | None = None
-        # Since when there is no call, though requests run.
-        self.idle_since: float | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._under_way)
-
-    def begin(self, step: EngineStep) -> None:
-        """Begins a step, and returns before it is done."""
-        started = time.monotonic()
-        gap = 0.0 if self.idle_since is None else started - self.idle_since
-        self.idle_since = None
-        if self._busy_since is None:
-            self._busy_since = started
-        for begin in step.begins:
-            self._backend.begin(*begin)
-        if step.masks:
-            self._backend.allow(step.masks)
-        results = self._backend.step(step.parts, step.alternatives)
-        self._under_way.append(_Call(step, started, gap, results))
-
-    def finish(self) -> Done:
-        """Waits for the oldest step."""
-        step, started, gap, results = self._under_way.popleft()
-        asked = time.monotonic()
-        found = results()
-        now = time.monotonic()
-        begun = max(started, self._busy_since or 0.0)
-        self._busy_since, self.idle_since = (now, None) if self._under_way else (None, now)
-        of_prompts = zip(step.keys[step.decoding :], step.parts[step.decoding :], strict=True)
-        record = StepRecord(
-            begun, now, now - asked, gap, step.rows, found.rows - step.rows, step.seen, step.keys,
-            {key: (part.rows, part.draws) for key, part in of_prompts},
-        )  # fmt: skip
-        return Done(step, found, record)
-
-    def stalled(self) -> float:
-        """Seconds for which the oldest call has been running; 0 if there is none."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
-
-    def abandon(self) -> None:
-        """Nobody waits for what is under way any more, so nothing counts as stalled."""
-        self._busy_since = None
 
 
 class Entry:
@@ -157,17 +88,13 @@ would come later and later, and requests run ever further beyond their stop stri
 
 
 class Engine:
-    """Runs requests on a backend.
+    """Runs requests.
 
     Args:
-      backend: the model; only one thread calls it.
+      core: what runs their jobs; it is started and stopped here.
       decode: turns token ids into text.
       letter: ids of which the last one ends a word. Alternatives are shown as they would read
         behind it: some tokenizers drop a space at the beginning of a text.
-      token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
-        None takes the backend's.
-      ahead: how many steps are begun before the results of the last one are there.
-      heed: is told what the backend raised, before the readers are.
 
     Attributes:
       error: why the model failed; None as long as it has not.
@@ -175,38 +102,25 @@ class Engine:
 
     def __init__(
         self,
-        backend: Backend,
+        core: Steps,
         decode: Decode,
         letter: Sequence[int] = (),
         *,
         observer: Observer = UNOBSERVED,
-        token_budget: int | None = None,
-        ahead: int = 1,
-        heed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        self.backend = backend
-        self.limits = backend.limits
+        self.core = core
         self.error: str | None = None
         self._decode = decode
         self._pieces = TokenTexts(decode, letter)
         self._observer = observer
-        self._heed = heed
-        self._token_budget = token_budget
-        self._scheduler = Scheduler(backend.limits, backend.budget, ahead=ahead)
-        self._seconds: Mapping[int, float] | None = None
-        self._calls = Calls(backend)
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
-        self._stopping = False
-        # Whether the scheduler may have something to do that it had not when it was asked last.
-        self._changed = False
+        self._stopped: Callable[[], Stopped] | None = None
+        self._used = self._unused = 0
         self._guides = Guides(self._take_mask)
-        self._stopped = shutting_down
-        self._done: queue.Queue[tuple[Done, list[Progress]] | None] = queue.Queue(LAG)
+        self._done: queue.Queue[Ran | None] = queue.Queue(LAG)
         self._threads = [
-            threading.Thread(target=self._run, name="engine", daemon=True),
             threading.Thread(target=self._make_texts, name="text", daemon=True),
             *self._guides.threads,
         ]
@@ -217,6 +131,7 @@ class Engine:
         """Starts the threads."""
         for thread in self._threads:
             thread.start()
+        self.core.start(self._hear)
 
     def submit(
         self,
@@ -247,19 +162,20 @@ class Engine:
             return dataclasses.replace(job, key=next(self._keys), client=client, user=user)
 
         jobs = [own(job) for job in jobs]
+        for job in jobs:
+            check_job(job, self.core.limits)
         keys = [job.key for job in jobs]
         stream = Stream(keys, self.cancel, ended)
         now = time.monotonic()
         choices = [CompletionText(i, job, self._decode, self._pieces) for i, job in enumerate(jobs)]
-        with self._wake:
+        with self._lock:
             if self.error is not None:
                 raise Failed(self.error)
-            if self._stopping:
+            if self._stopped is not None:
                 raise self._stopped()
-            self._scheduler.submit(jobs)
             for key, choice in zip(keys, choices, strict=True):
                 self._entries[key] = Entry(choice, stream, now)
-            self._tell()
+            self.core.submit(jobs)
         return stream
 
     def cancel(self, keys: Sequence[int]) -> None:
@@ -267,9 +183,7 @@ class Engine:
         now = time.monotonic()
         with self._lock:
             entries = [self._entries.pop(key) for key in keys if key in self._entries]
-            for key in keys:
-                self._scheduler.cancel(key)
-            self._tell()
+        self.core.cancel(keys)
         self._report(entries, "abort", now)
 
     def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
@@ -282,32 +196,26 @@ class Engine:
 
     def state(self) -> EngineState:
         """How many requests wait and run, and whose the pages are."""
+        state = self.core.state()
         with self._lock:
-            scheduler = self._scheduler
-            pools = [group.pages for group in scheduler.groups]
-            return EngineState(
-                scheduler.waiting,
-                scheduler.running,
-                pages=sum(map(len, pools)),
-                held=sum(pool.held for pool in pools),
-                cached=sum(pool.cached for pool in pools),
-                counts=Counts(**vars(scheduler.counts)),
-            )
+            state.counts.drawn = self._used
+            state.counts.wasted += self._unused
+        return state
 
     @property
     def idle(self) -> bool:
         """Whether every request has ended, and its reader was told."""
         with self._lock:
-            return self._scheduler.idle and not self._entries
+            return not self._entries
 
     def stalled(self) -> float:
         """Seconds for which the backend has been in one call; 0 if there is none."""
-        return self._calls.stalled()
+        return self.core.stalled()
 
     @property
     def ended(self) -> bool:
         """Whether no thread runs."""
-        return have_ended(self._threads)
+        return self.core.ended and have_ended(self._threads)
 
     def stop(self, timeout: float = 10.0, why: Callable[[], Stopped] = shutting_down) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
@@ -316,76 +224,43 @@ class Engine:
           timeout: seconds to wait for the threads.
           why: makes what those requests fail with.
         """
-        with self._wake:
-            self._stopping, self._stopped = True, why
-            self._tell()
+        end = time.monotonic() + timeout
+        with self._lock:
+            self._stopped = why
+        self.core.stop()
         self._fail_all(why())
-        join_all(self._threads, timeout)
+        self.core.join(timeout)
+        join_all(self._threads, max(0.0, end - time.monotonic()))
 
-    def _tell(self) -> None:
-        """Makes the scheduler be asked again; under the lock."""
-        self._changed = True
-        self._wake.notify()
+    # What the core's thread tells.
 
-    # The thread that calls the backend.
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                # The device gets its next step before the host reads the results of the last one.
-                while (step := self._next()) is not None:
-                    self._calls.begin(step)
-                if self._calls:
-                    self._finish()
-                    continue
-                with self._wake:
-                    if self._scheduler.idle:
-                        self._calls.idle_since = None  # nobody loses the time from now on
-                    self._wake.wait_for(lambda: self._stopping or self._changed)
-        except Exception as error:
-            self._heed(error)
-            self._fail("the model failed", error)
-        finally:
-            self._done.put(None)
+    def _hear(self, told: Ran | Broken | None) -> None:
+        if isinstance(told, Broken):
+            self._fail(told.why)
+            return
+        if told is None:
             self._guides.stop()
+        else:
+            self._ask_guides(told)
+        self._done.put(told)
 
-    def _next(self) -> EngineStep | None:
+    def _ask_guides(self, ran: Ran) -> None:
         with self._lock:
-            self._changed = False
-            if self._seconds is not self.backend.seconds:  # there are steps of more sizes
-                self._seconds = self.backend.seconds
-                given = self._token_budget
-                budget = self.backend.budget if given is None else given
-                self._scheduler.know(self._seconds, budget)
-            step = self._scheduler.next()
-            now = time.monotonic()
-            for key in step.placed if step is not None else ():
-                self._entries[key].note_placed(now)
-            return step
-
-    def _finish(self) -> None:
-        done = self._calls.finish()
-        ids = done.results.drawn.ids.tolist()
-        with self._lock:
-            progress = self._scheduler.stepped(ids, done.results.drafts)
-            going_on = [one for one in progress if not one.finish and one.key in self._entries]
+            going_on = [one for one in ran.progress if not one.finish and one.key in self._entries]
             guides = [(one, self._entries[one.key].choice.job.guide) for one in going_on]
         for one, guide in guides:
             if guide is not None:
-                self._guides.ask(one.key, guide, ids[one.row])
-        self._done.put((done, progress))
+                self._guides.ask(one.key, guide, int(ran.drawn.ids[one.row]))
 
     # The threads that make masks.
 
     def _take_mask(self, key: int, mask: Words | Exception) -> None:
+        if not isinstance(mask, Exception):
+            self.core.allow(key, mask)
+            return
         with self._lock:
-            if not isinstance(mask, Exception):
-                self._scheduler.allow(key, mask)
-                self._tell()
-                return
             entry = self._entries.pop(key, None)
-            self._scheduler.finish(key)
-            self._tell()
+        self.core.end([key])
         if entry is not None:
             asked = isinstance(mask, GuideError)
             self._report([entry], "grammar" if asked else "error", time.monotonic())
@@ -396,26 +271,28 @@ class Engine:
 
     def _make_texts(self) -> None:
         try:
-            while (item := self._done.get()) is not None:
-                self._take(*item)
+            while (ran := self._done.get()) is not None:
+                self._take(ran)
         except Exception as error:
-            self._fail("the server failed to make text", error)
+            _LOG.exception("the server failed to make text; no more requests are taken")
+            self._fail(f"the server failed to make text: {type(error).__name__}: {error}")
             while self._done.get() is not None:
                 pass
 
-    def _take(self, done: Done, progress: Sequence[Progress]) -> None:
+    def _take(self, ran: Ran) -> None:
         """Makes text of the tokens of a step, and hands it out."""
-        step, results, record = done
+        record = ran.record
         self._observer.ran(record)
-        if results.scores.count(None) < len(step.parts):
-            for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
-                entry = self._entries.get(key)
-                if entry is not None and scores is not None:
-                    entry.choice.take_scores(part.start, scores)
+        for key in record.placed:
+            if (entry := self._entries.get(key)) is not None:
+                entry.note_placed(record.chosen)
+        for key, start, scores in ran.scores:
+            if (entry := self._entries.get(key)) is not None:
+                entry.choice.take_scores(start, scores)
         made: list[tuple[Progress, Delta | Failed | None]] = []
         over = set[int]()  # a step may draw several tokens of a request, behind a stop string, too
-        for one in progress:
-            delta = None if one.key in over else self._make(one, results.drawn)
+        for one in ran.progress:
+            delta = None if one.key in over else self._make(one, ran.drawn)
             if isinstance(delta, Failed) or (delta is not None and delta.finish is not None):
                 over.add(one.key)
             made.append((one, delta))
@@ -441,7 +318,7 @@ class Engine:
     ) -> list[tuple[Entry, Progress, Delta | Failed]]:
         """Counts tokens and ends requests by their text; leaves out those that are over already."""
         told: list[tuple[Entry, Progress, Delta | Failed]] = []
-        used = 0
+        used, ended = 0, []
         with self._lock:
             for one, delta in made:
                 entry = self._entries.get(one.key)
@@ -450,10 +327,13 @@ class Engine:
                 told.append((entry, one, delta))
                 used += one.row is not None and not isinstance(delta, Failed)
                 if isinstance(delta, Failed) or delta.finish is not None:
-                    self._scheduler.finish(one.key)
                     del self._entries[one.key]
-            drawn = sum(one.row is not None for one, _ in made)
-            self._scheduler.count(used, drawn - used)
+                    if one.finish is None:
+                        ended.append(one.key)
+            self._used += used
+            self._unused += sum(one.row is not None for one, _ in made) - used
+        if ended:
+            self.core.end(ended)
         return told
 
     def _make(self, progress: Progress, drawn: Tokens) -> Delta | Failed | None:
@@ -472,20 +352,19 @@ class Engine:
 
     # Both.
 
-    def _fail(self, what: str, error: Exception) -> None:
+    def _fail(self, why: str) -> None:
         """Ends everything: the server takes no more requests."""
-        _LOG.exception("%s; no more requests are taken", what)
         with self._lock:
-            self.error = f"{what}: {type(error).__name__}: {error}"
-        self._fail_all(Failed(self.error))
+            self.error = why
+        self._fail_all(Failed(why))
 
     def _fail_all(self, failure: Failed) -> None:
         with self._lock:
             entries = list(self._entries.values())
-            for key in self._entries:
-                self._scheduler.cancel(key)
+            keys = list(self._entries)
             self._entries.clear()
-        self._calls.abandon()
+        if keys:
+            self.core.cancel(keys)
         self._report(entries, "error", time.monotonic())
         deliver([(entry.stream, failure) for entry in entries])
 

@@ -87,6 +87,15 @@ class _Draft:
         )  # fmt: skip
 
 
+def check_job(job: Job, limits: Limits) -> None:
+    """Raises a `ValueError` if the pool could not hold a request."""
+    length, most = len(job.prompt), limits.longest
+    if not length or job.max_tokens < 0 or length + job.max_tokens > most:
+        raise ValueError(
+            f"a prompt of {length} tokens and {job.max_tokens} more: a sequence has 1 to {most}"
+        )
+
+
 class Scheduler:
     """Distributes requests over the slots and pages of a backend.
 
@@ -142,16 +151,10 @@ class Scheduler:
         """Queues requests: all of them or, if it raises, none.
 
         Raises:
-          ValueError: the pool could not hold one of them.
+          ValueError: see `check_job`.
         """
-        most = self.limits.longest
         for request in requests:
-            length = len(request.prompt)
-            if not length or request.max_tokens < 0 or length + request.max_tokens > most:
-                raise ValueError(
-                    f"a prompt of {length} tokens and {request.max_tokens} more: a sequence has 1 "
-                    f"to {most}"
-                )
+            check_job(request, self.limits)
         for request in requests:
             ongoing = Ongoing(request, array("i", request.prompt), request.max_tokens)
             self._ongoing[request.key] = ongoing
@@ -168,16 +171,6 @@ class Scheduler:
         self._seconds = dict(sorted(seconds.items()))
         # A prompt has a slot itself, so this leaves it one row at least.
         self._budget = min(max(budget, self._slots), self.limits.rows[-1])
-
-    def count(self, used: int, unused: int) -> None:
-        """Counts the tokens of `Progress`, once their text is known.
-
-        Args:
-          used: tokens that a reader gets.
-          unused: tokens behind a stop string, or whose reader has gone.
-        """
-        self.counts.drawn += used
-        self.counts.wasted += unused
 
     def finish(self, key: int) -> None:
         """Ends a request at a stop string; does nothing if it has ended already."""

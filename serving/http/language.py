@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd.models.training.data.tokenizer import Tokenizer
 from spmd.serving.engine.backend import Backend, Sampling
+from spmd.serving.engine.core import Core, Steps
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.infer import Infer
 from spmd.serving.errors import ApiError, ServingError
@@ -28,7 +29,7 @@ class Loaded:
     """A model that was loaded: a language model, a function of tensors, or both."""
 
     name: str  # the model's name in requests
-    backend: Backend | None = None  # the language model; None if there is none
+    backend: Backend | None = None  # the language model; None if there is none in this process
     tokenizer: Tokenizer | None = None  # the language model's; None if there is none
     # ids that end a completion, beside the tokenizer's `eos_id`
     stop_ids: frozenset[int] = frozenset()
@@ -41,6 +42,12 @@ class Loaded:
     infer: Infer | None = None  # the function of tensors; None if there is none
     # a thread that makes the model faster while it is served
     background: threading.Thread | None = None
+    core: Steps | None = None  # what runs the language model, if that is in another process
+
+    @property
+    def language(self) -> Backend | Steps | None:
+        """The language model, wherever it is; None if there is none."""
+        return self.core or self.backend
 
 
 class Language:
@@ -60,9 +67,11 @@ class Language:
         requests: RequestMetrics,
         heed: Heed = lambda error: None,
     ) -> None:
-        if loaded.backend is None or loaded.tokenizer is None:
+        core: Steps | None = loaded.core
+        if core is None and loaded.backend is not None:
+            core = Core(loaded.backend, token_budget=options.token_budget, heed=heed)
+        if core is None or loaded.tokenizer is None:
             raise ServingError("a language model needs a backend and a tokenizer")
-        self.backend = loaded.backend
         self.tokenizer = loaded.tokenizer
         self.stop_ids = loaded.stop_ids | {loaded.tokenizer.eos_id}
         self.template = ChatTemplate(
@@ -72,7 +81,7 @@ class Language:
         )
         config = loaded.generation_config if options.generation_config == "auto" else {}
         self.sampling = sampling_of({**config, **options.override_generation_config})
-        limits = loaded.backend.limits
+        limits = core.limits
         known = loaded.tokenizer.vocab_size
         if known > limits.vocab_size:
             raise ServingError(
@@ -89,15 +98,9 @@ class Language:
         self.grammars = Grammars(
             loaded.tokenizer, limits.vocab_size, self.stop_ids, options.grammar_bytes
         )
-        self.metrics = Metrics(requests, loaded.backend, lambda: self.engine.state())
-        self.engine = Engine(
-            loaded.backend,
-            self.decode,
-            loaded.tokenizer.encode_batch(["a"])[0].tolist(),
-            observer=self.metrics,
-            token_budget=options.token_budget,
-            heed=heed,
-        )
+        self.metrics = Metrics(requests, core, lambda: self.engine.state())
+        letter = loaded.tokenizer.encode_batch(["a"])[0].tolist()
+        self.engine = Engine(core, self.decode, letter, observer=self.metrics)
 
         added = json.loads(self.tokenizer.spec or "{}").get("added_tokens", ())
         self.special_ids = frozenset(one["id"] for one in added if one.get("special"))

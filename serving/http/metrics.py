@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from spmd.serving.engine.backend import Backend
+from spmd.serving.engine.core import Steps
 from spmd.serving.engine.records import EngineState, Finished, StepRecord
 from spmd.serving.http.traffic import (
     FIRST_TOKEN_SECONDS,
@@ -29,18 +29,18 @@ class Metrics:
     """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
-      backend: the model; `info` has its bandwidth and sizes.
+      core: what runs the model; `info` has its bandwidth and sizes.
 
     Attributes:
       steps: the latest ones that are done, the oldest first; of 256 requests each they take 17 MB.
     """
 
     def __init__(
-        self, requests: RequestMetrics, backend: Backend, state: Callable[[], EngineState]
+        self, requests: RequestMetrics, core: Steps, state: Callable[[], EngineState]
     ) -> None:
         self.requests = requests
         self._model = requests.model
-        self._backend = backend
+        self._core = core
         self._state = state
         self.steps: deque[StepRecord] = deque(maxlen=8192)
         self._first_token = requests.histogram(
@@ -134,12 +134,12 @@ class Metrics:
             ("spmd:step_seconds", "How long steps took on the devices", seconds),
             ("spmd:step_wait_seconds", "How long the host waited for steps", waited),
             ("spmd:host_gap_seconds", "How long requests ran, but no step did", gap),
-            ("spmd:compile", "Programs compiled", self._backend.compile_total),
+            ("spmd:compile", "Programs compiled", self._core.compile_total),
         ):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-        limits = self._backend.limits
+        limits = self._core.limits
         labels = {
             "model_name": self._model,
             "block_size": str(limits.page),
@@ -167,7 +167,7 @@ class Metrics:
         Returns:
           None if the bandwidth is unknown or there has been no such step.
         """
-        info = self._backend.info
+        info = self._core.info
         bandwidth, weights = info.get("bandwidth"), info.get("read_weight_bytes", 0)
         # With chunks of prompts or drafts arithmetic takes longer than reading.
         drew = [x for x in list(self.steps)[-200:] if not x.chunks and x.rows == len(x.keys)]

@@ -389,8 +389,8 @@ def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "spmd",
     }
-    if loaded.backend is not None:
-        card["max_model_len"] = loaded.backend.limits.longest
+    if loaded.language is not None:
+        card["max_model_len"] = loaded.language.limits.longest
         sampling = service.language().sampling
         card["generation_config"] = {name: getattr(sampling, name) for name in DEFAULTS}
     return card

@@ -302,12 +302,12 @@ def _heeding_signals(server: Server) -> Iterator[None]:
 
 
 def _describe(loaded: Loaded) -> str:
-    if loaded.backend is None:
+    if loaded.language is None:
         return f"ready: {loaded.name}, a model of tensors"
-    limits, info = loaded.backend.limits, loaded.backend.info
+    limits, info = loaded.language.limits, loaded.language.info
     facts = ", ".join(f"{name} {info[name]}" for name in ("mesh", "device_kind") if name in info)
     return (
         f"ready: {loaded.name}, {limits.slots} slots of {limits.longest} tokens, "
         f"{limits.groups * limits.pages} pages of {limits.page}, "
-        f"{loaded.backend.compile_total} programs compiled{', ' if facts else ''}{facts}"
+        f"{loaded.language.compile_total} programs compiled{', ' if facts else ''}{facts}"
     )

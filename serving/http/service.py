@@ -72,16 +72,16 @@ class Service:
         Raises:
           ServingError: it cannot be served.
         """
-        if loaded.backend is None and loaded.infer is None:
+        if loaded.language is None and loaded.infer is None:
             raise ServingError(f"{loaded.name}: neither a language model nor one of tensors")
         if loaded.infer is not None:
             check_datatypes(loaded.infer)
         requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry, self.statistics)
         slots = 0
-        if loaded.backend is not None:
+        if loaded.language is not None:
             self._language = Language(loaded, self.options, requests, self._heed)
             self._language.engine.start()
-            slots += loaded.backend.limits.slots
+            slots += loaded.language.limits.slots
         if loaded.infer is not None:
             # `Infer` is called by one thread at a time.
             self._tensors = Workers("tensors", finished=requests.finished, heed=self._heed)

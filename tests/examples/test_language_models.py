@@ -19,6 +19,7 @@ from spmd.models.decode import ServingShape
 from spmd.serving.bundle.read import load_bundle
 from spmd.serving.engine.actions import Job
 from spmd.serving.engine.backend import Sampling
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.model_backend import ModelBackend
 from spmd.serving.language_backend import model_backend
@@ -145,7 +146,7 @@ def letters(tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_texts_are_the_librarys(axes: dict[str, int], served: Served) -> None:
-    engine = Engine(served.backend(**axes), letters, b"a")
+    engine = Engine(Core(served.backend(**axes)), letters, b"a")
     engine.start()
 
     async def one(prompt: tuple[int, ...], count: int) -> str:

@@ -19,6 +19,7 @@ from spmd.serving.bundle.read import load_bundle
 from spmd.serving.engine.actions import Counts, Job
 from spmd.serving.engine.backend import Backend, Sampling
 from spmd.serving.engine.choice import Delta
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.grammar.compiler import Grammars
@@ -45,7 +46,7 @@ def backend(bundle: Bundle) -> ModelBackend:
 
 def ask_all(backend: Backend, jobs: Sequence[Job]) -> tuple[list[list[Delta]], Counts]:
     """What each of them gets, asked for all at once, and what came of it."""
-    engine = Engine(backend, ByteTokenizer().decode, b"a", token_budget=8)
+    engine = Engine(Core(backend, token_budget=8), ByteTokenizer().decode, b"a")
     engine.start()
 
     async def one(job: Job) -> list[Delta]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.serving.engine.actions import Job
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.drafts import Said
 from spmd.serving.engine.engine import Engine
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -43,7 +44,7 @@ def test_texts_are_the_same_in_fewer_steps(few: int) -> None:
     for drafts in (0, 3):
         limits = dataclasses.replace(LIMITS, slots=8, rows=(8,), drafts=drafts)
         backend = FakeBackend(limits, letters=False, few=few)
-        engine = Engine(backend, lambda ids: "".join("ab"[i] for i in ids), (0,))
+        engine = Engine(Core(backend), lambda ids: "".join("ab"[i] for i in ids), (0,))
         engine.start()
 
         async def ask(stop: str, of: Engine = engine) -> str:

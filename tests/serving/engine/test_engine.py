@@ -13,6 +13,7 @@ from spmd.models.training.data.tokenizer import ByteTokenizer
 from spmd.serving.engine.actions import Counts, Job
 from spmd.serving.engine.backend import Sampling, Stepped
 from spmd.serving.engine.choice import Delta
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import LAG, Engine
 from spmd.serving.engine.records import Finished, StepRecord
 from spmd.serving.engine.stream import Failed
@@ -50,7 +51,8 @@ class Notes:
 
 @contextmanager
 def running(backend: FakeBackend | None = None, **options: Any) -> Iterator[Engine]:
-    engine = Engine(backend or FakeBackend(), DECODE, b"a", **options)
+    observer = {key: options.pop(key) for key in ("observer",) if key in options}
+    engine = Engine(Core(backend or FakeBackend(), **options), DECODE, b"a", **observer)
     engine.start()
     try:
         yield engine
@@ -132,7 +134,7 @@ def test_the_device_waits_for_text_that_lags() -> None:
         text.set()
         return await read(stream)
 
-    engine = Engine(backend, decode, b"a")
+    engine = Engine(Core(backend), decode, b"a")
     engine.start()
     (delta,) = asyncio.run(go())
     engine.stop()

@@ -69,9 +69,10 @@ def test_a_guide_says_what_is_drawn() -> None:
 def test_time_without_a_step_counts_while_requests_run() -> None:
     notes, began = Notes(), time.monotonic()
     with running(observer=notes) as engine:
+        core: Any = engine.core
         for _ in range(2):
             ask(engine, spelled(b"abc", 3))  # each token waits for a mask
-            wait_until(lambda: engine.idle and engine._calls.idle_since is None)
+            wait_until(lambda: engine.idle and core._calls.idle_since is None)
             time.sleep(0.3)
     assert [step.gap > 0 for step in notes.steps] == [False, True, True] * 2
     spent = sum(step.done - step.begun + step.gap for step in notes.steps)
@@ -94,13 +95,14 @@ def test_others_go_on_while_a_mask_is_made(monkeypatch: Any) -> None:
         assert text_of(await read(guided)) == "low"
 
     with running() as engine:
-        scheduler_next = engine._scheduler.next
+        core: Any = engine.core
+        scheduler_next = core._scheduler.next
 
         def count() -> Any:
             asked[0] += 1
             return scheduler_next()
 
-        monkeypatch.setattr(engine._scheduler, "next", count)
+        monkeypatch.setattr(core._scheduler, "next", count)
         asyncio.run(go(engine))
 
 

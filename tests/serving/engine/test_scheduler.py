@@ -104,7 +104,7 @@ class Run:
             assert key not in self.ended
             if row is not None:
                 self.tokens[key].append(ids[row])
-                self.scheduler.count(1, 0)
+                self.scheduler.counts.drawn += 1
             if finish:
                 self.finished[key] = finish
             elif self.requests[key].guided:

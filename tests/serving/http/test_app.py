@@ -14,6 +14,7 @@ from spmd.serving.engine.actions import Counts
 from spmd.serving.engine.records import EngineState, StepRecord
 from spmd.serving.http.metrics import Metrics
 from spmd.serving.http.traffic import RequestMetrics
+from spmd.serving.engine.core import Core
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE
@@ -409,7 +410,7 @@ def test_an_error_in_the_midst_of_a_stream() -> None:
 
 def metrics_of(state: EngineState) -> Metrics:
     requests = RequestMetrics("m", lambda: (state.running, state.waiting))
-    return Metrics(requests, FakeBackend(), lambda: state)
+    return Metrics(requests, Core(FakeBackend()), lambda: state)
 
 
 def test_the_roofline_counts_what_is_read() -> None:
