@@ -104,13 +104,14 @@ def plan(given: Any, setup: Setup) -> dict[int, tuple[spmd.Lowered, Emitted]]:
 
     def lower(entry: Entrypoint, asked: FunctionKey) -> Emitted:
         # Of symbols only the state has one, so an entry is no variant.
-        module = static_module(traced[entry.name][1], entry, asked)
+        module = static_module(traced(entry.name), entry, asked)
         lowered[entry.name] = lowered_of(module, mesh.refined(), asked, spmd.Options())
         return lowered[entry.name].stages.emitted.major_to_minor()
 
     pages = setup.slots * given.context // shape.page
-    emitted = planner(manifest, mesh, lower)({decode.PAGES: pages}, list(traced), False).emitted
     names = {count: decode.step_name("step", count, given.context) for count in rows}
+    plans = planner(manifest, mesh, lower)
+    emitted = plans({decode.PAGES: pages}, list(names.values()), False).emitted
     return {count: (lowered[name], emitted[name]) for count, name in names.items()}
 
 

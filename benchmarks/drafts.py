@@ -158,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_line(text_line(given, kind, streams))
         return
     bundle = make_bundle(given)
+    list(bundle.arrivals())
     backend = model_backend(bundle)
     backend.warm_up()
     print(f"{given.model}, {given.slots} slots, {bundle.devices[0].device_kind}")

@@ -1,8 +1,8 @@
 """The server that benchmarks/loads.py loads: the project's own, over a Llama with random weights.
 
 `loads.py` starts it as `python -m benchmarks.load_server FLAGS`, its own flags as JSON. On stdout
-there is one line of JSON when the model is there (what `load` says), and one for each command on
-stdin:
+there is one line of JSON when the model is there (what `load` says), one when all its functions
+are, and one for each command on stdin:
 
     profile 2      traces the devices for two seconds; answers `load_trace.Busy`
 
@@ -43,11 +43,12 @@ from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.scripts.serve_bundle import USER_ERRORS
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.memory import compile_bundle
+from spmd.serving.bundle.symbols import take_gpu_memory
 from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.server import serve
-from spmd.serving.language_backend import info
+from spmd.serving.language_backend import first_functions, info
 from spmd.serving.language_bundle import SMALL, check_shape, contract
 from spmd.serving.load import load_model
 
@@ -63,10 +64,8 @@ def make_config(given: argparse.Namespace) -> LlamaConfig:
 
 
 def make_bundle(given: argparse.Namespace) -> Bundle:
-    """The model, compiled, with random weights that were made on the devices.
-
-    The functions that score given tokens are left out: no load asks for that.
-    """
+    """The model with random weights that were made on the devices, and its first functions."""
+    take_gpu_memory()
     config = make_config(given)
     shape = make_shape(Source(config, {}, "random weights"), given)
     check_shape(shape)
@@ -75,7 +74,7 @@ def make_bundle(given: argparse.Namespace) -> Bundle:
     functions, state, specs, primary = decode.functions(model, shape, types)
     devices = jax.devices()[: given.groups * given.model_axis]
     return compile_bundle(
-        [function for function in functions if function.tags["kind"] != "score"],
+        functions,
         spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices),
         weights=types,
         make_weights=functools.partial(random_weights, types, config=config),
@@ -85,6 +84,7 @@ def make_bundle(given: argparse.Namespace) -> Bundle:
         symbols=given.symbols,
         memory_share=given.memory_share,
         contract=contract(model, shape, dataclasses.asdict(config)),
+        first=first_functions,
     )
 
 
@@ -120,7 +120,7 @@ def costs(bundle: Bundle, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(given: argparse.Namespace, made: queue.SimpleQueue[Bundle]) -> Loaded:
-    """The model as the server serves it; says so on stdout."""
+    """The model as the server serves it; says so on stdout, and once all functions are there."""
     started = time.perf_counter()
     bundle = make_bundle(given)
     made.put(bundle)
@@ -129,7 +129,13 @@ def load(given: argparse.Namespace, made: queue.SimpleQueue[Bundle]) -> Loaded:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / TOKENIZER, make_config(given).vocab_size)
         loaded = load_model(bundle, folder, given.model)
-    assert loaded.backend is not None
+    background = loaded.background
+    assert loaded.backend is not None and background is not None
+
+    def settle() -> None:
+        background.join()
+        say(all_seconds=time.perf_counter() - started)
+
     say(
         costs=costs(bundle, given),
         longest=loaded.backend.limits.longest,
@@ -138,6 +144,7 @@ def load(given: argparse.Namespace, made: queue.SimpleQueue[Bundle]) -> Loaded:
         device=f"{len(bundle.devices)} x {bundle.devices[0].device_kind}",
         seconds=time.perf_counter() - started,
     )
+    threading.Thread(target=settle, name="settle", daemon=True).start()
     return loaded
 
 
@@ -191,7 +198,13 @@ def main() -> None:
     threading.Thread(target=obey, args=(made,), name="commands", daemon=True).start()
     options = ServerOptions(max_waiting=given.max_waiting, token_budget=given.token_budget)
     with ending_on_interrupt(), one_message(ConfigError, *USER_ERRORS):
-        serve(lambda: load(given, made), port=given.port, options=options, log_level="warning")
+        serve(
+            lambda: load(given, made),
+            port=given.port,
+            options=options,
+            log_level="warning",
+            apart=True,
+        )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 from spmd.models.llama.config import DTYPES
 from spmd.models.llama.quantize import QUANTIZATIONS
-from spmd.scripts.export_llama import numbers
+from spmd.scripts import export_llama
 from spmd.serving.http.limits import ServerOptions
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def serving(given: argparse.Namespace) -> Iterator[Server]:
             url = f"http://127.0.0.1:{port}"
             while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
                 time.sleep(0.02)
-            yield Server(url, facts, process)
+            yield Server(url, facts | _answer(process), process)  # nothing is compiled any more
             process.terminate()
             if status := process.wait():
                 raise BenchError(f"the server ended with status {status}")
@@ -222,7 +222,7 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
             f"jax {jax.__version__}, {facts['device']}; {given.model}, {given.slots} slots of "
             f"{given.max_length} tokens in {facts['pages']} pages of {given.page}, steps of "
             f"{facts['budget']} rows, weights {given.quantize}, greedy; ready after "
-            f"{facts['seconds']:.0f} s"
+            f"{facts['seconds']:.0f} s, all functions after {facts['all_seconds']:.0f} s"
         )
         print(f"| {' | '.join(COLUMNS)} |")
         print(f"|{' --- |' * len(COLUMNS)}")
@@ -268,7 +268,7 @@ def load_names(text: str) -> tuple[str, ...]:
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run loads", __doc__)
-    add = parser.add_argument
+    add, exported = parser.add_argument, export_llama.make_parser().get_default
     add("--loads", type=load_names, default=",".join(WORKLOADS), help="which, in this order")
     add("--scale", type=float, default=1.0, help="of requests, at once and in all, and of lengths")
     add("--client_processes", type=positive, default=4, help="that ask and read")
@@ -278,13 +278,13 @@ def make_parser() -> Parser:
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--model_axis", type=positive, default=1, help="devices that share a layer")
     add("--groups", type=positive, default=1, help="of slots, each on devices of its own")
-    add("--slots", type=positive, default=64, help="sequences that run together, of all groups")
+    add("--slots", type=positive, default=exported("slots"), help="as of scripts/export_llama")
     add("--max_length", type=positive, default=4352, help="tokens of a sequence")
-    add("--rows", type=numbers, help="as of scripts/export_llama")
-    add("--length", type=numbers, help="as of scripts/export_llama")
-    add("--page", type=positive, default=64, help="tokens of a page of the cache")
+    add("--rows", type=export_llama.numbers, help="as of scripts/export_llama")
+    add("--length", type=export_llama.numbers, help="as of scripts/export_llama")
+    add("--page", type=positive, default=exported("page"), help="tokens of a page of the cache")
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
-    add("--drafts", type=int, default=7, help="as of scripts/export_llama")
+    add("--drafts", type=int, default=exported("drafts"), help="as of scripts/export_llama")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")

@@ -33,6 +33,7 @@ from spmd.launch.restart import begun, exit_code
 from spmd.scripts.flags import bundle as bundle_flags
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.serving.bundle import group
+from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.errors import ServingError
 from spmd.serving.http import logs
@@ -41,6 +42,7 @@ from spmd.serving.http.limits import GENERATION_CONFIGS, HttpOptions, ServerOpti
 from spmd.serving.http.logs import FORMATS
 from spmd.serving.http.server import serve
 from spmd.serving.http.tools.formats import BY_NAME
+from spmd.serving.language_backend import is_language_model
 from spmd.serving.load import check_draft, load_model
 
 _LOG = logging.getLogger("serving")
@@ -228,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 log_level=given.log_level,
                 log_format=given.log_format,
                 others=joined,
+                apart=joined is None and is_language_model(read_manifest(given.bundle)),
             )
         except USER_ERRORS as error:
             if is_text:

@@ -32,7 +32,7 @@ def model_backend(bundle: Bundle) -> ModelBackend:
     Raises:
       BundleError: the bundle is none of a language model.
     """
-    if not is_language_model(bundle):
+    if not is_language_model(bundle.manifest):
         kind = repr(bundle.manifest.contract.get("kind"))[:40]
         raise BundleError(f"{bundle.manifest.name} is no language model: its kind is {kind}")
     try:
@@ -49,16 +49,16 @@ def model_backend(bundle: Bundle) -> ModelBackend:
         ) from error
 
 
-def is_language_model(bundle: Bundle) -> bool:
+def is_language_model(manifest: Manifest) -> bool:
     """Whether a bundle's functions are those of `spmd.models.decode.functions`."""
-    return bundle.manifest.contract.get("kind") in (KIND, OLD_KIND)
+    return manifest.contract.get("kind") in (KIND, OLD_KIND)
 
 
 def first_functions(manifest: Manifest) -> list[str]:
     """Functions with which all requests can be served; the others are the same for fewer rows.
 
-    These are, for the longest tables, a step in which all slots decode, the largest one, and the
-    one that scores.
+    These are, for the longest tables, a step in which all slots decode, and the largest one: that
+    which scores, if there is one, as it does what the other does, too (`ModelBackend`).
     """
     functions = manifest.functions
     if manifest.contract.get("kind") != KIND:
@@ -67,9 +67,13 @@ def first_functions(manifest: Manifest) -> list[str]:
     tags = {name: entry.tags for name, entry in functions.items()}
     rows = sorted({int(mine["rows"]) for mine in tags.values() if mine.get("kind") == "step"})
     decoding = next((n for n in rows if n * shape["groups"] >= shape["slots"]), rows[-1])
-    wanted = {(shape["max_length"], count) for count in (decoding, rows[-1])}
-    sizes = {name: (mine.get("length"), mine.get("rows")) for name, mine in tags.items()}
-    return [name for name, size in sizes.items() if size[0] is None or size in wanted]
+    scores = any(mine.get("kind") == "score" for mine in tags.values())
+    largest, longest = "score" if scores else "step", shape["max_length"]
+    wanted = {("step", decoding, longest), (largest, rows[-1], longest)}
+    sizes = {
+        n: (mine.get("kind"), mine.get("rows"), mine.get("length")) for n, mine in tags.items()
+    }
+    return [name for name, size in sizes.items() if size[2] is None or size in wanted]
 
 
 def _limits(bundle: Bundle) -> Limits:

@@ -77,7 +77,7 @@ def load_model(
       BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
     """
     name = name or bundle.manifest.name
-    if not is_language_model(bundle):
+    if not is_language_model(bundle.manifest):
         return Loaded(name, infer=BundleInfer(bundle))
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]

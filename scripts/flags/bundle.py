@@ -20,7 +20,7 @@ from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import MANIFEST, Sizes
 from spmd.serving.bundle.read import load_bundle
-from spmd.serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
+from spmd.serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU, take_gpu_memory
 from spmd.serving.language_backend import first_functions
 
 NO_CACHE = "none"
@@ -123,6 +123,7 @@ def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | Non
 
 
 def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
+    take_gpu_memory()
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}

@@ -1,11 +1,11 @@
 """Functions over weights and a state, compiled for a mesh in this process, with no folder."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from spmd.frontend.artifact import calls_of
 from spmd.frontend.trace import trace
 from spmd.lowering.emit import Emitted
 from spmd.mesh.spec import as_mesh, platform_of
@@ -29,6 +29,7 @@ from spmd.serving.bundle.programs import (
     compile_functions,
     emitted_of,
     static_module,
+    with_all_leaves,
 )
 from spmd.serving.bundle.symbols import plan_sized, planner, too_much
 
@@ -46,6 +47,7 @@ def compile_bundle(
     symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
     contract: Mapping[str, Any] | None = None,
+    first: Callable[[Manifest], Collection[str]] | None = None,
 ) -> Bundle:
     """What `load_bundle` makes of the bundle that `write_bundle` would write.
 
@@ -54,7 +56,7 @@ def compile_bundle(
       mesh: a `spmd.Mesh`, or jax's.
       weights: a pytree of arrays; or of `ShapeDtypeStruct`s, with `make_weights`.
       make_weights: makes the weights of the pytree of their shardings.
-      symbols, memory_share: as for `load_bundle`.
+      symbols, memory_share, first: as for `load_bundle`.
       contract: as for `write_bundle`.
 
     Raises:
@@ -65,10 +67,12 @@ def compile_bundle(
     platform = platform_of(mesh)
     options = with_gpu_graphs(options or Options(), platform)
     manifest, traced = described(functions, platform, weights, specs, state, primary, contract)
+    wanted = list(manifest.functions)
+    soon = wanted if first is None else with_all_leaves(manifest, first(manifest), wanted)
 
     def lower(entry: Entrypoint, asked: FunctionKey) -> Emitted:
         name = entry.origin.name if isinstance(entry, Variant) else entry.name
-        module = static_module(traced[name][1], entry, asked)
+        module = static_module(traced(name), entry, asked)
         return emitted_of(module, mesh.refined(), asked, options)
 
     def put(placed: Placed) -> Mapping[str, jax.Array]:
@@ -78,12 +82,14 @@ def compile_bundle(
         return dict(zip(shardings, jax.tree.leaves(made), strict=True))
 
     plan = planner(manifest, mesh, lower)
-    planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan, list(traced))
+    planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan, soon)
     sized = planned.manifest
-    names = list(planned.emitted)
+    names = [entry.name for name in wanted for entry in sized.variants(name)]
     parts = compile_functions(sized, mesh, planned.emitted, planned.more, names, options, put)
     notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
-    return Bundle(sized, mesh, parts, notes, planned.symbols)
+    bundle = Bundle(sized, mesh, parts, notes, planned.symbols)
+    bundle.compile_behind(parts.later, lambda: None)
+    return bundle
 
 
 def described(
@@ -94,22 +100,32 @@ def described(
     state: Any = None,
     primary: str | None = None,
     contract: Mapping[str, Any] | None = None,
-) -> tuple[Manifest, dict[str, tuple[Entrypoint, Any]]]:
-    """What a manifest says of functions, and what each is, with its module.
+) -> tuple[Manifest, Callable[[str], Any]]:
+    """What a manifest says of functions, and what lowers one to its module, by name.
 
     Args:
-      platform: that they are traced for.
+      platform: that they are lowered for.
       weights, specs, state, primary, contract: as for `compile_bundle`.
 
     Raises:
       BundleError: what does not fit.
     """
-    traced = {function.name: _trace(function, platform) for function in functions}
+    by_name = {function.name: function for function in functions}
+
+    def entry(function: Function) -> Entrypoint:
+        arguments_of(function)  # before it is traced
+        return entrypoint(function, jax.eval_shape(function.fn, *function.args), {}, [])
+
+    @functools.cache
+    def traced(name: str) -> Any:
+        function = by_name[name]
+        return trace(function.fn, function.args, {}, platform=platform).module
+
     manifest = Manifest(
         name="memory",
         producer={},
         primary=primary or functions[0].name,
-        functions={name: entry for name, (entry, _) in traced.items()},
+        functions={name: entry(function) for name, function in by_name.items()},
         weights=leaves_of(weights, WEIGHTS),
         state=state_leaves(state),
         specs=plain_specs(specs or {}),
@@ -118,10 +134,3 @@ def described(
     )
     check_manifest(manifest)
     return manifest, traced
-
-
-def _trace(function: Function, platform: str) -> tuple[Entrypoint, Any]:
-    """What a function is, and its module."""
-    arguments_of(function)  # before it is traced
-    module, out, *_ = trace(function.fn, function.args, {}, platform=platform)
-    return entrypoint(function, out, {}, [calls_of(module)]), module

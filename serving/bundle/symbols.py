@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,7 +46,10 @@ from spmd.serving.bundle.programs import (
 )
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory that a bundle takes, if nobody says otherwise."""
+"""Of a device's memory, as far as XLA has it, that a bundle takes if nobody says otherwise."""
+
+XLA_SHARE, XLA_SHARES = "0.92", ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Of a GPU's memory that XLA takes when a server starts (0.75 untold), and how users say it."""
 
 MEMORY_SHARE_ON_CPU = 0.1
 """The same on CPUs, whose memory is everybody's."""
@@ -364,6 +367,12 @@ def _allocated(program: CompiledFunction) -> int:
 
 
 # Memory
+
+
+def take_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has XLA take most of a GPU's memory unless the user said how much; before it has devices."""
+    if not any(name in environment for name in XLA_SHARES):
+        environment[XLA_SHARES[0]] = XLA_SHARE
 
 
 def _room(mesh: Mesh, options: Options, share: float | None) -> int:

@@ -186,35 +186,42 @@ class Core:
 
     @property
     def compile_total(self) -> int:
+        """See `Steps.compile_total`."""
         return self.backend.compile_total
 
     def start(self, hear: Hear) -> None:
+        """See `Steps.start`."""
         self._hear = hear
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
+        """See `Steps.submit`."""
         with self._wake:
             self._scheduler.submit(jobs)
             self._tell()
 
     def cancel(self, keys: Sequence[int]) -> None:
+        """See `Steps.cancel`."""
         with self._wake:
             for key in keys:
                 self._scheduler.cancel(key)
             self._tell()
 
     def end(self, keys: Sequence[int]) -> None:
+        """See `Steps.end`."""
         with self._wake:
             for key in keys:
                 self._scheduler.finish(key)
             self._tell()
 
     def allow(self, key: int, mask: Words) -> None:
+        """See `Steps.allow`."""
         with self._wake:
             self._scheduler.allow(key, mask)
             self._tell()
 
     def state(self) -> EngineState:
+        """See `Steps.state`."""
         with self._lock:
             scheduler = self._scheduler
             pools = [group.pages for group in scheduler.groups]
@@ -228,19 +235,23 @@ class Core:
             )
 
     def stalled(self) -> float:
+        """See `Steps.stalled`."""
         return self._calls.stalled()
 
     def stop(self) -> None:
+        """See `Steps.stop`."""
         with self._wake:
             self._stopping = True
             self._tell()
 
     def join(self, timeout: float) -> None:
+        """See `Steps.join`."""
         self._calls.abandon()  # nobody waits for it any more
         join_all([self._thread], timeout)
 
     @property
     def ended(self) -> bool:
+        """See `Steps.ended`."""
         return have_ended([self._thread])
 
     def _tell(self) -> None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 from array import array
 
-import numpy as np
-
 LONGEST = 32
 """Of several places that say the same the one counts that does so for most tokens, up to these."""
 
@@ -28,37 +26,44 @@ KEPT, KEPT_UNTRIED = 0.95, 0.99
 """How much a guess counts one step later, that tries some more, or none."""
 
 
-def guess(tokens: array[int], least: int, most: int) -> tuple[int, ...]:
-    """Returns up to `most` tokens that may come next; none if nothing of them was said before.
+class Said:
+    """Where a growing text says the same: its places, chained by the two tokens that end there."""
 
-    Args:
-      tokens: of the text so far.
-      least: how many of its last tokens have to stand earlier, too.
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, int], int] = {}  # two tokens -> the last place where they end
+        self._before = array("i", [-1])  # place -> the one before that ends with the same two
 
-    Example:
-      >>> guess(array("i", [5, 6, 7, 8, 9, 5, 6]), 2, 3)
-      (7, 8, 9)
-      >>> guess(array("i", [1, 2, 1, 2, 1]), 2, 5)  # it goes round
-      (2, 1, 2, 1, 2)
-    """
-    said = np.frombuffer(tokens.tobytes(), np.int32)
-    last = len(said) - 1
-    if most < 1 or last < least:
-        return ()
-    places = np.flatnonzero(said[:last] == said[last])
-    for back in range(1, LONGEST):
-        longer = places[places >= back]
-        longer = longer[said[longer - back] == said[last - back]]
-        if not len(longer):
-            break
-        places = longer
-    else:
-        back = LONGEST
-    if back < least or not len(places):
-        return ()
-    place = int(places[-1])
-    behind = place + 1 + np.arange(most) % (last - place)
-    return tuple(said[behind].tolist())
+    def guess(self, tokens: array[int], least: int, most: int) -> tuple[int, ...]:
+        """Returns up to `most` tokens that may come next; none if nothing of them was said before.
+
+        Args:
+          tokens: of the text so far; it begins with those of the last call.
+          least: how many of its last tokens have to stand earlier, too: two or more.
+
+        Example:
+          >>> Said().guess(array("i", [5, 6, 7, 8, 9, 5, 6]), 2, 3)
+          (7, 8, 9)
+          >>> Said().guess(array("i", [1, 2, 1, 2, 1]), 2, 5)  # it goes round
+          (2, 1, 2, 1, 2)
+        """
+        before, latest, last = self._before, self._latest, len(tokens) - 1
+        for place in range(len(before), last + 1):
+            pair = tokens[place - 1], tokens[place]
+            before.append(latest.get(pair, -1))
+            latest[pair] = place
+        if most < 1 or last < least:
+            return ()
+        found, back, place = -1, least - 1, before[last]
+        while place >= back and back < LONGEST:  # do `back` + 1 tokens agree there?
+            if tokens[place - back] != tokens[last - back] or (
+                tokens[place - back : place] != tokens[last - back : last]
+            ):
+                place = before[place]
+            else:
+                found, back = place, back + 1
+        if found < 0:
+            return ()
+        return tuple([tokens[found + 1 + i % (last - found)] for i in range(most)])
 
 
 @dataclasses.dataclass(slots=True)

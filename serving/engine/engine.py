@@ -2,14 +2,14 @@
 
     submit ──> core: scheduler, backend ──> tokens ──> text ──> stream
 
-`submit` returns a stream of deltas that is read with `async for`. The core (`spmd.serving.engine.core`)
-keeps the device busy, on a thread or in a process of its own. One thread here makes text of what it
-drew and hands it out, while the core goes on. So a stop string may be found when the request is some
-steps further; what it drew there is dropped. More threads make masks for requests with a guide, which
-go on when theirs is made.
+`submit` returns a stream of deltas that is read with `async for`. The core keeps the device busy,
+on a thread (`spmd.serving.engine.core`) or in another process (`spmd.serving.engine.remote`). One
+thread here makes text of what it drew and hands it out, while the core goes on. So a stop string
+may be found when the request is some steps further; what it drew there is dropped. More threads
+make masks for requests with a guide, which go on when theirs is made.
 
-A lock guards the table of entries. Making text of tokens takes long, so it happens without the lock;
-a request may be cancelled meanwhile.
+A lock guards the table of entries. Making text of tokens takes long, so it happens without the
+lock; a request may be cancelled meanwhile.
 """
 
 import dataclasses

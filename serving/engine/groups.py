@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from spmd.serving.engine.actions import Job
 from spmd.serving.engine.backend import Limits, Words
-from spmd.serving.engine.drafts import Agreement
+from spmd.serving.engine.drafts import Agreement, Said
 
 ROOT = -1
 """Stands for the page before a sequence's first one."""
@@ -138,6 +138,7 @@ class Ongoing:
     entered: int = 0  # how many of the pages are known by their tokens
     mask: Words | None = None  # the tokens that may be drawn next; None are all
     trusted: int = 3  # so many last tokens have to stand earlier for a guess of the next ones
+    said: Said = dataclasses.field(default_factory=Said)  # where its tokens stood earlier
     agreement: Agreement = dataclasses.field(default_factory=Agreement)  # with a draft model
 
     @property

@@ -107,12 +107,12 @@ class ModelBackend:
         """See `Backend.step`."""
         limits = self.limits
         placed = _place(parts, limits)
-        kind = "score" if any(part.targets is not None for part in parts) else "step"
-        size = self._bucket(kind, placed.fullest, placed.longest)
-        inputs, drawing = self._inputs(kind, size, placed, alternatives)
-        outputs = self._programs.run(self._names[kind, *size], inputs)
+        is_scored = any(part.targets is not None for part in parts)
+        kind, *size = tags = self._bucket(is_scored, placed.fullest, placed.longest)
+        inputs, drawing = self._inputs(kind, (size[0], size[1]), placed, alternatives)
+        outputs = self._programs.run(self._names[tags], inputs)
         drawn = _copied(outputs["drawn"])
-        scores = _copied(outputs["scores"]) if kind == "score" else None
+        scores = _copied(outputs["scores"]) if is_scored else None
         rows = size[0] * limits.groups
 
         def results() -> Stepped:
@@ -187,13 +187,17 @@ class ModelBackend:
         outputs = self._programs.run(name, inputs)
         _copied(outputs["drawn"])()
 
-    def _bucket(self, kind: str, rows: int, length: int) -> tuple[int, int]:
-        """The smallest sizes that are there for so many rows and positions."""
-        there = [(r, t) for k, r, t in self._names if k == kind]
-        found = next((size for size in there if size[0] >= rows and size[1] >= length), None)
+    def _bucket(self, is_scored: bool, rows: int, length: int) -> tuple[str, int, int]:
+        """The smallest function that is there for so many rows and positions.
+
+        While the largest step is still to be compiled, the function that scores takes its place.
+        """
+        kinds = ("score",) if is_scored else ("step", "score")
+        there = [tags for kind in kinds for tags in self._names if tags[0] == kind]
+        found = next((tags for tags in there if tags[1] >= rows and tags[2] >= length), None)
         if found is not None:
             return found
-        most_rows, most = (max(sizes, default=0) for sizes in zip(*there, strict=True))
+        _, most_rows, most = (max(sizes) for sizes in zip(*there, strict=True))
         if rows > most_rows:
             raise ValueError(f"{rows} rows of a group: at most {most_rows}")
         raise ValueError(f"{length} positions of a slot: at most {most}")

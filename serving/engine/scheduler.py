@@ -52,9 +52,12 @@ from collections.abc import Mapping, Sequence
 
 from spmd.serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
 from spmd.serving.engine.backend import Limits, SlotPart, Words
-from spmd.serving.engine.drafts import LONGEST, SURE, guess
+from spmd.serving.engine.drafts import LONGEST, SURE
 from spmd.serving.engine.fairness import FairQueue
 from spmd.serving.engine.groups import Group, Ongoing
+
+HARDLY = 1.1
+"""A step with drafts takes so many times as long at most as one of those who draw alone."""
 
 _Guess = tuple[int, ...] | int | None
 """Drafts of what a request draws next, or of how many the backend guesses; None: none yet."""
@@ -286,9 +289,8 @@ class Scheduler:
         most = self._budget if draws else self.limits.rows[-1]
         if not self._seconds:
             return most
-        rows = [0] * len(self.groups)
-        for request in self._decoding.values():
-            rows[request.slot // self._slots] += 1
+        most = min(most, max(self._slots, *self._seconds))  # larger ones are still compiled
+        rows = self._drawing()
         for index, group in enumerate(self.groups):
             if group.filling is not None:
                 rows[index] += group.filling.end - group.filling.filled
@@ -303,23 +305,34 @@ class Scheduler:
         is_better = below * self._seconds[above] > wanted * self._seconds[below]
         return below if is_better else most
 
-    def _guess(self) -> dict[int, _Guess]:
-        """Maps requests to what may be drawn next; to None where a token is awaited first.
-
-        There are drafts where all who draw can have two at least, in steps of as many rows as a
-        group has slots: these take hardly longer than one of a single row. A step that waits for
-        the last one's results delays all who draw, so the more there are, the surer a guess is.
-        What a text says is surer than a draft model, and costs less, where much of it agrees.
-        """
-        found: dict[int, _Guess] = {}
+    def _drawing(self) -> list[int]:
+        """Requests of each group that draw in the next step."""
         drawing = [0] * len(self.groups)
         for request in self._decoding.values():
             drawing[request.slot // self._slots] += 1
-        cost, rows = self.limits.draft_cost, self._slots
+        return drawing
+
+    def _guess(self) -> dict[int, _Guess]:
+        """Maps requests to what may be drawn next; to None where a token is awaited first.
+
+        There are drafts where all who draw can have two at least, in steps that take hardly longer
+        than without (where nothing is predicted, of the first size with a row to spare), and draw
+        one token for each slot at most. A step that waits for the last one's results delays all who
+        draw, so the more there are, the surer a guess is. What a text says is surer than a draft
+        model, and costs less, where much of it agrees.
+        """
+        found: dict[int, _Guess] = {}
+        drawing, cost, known = max(1, *self._drawing()), self.limits.draft_cost, self._seconds
+        alone = next((known[size] for size in known if size >= drawing), 0)
+        spare = next((size for size in self.limits.rows if size > drawing), drawing)
+        rows = max((size for size in known if known[size] <= HARDLY * alone), default=spare)
+        rows = min(rows, self._slots)
         if self.waiting or any(group.filling for group in self.groups):
-            rows = min(rows, self._budget - rows)  # prompts have theirs
-        most = min(self.limits.drafts, rows // max(1, *drawing) - 1)
-        for key, request in self._decoding.items() if most > 1 else ():
+            rows = min(rows, self._budget - self._slots)  # prompts have theirs
+        most = min(self.limits.drafts, rows // drawing - 1)
+        if most < 2:
+            return found
+        for key, request in self._decoding.items():
             asked = request.job
             drawn = asked.max_tokens - request.wanted
             # All that a step draws for it is drawn with one mask, and lies in pages that it has.
@@ -330,7 +343,7 @@ class Scheduler:
             is_known = len(request.tokens) > request.filled
             least = min(request.trusted + len(self._decoding) - 1, LONGEST)
             least = least if cost is None else max(least, SURE)
-            drafts = guess(request.tokens, least, room + (not is_known))
+            drafts = request.said.guess(request.tokens, least, room + (not is_known))
             if drafts and is_known:
                 found[key] = drafts
             elif len(drafts) > 1:

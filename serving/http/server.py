@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import multiprocessing
 import os
+import queue
 import signal
 import socket
 import sys
@@ -23,13 +25,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
+from spmd.serving.engine.core import Core
+from spmd.serving.engine.remote import Line, Obedient, RemoteCore
 from spmd.serving.errors import ServingError
 from spmd.serving.http import logs
 from spmd.serving.http.app import make_app
 from spmd.serving.http.connections import Addresses, Protocol
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import HttpOptions, ServerOptions
-from spmd.serving.http.service import Service
+from spmd.serving.http.service import STOP_SECONDS, Service
 
 
 class Others(typing.Protocol):
@@ -67,9 +71,10 @@ CLOSING_SECONDS = 5
 """When the last request is done, so long may answers take to be sent."""
 
 SWITCH_SECONDS = 0.001
-"""How long a thread may keep others from running Python. One thread issues steps, one makes text,
-and one sends it. With Python's own 5 ms the first one, back from waiting for the device, could wait
-for both of the others as long as a step takes, and then the device waits for it."""
+"""How long a thread may keep others from running Python. One thread makes text, one sends it, and
+one issues steps unless that is in another process. With Python's own 5 ms the last one, back from
+waiting for the device, could wait for both of the others as long as a step takes, and then the
+device waits for it."""
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -125,6 +130,7 @@ class Server(uvicorn.Server):
         self.over = threading.Event()
         self._last_words: float | None = None
         self.signals = 0
+        self.is_orphan = False
         self._draining = False
         self._deadline: float | None = None
 
@@ -147,6 +153,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Checks whether it is time to end; uvicorn calls it ten times a second."""
+        if self.is_orphan:  # the port is free for who takes this one's place
+            for one in self.servers:
+                one.close()
         if self.service.lost is not None:
             if self._last_words is None:
                 self._last_words = time.monotonic() + LAST_WORDS_SECONDS
@@ -219,6 +228,7 @@ def serve(
     log_level: str = "info",
     log_format: logs.LogFormat = "text",
     others: Others | None = None,
+    apart: bool = False,
 ) -> None:
     """Serves a model until a signal comes.
 
@@ -231,6 +241,8 @@ def serve(
       log_format: of these messages: lines of text, or a JSON object a line.
       others: the other processes that run the model; with them it does not return, but ends the
         process.
+      apart: whether a process of its own answers clients, which is forked from this one, so that
+        nothing but the model's steps runs Python here. For language models, and without `others`.
 
     Raises:
       ServingError: the port, or a file or library that `http` needs, cannot be used; or the model
@@ -245,11 +257,37 @@ def serve(
     http = http or HttpOptions()
     if http.allowed_hosts is None and host in LOOPBACK:
         http = dataclasses.replace(http, allowed_hosts=())
-    service = Service(options) if others is None else Service(options, others.heed)
-    server = Server(service, log_level, http)
-    listener = listen(host, port)
-    address, actual_port = listener.getsockname()[:2]
+    options = options or ServerOptions()
+
+    def make_server() -> Server:
+        heed = (lambda error: None) if others is None else others.heed
+        return Server(Service(options, heed), log_level, http)
+
+    if apart:
+        assert others is None
+        _serve_apart(load, options, make_server, listen(host, port))
+        return
+    server = make_server()
+    if others is not None:
+        others.attend(server.drain, server.lose)
+    loader, failures = _run(server, listen(host, port), load)
+    server.over.set()
+    if failures:
+        raise failures[0]
+    service = server.service
+    if others is not None:
+        others.end(asked=server.signals > 0)
+    if loader.is_alive() or not service.ended:
+        _end_at_once()
+
+
+def _run(
+    server: Server, listener: socket.socket, load: Callable[[], Loaded]
+) -> tuple[threading.Thread, list[BaseException]]:
+    """Serves until the end; returns the thread that loads, and what went wrong in it."""
+    address, port = listener.getsockname()[:2]
     scheme = "https" if server.config.is_ssl else "http"
+    service = server.service
     failures: list[BaseException] = []
 
     def run_load() -> None:
@@ -265,35 +303,155 @@ def serve(
             _LOG.info("%s, after %.1f s", _describe(loaded), time.monotonic() - started)
 
     loader = threading.Thread(target=run_load, name="load", daemon=True)
-    with _heeding_signals(server):
-        _LOG.info("listening on %s://%s:%d, loading the model", scheme, address, actual_port)
-        if others is not None:
-            others.attend(server.drain, server.lose)
+    with _heeding_signals(server.handle_exit):
+        _LOG.info("listening on %s://%s:%d, loading the model", scheme, address, port)
         loader.start()
         server.run(sockets=[listener])
         if service.lost is None:
             service.stop()
-    server.over.set()
+    if service.lost is None and not failures:
+        _LOG.info("stopped")
+    return loader, failures
+
+
+def _end_at_once() -> NoReturn:
+    """Ends the process while the model loads, or in a long call.
+
+    A thread inside XLA crashes when the interpreter shuts down around it.
+    """
+    logging.shutdown()
+    os._exit(0)
+
+
+# A process of its own that answers clients.
+
+GONE = "the process that runs the model has ended"
+
+
+def _serve_apart(
+    load: Callable[[], Loaded],
+    options: ServerOptions,
+    make_server: Callable[[], Server],
+    listener: socket.socket,
+) -> None:
+    """Forks the process that answers clients, and runs here what it asks for."""
+    ours, theirs = multiprocessing.Pipe()
+    child = os.fork()
+    if not child:
+        ours.close()
+        status = 1
+        try:
+            status = _answer_clients(Line(theirs), make_server, listener)
+        except BaseException:
+            _LOG.exception("the process that answers clients failed")
+        finally:  # what the other process has begun before is not for this one to end
+            logging.shutdown()
+            os._exit(status)
+    theirs.close()
+    listener.close()
+    line = Line(ours)
+    signals: list[int] = []
+    failures: list[BaseException] = []
+    loaded: list[tuple[Loaded, Obedient]] = []
+
+    def run_load() -> None:
+        try:
+            found = load()
+            if found.backend is None:
+                raise ServingError(f"{found.name}: no language model")
+            obedient = Obedient(Core(found.backend, token_budget=options.token_budget), line)
+            loaded.append((found, obedient))
+            core = obedient.core
+            plain = dataclasses.replace(found, backend=None, background=None)
+            line.send("loaded", plain, core.limits, core.info, obedient.pulse())
+        except BaseException as error:
+            failures.append(error)
+            line.send("failed")
+
+    def pass_on(sig: int, frame: FrameType | None) -> None:
+        signals.append(sig)
+        if len(signals) > 2:
+            os.kill(child, signal.SIGKILL)
+        line.send("drain" if len(signals) == 1 else "exit")
+
+    loader = threading.Thread(target=run_load, name="load", daemon=True)
+    with _heeding_signals(pass_on):
+        loader.start()
+        for kind, content in line:
+            if kind == "failed":
+                failures.extend(content)
+            else:
+                loaded[0][1].obey(kind, *content)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if failures:
         raise failures[0]
-    if service.lost is None:
-        _LOG.info("stopped")
-    if others is not None:
-        others.end(asked=server.signals > 0)
-    if loader.is_alive() or not service.ended:
-        # The process was told to end while the model loads, or in a long call. A thread inside XLA
-        # crashes when the interpreter shuts down around it, so the process ends without that.
-        logging.shutdown()
-        os._exit(0)
+    if status and not signals:
+        raise ServingError(f"the process that answers clients has ended with status {status}")
+    for found, obedient in loaded:
+        obedient.core.stop()
+        obedient.core.join(STOP_SECONDS)
+        is_adding = found.background is not None and found.background.is_alive()
+        if is_adding or not obedient.core.ended:
+            _end_at_once()
+    if loader.is_alive():
+        _end_at_once()
+
+
+def _answer_clients(line: Line, make_server: Callable[[], Server], listener: socket.socket) -> int:
+    """What the other process does; returns its status."""
+    os.setsid()  # a terminal's signals are for the one that forked it, which passes them on
+    try:
+        server = make_server()
+    except ServingError as error:
+        line.send("failed", error)
+        return 1
+    made: queue.SimpleQueue[Loaded | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        core: RemoteCore | None = None
+        for kind, content in line:
+            if kind == "loaded":
+                found, *about = content
+                core = RemoteCore(line, *about)
+                made.put(dataclasses.replace(found, core=core))
+            elif kind == "failed":
+                made.put(None)
+            elif kind == "drain":
+                server.drain()
+            elif kind == "exit":
+                server.should_exit = server.force_exit = True
+            elif core is not None:
+                core.heard(kind, *content)
+        server.is_orphan = True
+        if core is None:
+            made.put(None)
+        else:
+            server.lose(GONE)
+            core.heard("over")
+
+    def receive() -> Loaded:
+        loaded = made.get()
+        if loaded is None:
+            raise ServingError("the model was not loaded")
+        return loaded
+
+    threading.Thread(target=read, name="line", daemon=True).start()
+    _, failures = _run(server, listener, receive)
+    server.over.set()
+    if failures and not isinstance(failures[0], ServingError):
+        raise failures[0]
+    if failures:
+        line.send("failed", failures[0])
+    return 0
 
 
 @contextlib.contextmanager
-def _heeding_signals(server: Server) -> Iterator[None]:
+def _heeding_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handles signals while the model loads; uvicorn does so only once its loop runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {sig: signal.signal(sig, server.handle_exit) for sig in SIGNALS}
+    before = {sig: signal.signal(sig, handle) for sig in SIGNALS}
     try:
         yield
     finally:

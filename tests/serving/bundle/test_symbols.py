@@ -266,6 +266,12 @@ def test_xla_takes_more_than_there_is_room(load, mesh_of, monkeypatch):
     assert "may be too much: XLA allocates 1 MiB of each device for write, beside the" in note
 
 
+@pytest.mark.parametrize("given", [{}, *({name: "0.5"} for name in symbols.XLA_SHARES)])
+def test_xla_takes_most_of_a_gpu_unless_it_is_told(given):
+    symbols.take_gpu_memory(environment := dict(given))
+    assert environment == (given or {"XLA_CLIENT_MEM_FRACTION": "0.92"})  # jax refuses both
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

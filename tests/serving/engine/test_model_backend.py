@@ -259,6 +259,16 @@ def test_warming_up_calls_every_function_and_writes_nothing() -> None:
         assert np.all(given["positions"] == -1) and np.all(given["draws"] == -1)
 
 
+def test_what_scores_is_the_largest_step_until_that_is_compiled() -> None:
+    programs = Programs()
+    there = [name for name in programs.functions if not name.startswith("step_r9")]
+    backend = ModelBackend(programs, LIMITS, names=there)
+    for call in ("score_r9_t8", "step_r9_t8"):
+        assert backend.step([SlotPart(0, 0, (1,) * 5, (0, 1), True)])().scores == (None,)
+        assert programs.calls[-1] == call
+        backend.add("step_r9_t8")
+
+
 @pytest.mark.parametrize(("ends", "count"), [((), 7), ({14}, 4), ({11}, 1)])
 def test_generating_ends_behind_an_end(ends: Any, count: int) -> None:
     """A prompt in pieces, then one call for each token; one of them may be under way."""

@@ -385,13 +385,18 @@ def test_drafts_are_tried_once_the_last_token_is_known() -> None:
     assert (counts.drafted, counts.accepted) == (3, 3)
 
 
-def test_many_that_draw_have_no_room_for_drafts() -> None:
-    run = Run(GUESSED)
+@pytest.mark.parametrize(
+    ("count", "known", "drafts"),
+    [(2, {}, 0), (3, {8: 1}, 0), (2, {4: 1, 8: 1.05}, 3), (2, {4: 1, 8: 1.2}, 0), (1, {4: 1}, 3)],
+)
+def test_drafts_make_a_step_hardly_longer(count: int, known: Any, drafts: int) -> None:
+    run = Run(GUESSED, budget=16)
+    run.scheduler.know(known, 16)
     run.backend.alphabet = range(1)
-    run.submit(*(request(key, [0] * 8, 30) for key in range(3)))
+    run.submit(*(request(key, [0] * 8, 30) for key in range(count)))
     run.finish()
-    full = [step for step in run.steps if step.decoding == 3]
-    assert len(full) > 10 and not any(part.drafts for step in full for part in step.parts)
+    full = [step for step in run.steps if step.decoding == count]
+    assert max(len(part.drafts) for step in full for part in step.parts) == drafts
 
 
 @pytest.mark.parametrize("tokens", [256, 200])
@@ -424,10 +429,10 @@ def test_a_full_group_leaves_a_prompt_one_row() -> None:
     assert [len(chunk.tokens or ()) for chunk in run.chunks(3)] == [1] * 7
 
 
-@pytest.mark.parametrize(("longer", "chunks"), [(1.4, [6]), (1.6, [4, 2])])
-def test_a_step_is_no_larger_than_is_worth_its_padding(longer: float, chunks: list[int]) -> None:
+@pytest.mark.parametrize(("more", "chunks"), [({8: 1.4}, [6]), ({8: 1.6}, [4, 2]), ({}, [4, 2])])
+def test_a_step_is_no_larger_than_is_worth_its_padding(more: Any, chunks: list[int]) -> None:
     run = Run()
-    run.scheduler.know({4: 1.0, 8: longer}, 8)
+    run.scheduler.know({4: 1.0, **more}, 8)
     run.submit(request(0, [1] * 6, 1))
     run.finish()
     assert [len(chunk.tokens or ()) for chunk in run.chunks(0)] == chunks

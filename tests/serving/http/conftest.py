@@ -16,13 +16,13 @@ def live() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts servers; at the end none is left."""
+@pytest.fixture(params=[False, True], ids=["together", "apart"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    """Starts servers, with one process each and with two; at the end none is left."""
     started: list[Process] = []
 
-    def start(*arguments: Any, **more: Any) -> Process:
-        started.append(Process(tmp_path, *arguments, **more))
+    def start(extra: str = "", serve: str = "") -> Process:
+        started.append(Process(tmp_path, extra, f"apart={request.param}, {serve}"))
         return started[-1]
 
     yield start

@@ -1,15 +1,18 @@
 """The real app behind a real socket, in a thread of the test's process."""
 
 import json
+import multiprocessing
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
 
 from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.engine.core import Core
+from spmd.serving.engine.remote import Line, Obedient, RemoteCore
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.server import Server, listen
@@ -38,9 +41,23 @@ class Live(NamedTuple):
         """Until every slot is free, and every page."""
         wait_until(lambda: self.service.idle)
         engine = self.service.language().engine
-        state = engine.state()
-        assert (state.waiting, state.running, state.held) == (0, 0, 0)
+        wait_until(lambda: (lambda s: s.waiting == s.running == s.held == 0)(engine.state()))
         assert not engine._entries
+
+
+def wired(backend: FakeBackend, token_budget: int | None) -> RemoteCore:
+    """A core at the other end of a line, as in a server whose model has a process of its own."""
+    ours, theirs = (Line(end) for end in multiprocessing.Pipe())
+    obedient = Obedient(Core(backend, token_budget=token_budget), ours)
+    core = RemoteCore(theirs, backend.limits, backend.info, obedient.pulse())
+    for line, take in ((ours, obedient.obey), (theirs, core.heard)):
+
+        def read(line: Line = line, take: Callable[..., None] = take) -> None:
+            for kind, content in line:
+                take(kind, *content)
+
+        threading.Thread(target=read, daemon=True).start()
+    return core
 
 
 def get(url: str, **more: Any) -> httpx.Response:
@@ -83,7 +100,8 @@ def serving(
     try:
         if load:
             tokenizer = loaded.pop("tokenizer", None) or ByteTokenizer()
-            service.become_ready(Loaded(MODEL, backend, tokenizer, **loaded))
+            core = wired(backend, service.options.token_budget)
+            service.become_ready(Loaded(MODEL, None, tokenizer, core=core, **loaded))
         yield live
         if load and service.status == "ready":
             live.wait_idle()

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import generate_latest
 
 from spmd.serving.engine.actions import Counts
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.records import EngineState, StepRecord
 from spmd.serving.http.metrics import Metrics
 from spmd.serving.http.traffic import RequestMetrics
-from spmd.serving.engine.core import Core
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
 from tests.waiting import PATIENCE

@@ -1,11 +1,13 @@
 """The process: it answers while it loads, ends gently on a signal and at once on two."""
 
+import os
 import re
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -104,3 +106,27 @@ def test_a_port_that_is_taken() -> None:
         listen("no such host", 1)
     with pytest.raises(ServingError, match="ports are below 65536"):
         listen("127.0.0.1", 99999)
+
+
+@pytest.mark.parametrize("start", [True], indirect=True, ids=["apart"])
+@pytest.mark.parametrize("who", ["model", "clients"])
+def test_one_of_two_processes_is_killed(start: Start, who: str) -> None:
+    process = start()
+    process.let("load")
+    process.wait_health(200)
+    (child,) = map(
+        int,
+        Path(f"/proc/{process.process.pid}/task")
+        .joinpath(str(process.process.pid), "children")
+        .read_text()
+        .split(),
+    )
+    with asking(process.url) as answers:
+        os.kill(process.process.pid if who == "model" else child, signal.SIGKILL)
+        log = process.end()  # of both: they share it
+    if who == "model":
+        assert "the process that runs the model has ended" in answers[0]
+    else:
+        assert process.process.returncode == 1
+        assert "the process that answers clients has ended with status -9" in log
+    listen("127.0.0.1", int(process.url.rpartition(":")[2])).close()

@@ -1,0 +1,194 @@
+"""The engine's halves in two processes: who answers clients, and who keeps the devices busy.
+
+    readers' process: Engine ── RemoteCore ══ line ══ obey ── Core :process of the devices
+
+A thread that makes text or sends it keeps no other process from running Python, so the devices get
+their next step as soon as the last one is done. Guides stay with the readers; masks travel.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from spmd.serving.engine.actions import Job, Progress
+from spmd.serving.engine.backend import Limits, Words
+from spmd.serving.engine.core import Broken, Core, Hear, Ran
+from spmd.serving.engine.records import EngineState
+
+PULSE_SECONDS = 0.25
+"""So often the devices' process says how it is, beside what it says of steps."""
+
+SILENT_SECONDS = 5.0
+"""Who has said nothing for so long is in a call that keeps all threads from running Python."""
+
+_ORDERS = ("submit", "cancel", "end", "allow", "stop")
+
+
+class Line:
+    """One end of a connection to another process, to which any thread may write."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, *content: Any) -> None:
+        """Sends a message; if the other process has ended, nothing happens."""
+        data = pickle.dumps((kind, content), protocol=5)
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send_bytes(data)
+
+    def __iter__(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """What the other process sends, until it ends; for one thread."""
+        while True:
+            try:
+                data = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                return
+            yield pickle.loads(data)
+
+
+class Pulse(NamedTuple):
+    """How the devices' process is."""
+
+    state: EngineState
+    stalled: float
+    compile_total: int
+
+
+class _Elsewhere:
+    """Stands for a guide where jobs are run: that is with the reader, and sends masks."""
+
+    def allowed(self) -> Words:
+        raise NotImplementedError
+
+    def take(self, token: int) -> None:
+        raise NotImplementedError
+
+
+class RemoteCore:
+    """A core in another process; see `spmd.serving.engine.core.Steps`.
+
+    Args:
+      line: to that process. Somebody reads it, and calls `heard` with what is about steps.
+    """
+
+    def __init__(self, line: Line, limits: Limits, info: dict[str, Any], pulse: Pulse) -> None:
+        self.limits, self.info = limits, info
+        self._line = line
+        self._pulse, self._at = pulse, time.monotonic()
+        self._hear: Hear = lambda told: None
+        self._over = threading.Event()
+
+    @property
+    def compile_total(self) -> int:
+        """See `Steps.compile_total`."""
+        return self._pulse.compile_total
+
+    def start(self, hear: Hear) -> None:
+        """See `Steps.start`."""
+        self._hear = hear
+        self._line.send("start")
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """See `Steps.submit`."""
+        guide = _Elsewhere()
+        sent = [job if job.guide is None else dataclasses.replace(job, guide=guide) for job in jobs]
+        self._line.send("submit", sent)
+
+    def cancel(self, keys: Sequence[int]) -> None:
+        """See `Steps.cancel`."""
+        self._line.send("cancel", keys)
+
+    def end(self, keys: Sequence[int]) -> None:
+        """See `Steps.end`."""
+        self._line.send("end", keys)
+
+    def allow(self, key: int, mask: Words) -> None:
+        """See `Steps.allow`."""
+        self._line.send("allow", key, mask)
+
+    def state(self) -> EngineState:
+        """See `Steps.state`."""
+        return copy.deepcopy(self._pulse.state)
+
+    def stalled(self) -> float:
+        """See `Steps.stalled`."""
+        silent = time.monotonic() - self._at
+        told = self._pulse.stalled
+        return told + silent if told or silent > SILENT_SECONDS else 0.0
+
+    def stop(self) -> None:
+        """See `Steps.stop`."""
+        self._line.send("stop")
+
+    def join(self, timeout: float) -> None:
+        """See `Steps.join`."""
+        self._over.wait(timeout)
+
+    @property
+    def ended(self) -> bool:
+        """See `Steps.ended`."""
+        return self._over.is_set()
+
+    def heard(self, kind: str, *content: Any) -> None:
+        """Is told what the process says of steps, and by `lost` that it has ended."""
+        if kind == "pulse":
+            (self._pulse,), self._at = content, time.monotonic()
+        elif kind == "ran":
+            record, progress, drawn, scores, state = content
+            self._pulse = self._pulse._replace(state=state)
+            self._hear(Ran(record, [Progress(*one) for one in progress], drawn, scores))
+        elif kind == "broken":
+            self._hear(Broken(*content))
+        elif not self._over.is_set():
+            self._over.set()
+            self._hear(None)
+
+
+class Obedient:
+    """A core that does what a `RemoteCore` says."""
+
+    def __init__(self, core: Core, line: Line) -> None:
+        self.core = core
+        self._line = line
+        self._pulses = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    def pulse(self) -> Pulse:
+        """How this process is."""
+        core = self.core
+        return Pulse(core.state(), core.stalled(), core.compile_total)
+
+    def obey(self, kind: str, *content: Any) -> None:
+        """Does what a message says."""
+        if kind == "start":
+            self._pulses.start()
+            self.core.start(self._tell)
+        else:
+            assert kind in _ORDERS, kind
+            getattr(self.core, kind)(*content)
+
+    def _tell(self, told: Ran | Broken | None) -> None:
+        if isinstance(told, Ran):
+            # Tuples of another class are pickled at a tenth of the speed.
+            progress = [tuple(one) for one in told.progress]
+            self._line.send(
+                "ran", told.record, progress, told.drawn, told.scores, self.core.state()
+            )
+        elif told is not None:
+            self._line.send("broken", told.why)
+        else:
+            self._line.send("over")
+
+    def _beat(self) -> None:
+        is_over = False
+        while not is_over:
+            time.sleep(PULSE_SECONDS)
+            is_over, pulse = self.core.ended, self.pulse()
+            is_over &= not pulse.state.running + pulse.state.waiting
+            self._line.send("pulse", pulse)
