@@ -85,189 +85,163 @@ def attend_tiles(
     shift = groups.bit_length() - 1
     factor = np.float32(math.log2(math.e) / math.sqrt(width))
 
-    def blocks(about: Any, tile: Any) -> tuple[Any, Any, Any]:
-        """Returns the first block that a tile sees, the end of its blocks, and of its positions."""
-        end = jnp.where(about[tile, 2] > 0, about[tile, 1] + about[tile, 2], 0)
-        first = 0 if window is None else jnp.maximum(about[tile, 1] - window + 1, 0) // BLOCK
-        return first, (end + BLOCK - 1) // BLOCK, end
-
-    def kernel(q: Any, pool: Any, table: Any, about: Any, out: Any, *scratch: Any) -> None:
+    def kernel(
+        q: Any, pool: Any, table: Any, about: Any, out: Any, queries: Any, keys: Any, values: Any,
+        query_there: Any, copied: Any, read: Any, tail_there: Any, tail_ready: Any, turn: Any,
+    ) -> None:  # fmt: skip
+        keys_there, values_there = copied
+        keys_read, values_read = read
         tile, head, me = (jax.lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
         tile = tiles - 1 - tile  # of a prompt the last ones see the most: they begin first
-        first, last, end = blocks(about, tile)
-
-        @pl.when(me < WARPGROUPS)
-        def computes() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            compute(tile * heads + head, me, about[tile, 1], first, last, end, q, out, *scratch)
+        slot, position, count = (about[tile, i] for i in range(3))
+        # The end of the positions that the tile sees, its first block, and the end of its blocks.
+        end = jnp.where(count > 0, position + count, 0)
+        first = 0 if window is None else jnp.maximum(position - window + 1, 0) // BLOCK
+        last = (end + BLOCK - 1) // BLOCK
 
         @pl.when(me == WARPGROUPS)
-        def fetches() -> None:
+        def fetch() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            fetch(head, about[tile, 0], first, last, end, pool, table, *scratch)
 
-    def fetch(
-        head: Any, slot: Any, first: Any, last: Any, end: Any, pool: Any, table: Any,
-        _: Any, keys: Any, values: Any, barriers: Any,
-    ) -> None:  # fmt: skip
-        _, keys_there, values_there, keys_read, values_read, tail_there, tail_ready, _ = barriers
+            def copy(block: Any, kind: int, to: Any, barrier: Any) -> None:
+                for i in range(copies):
+                    place = block * BLOCK + i * unit
+                    entry = jnp.minimum(place // size, table.shape[1] - 1)
+                    page = jnp.clip(table[slot, entry], 0, pages - 1)
+                    rows = pl.ds(page * size + place % size, unit)
+                    columns = pl.ds((head * 2 + kind) * width, width)
+                    into = to.at[pl.ds(i * unit, unit)]
+                    plgpu.copy_gmem_to_smem(pool.at[rows, columns], into, barrier)
 
-        def copy(block: Any, kind: int, to: Any, barrier: Any) -> None:
-            for i in range(copies):
-                position = block * BLOCK + i * unit
-                entry = jnp.minimum(position // size, table.shape[1] - 1)
-                page = jnp.clip(table[slot, entry], 0, pages - 1)
-                begin = page * size + position % size
-                column = (head * 2 + kind) * width
-                plgpu.copy_gmem_to_smem(
-                    pool.at[pl.ds(begin, unit), pl.ds(column, width)],
-                    to.at[pl.ds(i * unit, unit)],
-                    barrier,
-                )
+            @pl.loop(first, last)
+            def ahead(block: Any) -> None:
+                stage = (block - first) % stages
 
-        @pl.loop(first, last)
-        def ahead(block: Any) -> None:
-            stage = (block - first) % stages
+                @pl.when(block - first >= stages)
+                def has_been_read() -> None:
+                    plgpu.barrier_wait(keys_read.at[stage])
+                    plgpu.barrier_wait(values_read.at[stage])
 
-            @pl.when(block - first >= stages)
-            def has_been_read() -> None:
-                plgpu.barrier_wait(keys_read.at[stage])
-                plgpu.barrier_wait(values_read.at[stage])
+                copy(block, 0, keys.at[stage], keys_there.at[stage])
 
-            copy(block, 0, keys.at[stage], keys_there.at[stage])
+                @pl.when(block < last - 1)
+                def is_known() -> None:
+                    copy(block, 1, values.at[stage], values_there.at[stage])
 
-            @pl.when(block < last - 1)
-            def is_known() -> None:
-                copy(block, 1, values.at[stage], values_there.at[stage])
-
-        # What lies behind the last position may be NaN, which is NaN also without any weight.
-        @pl.when(first < last)
-        def tail() -> None:
-            stage = (last - 1 - first) % stages
-            copy(last - 1, 1, values.at[stage], tail_there)
-            plgpu.barrier_wait(tail_there)
-            known = end - (last - 1) * BLOCK
-            for row in range(0, BLOCK, PIECE):
-                for column in range(0, width, PIECE):
-                    piece = values.at[stage, pl.ds(row, PIECE), pl.ds(column, PIECE)]
-                    held = plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False)
-                    at = _iota(plgpu, (PIECE, PIECE), 0) + row
-                    piece[...] = jnp.where(at < known, held, jnp.zeros_like(held))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(tail_ready)
-
-        @pl.loop(jnp.maximum(last - stages, first), last)
-        def have_been_read(block: Any) -> None:
-            plgpu.barrier_wait(keys_read.at[(block - first) % stages])
-            plgpu.barrier_wait(values_read.at[(block - first) % stages])
-
-    def compute(
-        line: Any, me: Any, position: Any, first: Any, last: Any, end: Any, q: Any, out: Any,
-        queries: Any, keys: Any, values: Any, barriers: Any,
-    ) -> None:  # fmt: skip
-        query_there, keys_there, values_there, keys_read, values_read, _, tail_ready, turn = (
-            barriers
-        )
-        mine = queries.at[me]
-        where = pl.ds(line * TILE + me * QUERIES, QUERIES)
-        plgpu.copy_gmem_to_smem(q.at[where], mine, query_there.at[me])
-        plgpu.barrier_wait(query_there.at[me])
-        # The position of each query's row: a row has `groups` queries.
-        at_QS = _iota(plgpu, (QUERIES, BLOCK), 0)
-        row_QS = position + jax.lax.shift_right_logical(at_QS + me * QUERIES, shift)
-
-        def change_turns() -> None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
-        def step(block: Any, carry: Any, is_masked: bool) -> Any:
-            total_QD, largest_Q, sum_Q = carry
-            stage = (block - first) % stages
-            plgpu.barrier_wait(keys_there.at[stage])
-
-            def scores(acc: Any) -> Any:
-                plgpu.wgmma(acc, mine, keys.at[stage].transpose((1, 0)))
-                change_turns()
-                return acc[...]
-
-            if interpret:
-                score_QS = jnp.dot(mine[...], keys[stage].T, preferred_element_type=jnp.float32)
-                change_turns()
-            else:
-                score_QS = pl.run_scoped(scores, plgpu.ACC((QUERIES, BLOCK), jnp.float32))
-            plgpu.barrier_arrive(keys_read.at[stage])
-            score_QS *= factor
-            if is_masked:
-                seen_S = block * BLOCK + _iota(plgpu, (QUERIES, BLOCK), 1)
-                is_seen = seen_S <= row_QS
-                if window is not None:
-                    is_seen &= seen_S > row_QS - window
-                score_QS = jnp.where(is_seen, score_QS, LOWEST)
-            above_Q = jnp.maximum(largest_Q, jnp.max(score_QS, axis=1))
-            kept_Q = jnp.exp2(largest_Q - above_Q)
-            weight_QS = jnp.exp2(score_QS - _rows(above_Q, score_QS.shape))
-            sum_Q = sum_Q * kept_Q + jnp.sum(weight_QS, axis=1)
-            total_QD *= _rows(kept_Q, total_QD.shape)
-            share_QS = weight_QS.astype(dtype)
-            plgpu.barrier_arrive(turn)
-
-            @pl.when(block < last - 1)
-            def all_known() -> None:
-                plgpu.barrier_wait(values_there.at[stage])
-
-            @pl.when(block == last - 1)
+            # What lies behind the last position may be NaN, which is NaN also without any weight.
+            @pl.when(first < last)
             def tail() -> None:
-                plgpu.barrier_wait(tail_ready)
+                stage = (last - 1 - first) % stages
+                copy(last - 1, 1, values.at[stage], tail_there)
+                plgpu.barrier_wait(tail_there)
+                known = end - (last - 1) * BLOCK
+                for row in range(0, BLOCK, PIECE):
+                    for column in range(0, width, PIECE):
+                        piece = values.at[stage, pl.ds(row, PIECE), pl.ds(column, PIECE)]
+                        held = plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False)
+                        at = iota((PIECE, PIECE), 0) + row
+                        piece[...] = jnp.where(at < known, held, jnp.zeros_like(held))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(tail_ready)
 
-            plgpu.barrier_wait(turn)
+            @pl.loop(jnp.maximum(last - stages, first), last)
+            def have_been_read(block: Any) -> None:
+                plgpu.barrier_wait(keys_read.at[(block - first) % stages])
+                plgpu.barrier_wait(values_read.at[(block - first) % stages])
 
-            def add(acc: Any) -> None:
-                plgpu.wgmma(acc, share_QS, values.at[stage])
+        @pl.when(me < WARPGROUPS)
+        def compute() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            mine = queries.at[me]
+            where = pl.ds((tile * heads + head) * TILE + me * QUERIES, QUERIES)
+            plgpu.copy_gmem_to_smem(q.at[where], mine, query_there.at[me])
+            plgpu.barrier_wait(query_there.at[me])
+            # The position of each query's row: a row has `groups` queries.
+            at_QS = iota((QUERIES, BLOCK), 0)
+            row_QS = position + jax.lax.shift_right_logical(at_QS + me * QUERIES, shift)
 
-            if interpret:
-                total_QD += jnp.dot(share_QS, values[stage], preferred_element_type=jnp.float32)
-            else:
-                total_QD = pl.run_state(add)(plgpu.ACC.init(total_QD))
-            plgpu.barrier_arrive(values_read.at[stage])
-            return total_QD, above_Q, sum_Q
+            def change_turns() -> None:
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
 
-        of_rows = plgpu.Layout.WGMMA.reduce(1)
-        carry = (
-            plgpu.layout_cast(jnp.zeros((QUERIES, width), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((QUERIES,), LOWEST, jnp.float32), of_rows),
-            plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), of_rows),
-        )
-        # All rows see all of the first blocks.
-        whole = first if window is not None else jnp.minimum((position + 1) // BLOCK, last)
+            def step(block: Any, carry: Any, is_masked: bool) -> Any:
+                total_QD, largest_Q, sum_Q = carry
+                stage = (block - first) % stages
+                plgpu.barrier_wait(keys_there.at[stage])
 
-        @pl.when(me == 1)
-        def is_second() -> None:
-            change_turns()
+                def scores(acc: Any) -> Any:
+                    plgpu.wgmma(acc, mine, keys.at[stage].transpose((1, 0)))
+                    change_turns()
+                    return acc[...]
 
-        carry = jax.lax.fori_loop(first, whole, functools.partial(step, is_masked=False), carry)
-        carry = jax.lax.fori_loop(whole, last, functools.partial(step, is_masked=True), carry)
+                if interpret:
+                    score_QS = jnp.dot(mine[...], keys[stage].T, preferred_element_type=jnp.float32)
+                    change_turns()
+                else:
+                    score_QS = pl.run_scoped(scores, plgpu.ACC((QUERIES, BLOCK), jnp.float32))
+                plgpu.barrier_arrive(keys_read.at[stage])
+                score_QS *= factor
+                if is_masked:
+                    seen_S = block * BLOCK + iota((QUERIES, BLOCK), 1)
+                    is_seen = seen_S <= row_QS
+                    if window is not None:
+                        is_seen &= seen_S > row_QS - window
+                    score_QS = jnp.where(is_seen, score_QS, LOWEST)
+                above_Q = jnp.maximum(largest_Q, jnp.max(score_QS, axis=1))
+                kept_Q = jnp.exp2(largest_Q - above_Q)
+                weight_QS = jnp.exp2(score_QS - _rows(above_Q, score_QS.shape))
+                sum_Q = sum_Q * kept_Q + jnp.sum(weight_QS, axis=1)
+                total_QD *= _rows(kept_Q, total_QD.shape)
+                share_QS = weight_QS.astype(dtype)
+                plgpu.barrier_arrive(turn)
 
-        @pl.when(me == 0)
-        def was_first() -> None:
-            change_turns()
+                @pl.when(block < last - 1)
+                def all_known() -> None:
+                    plgpu.barrier_wait(values_there.at[stage])
 
-        total_QD, _, sum_Q = carry
-        sum_Q = jnp.where(sum_Q == 0, 1, sum_Q)
-        mine[...] = (total_QD / _rows(sum_Q, total_QD.shape)).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mine, out.at[where])
-        plgpu.wait_smem_to_gmem(0)
+                @pl.when(block == last - 1)
+                def tail() -> None:
+                    plgpu.barrier_wait(tail_ready)
+
+                plgpu.barrier_wait(turn)
+
+                def add(acc: Any) -> None:
+                    plgpu.wgmma(acc, share_QS, values.at[stage])
+
+                if interpret:
+                    total_QD += jnp.dot(share_QS, values[stage], preferred_element_type=jnp.float32)
+                else:
+                    total_QD = pl.run_state(add)(plgpu.ACC.init(total_QD))
+                plgpu.barrier_arrive(values_read.at[stage])
+                return total_QD, above_Q, sum_Q
+
+            of_rows = plgpu.Layout.WGMMA.reduce(1)
+            carry = (
+                plgpu.layout_cast(jnp.zeros((QUERIES, width), jnp.float32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((QUERIES,), LOWEST, jnp.float32), of_rows),
+                plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), of_rows),
+            )
+            # All rows see all of the first blocks.
+            whole = first if window is not None else jnp.minimum((position + 1) // BLOCK, last)
+            pl.when(me == 1)(change_turns)
+            carry = jax.lax.fori_loop(first, whole, functools.partial(step, is_masked=False), carry)
+            carry = jax.lax.fori_loop(whole, last, functools.partial(step, is_masked=True), carry)
+            pl.when(me == 0)(change_turns)
+            total_QD, _, sum_Q = carry
+            sum_Q = jnp.where(sum_Q == 0, 1, sum_Q)
+            mine[...] = (total_QD / _rows(sum_Q, total_QD.shape)).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(mine, out.at[where])
+            plgpu.wait_smem_to_gmem(0)
+
+    def iota(shape: tuple[int, int], dim: int) -> Any:
+        return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA)
 
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-    def shared(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
-    def copied(count: int) -> Any:
-        return plgpu.Barrier(num_arrivals=copies, num_barriers=count)
-
+    stored = [(WARPGROUPS, QUERIES, width), (stages, BLOCK, width), (stages, BLOCK, width)]
+    copied = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     read = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
-    run = plgpu.kernel(
+    out = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiles * heads * TILE, width), dtype),
         grid=(heads, tiles),
@@ -275,32 +249,21 @@ def attend_tiles(
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            shared(WARPGROUPS, QUERIES, width),
-            shared(stages, BLOCK, width),
-            shared(stages, BLOCK, width),
-            (
-                plgpu.Barrier(num_barriers=WARPGROUPS),
-                copied(stages),
-                copied(stages),
-                read,
-                read,
-                copied(1),
-                plgpu.Barrier(),
-                plgpu.Barrier(num_arrivals=WARPGROUPS),
-            ),
+            *(plgpu.SMEM(shape, dtype, transforms=swizzled) for shape in stored),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            (copied, copied),
+            (read, read),
+            plgpu.Barrier(num_arrivals=copies),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
-    )
-    out = run(
+    )(
         q_TKZD.reshape(-1, width), pool_NPK2D.reshape(pages * size, heads * 2 * width), table_BM,
         about_TL,
     )  # fmt: skip
     return out.reshape(q_TKZD.shape)
-
-
-def _iota(plgpu: Any, shape: tuple[int, int], dim: int) -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA)
 
 
 def _rows(x_Q: Any, shape: tuple[int, ...]) -> Any:
