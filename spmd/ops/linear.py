@@ -6,10 +6,11 @@ Shapes are in the names:
 
 The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows its
 time is that of reading weights. For one row, GPUs run a multiplication and a sum, which XLA makes
-one kernel, conversion and scale included; for up to 128 rows one kernel reads all weights of a
-composite (`products_triton`), if they are not quantized. On TPUs one row is one of eight. With many
-rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these, too,
-each with a scale of its own. Everywhere else weights are converted to the dtype of `x`.
+one kernel, conversion and scale included; for more of them, and for any few of 4-bit weights, one
+kernel reads all weights of a composite (`products_triton`). On TPUs one row is one of eight. With
+many rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these,
+too, each with a scale of its own; 4-bit weights are written in the dtype of `x` first. Everywhere
+else weights are converted to it on their way.
 """
 
 import math
@@ -129,9 +130,7 @@ def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
 def _product(x: Any, values: Any, scales: Any = None) -> Any:
     if values.ndim == 3:
         x_BQI = x.reshape(*x.shape[:2], -1)
-        # Packed 4-bit values -> (O, Q, 2 W): the bytes 0x9A 0x87 are 2 -1 1 0.
-        both = jnp.concatenate([values & 15, values >> 4], axis=-1)
-        wide_OQI = (both.astype(jnp.int8) - 8).astype(x.dtype)
+        wide_OQI = _unpacked(values).astype(x.dtype)
         sums_BOQ = jnp.einsum("bqi,oqi->boq", x_BQI, wide_OQI, preferred_element_type=jnp.float32)
         return jnp.sum(sums_BOQ * scales.astype(jnp.float32), axis=-1).astype(x.dtype)
     # Sums are in float32 either way. Asked for them, cuBLAS would write them, for another kernel to
@@ -143,10 +142,14 @@ def _product(x: Any, values: Any, scales: Any = None) -> Any:
 
 def _kernel(x: Any, *operands: Any) -> Any:
     parts = list(_parts(operands))
-    if x.shape[0] == 1:
+    is_packed = parts[0][0].ndim == 3
+    if x.shape[0] == 1 and not is_packed:
         return tuple(_row(x, *part) for part in parts)
-    if all(len(part) == 1 for part in parts):
-        return products_triton.products(x, [values for (values,) in parts])
+    found = products_triton.products(x, parts)
+    if found is not NotImplemented:
+        return found
+    if is_packed:
+        return tuple(_unpacked_first(x, *part) for part in parts)
     if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):
         return _eight_bits(x, parts)
     return NotImplemented
@@ -181,15 +184,22 @@ def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
 
 
 def _row(x: Any, values: Any, scales: Any = None) -> Any:
-    row = x[0].astype(jnp.float32)
-    if values.ndim == 3:
-        wide = values.astype(jnp.int32)
-        low, high = ((wide & 15) - 8, (wide >> 4) - 8)
-        sums_OQW = low.astype(jnp.float32) * row[:, 0] + high.astype(jnp.float32) * row[:, 1]
-        sums_OQW *= scales.astype(jnp.float32)[..., None]
-        return jnp.sum(sums_OQW, axis=(1, 2))[None].astype(x.dtype)
-    out_O = jnp.sum(values.astype(jnp.float32) * row, axis=1)
+    out_O = jnp.sum(values.astype(jnp.float32) * x[0].astype(jnp.float32), axis=1)
     return _scaled(out_O[None], scales).astype(x.dtype)
+
+
+def _unpacked(values_OQW: Any) -> Any:
+    """Packed 4-bit values -> (O, Q, 2 W): the bytes 0x9A 0x87 are 2 -1 1 0."""
+    both = jnp.concatenate([values_OQW & 15, values_OQW >> 4], axis=-1)
+    return both.astype(jnp.int8) - 8
+
+
+def _unpacked_first(x: Any, values: Any, scales: Any) -> Any:
+    """Returns x @ weight.T of a 4-bit weight, which is written to memory in x's dtype before."""
+    wide_OQI = _unpacked(values).astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+    whole_OI = jax.lax.optimization_barrier(wide_OQI.astype(x.dtype).reshape(len(values), -1))
+    x_BI = x.reshape(x.shape[0], -1)
+    return jnp.einsum("bi,oi->bo", x_BI, whole_OI, preferred_element_type=x.dtype)
 
 
 def _scaled(out_BO: Any, scales_O: Any = None) -> Any:

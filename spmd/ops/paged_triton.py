@@ -7,7 +7,8 @@ take at least 16 queries; so the queries of a single row are its query heads, pa
 
 Where there are few tiles, several programs share the positions of one, in equal parts, and their
 results are combined (Flash-Decoding's split). Slots with more rows than a small tile holds have
-large tiles, in another call of the kernel, which reads keys once for 64 queries.
+large tiles, in another call of the kernel, which reads keys once for 64 queries; on Hopper another
+kernel takes those (`spmd.ops.paged_hopper`).
 
 jax 0.11 still has Pallas's Triton backend, but deprecates it in favour of Mosaic GPU.
 """
@@ -22,6 +23,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
+from spmd.ops import paged_hopper
 from spmd.ops.paged_reference import KEYS, VALUES
 from spmd.ops.products_triton import compiled_with, places, triton
 
@@ -67,7 +69,8 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
     small = max(SMALL, pl.next_power_of_2(groups))
-    large = max(LARGE, small)
+    on_hopper = paged_hopper.takes(q_ARKGD, pool_ANPK2D)
+    large = paged_hopper.TILE if on_hopper else max(LARGE, small)
     read = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
     run = functools.partial(_run, read, window=window, interpret=interpret)
     if rows <= slots or large == small:
@@ -78,7 +81,12 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups, most=slots + 1)
     many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups)
     is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
-    return jnp.where(is_few_AR[..., None, None, None], run(few, small), run(many, large))
+    found = (
+        _run_on_hopper(read, many, window=window, interpret=interpret)
+        if on_hopper
+        else run(many, large)
+    )
+    return jnp.where(is_few_AR[..., None, None, None], run(few, small), found)
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
@@ -188,11 +196,41 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
     total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
     heads_AIKQD = jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
-    heads_AIKQD = heads_AIKQD.astype(q_ARKGD.dtype)
+    return _of_rows(heads_AIKQD.astype(q_ARKGD.dtype), tiles, groups)
+
+
+def _of_rows(heads_AIKQD: Any, tiles: _Tiles, groups: int) -> Any:
+    """Outputs of tiles -> of rows, (A, R, K, G, D)."""
+    outer, count, heads, _, width = heads_AIKQD.shape
     shape = (outer, count, heads, tiles.size, groups, width)
     heads_AIKSGD = heads_AIKQD[:, :, :, : tiles.size * groups].reshape(shape)
     group_A1, tile_AR = jnp.arange(outer)[:, None], tiles.place // tiles.size
     return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
+
+
+def _run_on_hopper(operands: Any, tiles: _Tiles, *, window: int | None, interpret: bool) -> Any:
+    """As `_run`, by the kernel of `spmd.ops.paged_hopper`."""
+    q_ARKGD, pool_ANPK2D, table_ABM, positions_AR = operands
+    outer, rows, heads, groups, width = q_ARKGD.shape
+    pages, slots = pool_ANPK2D.shape[1], table_ABM.shape[1]
+    slot_AI, start_AI, count_AI, _ = jnp.moveaxis(tiles.about, 2, 0)
+    row_AIS = jnp.minimum(start_AI[..., None] + jnp.arange(tiles.size), rows - 1)
+    group_A11 = jnp.arange(outer)[:, None, None]
+    q_AIKSGD = jnp.moveaxis(q_ARKGD[group_A11, row_AIS], 3, 2)
+    position_AI = jnp.take_along_axis(positions_AR, row_AIS[..., 0], axis=1)
+    is_seeing_AI = (slot_AI < slots) & (position_AI >= 0)
+    line_AI = group_A11[..., 0] * slots + jnp.minimum(slot_AI, slots - 1)
+    about = (line_AI, position_AI, jnp.where(is_seeing_AI, count_AI, 0))
+    found = paged_hopper.attend_tiles(
+        q_AIKSGD.reshape(-1, heads, paged_hopper.TILE, width),
+        pool_ANPK2D.reshape(-1, *pool_ANPK2D.shape[2:]),
+        (jnp.clip(table_ABM, 0, pages - 1) + group_A11 * pages).reshape(outer * slots, -1),
+        jnp.stack(about, axis=2).reshape(-1, 3).astype(jnp.int32),
+        groups=groups,
+        window=window,
+        interpret=interpret,
+    )
+    return _of_rows(found.reshape(outer, -1, *found.shape[1:]), tiles, groups)
 
 
 def _kernel(*refs: Any, queries: int, parts: int, window: int | None) -> None:

@@ -27,7 +27,7 @@ def compare(function: Any, *args: Any, specs: Any = None, tolerance: float = 2e-
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 40, 120, 300])
 def test_linear(kind: str, rows: int) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, 512)), jnp.bfloat16)
@@ -35,7 +35,7 @@ def test_linear(kind: str, rows: int) -> None:
     weight: Any = jnp.asarray(whole, jnp.bfloat16)
     if kind != "none":
         weight = jax.tree.map(jnp.asarray, quantize_weight(whole, kind))
-    compare(linear, x, weight)
+    compare(linear, x, weight, tolerance=4e-2 if kind == "fp8" else 2e-2)
 
 
 @pytest.mark.parametrize("rows", [128, 200, 512])

@@ -52,6 +52,13 @@ def test_paged_attention(page: int, slots: int, rows: int, groups: int, quantize
         assert "triton" in compiled.as_text("emitted")
 
 
+@pytest.mark.parametrize(("width", "window"), [(64, None), (64, 300), (128, None)])
+def test_prompts(width: int, window: int | None) -> None:
+    """As many rows as the kernel for Hopper takes."""
+    sizes = Sizes(b=3, r=1200, p=64, m=20, k=2, g=4, d=width)
+    check(sizes, 2, jnp.bfloat16, 2e-2, window)
+
+
 @pytest.mark.parametrize("width", [64, 256])
 def test_other_widths(width: int) -> None:
     check(Sizes(b=4, r=48, p=64, m=4, d=width), 3, jnp.bfloat16, 2e-2)

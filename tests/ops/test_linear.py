@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.models.llama.quantize import quantize_weight
+from spmd.models.llama.quantize import quantize_weight, weight_types
 from spmd.ops import linear, linears, products_triton
 from tests.models.llama.inverse import dequantize
 
@@ -50,7 +50,11 @@ def test_linears_kernel_of_one_row(kind: str) -> None:
     for kernel in (LINEAR._kernel, LINEAR._on_tpu):
         (out,) = kernel(shaped, *operands)
         np.testing.assert_allclose(out, x @ whole.T, rtol=0, atol=1e-3)
-        assert kernel(jnp.concatenate([shaped, shaped]), *operands) is NotImplemented
+        two = kernel(jnp.concatenate([shaped, shaped]), *operands)
+        if kind == "int4" and kernel == LINEAR._kernel:  # written as whole numbers first
+            np.testing.assert_allclose(two[0][1:], out, rtol=0, atol=1e-3)
+        else:
+            assert two is NotImplemented
 
 
 def test_tpus_multiply_one_row_as_several() -> None:
@@ -91,24 +95,43 @@ def test_linears_are_linear_of_each(outputs: tuple[int, ...], kind: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"),
-    [(2, 64, (64,)), (5, 256, (64, 128)), (16, 128, (192,)), (100, 64, (64, 64, 64))],
+    ("kind", "rows", "inputs", "outputs"),
+    [
+        ("none", 2, 64, (64,)),
+        ("none", 5, 256, (64, 128)),
+        ("none", 16, 128, (192,)),
+        ("none", 100, 64, (64, 64, 64)),
+        ("int8", 3, 3328, (64, 128)),  # 13 steps of three programs
+        ("int8", 40, 448, (64,)),
+        ("int8", 150, 256, (128, 256)),
+        ("int4", 1, 3328, (32, 64)),
+        ("int4", 33, 384, (64,)),
+        ("int4", 150, 256, (128, 256)),
+    ],
 )
-def test_linears_kernel_of_few_rows(rows: int, inputs: int, outputs: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
-    many = [jnp.asarray(rng.standard_normal((n, inputs)), jnp.bfloat16) for n in outputs]
-    for got, weight in zip(products_triton.products(x, many, interpret=True), many, strict=True):
-        want = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
-        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=0.1)
+def test_linears_kernel(kind: str, rows: int, inputs: int, outputs: tuple[int, ...]) -> None:
+    x = jax.random.normal(jax.random.key(0), (rows, inputs)).at[:, 7].multiply(8)
+    x = jnp.asarray(x, jnp.bfloat16)
+    made = [weights(kind, n, inputs) for n in outputs]
+    many: list[Any] = [
+        (jnp.asarray(w, x.dtype),) if kind == "none" else (w["values"], w["scales"])
+        for w, _ in made
+    ]
+    found = products_triton.products(x, many, interpret=True)
+    for got, part, (_, whole) in zip(found, many, made, strict=True):
+        matrix = np.asarray(part[0], np.float32) if kind == "none" else whole
+        want = np.asarray(x, np.float32) @ matrix.T
+        error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
+        assert error < 2.5e-3  # results are rounded to 8 bits, and nothing else
 
 
-def test_tiles_of_the_kernel_of_few_rows() -> None:
-    def tiles(rows: int, inputs: int, *outputs: int) -> Any:
+def test_tiles_of_the_kernel() -> None:
+    def tiles(rows: int, inputs: int, *outputs: int, kind: str = "none") -> Any:
         x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-        return products_triton.tiles_for(
-            x, [jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16) for n in outputs]
-        )
+        plain = [(jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16),) for n in outputs]
+        parts = [tuple(weight_types((n, inputs), kind).values()) for n in outputs if kind != "none"]
+        found = products_triton.tiles_for(x, parts or plain)
+        return found and found[:5]
 
     assert tiles(64, 4096, 4096) == (64, 64, 128, 2, 4)  # 64 blocks: two programs each
     assert tiles(64, 4096, 4096, 4096, 4096) == (64, 64, 64, 1, 5)
@@ -116,6 +139,22 @@ def test_tiles_of_the_kernel_of_few_rows() -> None:
     assert tiles(3, 11008, 4096) == (16, 64, 128, 2, 5)
     assert tiles(1, 4096, 4096) is tiles(129, 4096, 4096) is None
     assert tiles(64, 100, 4096) is tiles(64, 4096, 100) is None
+    assert tiles(1, 4096, 4096, kind="int4") == (16, 32, 256, 4, 4)  # for 528 programs
+    assert tiles(700, 2752, 4096, kind="int8") == (128, 128, 64, 1, 3)
+    assert tiles(705, 4096, 4096, kind="int8") is tiles(257, 4096, 4096, kind="int4") is None
+    assert tiles(3, 4096, 4096, kind="fp8") is tiles(3, 4096, 48, kind="int8") is None
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("is_inner", [False, True], ids=["outputs", "inputs"])
+def test_gpus_get_the_kernel(kind: str, is_inner: bool) -> None:
+    """One for all weights, whichever dim is split."""
+    made = [weight_types((n, 1024), kind) for n in (256, 128, 128)]
+    spec = [{k: (None, "x")[: x.ndim] if is_inner else ("x",) for k, x in made[0].items()}] * 3
+    x = jax.ShapeDtypeStruct((40, 1024), jnp.bfloat16)
+    jitted = spmd.jit(linears, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=(None, spec))
+    text = jitted.lower(x, made, topology=spmd.Topology("h200:2")).as_text("emitted")
+    assert text.count("@__gpu$xla.gpu.triton") == 1
 
 
 SPLITS = {

@@ -13,7 +13,7 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError, SpmdError
-from spmd.ops import paged_attention, paged_reference, paged_triton, paged_update
+from spmd.ops import paged_attention, paged_hopper, paged_reference, paged_triton, paged_update
 from spmd.ops.paged import attend_on_tpu
 from tests.compilers import needs_cuda_plugin, needs_libtpu
 
@@ -330,6 +330,30 @@ def test_kernel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_triton, "PROGRAMS", 1 << 10)
     check(attend, Sizes(r=6, b=6, k=1, p=64, m=8), 3)
     check(attend, Sizes(r=24, b=3, g=5, k=1, p=64, m=8), 2, window=150)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 interprets no such kernel")
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        (Sizes(a=2, b=2, r=48, p=64, m=5, k=1, g=4, d=64), None),
+        (Sizes(b=2, r=150, p=32, m=20, k=1, g=1, d=128), None),
+        (Sizes(b=2, r=80, p=128, m=3, k=2, g=2, d=64), 70),
+    ],
+    ids=str,
+)
+def test_kernel_for_hopper(
+    sizes: Sizes, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_hopper, "is_here", lambda: True)
+    monkeypatch.setattr(paged_hopper, "LEAST", 1)
+    run = jax.jit(functools.partial(paged_triton.attend, interpret=True, window=window))
+    for seed in range(2):
+        case = ragged(sizes, seed)
+        case = case._replace(q=jnp.bfloat16(case.q), pool=jnp.bfloat16(case.pool))
+        got = np.asarray(run(*case.operands), np.float32)
+        want = attended(case._replace(q=np.float64(case.q), pool=np.float64(case.pool)), window)
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-2)
 
 
 def test_the_kernel_takes_no_other_sizes() -> None:
