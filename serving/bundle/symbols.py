@@ -45,7 +45,7 @@ from spmd.serving.bundle.programs import (
     with_primary,
 )
 
-MEMORY_SHARE = 0.9
+MEMORY_SHARE = 0.95
 """Of a device's memory, as far as XLA has it, that a bundle takes if nobody says otherwise."""
 
 XLA_SHARE, XLA_SHARES = "0.92", ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

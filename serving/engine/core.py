@@ -34,13 +34,13 @@ class Ran(NamedTuple):
     scores: Sequence[tuple[int, int, Tokens]]
 
 
-class Broken(NamedTuple):
+class BackendFailed(NamedTuple):
     """The backend failed; there will be no more steps."""
 
     why: str
 
 
-Hear = Callable[[Ran | Broken | None], None]
+Hear = Callable[[Ran | BackendFailed | None], None]
 """Is told of steps in their order, on one thread; None is the last that it hears."""
 
 
@@ -278,7 +278,7 @@ class Core:
             self._heed(error)
             _LOG.exception("the model failed; no more requests are taken")
             self._calls.abandon()
-            self._hear(Broken(f"the model failed: {type(error).__name__}: {error}"))
+            self._hear(BackendFailed(f"the model failed: {type(error).__name__}: {error}"))
         finally:
             self._hear(None)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from spmd.serving.engine.actions import Job, Progress
 from spmd.serving.engine.backend import Tokens, Words
 from spmd.serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
-from spmd.serving.engine.core import Broken, Ran, Steps
+from spmd.serving.engine.core import BackendFailed, Ran, Steps
 from spmd.serving.engine.guide import GuideError, Guides
 from spmd.serving.engine.records import UNOBSERVED, EngineState, Finished, Observer, StepRecord
 from spmd.serving.engine.scheduler import check_job
@@ -234,8 +234,8 @@ class Engine:
 
     # What the core's thread tells.
 
-    def _hear(self, told: Ran | Broken | None) -> None:
-        if isinstance(told, Broken):
+    def _hear(self, told: Ran | BackendFailed | None) -> None:
+        if isinstance(told, BackendFailed):
             self._fail(told.why)
             return
         if told is None:

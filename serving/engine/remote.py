@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from spmd.serving.engine.actions import Job, Progress
 from spmd.serving.engine.backend import Limits, Words
-from spmd.serving.engine.core import Broken, Core, Hear, Ran
+from spmd.serving.engine.core import BackendFailed, Core, Hear, Ran
 from spmd.serving.engine.records import EngineState
 
 PULSE_SECONDS = 0.25
@@ -145,7 +145,7 @@ class RemoteCore:
             self._pulse = self._pulse._replace(state=state)
             self._hear(Ran(record, [Progress(*one) for one in progress], drawn, scores))
         elif kind == "broken":
-            self._hear(Broken(*content))
+            self._hear(BackendFailed(*content))
         elif not self._over.is_set():
             self._over.set()
             self._hear(None)
@@ -173,7 +173,7 @@ class Obedient:
             assert kind in _ORDERS, kind
             getattr(self.core, kind)(*content)
 
-    def _tell(self, told: Ran | Broken | None) -> None:
+    def _tell(self, told: Ran | BackendFailed | None) -> None:
         if isinstance(told, Ran):
             # Tuples of another class are pickled at a tenth of the speed.
             progress = [tuple(one) for one in told.progress]

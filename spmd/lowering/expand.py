@@ -37,6 +37,7 @@ from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
+NOT_OF_NCCL = ("f8E3M4", "f8E4M3", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2FNUZ", "f8E8M0FNU")
 MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is made of a slice
 
 
@@ -44,7 +45,8 @@ def expand(program: Program, mesh: Mesh) -> Program:
     """Returns a local program whose `spmd.axis_index` and `spmd.local_slice` are StableHLO ops.
 
     Callbacks are put into branches, and ordered ones are linked (`in_order`). Starts of dynamic
-    slices that are sliced again are clamped. Elements of 2 bits are joined and sent as bytes.
+    slices that are sliced again are clamped. Elements of 2 bits are joined and sent as bytes, and
+    floats that NCCL does not know are sent as bytes or, to be reduced, in bfloat16.
     """
     program = in_order(program)
     sliced = _sliced(program)
@@ -54,6 +56,8 @@ def expand(program: Program, mesh: Mesh) -> Program:
             op.collective or op.name == CONCATENATE
         ):
             return _in_bytes(b, op, operands)
+        if op.collective and any(t.dtype in NOT_OF_NCCL for t in op.kind.operands):
+            return _as_known(b, op, operands)
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == CALLBACK and op.kind.attrs[FREE]:
@@ -122,6 +126,28 @@ def _in_bytes(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value
     read = [b.convert(v, wide(b.types[v]).dtype) for v in operands]
     made = b.op(op.name, read, [wide(type_) for type_ in types], attrs)
     return [b.convert(v, type_.dtype) for v, type_ in zip(made, types, strict=True)]
+
+
+def _as_known(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
+    """Appends `op` on types that NCCL knows, and returns results of their own types again."""
+    attrs, dtype = op.kind.attrs, "i8"
+    if "body" in attrs:
+        dtype = "bf16"  # which has all their values
+        attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), dtype)}
+
+    def changed(x: Value, to: str) -> Value:
+        if "body" in attrs:
+            return b.convert(x, to)
+        return b.op("stablehlo.bitcast_convert", (x,), (b.types[x]._replace(dtype=to),))[0]
+
+    def is_known(type_: TensorType) -> bool:
+        return type_.dtype not in NOT_OF_NCCL
+
+    read = [v if is_known(b.types[v]) else changed(v, dtype) for v in operands]
+    types = [t if is_known(t) else t._replace(dtype=dtype) for t in op.kind.results]
+    made = b.op(op.name, read, types, attrs)
+    pairs = zip(made, op.kind.results, strict=True)
+    return [v if is_known(t) else changed(v, t.dtype) for v, t in pairs]
 
 
 def _where(

@@ -12,6 +12,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
+from spmd.lowering.expand import NOT_OF_NCCL
 
 # Of GPUs there are two or four.
 SIZES = next(s for s in ((3, 2), (2, 2), (2, 1), (1, 1)) if s[0] * s[1] <= jax.device_count())
@@ -150,7 +151,12 @@ def test_exported_with_a_symbolic_dim() -> None:
     structs = {n: jax.ShapeDtypeStruct((rows, 4), x.dtype) for n, x in given.items()}
     called = export.export(jax.jit(PLAIN))(structs).call
     specs = (jax.tree.map(_spec, given),)
-    same(spmd.jit(called, mesh=MESH, in_specs=specs)(given), jax.jit(PLAIN)(given))
+    run = spmd.jit(called, mesh=MESH, in_specs=specs)
+    same(run(given), jax.jit(PLAIN)(given))
+    text = run.lower(given).stages.emitted.module
+    sent = {line for line in text.splitlines() if '"stablehlo.all_gather"' in line}
+    assert len(sent) == len(given)
+    assert not [line for line in sent for name in NOT_OF_NCCL if f"x{name}>" in line]
 
 
 def test_looked_at_while_it_runs() -> None:
