@@ -66,7 +66,7 @@ def microseconds(given: argparse.Namespace, call: Callable[..., Any], case: Any)
         return q
 
     mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
-    run = spmd.jit(calls, mesh=mesh).compile(q, *operands)
+    run = jax.jit(calls) if call is cudnn else spmd.jit(calls, mesh=mesh).compile(q, *operands)
     return 1e3 * milliseconds(given, run, [q, *operands]) / int(given.calls)
 
 

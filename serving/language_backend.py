@@ -152,9 +152,14 @@ def info(bundle: Bundle) -> dict[str, Any]:
     shape = bundle.manifest.contract["shape"]
     tokens = shape["groups"] * bundle.symbols[PAGES] * shape["page"]
     known = Topology.for_devices(bundle.devices)
+
+    def held(arrays: list[Any]) -> int:
+        """Bytes on one device, also of arrays that a step under way has been given."""
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+
     return {
-        "read_weight_bytes": sum(x.addressable_shards[0].data.nbytes for x in read),
-        "token_bytes": sum(x.addressable_shards[0].data.nbytes for x in cache) / tokens,
+        "read_weight_bytes": held(read),
+        "token_bytes": held(cache) / tokens,
         "bandwidth": None if device.platform == "cpu" else known.hbm_bandwidth,
         "name": bundle.manifest.name,
         "mesh": str(bundle.mesh),
