@@ -284,6 +284,10 @@ class Bundle:
             self.told(kind, names, arrays)
 
 
+KEPT = 1024
+"""So many inputs of a function stay on the devices: numbers and arrays that nobody can write."""
+
+
 class _Call:
     """How to call a program: which flat arguments are held, and which are given."""
 
@@ -297,7 +301,7 @@ class _Call:
         self.shardings = [
             s for s, path in zip(program.arguments, self.held, strict=True) if path is None
         ]
-        self._truths: dict[tuple[bool, Sharding], jax.Array] = {}
+        self._kept: dict[tuple[Any, str, Sharding], tuple[Any, jax.Array]] = {}
 
     def checked(self, leaves: Sequence[Any]) -> list[Any]:
         if len(leaves) != len(self.inputs):
@@ -309,18 +313,21 @@ class _Call:
         return [as_leaf(x, leaf) for x, leaf in zip(leaves, self.inputs, strict=True)]
 
     def placed(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """The inputs on the mesh; what is true or false stays there for later calls."""
+        """The inputs on the mesh: single numbers, and arrays that nobody can write, stay there."""
         with x64_if(self.program.emitted.needs_x64):
             known = [self._known(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
-            return put(known, self.shardings)
+            there = (getattr(x, "sharding", None) for x in known)
+            return known if list(there) == self.shardings else put(known, self.shardings)
 
     def _known(self, x: Any, sharding: Sharding) -> Any:
-        if isinstance(x, jax.Array) or x.dtype != np.bool_ or x.shape:
+        if isinstance(x, jax.Array) or (x.shape and x.flags.writeable):
             return x
-        key = bool(x), sharding
-        if key not in self._truths:
-            (self._truths[key],) = put([x], [sharding])
-        return self._truths[key]
+        key = id(x) if x.shape else x.tobytes(), x.dtype.name, sharding
+        if key not in self._kept:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            self._kept[key] = x, *put([x], [sharding])  # with the array its id stays its own
+        return self._kept[key][1]
 
     def run(self, held: dict[str, jax.Array], given: Sequence[jax.Array]) -> list[jax.Array]:
         """Run with what is held, and hold the new state; returns the other results."""

@@ -59,6 +59,13 @@ class ModelBackend:
         for name in programs.functions if names is None else names:
             self._enter(name)
         self._tables = _Tables(limits)
+        self._nothing = {
+            "seen": np.zeros(limits.vocab_size, np.bool_),
+            "drawn": np.zeros(limits.vocab_size, np.int32),
+            "bias": np.zeros(limits.vocab_size, np.float32),
+        }
+        for array in self._nothing.values():
+            array.flags.writeable = False  # bundles keep such arrays on the devices
 
     @property
     def compile_total(self) -> int:
@@ -75,19 +82,22 @@ class ModelBackend:
         self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
     ) -> None:
         """See `Backend.begin`."""
-        vocabulary = self.limits.vocab_size
-        is_seen = np.zeros(vocabulary, np.bool_)
-        is_seen[[*seen, *drawn]] = True
-        bias = np.zeros(vocabulary, np.float32)
-        for token, added in sampling.logit_bias:
-            bias[token] = added
-        inputs = {
-            "slot": np.int32(slot),
-            "seen": is_seen,
-            "drawn": np.bincount(np.array(drawn, np.int64), minlength=vocabulary).astype(np.int32),
-            "bias": bias,
-            "sampling": {n: np.asarray(getattr(sampling, n), d) for n, (d, _) in FIELDS.items()},
-        }
+        # What does not change how its tokens are drawn is on the devices already.
+        vocabulary, large = self.limits.vocab_size, dict(self._nothing)
+        if sampling.repetition_penalty != 1:
+            large["seen"] = np.zeros(vocabulary, np.bool_)
+            large["seen"][[*seen, *drawn]] = True
+        if drawn and (sampling.frequency_penalty or sampling.presence_penalty):
+            counts = np.bincount(np.array(drawn, np.int64), minlength=vocabulary)
+            large["drawn"] = counts.astype(np.int32)
+        if sampling.logit_bias:
+            large["bias"] = np.zeros(vocabulary, np.float32)
+            for token, added in sampling.logit_bias:
+                large["bias"][token] = added
+        fields = {n: np.asarray(getattr(sampling, n), d) for n, (d, _) in FIELDS.items()}
+        if not sampling.temperature:
+            fields["seed"] = np.asarray(0, np.uint32)
+        inputs = {"slot": np.int32(slot), **large, "sampling": fields}
         self._programs.run(self._names["begin", 0, 0], inputs)
 
     def allow(self, masks: Mapping[int, Words | None]) -> None:
