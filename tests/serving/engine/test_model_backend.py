@@ -210,7 +210,7 @@ def test_tables_of_calls_under_way_stay_as_they_are() -> None:
 
 def test_beginning_counts_what_was_drawn() -> None:
     programs = Programs()
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5}
+    penalties: Any = {"repetition_penalty": 1.5, "presence_penalty": 0.5}
     sampling = Sampling(0.5, seed=2**32 - 1, logit_bias=((8, 1.5), (0, -100)), **penalties)
     ModelBackend(programs, LIMITS).begin(4, sampling, [1, 2, 2], [5, 5, 7])
     (given,) = programs.inputs
