@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costs import Cost, code_lines, costs, seconds_by_kind
+from spmd.explain.costs import (
+    Collective,
+    Cost,
+    code_lines,
+    collective_rows,
+    costs,
+    seconds_by_kind,
+    traffic,
+)
 from spmd.explain.page.page import notebook_cell
 from tests.explain.test_report import _Reader
 
@@ -123,3 +131,16 @@ def test_nothing_to_spend_time_on_or_to_report(devices8: Any) -> None:
     assert "0 of them split" in lowered.summary()
     assert lowered.explain(prices=False).startswith("program: <lambda>")
     assert "memory of each device" in lowered._repr_html_()
+
+
+def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
+    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6, "layer")
+    other = one._replace(source="t.py:2", bytes=1000)
+    rows = collective_rows([one, other, one])
+    assert [(row.like.source, row.ops, row.bytes) for row in rows] == [
+        ("t.py:2", 1, 4000),
+        ("t.py:1", 2, 800),
+    ]
+    (total,) = traffic([one, other, one])
+    assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
+    assert total.seconds == pytest.approx(12e-6)

@@ -27,7 +27,10 @@ def use_of(
     mesh = spmd.Mesh(None, (1,), ("data",))
     args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     lowered = spmd.jit(fn, mesh=mesh, donate_argnums=donate).lower(*args)
-    return peak_memory(lowered.stages.optimized.program, lowered.donated, platform)
+    use = peak_memory(lowered.stages.optimized.program, lowered.donated, platform)
+    assert sum(b.bytes for b in use.at_peak()) == use.temporary
+    assert all(b.start <= b.end for b in use.buffers)
+    return use
 
 
 SQUARE = (64, 64)
@@ -114,12 +117,6 @@ def test_stacked_results_of_a_loop_are_written_in_place() -> None:
     use = use_of(f, SQUARE)
     stacked = 8 * SIZE
     assert stacked <= use.temporary < stacked + 3 * SIZE
-
-
-def test_buffers_cover_the_peak() -> None:
-    use = use_of(lambda x: (x @ x) @ (x @ x), SQUARE)
-    assert sum(b.bytes for b in use.at_peak()) == use.temporary
-    assert all(b.start <= b.end for b in use.buffers)
 
 
 def test_on_cpus_independent_kernels_run_side_by_side() -> None:
@@ -230,18 +227,11 @@ def lowered_program(name: str) -> spmd.Lowered:
 )
 def test_predictions_are_near_what_xla_reports(name: str) -> None:
     lowered = lowered_program(name)
-    reported = lowered.compile().memory
-    assert not reported.is_predicted
-    assert 0.87 < lowered.memory.peak_bytes / reported.peak_bytes < 1.1
-
-
-def test_arguments_and_results_are_exact() -> None:
-    lowered = lowered_program("moe/train@8x1")
     reported, predicted = lowered.compile().memory, lowered.memory
-    assert predicted.is_predicted
-    assert predicted.arguments == reported.arguments
-    assert predicted.aliased == reported.aliased
+    assert predicted.is_predicted and not reported.is_predicted
+    assert (predicted.arguments, predicted.aliased) == (reported.arguments, reported.aliased)
     assert peak_memory(lowered.stages.optimized.program).aliased == 0
+    assert 0.87 < predicted.peak_bytes / reported.peak_bytes < 1.1
 
 
 def test_halves_may_be_held_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
