@@ -82,12 +82,9 @@ SPANS = st.lists(
 )
 
 
-def test_what_comes_first_hides_what_runs_beside_it():
+def test_what_comes_first_hides_what_runs_beside_it_and_equals_share():
     dot, gather, copy = (0, 0.0, 4.0), (2, 3.0, 7.0), (1, 6.0, 8.0)
     assert shares([dot, gather, copy]) == [Share(4, 0), Share(2, 2), Share(2, 0)]
-
-
-def test_equals_share():
     assert shares([(0, 0.0, 2.0), (0, 0.0, 4.0)]) == [Share(1, 0), Share(3, 0)]
 
 

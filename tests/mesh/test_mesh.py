@@ -38,15 +38,11 @@ def test_prime_factors_multiply_back(number: int):
 
 
 @given(sizes_lists)
-def test_atoms_of_an_axis_multiply_to_its_size(sizes: list[int]):
+def test_atoms_multiply_to_sizes_and_along_all_the_coordinate_is_the_position(sizes: list[int]):
     mesh = mesh_of(sizes)
     for name, size in mesh.shape.items():
         assert mesh.extent(mesh.axis_atoms[name]) == size
     assert mesh.extent(range(len(mesh.atoms))) == mesh.size
-
-
-@given(sizes_lists)
-def test_the_coordinate_along_all_atoms_is_the_position(sizes: list[int]):
     mesh = mesh_of(sizes)
     atoms = range(len(mesh.atoms))
     assert [mesh.coordinate(p, list(atoms)) for p in range(mesh.size)] == list(range(mesh.size))

@@ -39,6 +39,9 @@ SQUARE = (64, 64)
 def test_elementwise_chains_take_no_memory() -> None:
     use = use_of(lambda x: jnp.maximum(x * 2 + 1, 0) * 3, SQUARE)
     assert (use.arguments, use.results, use.temporary) == (SIZE, SIZE, 0)
+    # Between products they are stored in the place of their operand: never three.
+    use = use_of(lambda x: (((x @ x) * 2 + 1) @ x) @ x, SQUARE, platform="tpu")
+    assert use.temporary == 2 * SIZE
 
 
 def test_products_are_stored_until_their_last_reader() -> None:
@@ -53,11 +56,6 @@ def test_products_are_stored_until_their_last_reader() -> None:
     assert use_of(f, SQUARE).temporary == SIZE  # one of them where the result will be
 
 
-def test_a_chain_between_products_is_stored_in_the_place_of_its_operand() -> None:
-    use = use_of(lambda x: (((x @ x) * 2 + 1) @ x) @ x, SQUARE, platform="tpu")
-    assert use.temporary == 2 * SIZE  # never three
-
-
 def test_expensive_values_with_two_readers_are_computed_once() -> None:
     def both_ways(function: Any) -> Any:
         return lambda x: (lambda y: y.sum(0) + y.sum(1))(function(x))
@@ -66,23 +64,16 @@ def test_expensive_values_with_two_readers_are_computed_once() -> None:
     assert use_of(both_ways(jnp.abs), SQUARE).temporary < SIZE
 
 
-def test_donated_arguments_are_overwritten() -> None:
-    def f(x: Any, y: Any) -> Any:
-        return x + y @ y
-
-    assert use_of(f, SQUARE, SQUARE).peak == 3 * SIZE  # the product lies where the result will be
-    donated = use_of(f, SQUARE, SQUARE, donate=(0,))
-    assert donated.aliased == SIZE
-    assert donated.peak == 2 * SIZE + SIZE
-
-
-def test_a_donated_argument_that_is_read_later_costs_a_copy() -> None:
-    def f(x: Any) -> Any:
-        y = x * 2
-        return y, (x @ x).sum()
-
-    late = use_of(f, SQUARE, donate=(0,))
-    assert late.temporary >= SIZE
+def test_donated_arguments_are_places_once_they_are_read() -> None:
+    add = lambda x, y: x + y @ y  # noqa: E731
+    assert use_of(add, SQUARE, SQUARE).peak == 3 * SIZE  # the product: where the result will be
+    donated = use_of(add, SQUARE, SQUARE, donate=(0,))
+    assert (donated.aliased, donated.peak) == (SIZE, 2 * SIZE + SIZE)
+    # The first product reads x, and the third is read by the last: the second lies in x's place.
+    chain = lambda x, y: (((x @ y) @ y) @ y) @ y  # noqa: E731
+    assert use_of(chain, SQUARE, SQUARE, donate=(0,)).peak == 2 * SIZE + SIZE
+    # It is read later: a copy.
+    assert use_of(lambda x: (x * 2, (x @ x).sum()), SQUARE, donate=(0,)).temporary >= SIZE
 
 
 def test_updates_of_a_donated_cache_are_in_place() -> None:
@@ -269,14 +260,6 @@ def test_what_is_dead_by_then_lies_in_the_place_of_a_result() -> None:
     assert use.at_peak() == (second,)
 
 
-def test_a_donated_argument_is_a_place_once_it_is_read() -> None:
-    def f(x: Any, y: Any) -> Any:
-        return (((x @ y) @ y) @ y) @ y
-
-    # The first product reads x, and the third is read by the last: the second lies in x's place.
-    assert use_of(f, SQUARE, SQUARE, donate=(0,)).peak == 2 * SIZE + SIZE
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 def test_running_totals_are_totals_of_tiles_first(dim: int) -> None:
     # Along the outer dim a transposed copy lies in the place of the result.
@@ -324,10 +307,7 @@ def test_constants_are_held_in_pieces_if_they_are_large() -> None:
     options = spmd.Options(memory_limit=table.nbytes // 4)
     with pytest.raises(spmd.errors.PlanError, match="constants"):
         spmd.jit(lambda x: x + table, mesh=mesh, options=options).lower(x)
-
-
-def test_constants_of_equal_elements_take_nothing() -> None:
-    ones = np.ones((1024, 1024), np.float32)
+    ones = np.ones((1024, 1024), np.float32)  # equal elements take nothing
     assert use_of(lambda x: x + ones, (1024, 1024)).constants == 0
 
 

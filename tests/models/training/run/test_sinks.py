@@ -35,7 +35,7 @@ def events(folder):
     return found, purges
 
 
-def test_tensorboard_files_can_be_read(tmp_path):
+def test_tensorboard_files_can_be_read_and_forget_what_comes_again(tmp_path):
     with Sinks([TensorBoard(tmp_path)]) as (sink,):
         sink.write({"step": 3, **STEP, "error": "text is left out"})
         sink.write({"step": 3, "eval_loss": 2.0})
@@ -44,9 +44,6 @@ def test_tensorboard_files_can_be_read(tmp_path):
     assert ("mfu/causal", 3, 0.5) in found
     assert ("eval/loss", 3, 2.0) in found
     assert len(found) == len(STEP) + 1
-
-
-def test_tensorboard_forgets_what_comes_again(tmp_path):
     TensorBoard(tmp_path, after=7).close()
     assert events(tmp_path)[1] == [8]
 
