@@ -125,10 +125,10 @@ def test_of_any_type_and_size(mesh: spmd.Mesh) -> None:
         jitted = spmd.jit(lambda x: x * table, mesh=mesh)
         x = placed(mesh, X.astype(np.float64))
         np.testing.assert_array_equal(jitted(x), X.astype(np.float64) * table)
-    table = np.tile(TABLE, (1, 3))[:511, :767]
+    odd = np.tile(TABLE, (1, 3))[:511, :767]
     x = np.ones((511, 767), np.float32)
-    jitted = spmd.jit(lambda x: jnp.cumsum(x + table, 0), mesh=mesh)
-    equal(jitted(x), np.cumsum(x + table, 0))
+    jitted = spmd.jit(lambda x: jnp.cumsum(x + odd, 0), mesh=mesh)
+    equal(jitted(x), np.cumsum(x + odd, 0))
 
 
 def test_beside_donated_arguments(mesh: spmd.Mesh) -> None:

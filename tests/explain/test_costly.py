@@ -99,16 +99,12 @@ def test_marks_that_fit_are_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> No
     assert "of a predicted run" not in program.summary()
 
 
-def test_a_mark_that_keeps_arguments_small_is_not_spoken_of() -> None:
+def test_neither_a_mark_that_keeps_arguments_small_nor_a_tiny_program_is_spoken_of() -> None:
     """Weights that are split to save memory are gathered in every run: that is their price."""
     specs = (("data", None), (("data", "model"), None), (("data", "model"), None))
     program, said = lowered(products, specs=specs)
     assert program.collectives
     assert not said
-
-
-def test_of_a_tiny_program_only_the_long_report_speaks() -> None:
-    """It is not planned again for a warning."""
     few = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     program, found = lowered(lambda x, v, w: products(x, v, w, (None, None)), x=few)
     assert program.cost < LEAST_SECONDS

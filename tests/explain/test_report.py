@@ -99,7 +99,9 @@ def test_parts_of_axes_by_where_they_are() -> None:
     assert parts_of_axes('("data", None) at model.py:12 (data)', mesh) == []
 
 
-def test_figures_print_in_a_line(compiled: Any) -> None:
+def test_figures_print_in_a_line_and_times_on_cpus_are_for_devices_of_their_own(
+    compiled: Any,
+) -> None:
     use, timeline = compiled.predicted_memory, compiled.timeline
     for thing in (use, timeline):
         assert len(repr(thing)) < 200 and "\n" not in repr(thing)
@@ -107,6 +109,11 @@ def test_figures_print_in_a_line(compiled: Any) -> None:
     assert repr(use).startswith(f"<MemoryUse: peak {bytes_text(use.peak)} (arguments {given}, ")
     assert repr(timeline).startswith(f"<Timeline: {seconds_text(timeline.seconds)} (")
     assert f"{len(timeline.slots)} slots" in repr(timeline)
+    assert "Times are predicted for 8 devices of their own." in render(compiled._facts())
+    there = spmd.jit(lambda x: x + 1, mesh=compiled.mesh).lower(
+        np.ones(8, np.float32), topology=spmd.Topology("h200:8")
+    )
+    assert "of their own" not in render(there._facts())
 
 
 def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
@@ -137,14 +144,6 @@ def test_the_summary_is_short_and_one_number_is_the_peak(compiled: Any) -> None:
     assert f"{peak} memory per device" in repr(compiled)
     assert f"<b>{peak}</b>" in page and f"peak {peak}" in page
     assert page.count(allocated) == 2
-
-
-def test_times_on_cpus_are_for_devices_of_their_own(compiled: Any) -> None:
-    assert "Times are predicted for 8 devices of their own." in render(compiled._facts())
-    there = spmd.jit(lambda x: x + 1, mesh=compiled.mesh).lower(
-        np.ones(8, np.float32), topology=spmd.Topology("h200:8")
-    )
-    assert "of their own" not in render(there._facts())
 
 
 # One value.

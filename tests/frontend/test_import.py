@@ -264,7 +264,7 @@ def test_constants_of_a_body_are_not_those_of_the_function():
     assert op.kind.attrs["spmd.neutral"] is False
 
 
-def test_select_and_scatter_names_both_bodies():
+def test_select_and_scatter_names_both_bodies_and_equal_kinds_are_one_object():
     def pooled(x):
         window = (2, 2), (2, 2), "VALID"
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window).sum()
@@ -273,9 +273,6 @@ def test_select_and_scatter_names_both_bodies():
     assert op.kind.attrs["scatter"] == reducer_body("add", "f32")
     assert op.kind.attrs["reducer"] == "add"
     assert op.kind.attrs["select"].region.ops[0].name == "stablehlo.compare"
-
-
-def test_equal_kinds_are_one_object():
     first, second = ops(imported(lambda x: (x.sum(0), (x + 1).sum(0)), X), "reduce")
     assert first.kind is second.kind
 

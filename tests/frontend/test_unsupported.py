@@ -51,7 +51,7 @@ def module(line: str) -> str:
 TEXTS = collectives("[[0, 1]]", 2)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", dict.fromkeys([*REFUSED, *TEXTS]))
 def test_refused_by_name_and_reason(name: str) -> None:
     """Collectives as they are written; of other ops the name is enough, or a call's target."""
     parsed = parse_module(module(TEXTS.get(name, f'"stablehlo.negate"(%x) : {_SAME}')))
@@ -71,6 +71,7 @@ def test_refused_by_name_and_reason(name: str) -> None:
     text = str(caught.value)
     assert f"{name} cannot be partitioned: {REFUSED[name].reason}" in text
     assert f"fix: {REFUSED[name].fix}" in text
+    assert name not in TEXTS or "place the collectives; or put it into jax.shard_map" in text
 
 
 _ALONE = collectives("0", 1)
@@ -101,13 +102,10 @@ def test_a_program_exported_from_one_device(mesh: spmd.Mesh) -> None:
     np.testing.assert_array_equal(compiled(x)[0], x)
 
 
-def test_quantized_types() -> None:
+def test_quantized_types_and_calls_without_results() -> None:
     line = f'"stablehlo.uniform_quantize"(%x) : (tensor<8x4xf32>) -> {_QUANTIZED}'
     with pytest.raises(spmd.FrontendError, match="without quantized types"):
         parse_module(module(line))
-
-
-def test_calls_without_results() -> None:
     call = "stablehlo.custom_call @no_results(%x) {has_side_effect = true}"
     text = f"""func.func @main(%x: tensor<8xf32>) -> tensor<8xf32> {{
       {call} : (tensor<8xf32>) -> ()

@@ -102,16 +102,13 @@ def test_impossible_meshes(ids, sizes: tuple[int, ...], names: tuple[str, ...], 
         Mesh(ids, sizes, names)
 
 
-def test_make_mesh_over_visible_devices(devices8: object):
+def test_make_mesh_over_visible_devices_and_with_the_network_major(devices8: object):
     assert make_mesh((4, 2), ("data", "model")) == make_mesh(data=4, model=2)
     mesh = make_mesh(data=2, model=2)
     assert mesh.shape == {"data": 2, "model": 2}
     assert len(set(mesh.device_ids)) == 4
     with pytest.raises(MeshError, match="needs 4096 devices"):
         make_mesh(data=4096)
-
-
-def test_hybrid_meshes_put_the_network_major():
     mesh = HybridMesh(ici={"data": 2, "model": 2}, dcn={"data": 2})
     assert mesh.sizes == (4, 2) and mesh.dcn_sizes == (2, 1)
     assert len(set(mesh.device_ids)) == 8

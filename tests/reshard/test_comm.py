@@ -45,9 +45,6 @@ def test_latency_counts_messages_that_follow_one_another():
     assert latency_steps("all_gather", [2, 3]) == 4
     assert latency_steps("all_reduce", [2, 2]) == 5
     assert latency_steps("all_to_all", [2, 2]) == latency_steps("collective_permute", [5]) == 2
-
-
-def test_an_all_reduce_costs_a_scatter_and_a_gather_less_one_start():
     link = A100.link(MESH, 0)
     parts = collective_seconds("reduce_scatter", (0, 1), 4096, 1024, MESH, A100)
     parts += collective_seconds("all_gather", (0, 1), 1024, 4096, MESH, A100)
@@ -55,13 +52,10 @@ def test_an_all_reduce_costs_a_scatter_and_a_gather_less_one_start():
     assert whole == pytest.approx(parts - link.latency)
 
 
-def test_large_collectives_run_at_the_bandwidth_of_the_link():
+def test_large_collectives_run_at_the_bandwidth_of_the_slowest_link():
     size = 2**34
     seconds = collective_seconds("all_to_all", (0, 1), size, size, MESH, A100)
     assert seconds == pytest.approx(size * 3 / 4 / 300e9, rel=1e-3)
-
-
-def test_the_slowest_link_sets_the_pace():
     mesh = Mesh(None, (4, 2), ("data", "model"), (2, 1))
     topology = Topology("v5e:2x2")
     size = 2**30

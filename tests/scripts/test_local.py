@@ -44,15 +44,12 @@ def test_each_process_knows_its_place(capfd: pytest.CaptureFixture[str]):
     assert address.startswith("localhost:")
 
 
-def test_a_failure_stops_all_and_its_lines_come_last(capfd: pytest.CaptureFixture[str]):
+def test_a_failure_stops_all_and_its_cause_counts(capfd: pytest.CaptureFixture[str]):
     script = f"if [ $JAX_PROCESS_ID = 1 ]; then echo why; exit 3; fi; {OUTLIVE}"
     assert run(script) == 3
     out, said = capfd.readouterr()
     assert "outlived" not in out
     assert "launch: process 1 failed: exit code 3; its last lines:\nlaunch:   why\n" in said
-
-
-def test_the_cause_counts_not_those_that_lost_it(capfd: pytest.CaptureFixture[str]):
     script = f"if [ $JAX_PROCESS_ID = 0 ]; then exit {EXIT_PEER_LOST}; fi; sleep 0.5; exit 4"
     assert run(script) == 4
     assert "process 1 failed: exit code 4" in capfd.readouterr().err
@@ -171,7 +168,7 @@ def devices(job: LocalJob, env: dict[str, str], gpus: int) -> list[dict[str, str
 JOB = ("true",)
 
 
-def test_virtual_devices():
+def test_devices_are_divided():
     env = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8"}
     wanted = {
         "JAX_PLATFORMS": "cpu",
@@ -180,9 +177,6 @@ def test_virtual_devices():
     assert devices(LocalJob(JOB, 2, 4), env, 0) == [wanted, wanted]
     assert devices(LocalJob(JOB, 2, 4, "cpu"), env, 8) == [wanted, wanted]
     assert with_device_count("", 2) == "--xla_force_host_platform_device_count=2"
-
-
-def test_gpus_are_divided_unless_cpus_are_asked_for():
     got = devices(LocalJob(JOB, 2), {}, 8)
     assert [d["CUDA_VISIBLE_DEVICES"] for d in got] == ["0,1,2,3", "4,5,6,7"]
     got = devices(LocalJob(JOB, 2, 1), {}, 8)

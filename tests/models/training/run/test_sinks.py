@@ -125,7 +125,7 @@ def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
     disk.is_open.set()
 
 
-def test_what_is_never_written_is_counted(capfd):
+def test_flushed_records_are_written_and_what_never_is_is_counted(capfd, tmp_path):
     disk = Disk()
     disk.is_open.set()
     sink = Background("metrics", lambda: disk, kept=5, retry_s=60)
@@ -133,9 +133,6 @@ def test_what_is_never_written_is_counted(capfd):
         sink.write({"step": step})
     sink.close()
     assert "8 records were lost (No space left on device)" in capfd.readouterr().err
-
-
-def test_flushed_records_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = Background("metrics", lambda: JsonLines(path))
     for step in range(1000):
