@@ -41,8 +41,7 @@ def structs(batch: int, size: int) -> Any:
     return params, state, jax.ShapeDtypeStruct((batch, size), jnp.float32)
 
 
-def test_a_large_batch_is_split_over_everything() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_a_large_batch_is_split_over_everything(mesh: spmd.Mesh) -> None:
     found = spmd.auto(step, mesh, *structs(1 << 16, 1024), topology=H200, donate_argnums=(0, 1))
     assert found.specs["x"][0] == ("data", "model")
     again = found.jitted.lower(*found.mark(*structs(1 << 16, 1024)), topology=H200)
@@ -92,8 +91,7 @@ def test_manual_axes_are_left_alone(name: str) -> None:
     assert_close(got, jax.jit(fn)(*args))
 
 
-def test_what_is_chosen_runs() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_what_is_chosen_runs(mesh: spmd.Mesh) -> None:
     rng = np.random.default_rng(0)
     drawn = lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, s.dtype)  # noqa: E731
     params = jax.tree.map(drawn, structs(32, 64)[0])
@@ -113,8 +111,7 @@ def forward_structs() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("spec", "dim"), [((..., "data"), 1), (("model", ...), 0)])
-def test_an_open_dim_is_split_and_a_marked_one_stays(spec: Any, dim: int) -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_an_open_dim_is_split_and_a_marked_one_stays(spec: Any, dim: int, mesh: spmd.Mesh) -> None:
     x, w = forward_structs()
     marked = spmd.mark_sharding(x, mesh, spec)
     found = spmd.auto(forward, mesh, 3, marked, w, topology=H200, static_argnums=0)
@@ -122,8 +119,7 @@ def test_an_open_dim_is_split_and_a_marked_one_stays(spec: Any, dim: int) -> Non
     assert own == spec[dim] or own[0] == spec[dim]
 
 
-def test_static_arguments_are_not_marked() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_static_arguments_are_not_marked(mesh: spmd.Mesh) -> None:
     x, w = forward_structs()
     found = spmd.auto(forward, mesh, 3, x, w, topology=H200, static_argnums=0)
     count, x, w = found.mark(3, x, w)
@@ -134,8 +130,7 @@ def test_static_arguments_are_not_marked() -> None:
     assert error.value.required == "2: x, w"
 
 
-def test_a_module_is_planned_with_its_own_marks_and_all_options() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_a_module_is_planned_with_its_own_marks_and_all_options(mesh: spmd.Mesh) -> None:
     by_columns = jax.NamedSharding(jax_mesh(mesh), jax.P(None, "data"))
     x, w = forward_structs()
 

@@ -110,9 +110,12 @@ def test_the_context_is_what_runs():
     assert not {"tests", "docs", ".git", ".venv"} & set(top)
 
 
-def test_it_does_not_run_as_root():
+def test_it_does_not_run_as_root_and_programs_that_it_names_are_there():
     assert of_kind("USER") == ["1000"]
     assert "useradd --uid 1000 " in of_kind("RUN")[-1]
+    named = re.findall(r"scripts/[a-z_.]+\b", "\n".join(rest for _, rest in instructions()))
+    assert len(named) >= 3
+    assert all((ROOT / name).is_file() for name in named)
 
 
 def test_the_server_listens_where_health_is_asked_for():
@@ -123,9 +126,3 @@ def test_the_server_listens_where_health_is_asked_for():
     assert f'"--port", type=int, default={port}' in server
     (entry,) = of_kind("ENTRYPOINT")
     assert entry == '["scripts/serve", "--host", "0.0.0.0"]'
-
-
-def test_programs_that_it_names_are_there():
-    named = re.findall(r"scripts/[a-z_.]+\b", "\n".join(rest for _, rest in instructions()))
-    assert len(named) >= 3
-    assert all((ROOT / name).is_file() for name in named)

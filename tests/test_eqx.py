@@ -50,13 +50,6 @@ def test_steps(mesh: spmd.Mesh, donate: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *runs)
 
 
-def test_donated_arguments_are_gone(mesh: spmd.Mesh) -> None:
-    x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",)) for _ in range(2))
-    add = spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")
-    add(x, y)
-    assert (x.is_deleted(), y.is_deleted()) == (False, True)
-
-
 class Scaled(eqx.Module):  # type: ignore[misc,name-defined]
     """Multiplies all that it gets; whatever it takes has another shape, so that all is of use."""
 
@@ -86,7 +79,7 @@ def test_what_is_donated_is_what_equinox_donates(mesh: spmd.Mesh, donate: Any) -
     assert gone(spmd.eqx.filter_jit, mesh=mesh) == gone(eqx.filter_jit)
 
 
-def test_donations_that_are_none(mesh: spmd.Mesh) -> None:
+def test_donated_arguments_are_gone_unless_there_are_none(mesh: spmd.Mesh) -> None:
     with pytest.raises(spmd.ArgumentError, match=r"donate='first' is no(?s:.*)'warn-except-first'"):
         spmd.eqx.filter_jit(add, mesh=mesh, donate="first")
     x = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",))
@@ -95,6 +88,10 @@ def test_donations_that_are_none(mesh: spmd.Mesh) -> None:
             warnings.simplefilter("always")
             spmd.eqx.filter_jit(jnp.sum, mesh=mesh, donate=donate)(x + 1)
         assert ("donated buffers" in "".join(str(w.message) for w in said)) == (donate == "warn")
+    x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",)) for _ in range(2))
+    split = spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")
+    split(x, y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
 def test_a_module_as_the_function(mesh: spmd.Mesh) -> None:
@@ -105,15 +102,12 @@ def test_a_module_as_the_function(mesh: spmd.Mesh) -> None:
     assert any(name.startswith("function/layers/0") for name in program.request.arg_names)
 
 
-def test_specs_by_the_users_own_parameters(mesh: spmd.Mesh) -> None:
+def test_specs_by_the_users_own_parameters_and_of_results(mesh: spmd.Mesh) -> None:
     model, state = made()
     step = spmd.eqx.filter_jit(train, mesh=mesh, in_specs=(None, None, ("data",), None))
     compiled = step.compile(model, state, X)
     assert "model/layers/0/weight" in compiled.request.arg_names
     assert compiled.input_shardings[0][-1].spec[0] == "data"
-
-
-def test_specs_of_results(mesh: spmd.Mesh) -> None:
     fn = spmd.eqx.filter_jit(lambda x: {"x": x + 1}, mesh=mesh, out_specs={"x": ("model", "data")})
     out = fn(jnp.ones((8, 8)))["x"]
     assert tuple(out.sharding.spec) == ("model", "data")

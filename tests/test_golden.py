@@ -22,7 +22,9 @@ def test_stage(stage: str, lowered: spmd.Lowered, golden: Callable[[str, str], N
     golden(f"mlp_{stage}", in_order(lowered.as_text(stage)))
 
 
-def test_what_the_plan_changes(lowered: spmd.Lowered, golden: Callable[[str, str], None]) -> None:
+def test_what_the_plan_and_rewrites_change(
+    lowered: spmd.Lowered, golden: Callable[[str, str], None]
+) -> None:
     """Until a program is local, its stages differ in the shardings behind its lines alone."""
     texts = (in_order(lowered.as_text(stage)).splitlines() for stage in STAGES[:3])
     program, propagated, planned = texts
@@ -30,10 +32,6 @@ def test_what_the_plan_changes(lowered: spmd.Lowered, golden: Callable[[str, str
         assert [line.partition("  // ")[0] for line in shown] == program
     before = [old for old, new in zip(propagated, planned, strict=True) if old != new]
     golden("mlp_propagated", "\n".join(before))
-
-
-def test_what_rewrites_change(lowered: spmd.Lowered, golden: Callable[[str, str], None]) -> None:
-    """All other lines of the local program are in the optimized one as they were."""
     local, optimized = (lowered.as_text(stage).splitlines() for stage in ("local", "optimized"))
     golden("mlp_local", "\n".join(line for line in local if line not in optimized))
 

@@ -177,7 +177,7 @@ def test_everything_can_be_asked_of_a_plan_that_was_read(
     assert compiled.verify(training.params, state, training.batch)
 
 
-def test_anything_that_decides_plans_anew(tmp_path: Path) -> None:
+def test_anything_that_decides_plans_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "planned"
 
     def lower(
@@ -223,9 +223,6 @@ def test_anything_that_decides_plans_anew(tmp_path: Path) -> None:
     for entry in kept.iterdir():
         entry.write_bytes(entry.read_bytes()[:-7])
     assert not lower() and lower()
-
-
-def test_another_compiler_plans_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lower_uneven(cache_dir=tmp_path)
     monkeypatch.setattr("spmd.store._environment", lambda: "another")
     assert not lower_uneven(cache_dir=tmp_path).stages.is_read

@@ -190,8 +190,7 @@ def test_one_error_says_what_where_and_the_fix(devices8: Any, wrong: Wrong) -> N
         (P("data", "model"), [P("data", "model"), P("data", "model")]),
     ],
 )
-def test_specs_of_several_results_can_be_told_apart(devices8: Any, specs: Any, want: Any) -> None:
+def test_specs_of_several_results_can_be_told_apart(specs: Any, want: Any, mesh: spmd.Mesh) -> None:
     """The outermost tuple of results has one spec for each, as jax has it."""
-    mesh = spmd.make_mesh(data=4, model=2)
     lowered = spmd.jit(lambda x: (x, x + 1), mesh=mesh, out_specs=specs).compile(X)
     assert [sharding.spec for sharding in lowered.out_shardings] == want

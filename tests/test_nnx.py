@@ -75,7 +75,7 @@ def test_steps_update_modules_in_place(mesh: spmd.Mesh) -> None:
     same_state(states[0][0], states[1][0])
 
 
-def test_specs_and_names(mesh: spmd.Mesh) -> None:
+def test_specs_and_names_also_without_devices(mesh: spmd.Mesh) -> None:
     model, optimizer = made()
     step = spmd.nnx.jit(train, mesh=mesh, in_specs=(None, None, ("data",), None))
     compiled = step.compile(model, optimizer, X, 0.5)
@@ -84,9 +84,6 @@ def test_specs_and_names(mesh: spmd.Mesh) -> None:
     place = compiled.request.arg_names.index("x")
     assert compiled.input_shardings[0][2].spec[0] == "data", place
     assert int(model.calls[...]) == 0
-
-
-def test_lowering_takes_no_devices(mesh: spmd.Mesh) -> None:
     lowered = spmd.nnx.jit(train, mesh=mesh).lower(*made(), X, scale=0.5, topology="h200:8")
     assert isinstance(lowered, spmd.Lowered) and lowered.target == spmd.Topology("h200:8")
     assert "model/a/kernel/value" in lowered.request.arg_names
@@ -102,9 +99,12 @@ def test_static_arguments_keywords_and_methods(mesh: spmd.Mesh) -> None:
         np.testing.assert_allclose(step(model, X, 2, scale=3.0), want, rtol=1e-4, atol=1e-5)
 
 
-def test_specs_of_results_are_refused(mesh: spmd.Mesh) -> None:
+def test_specs_of_results_are_refused_and_plain_jit_warns_of_changes(mesh: spmd.Mesh) -> None:
     with pytest.raises(spmd.ArgumentError, match="mark results inside"):
         spmd.nnx.jit(lambda x: x, mesh=mesh, out_specs=("data",))
+    model, _ = made()
+    with pytest.warns(UserWarning, match=r"changes argument model.*spmd\.nnx\.jit"):
+        spmd.jit(lambda model, x: model(x), mesh=mesh)(model, X)
 
 
 def test_modules_that_are_made_inside(mesh: spmd.Mesh) -> None:
@@ -114,12 +114,6 @@ def test_modules_that_are_made_inside(mesh: spmd.Mesh) -> None:
     found = [fn(3) for fn in both(mesh, init)]
     assert isinstance(found[1]["model"], nnx.Linear)
     same_state(found[0]["model"], found[1]["model"])
-
-
-def test_plain_jit_warns_of_changes_that_are_lost(mesh: spmd.Mesh) -> None:
-    model, _ = made()
-    with pytest.warns(UserWarning, match=r"changes argument model.*spmd\.nnx\.jit"):
-        spmd.jit(lambda model, x: model(x), mesh=mesh)(model, X)
 
 
 def test_modules_may_have_attributes_without_a_hash(mesh: spmd.Mesh) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 import types
 from pathlib import Path
@@ -66,20 +67,14 @@ def test_flags_are_those_of_the_server(container: Any) -> None:
 
 def test_the_mesh_takes_the_gpus_that_are_asked_for(container: Any) -> None:
     mesh = make_parser().parse_args(container["args"]).mesh
-    size = 1
-    for length in mesh.values():
-        size *= length
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == size
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == math.prod(mesh.values())
 
 
-def test_ports(pod: Any, container: Any) -> None:
+def test_ports_probes_and_the_time_of_the_start(pod: Any, container: Any) -> None:
     (port,) = (port["containerPort"] for port in container["ports"])
     given = make_parser().parse_args(container["args"])
     assert of_kind("EXPOSE") == [str(port)] and given.port == port
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(port)
-
-
-def test_probes(container: Any) -> None:
     paths = {route.path: route.endpoint for route in app.PROBES}
     wanted = {
         "startupProbe": app.started, "livenessProbe": app.live, "readinessProbe": app.ready
@@ -88,9 +83,6 @@ def test_probes(container: Any) -> None:
         asked = container[name]["httpGet"]
         assert paths[asked["path"]] is endpoint
         assert asked["port"] == container["ports"][0]["name"]
-
-
-def test_the_start_has_the_time_that_the_image_gives_it(container: Any) -> None:
     (health,) = of_kind("HEALTHCHECK")
     minutes = re.search(r"--start-period=(\d+)m", health)
     probe = container["startupProbe"]
@@ -134,12 +126,6 @@ def test_flags_that_the_page_names() -> None:
     assert reached | {"--log_format", "--drain_seconds"} <= ours
 
 
-def test_probes_that_the_page_names() -> None:
-    assert {f"/{path}" for path in re.findall(r"(?m)^\| `/(\w+)`", PAGE)} == {
-        route.path for route in app.PROBES
-    }
-
-
 def test_metrics_that_are_named() -> None:
     backend = FakeBackend()
     state = EngineState(0, 0, pages=1, held=0, cached=0, counts=Counts())
@@ -151,10 +137,13 @@ def test_metrics_that_are_named() -> None:
     assert [name for name in named if not re.search(rf"(?m)^(# TYPE )?{name}[{{ ]", known)] == []
 
 
-def test_times_that_the_page_names() -> None:
+def test_times_and_probes_that_the_page_names() -> None:
     assert f"{IDLE_SECONDS} seconds" in PAGE
     assert f"{ServerOptions().drain_seconds:g} seconds" in PAGE
     assert f"{ServerOptions().stall_seconds:g} seconds" in PAGE
+    assert {f"/{path}" for path in re.findall(r"(?m)^\| `/(\w+)`", PAGE)} == {
+        route.path for route in app.PROBES
+    }
 
 
 def test_fields_of_the_log_that_the_page_names() -> None:

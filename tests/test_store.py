@@ -10,7 +10,9 @@ import pytest
 from spmd.store import NOWHERE, Store, key_of, store_in
 
 
-def test_what_was_put_is_there(tmp_path: Path) -> None:
+def test_what_was_put_is_there_and_a_folder_that_cannot_be_is_no_reason_to_fail(
+    tmp_path: Path,
+) -> None:
     store = Store(tmp_path / "new" / "folder")
     assert store.get("a") is None
     store.put("a", b"1\n2")
@@ -19,6 +21,10 @@ def test_what_was_put_is_there(tmp_path: Path) -> None:
     assert store.get("b") == b""
     store.put("a", b"3")
     assert store.get("a") == b"3"
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "below")
+    store.put("a", b"1")
+    assert store.get("a") is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"x" * 200])
@@ -30,13 +36,6 @@ def test_what_is_damaged_is_not_there(tmp_path: Path, damage: bytes) -> None:
     store.put("a", b"content")
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "a").write_bytes(whole[:-1])
-    assert store.get("a") is None
-
-
-def test_a_folder_that_cannot_be_is_no_reason_to_fail(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    store = Store(tmp_path / "file" / "below")
-    store.put("a", b"1")
     assert store.get("a") is None
 
 

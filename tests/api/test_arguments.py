@@ -31,18 +31,15 @@ def test_updates_are_results_of_the_same_type(donated: tuple[int, ...], links: o
     assert donated_leaves(parts) == tuple(leaf for number in donated for leaf in leaves[number])
 
 
-def test_each_result_updates_one_argument() -> None:
-    parts = spmd.jit(lambda a, b: a, donate_argnums=(0, 1)).recipe.arguments((W, W), {})
-    assert updates_of(parts, W) == ((0, 0),)
-
-
-def test_arguments_by_name_have_the_place_of_their_parameter() -> None:
+def test_arguments_by_name_have_the_place_of_their_parameter_and_a_result_updates_one() -> None:
     jitted = spmd.jit(lambda a, b, *, c: a, donate_argnames="c")
     parts = jitted.recipe.arguments((W,), {"c": B, "b": W})
     found = [(part.key, part.name, part.is_donated) for part in parts]
     assert found == [(0, "a", False), ("b", "b", False), ("c", "c", True)]
     specs = arg_specs(("x", "y"), parts, jitted.recipe.parameters, 1)
     assert specs == ["x", "y", None]
+    parts = spmd.jit(lambda a, b: a, donate_argnums=(0, 1)).recipe.arguments((W, W), {})
+    assert updates_of(parts, W) == ((0, 0),)
 
 
 def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:

@@ -389,31 +389,32 @@ def test_the_text_names_no_object(mesh: spmd.Mesh) -> None:
         assert "0x7" not in texts[0].as_text(stage)
 
 
-def test_verify_calls_those_with_results_again(mesh: spmd.Mesh, seen: Seen) -> None:
+def test_verify_calls_those_with_results_again_and_measure_calls_in_every_step(
+    mesh: spmd.Mesh, seen: Seen
+) -> None:
     def fn(x: Any) -> Any:
         jax.debug.callback(seen, x.sum())
         return io_callback(seen, SAME, x) * 2
 
-    assert jitted(fn, mesh).compile(X).verify(X)
+    compiled = jitted(fn, mesh).compile(X)
+    assert compiled.verify(X)
     jax.effects_barrier()
     assert len(seen.calls) == 3
-
-
-def test_measure_calls_in_every_step(mesh: spmd.Mesh, seen: Seen) -> None:
-    def fn(x: Any) -> Any:
-        jax.debug.callback(seen, x.sum())
-        return x * 2
-
-    jitted(fn, mesh).compile(X).measure(X, steps=2)
+    compiled.measure(X, steps=2)
     jax.effects_barrier()
-    assert len(seen.calls) > 2
+    assert len(seen.calls) > 3 + 2 * 2
 
 
-def test_plans_for_machines_that_are_not_here(mesh: spmd.Mesh) -> None:
+def test_neither_machines_that_are_not_here_nor_a_module_alone_call_python(mesh: spmd.Mesh) -> None:
     lowered = jitted(looking, mesh).lower(X, topology=spmd.Topology("v5e:2x4"))
     assert lowered.collectives
     with pytest.raises(spmd.MeshError, match="calls Python cannot be compiled for a machine"):
         lowered.compile()
+    says = r"(?s)calls back into Python, .* only points to .*compile the jax function itself with"
+    for step in (jitted(looking, mesh), jax.jit(looking)):
+        text = step.lower(X).as_text("stablehlo")
+        with pytest.raises(spmd.UnsupportedOpError, match=says):
+            spmd.lower_stablehlo(text, mesh)
 
 
 def test_one_device() -> None:
@@ -421,13 +422,6 @@ def test_one_device() -> None:
     compiled = spmd.jit(looking, mesh=mesh, in_specs=(("data", None),)).compile(X)
     np.testing.assert_array_equal(compiled(X), X * 3)
     assert not compiled.collectives
-
-
-def test_a_module_alone_points_to_nothing(mesh: spmd.Mesh) -> None:
-    text = jitted(looking, mesh).lower(X).as_text("stablehlo")
-    with pytest.raises(spmd.UnsupportedOpError, match="only points to the function") as caught:
-        spmd.lower_stablehlo(text, mesh)
-    assert "compile the jax function itself" in str(caught.value)
 
 
 def inspecting(told: list[tuple[str, P]], mesh: spmd.Mesh) -> Callable[[Any], Any]:

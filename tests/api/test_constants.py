@@ -31,7 +31,9 @@ def equal(got: Any, want: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4), got, want)
 
 
-def test_they_lie_in_pieces_and_are_placed_once(mesh: spmd.Mesh) -> None:
+def test_they_lie_in_pieces_and_are_placed_once(
+    mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jitted = spmd.jit(shifted, mesh=mesh)
     compiled = jitted.compile(placed(mesh))
     (constant,) = compiled.executable.constants
@@ -41,14 +43,10 @@ def test_they_lie_in_pieces_and_are_placed_once(mesh: spmd.Mesh) -> None:
         equal(jitted(placed(mesh)), shifted(X))
     assert compiled.executable.constants[0] is constant
     equal(compiled(placed(mesh)), shifted(X))
-
-
-def test_known_calls_need_no_python(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    jitted = spmd.jit(shifted, mesh=mesh)
-    x = placed(mesh)
-    jitted(x)
-    monkeypatch.setattr(Compiled, "run", lambda *_: pytest.fail("came to Python"))
-    equal(jitted(x), shifted(X))
+    assert compiled.verify(placed(mesh))
+    assert compiled.measure(placed(mesh), steps=2).seconds > 0
+    monkeypatch.setattr(Compiled, "run", lambda *_: pytest.fail("a known call came to Python"))
+    equal(jitted(placed(mesh)), shifted(X))
 
 
 def test_memory_counts_the_pieces(mesh: spmd.Mesh) -> None:
@@ -62,7 +60,9 @@ def test_memory_counts_the_pieces(mesh: spmd.Mesh) -> None:
     assert compiled.memory.peak_bytes == compiled.predicted_memory.peak
 
 
-def test_they_are_no_arguments_to_the_user(mesh: spmd.Mesh, tmp_path: Path) -> None:
+def test_they_are_no_arguments_to_the_user_and_reports_have_them_apart(
+    mesh: spmd.Mesh, tmp_path: Path
+) -> None:
     compiled = spmd.jit(shifted, mesh=mesh).compile(placed(mesh))
     assert len(jax.tree.leaves(compiled.in_shardings)) == 1
     assert len(jax.tree.leaves(compiled.input_shardings)) == 1
@@ -74,28 +74,23 @@ def test_they_are_no_arguments_to_the_user(mesh: spmd.Mesh, tmp_path: Path) -> N
     assert "constants/0" in compiled.explain("constants/0")
     compiled.report(tmp_path / "report.html", prices=False)
     assert ">Constants<" in (tmp_path / "report.html").read_text()
-
-
-def test_without_any_reports_say_nothing_of_them(mesh: spmd.Mesh, tmp_path: Path) -> None:
     lowered = spmd.jit(lambda x: x * 2, mesh=mesh).lower(placed(mesh))
     assert "constants:" not in lowered.explain(prices=False)
     lowered.report(tmp_path / "report.html", prices=False)
     assert ">Constants<" not in (tmp_path / "report.html").read_text()
 
 
-def test_small_ones_stay_in_the_program(mesh: spmd.Mesh) -> None:
+def test_small_ones_stay_in_the_program_and_equal_ones_are_one(mesh: spmd.Mesh) -> None:
     small = TABLE.reshape(-1)[: LARGE // 4].reshape(64, 256)
     fn = lambda x: x + jnp.tile(jnp.asarray(small), (8, 1))  # noqa: E731
     lowered = spmd.jit(fn, mesh=mesh).lower(placed(mesh))
     assert lowered.stages.emitted.constants == ()
     assert lowered.memory.constants == LARGE
-
-
-def test_equal_ones_are_one(mesh: spmd.Mesh) -> None:
     copies = [TABLE.copy() for _ in range(3)]
     fn = lambda x: [x * c + i for i, c in enumerate(copies)]  # noqa: E731
     lowered = spmd.jit(fn, mesh=mesh).lower(placed(mesh))
     assert len(lowered.stages.emitted.constants) == 1
+    assert list(spmd.auto(shifted, mesh, X).specs) == ["x"]  # how they lie is the plan's
 
 
 def test_inside_of_loops_and_under_transformations(mesh: spmd.Mesh) -> None:
@@ -114,7 +109,7 @@ def test_inside_of_loops_and_under_transformations(mesh: spmd.Mesh) -> None:
     equal(jax.jit(jax.vmap(inner))(X[None])[0], loss(X))
 
 
-def test_of_any_type(mesh: spmd.Mesh) -> None:
+def test_of_any_type_and_size(mesh: spmd.Mesh) -> None:
     types = ("bfloat16", "int8", "bool", "complex64", "int4")
     large = np.abs(np.tile(TABLE, (4, 1))) > 1
     tables = [jnp.asarray(np.roll(large, i, 1)).astype(t) for i, t in enumerate(types)]
@@ -125,21 +120,15 @@ def test_of_any_type(mesh: spmd.Mesh) -> None:
     compiled = spmd.jit(chosen, mesh=mesh).compile(placed(mesh))
     assert len(compiled.stages.emitted.constants) == 5
     equal(compiled(placed(mesh)), jax.jit(chosen)(X))
-
-
-def test_of_64_bits(mesh: spmd.Mesh) -> None:
     with jax.enable_x64(True):
         table = TABLE.astype(np.float64) + 1e-12
         jitted = spmd.jit(lambda x: x * table, mesh=mesh)
         x = placed(mesh, X.astype(np.float64))
         np.testing.assert_array_equal(jitted(x), X.astype(np.float64) * table)
-
-
-def test_what_does_not_divide_is_whole(mesh: spmd.Mesh) -> None:
-    table = np.tile(TABLE, (1, 3))[:511, :767]
+    odd = np.tile(TABLE, (1, 3))[:511, :767]
     x = np.ones((511, 767), np.float32)
-    jitted = spmd.jit(lambda x: jnp.cumsum(x + table, 0), mesh=mesh)
-    equal(jitted(x), np.cumsum(x + table, 0))
+    jitted = spmd.jit(lambda x: jnp.cumsum(x + odd, 0), mesh=mesh)
+    equal(jitted(x), np.cumsum(x + odd, 0))
 
 
 def test_beside_donated_arguments(mesh: spmd.Mesh) -> None:
@@ -153,12 +142,6 @@ def test_beside_donated_arguments(mesh: spmd.Mesh) -> None:
     equal(state, 3 * X * TABLE)
 
 
-def test_verify_and_measure(mesh: spmd.Mesh) -> None:
-    compiled = spmd.jit(shifted, mesh=mesh).compile(placed(mesh))
-    assert compiled.verify(placed(mesh))
-    assert compiled.measure(placed(mesh), steps=2).seconds > 0
-
-
 def test_verify_finds_a_wrong_op(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a constant: pieces of the program take it as an argument."""
     broken = {"stablehlo.subtract": lambda op: (op.b.binary("add", *op.operands),)}
@@ -169,23 +152,15 @@ def test_verify_finds_a_wrong_op(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatc
     assert found.culprit.op.label == "subtract"
 
 
-def test_exported_they_are_in_the_text(mesh: spmd.Mesh) -> None:
+def test_exported_they_are_in_the_text_and_modules_may_have_them(mesh: spmd.Mesh) -> None:
     lowered = spmd.jit(shifted, mesh=mesh).lower(placed(mesh))
     data = lowered.export().serialize()
     call = jax.jit(jax.export.deserialize(data).call)
     equal(call(placed(mesh)), shifted(X))
-
-
-def test_of_a_module(mesh: spmd.Mesh) -> None:
     module = jax.jit(shifted).lower(X).as_text()
     compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")])
     assert len(compiled.stages.emitted.constants) == 1
     equal(compiled(X)[0], shifted(X))
-
-
-def test_auto_leaves_them_to_the_plan(mesh: spmd.Mesh) -> None:
-    found = spmd.auto(shifted, mesh, X)
-    assert list(found.specs) == ["x"]
 
 
 def test_two_processes() -> None:

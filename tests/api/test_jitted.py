@@ -53,7 +53,9 @@ def test_arguments_may_be_counted_from_the_end(mesh: spmd.Mesh) -> None:
     assert not x.is_deleted()
 
 
-def test_a_function_is_one_program_wherever_it_is_compiled(devices8: Any) -> None:
+def test_a_function_is_one_program_wherever_it_is_compiled_and_reports_name_it(
+    devices8: Any,
+) -> None:
     def f(x: Any) -> Any:
         for _ in range(2):
             x = jnp.tanh(x) + 2
@@ -65,6 +67,9 @@ def test_a_function_is_one_program_wherever_it_is_compiled(devices8: Any) -> Non
     assert here.as_text("emitted") == there.as_text("emitted")
     functions = {frame.function for op in here.stages.program.walk() for frame in op.loc.frames}
     assert functions == {f.__qualname__}
+    mesh = spmd.make_mesh(data=8)
+    lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
+    assert "program: Module of test_jitted.py\n" in lowered.explain()
 
 
 class Module:
@@ -83,12 +88,6 @@ class Module:
 )
 def test_functions_have_names(fn: Any, name: str) -> None:
     assert spmd.jit(fn, mesh=spmd.make_mesh(data=8)).__name__ == name
-
-
-def test_reports_name_the_function_and_its_file(devices8: Any) -> None:
-    mesh = spmd.make_mesh(data=8)
-    lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
-    assert "program: Module of test_jitted.py\n" in lowered.explain()
 
 
 def test_it_may_take_the_place_of_jax_jit(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

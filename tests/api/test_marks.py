@@ -23,13 +23,18 @@ def test_mark_sharding_runs_under_plain_jit_and_marks_gradients(mesh: spmd.Mesh)
     assert text.count("sharding_constraint") == 2
 
 
-def test_mesh_axis_indices_and_tuples(mesh: spmd.Mesh) -> None:
+def test_axes_by_their_indices_and_in_tuples_and_open_dims(mesh: spmd.Mesh) -> None:
     x: Any = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ((0, "model"), None))
     assert x.sharding.spec == P(("data", "model"), None)
 
+    def fn(x: Any) -> Any:
+        return spmd.mark_sharding(x * 2, mesh, (..., "model"))
 
-def test_a_struct_keeps_its_open_dims() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+    x = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",))
+    assert spmd.jit(fn, mesh=mesh)(x).sharding.spec == P("data", "model")
+
+
+def test_a_struct_keeps_its_open_dims(mesh: spmd.Mesh) -> None:
     x = spmd.mark_sharding(jax.ShapeDtypeStruct((8, 16), jnp.float32), mesh, (None, None))
     w = spmd.mark_sharding(jax.ShapeDtypeStruct((16, 32), jnp.float32), mesh, ("data", ...))
 
@@ -38,14 +43,6 @@ def test_a_struct_keeps_its_open_dims() -> None:
 
     compiled = spmd.jit(fn, mesh=mesh).compile(x, w)
     assert tuple(compiled.in_shardings[1].spec) == ("data", "model")
-
-
-def test_open_dims_are_filled_in(mesh: spmd.Mesh) -> None:
-    def fn(x: Any) -> Any:
-        return spmd.mark_sharding(x * 2, mesh, (..., "model"))
-
-    x = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",))
-    assert spmd.jit(fn, mesh=mesh)(x).sharding.spec == P("data", "model")
 
 
 @pytest.mark.parametrize("compile_", [jax.jit, spmd.jit])

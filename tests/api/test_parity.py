@@ -69,12 +69,6 @@ def in_shardings_without_static_arguments(jit: Jit) -> Any:
 
 
 @case
-def in_shardings_for_all(jit: Jit) -> Any:
-    add = jit(lambda a, b: a.sum(1) + b, in_shardings=sharding("data"))
-    return add(np.ones((8, 2, 4)), np.ones((8, 4)))
-
-
-@case
 def out_shardings(jit: Jit) -> Any:
     out = jit(lambda w, x: {"y": x @ w}, out_shardings=sharding("data", "model"))(w(), x())
     assert out["y"].sharding.spec == P("data", "model")
@@ -221,6 +215,9 @@ CASES |= {
     "in_shardings": lambda jit: jit(f, in_shardings=(sharding(None, "model"), sharding("data")))(
         np.asarray(w()), np.asarray(x())
     ),
+    "in_shardings_for_all": lambda jit: jit(
+        lambda a, b: a.sum(1) + b, in_shardings=sharding("data")
+    )(np.ones((8, 2, 4)), np.ones((8, 4))),
     "in_shardings_in_part": lambda jit: jit(f, in_shardings=(None, sharding("data")))(w(), x()),
     "static_by_number": lambda jit: jit(lambda w, x, n: f(w, x) * n, static_argnums=2)(w(), x(), 3),
     "keep_unused_and_inline": lambda jit: jit(lambda w, x: w * 2, keep_unused=True, inline=True)(
@@ -240,6 +237,8 @@ CASES |= {
     "checkpoint_around": lambda jit: jax.grad(jax.checkpoint(jit(f)))(w(), x()),
     "jit_around": lambda jit: jax.jit(lambda w, x: jit(f)(w, x) * 2)(w(), x()),
     "jit_inside": lambda jit: jit(lambda w, x: jax.jit(f)(w, x) * 2)(w(), x()),
+    "in_a_scan": lambda jit: jax.lax.scan(jit(lambda c, x: (c + x, c * x)), jnp.zeros(16), x()),
+    "a_closed_over_array": lambda jit: (lambda big: jit(lambda x: (x @ big).sum())(x()))(w()),
     "itself_inside": lambda jit: jit(lambda w, x: jit(f)(w, x) * 2)(w(), x()),
 }
 
@@ -308,12 +307,6 @@ def arguments_as_results(jit: Jit) -> Any:
     out = jit(lambda w, x: (w, x, w))(w(), x())
     assert out[2].sharding.spec == P(None, "model")
     return out
-
-
-@case
-def a_closed_over_array(jit: Jit) -> Any:
-    big = w()
-    return jit(lambda x: (x @ big).sum())(x())
 
 
 @case
@@ -389,12 +382,6 @@ def tracers_that_leaked(jit: Jit) -> Any:
     with pytest.raises(jax.errors.UnexpectedTracerError, match="leak"):
         jit(lambda x: x + kept[0])(x())
     return ()
-
-
-@case
-def in_a_scan(jit: Jit) -> Any:
-    step = jit(lambda c, x: (c + x, c * x))
-    return jax.lax.scan(step, jnp.zeros(16), x())
 
 
 @case

@@ -35,27 +35,13 @@ def test_results_and_their_shardings_follow_the_specs(mesh: spmd.Mesh) -> None:
     np.testing.assert_allclose(out["sum"], x.sum())
     assert out["y"].sharding.spec == P("data", "model")
     assert out["sum"].sharding.is_fully_replicated
-
-
-def test_a_spec_for_each_of_several_results(mesh: spmd.Mesh) -> None:
-    for specs in [(("data",), None), [("data",), ("model",)], (("data", "model"), ())]:
-        step = spmd.jit(lambda x: (x * 2, x + 1), mesh=mesh, out_specs=specs)
-        doubled, _ = step(np.ones((8, 8), np.float32))
+    for both in [(("data",), None), [("data",), ("model",)], (("data", "model"), ())]:
+        two = spmd.jit(lambda x: (x * 2, x + 1), mesh=mesh, out_specs=both)
+        doubled, _ = two(np.ones((8, 8), np.float32))
         assert doubled.sharding.spec[0] == "data"
 
 
-def test_specs_in_lists_inside_dicts(mesh: spmd.Mesh) -> None:
-    specs = {"a": [P("data"), P(None, "model")], "b": P("model")}
-    tree = {"a": [np.ones((8, 8), np.float32)] * 2, "b": [np.ones((8, 8), np.float32)]}
-    step = spmd.jit(lambda tree: tree, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    out = step(tree)
-    found = [tuple(leaf.sharding.spec) for leaf in (*out["a"], *out["b"])]
-    assert [spec + (None,) * (2 - len(spec)) for spec in found] == [
-        ("data", None), (None, "model"), ("model", None)
-    ]  # fmt: skip
-
-
-def test_specs_of_lists_within_results(mesh: spmd.Mesh) -> None:
+def test_specs_of_lists_within_arguments_and_results(mesh: spmd.Mesh) -> None:
     data, whole = (NamedSharding(jax_mesh(mesh), spec) for spec in (P("data"), P()))
     specs = (whole, Cache([data, data], whole))
 
@@ -66,6 +52,13 @@ def test_specs_of_lists_within_results(mesh: spmd.Mesh) -> None:
     assert [total.sharding, *(k.sharding for k in cache.k), cache.count.sharding] == [
         *(whole, data, data, whole)
     ]
+    lists = {"a": [P("data"), P(None, "model")], "b": P("model")}
+    tree = {"a": [np.ones((8, 8), np.float32)] * 2, "b": [np.ones((8, 8), np.float32)]}
+    out = spmd.jit(lambda tree: tree, mesh=mesh, in_specs=(lists,), out_specs=lists)(tree)
+    found = [tuple(leaf.sharding.spec) for leaf in (*out["a"], *out["b"])]
+    assert [spec + (None,) * (2 - len(spec)) for spec in found] == [
+        ("data", None), (None, "model"), ("model", None)
+    ]  # fmt: skip
 
 
 def test_objects_that_are_changed_and_returned_are_no_loss(mesh: spmd.Mesh) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 
 
-def test_a_modules_result_marks_are_kept_unless_a_spec_is_given():
+def test_a_modules_result_marks_are_kept_unless_a_spec_is_given(mesh):
     module = """module {
       sdy.mesh @mesh = <["data"=4, "model"=2]>
       func.func @main(%x: tensor<8x16xf32>) -> (
@@ -21,7 +21,6 @@ def test_a_modules_result_marks_are_kept_unless_a_spec_is_given():
         return %0, %1 : tensor<8x16xf32>, tensor<8x16xf32>
       }
     }"""
-    mesh = spmd.make_mesh(data=4, model=2)
     compiled = spmd.compile_stablehlo(module, mesh)
     assert [s.spec for s in compiled.out_shardings] == [P("data", "model"), P("model", None)]
     x = np.arange(128, dtype=np.float32).reshape(8, 16)
@@ -42,8 +41,7 @@ STEP = """module {
 }"""
 
 
-def test_updates_of_a_module_are_donated_and_lie_like_their_arguments() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_updates_of_a_module_are_donated_and_lie_like_their_arguments(mesh: spmd.Mesh) -> None:
     specs = [None, ("data", None)]
     compiled = spmd.compile_stablehlo(STEP, mesh, specs, updates=[(0, 1)])
     assert compiled.out_shardings[0] == compiled.in_shardings[1]
@@ -63,7 +61,6 @@ def test_updates_of_a_module_are_donated_and_lie_like_their_arguments() -> None:
         ([(0, 1), (0, 1)], "(?s)result 0 cannot take.*each in one update"),
     ],
 )
-def test_updates_that_do_not_fit(updates: Any, message: str) -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_updates_that_do_not_fit(updates: Any, message: str, mesh: spmd.Mesh) -> None:
     with pytest.raises(spmd.ArgumentError, match=message):
         spmd.lower_stablehlo(STEP, mesh, updates=updates)

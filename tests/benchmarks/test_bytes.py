@@ -139,14 +139,11 @@ def test_tables() -> None:
     ]
 
 
-def test_bytes_bought_with_arithmetic_count_in_no_mean() -> None:
+def test_bytes_bought_with_arithmetic_count_in_no_mean_and_ratios_of_nothing() -> None:
     fair = result("a/x", 1_000_000, 2_000_000)
     bought = fair._replace(spmd=moved(1)._replace(flops=2 * 10**6))
     assert table.buys_bytes(bought) and not table.buys_bytes(fair)
     assert table.family_lines([fair, bought]) == [["a", "2", "2", "0", "0", "0.50"]]
-
-
-def test_ratios_of_nothing() -> None:
     assert result("a/x", 0, 0).ratio == 1.0
     assert result("a/x", 1, 0).ratio == math.inf
     assert table.geometric_mean([None, 0.0, math.inf]) == pytest.approx(1.0)

@@ -40,13 +40,15 @@ def parser() -> Parser:
     return made
 
 
-def test_types_choices_and_defaults_are_the_fields(parser: Parser):
+def test_types_choices_and_defaults_are_the_fields_and_others_are_refused(parser: Parser):
     assert taken(Sizes, parser.parse_args([])) == Sizes(steps=3)
     words = ["--rate=2", "--folder=f", "--kind=two", "--is_fast", "--names=c", "--width=2"]
     assert taken(Sizes, parser.parse_args(words), steps=4) == Sizes(
         steps=4, rate=2.0, folder="f", kind="two", is_fast=True, names=("c",), width=2.0
     )
     assert "said [a,b]" in parser.format_help()
+    with pytest.raises(KeyError):
+        of_fields(parser.add_argument, Sizes)("--seeds")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +63,6 @@ def test_what_a_field_does_not_take(parser: Parser, capsys, word: str, says: str
     with pytest.raises(SystemExit):
         parser.parse_args([word])
     assert says in capsys.readouterr().err
-
-
-def test_a_flag_that_is_no_field(parser: Parser):
-    with pytest.raises(KeyError):
-        of_fields(parser.add_argument, Sizes)("--seeds")
 
 
 def test_from_yaml(tmp_path: Path):

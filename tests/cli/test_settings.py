@@ -81,7 +81,9 @@ def test_values(read, line: str, name: str, value: object):
     assert getattr(read(line), name) == value
 
 
-def test_the_command_line_and_later_files_go_first(read, tmp_path: Path, parser: Parser):
+def test_the_command_line_and_later_files_go_first_also_of_repeated_flags(
+    read, tmp_path: Path, parser: Parser
+):
     assert read("steps: 3", "--steps=4").steps == 4
     assert read("scan: false\nresume: true", "--scan", "--resume=3").scan
     more = tmp_path / "more.yaml"
@@ -90,9 +92,6 @@ def test_the_command_line_and_later_files_go_first(read, tmp_path: Path, parser:
     assert (both.steps, both.rate, both.key, both.files) == (5, 2.0, ["c"], ["file"])
     before = parser.parse_args(["--steps=9", "--settings", str(more), "--out=o"])
     assert before.steps == 9  # wherever it stands
-
-
-def test_flags_that_may_be_repeated_are_overridden_whole(read, tmp_path: Path, parser: Parser):
     assert read("key: [a, b]").key == ["a", "b"]
     assert read("key: [a, b]", "--key=c", "--key", "d").key == ["c", "d"]
     (tmp_path / "more.yaml").write_text("key: e")
@@ -101,9 +100,11 @@ def test_flags_that_may_be_repeated_are_overridden_whole(read, tmp_path: Path, p
     assert parser.parse_args([*files, "--out=o"]).key == ["e"]
 
 
-def test_what_a_program_needs_may_be_in_the_file(parser: Parser, tmp_path: Path):
+def test_what_a_program_needs_may_be_in_the_file_if_it_reads_one(parser: Parser, tmp_path: Path):
     (tmp_path / "a.yaml").write_text("out: there")
     assert parser.parse_args(["--settings", str(tmp_path / "a.yaml")]).out == "there"
+    with pytest.raises(SystemExit):
+        Parser("program", "").parse_args(["--settings=a.yaml"])
 
 
 ERRORS = {
@@ -178,8 +179,3 @@ def test_all_settings_are_printed_and_read_back(read, parser: Parser, capsys):
     assert yaml.safe_load(printed)["mesh"] == {"data": 4, "model": 2}
     given, again = vars(parser.parse_args(["--out=no", *words])), vars(read(printed, "--out=no"))
     assert {**again, "settings": []} == given
-
-
-def test_a_program_without_settings_has_no_such_flags():
-    with pytest.raises(SystemExit):
-        Parser("program", "").parse_args(["--settings=a.yaml"])

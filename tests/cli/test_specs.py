@@ -9,13 +9,19 @@ from spmd.cli.specs import UsageError, mesh_axes, parse_named_specs
 NAMES = ("params/w", "x")
 
 
-def test_specs_by_number_name_and_pattern():
+def test_specs_by_number_name_and_pattern_one_for_each_argument():
     given = ["1=data,None", "params/*=...,data+model", "0=-"]
     assert parse_named_specs("arg_spec", given, NAMES) == {
         "x": (("data",), None),
         "params/*": (..., ("data", "model")),
         "params/w": (None,),
     }
+    assert parse_named_specs("arg_spec", ["0=", "x=data,"], NAMES) == {
+        "params/w": (),
+        "x": (("data",),),
+    }
+    with pytest.raises(UsageError, match="--arg_spec: 'x' has two specs"):
+        parse_named_specs("arg_spec", ["1=data", "x=model"], NAMES)
 
 
 @pytest.mark.parametrize("wrong", ["data", "=data", "2=data", "0=,model", "0=data,,model"])
@@ -32,15 +38,3 @@ def test_meshes():
 def test_meshes_that_cannot_be_read(wrong: str):
     with pytest.raises(ArgumentTypeError):
         mesh_axes(wrong)
-
-
-def test_dims_keep_their_places():
-    assert parse_named_specs("arg_spec", ["0=", "x=data,"], NAMES) == {
-        "params/w": (),
-        "x": (("data",),),
-    }
-
-
-def test_one_spec_for_each_argument():
-    with pytest.raises(UsageError, match="--arg_spec: 'x' has two specs"):
-        parse_named_specs("arg_spec", ["1=data", "x=model"], NAMES)

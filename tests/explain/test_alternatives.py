@@ -47,7 +47,11 @@ def test_prices_are_times_of_the_best_joint_choices(plan: Any) -> None:
     for op in ops_of(plan):
         number, index = alternatives._built.units.of[op.results[0]]
         left = alternatives._built.domains.left[number][index]
-        for state, price in alternatives.of_value(op.results[0]):
+        others = alternatives.of_value(op.results[0])
+        states_priced = [state for state, _ in others]
+        assert plan.states[op.results[0]] not in states_priced
+        assert len(set(states_priced)) == len(others)
+        for state, price in others:
             times = []  # of the cheapest plans that make the choice
             costs = alternatives._built
             network, variable = costs.network, costs.variables[number]
@@ -67,6 +71,7 @@ def test_prices_are_times_of_the_best_joint_choices(plan: Any) -> None:
             assert plan.run_seconds + price.seconds in [pytest.approx(t) for t in times]
             checked += 1
     assert checked >= 3
+    assert alternatives.of_value(plan.program.body.args[0]) == ()  # arguments are no network's
 
 
 def test_an_arguments_price_is_what_the_program_takes_when_it_is_marked_so(plan: Any) -> None:
@@ -89,18 +94,6 @@ def test_all_times_that_are_shown_are_of_one_kind(training: Any) -> None:
     for losers in Prices(plan).of_conflicts(plan.propagated.conflicts[:3]):
         for _, price in losers:
             assert plan.run_seconds + price.seconds >= facts.least_seconds * (1 - 1e-9)
-
-
-def test_the_state_that_was_taken_has_no_price(plan: Any) -> None:
-    alternatives = Prices(plan)
-    for op in ops_of(plan):
-        states = [state for state, _ in alternatives.of_value(op.results[0])]
-        assert plan.states[op.results[0]] not in states
-        assert len(set(states)) == len(states)
-
-
-def test_arguments_are_not_the_networks_to_choose(plan: Any) -> None:
-    assert Prices(plan).of_value(plan.program.body.args[0]) == ()
 
 
 @pytest.fixture(

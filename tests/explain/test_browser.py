@@ -71,14 +71,13 @@ def test_it_asks_for_nothing_but_itself(page: Browser, report: Path) -> None:
     assert page.run("document.title").endswith("on 8 devices")
 
 
-def test_parts_unfold_by_their_link(page: Browser) -> None:
+def test_the_largest_costs_are_on_the_first_screen_and_parts_unfold_by_their_link(
+    page: Browser,
+) -> None:
     part = "document.querySelector('#collectives').closest('details')"
     assert page.run(f"{part}.open") is False
     page.run("document.querySelector('nav a[href=\"#collectives\"]').click()")
     assert page.run(f"{part}.open") is True
-
-
-def test_the_largest_costs_are_on_the_first_screen(page: Browser) -> None:
     bottom = "document.querySelector('.costs li').getBoundingClientRect().bottom"
     assert page.run(f"{bottom} + scrollY < 900")
     assert "jnp.tanh(h @ w)" in page.run("document.querySelector('.costs').textContent")

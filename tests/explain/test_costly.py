@@ -88,31 +88,23 @@ def test_where_the_marked_values_lie_as_they_are_marked_that_is_no_advice(
     assert costly_text(costly, MESH) == said
 
 
-def test_marks_that_fit_are_not_spoken_of() -> None:
+def test_marks_that_fit_are_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where arithmetic takes nearly all of the time, nothing is planned again, either."""
+    asked: list[Any] = []
+    monkeypatch.setattr("spmd.explain.prices.relief_of", lambda *args: asked.append(args))
     program, said = lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
+    assert not asked
+    monkeypatch.undo()
     assert not said
     assert "of a predicted run" not in program.summary()
 
 
-def test_a_mark_that_keeps_arguments_small_is_not_spoken_of() -> None:
+def test_neither_a_mark_that_keeps_arguments_small_nor_a_tiny_program_is_spoken_of() -> None:
     """Weights that are split to save memory are gathered in every run: that is their price."""
     specs = (("data", None), (("data", "model"), None), (("data", "model"), None))
     program, said = lowered(products, specs=specs)
     assert program.collectives
     assert not said
-
-
-def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr("spmd.explain.prices.relief_of", lambda *args: asked.append(args))
-    lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
-    assert not asked
-
-
-def test_of_a_tiny_program_only_the_long_report_speaks() -> None:
-    """It is not planned again for a warning."""
     few = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     program, found = lowered(lambda x, v, w: products(x, v, w, (None, None)), x=few)
     assert program.cost < LEAST_SECONDS

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costs import Cost, code_lines, costs, seconds_by_kind
+from spmd.explain.costs import (
+    Collective,
+    Cost,
+    code_lines,
+    collective_rows,
+    costs,
+    seconds_by_kind,
+    traffic,
+)
 from spmd.explain.page.page import notebook_cell
 from tests.explain.test_report import _Reader
 
@@ -39,15 +47,13 @@ def found(lowered: Any) -> tuple[Cost, ...]:
     return costs(lowered.timeline, lowered.mesh, lowered.stages.plan.topology)
 
 
-def test_layers_count_together(found: tuple[Cost, ...]) -> None:
+def test_layers_count_together_and_costs_add_up_to_the_predicted_time(
+    found: tuple[Cost, ...], lowered: Any
+) -> None:
     gathers = [cost for cost in found if cost.kind == "all_gather"]
     assert len(gathers) == 1
     assert (gathers[0].ops, gathers[0].axes) == (2, "data")
     assert "layers/*" in gathers[0].reason
-
-
-def test_costs_add_up_to_the_predicted_time(lowered: Any, found: tuple[Cost, ...]) -> None:
-    """What runs one after another, or beside each other on two lanes, is counted once."""
     assert sum(cost.seconds for cost in found) == pytest.approx(lowered.cost, rel=1e-6)
     by_kind = seconds_by_kind(found)
     assert by_kind["compute"] == pytest.approx(lowered.timeline.compute_seconds)
@@ -56,16 +62,13 @@ def test_costs_add_up_to_the_predicted_time(lowered: Any, found: tuple[Cost, ...
     assert by_kind["all_gather"] == pytest.approx(comm - hidden)
 
 
-def test_the_text_of_source_lines_stands_beside_them(found: tuple[Cost, ...]) -> None:
+def test_the_text_of_source_lines_stands_beside_them_if_it_is_here(found: tuple[Cost, ...]) -> None:
     gather = next(cost for cost in found if cost.kind == "all_gather")
     (place, text), (caller, called) = code_lines(gather)
     assert "test_costs.py" in place and "(layer)" in place.replace("lowered.<locals>.", "")
     assert text == "return jnp.tanh(x @ w)"
     assert "forward" in caller
     assert called == "x = layer(x, w)"
-
-
-def test_files_that_are_not_here_have_no_text(found: tuple[Cost, ...]) -> None:
     frame = found[0].frames[0]._replace(file="/nowhere/model.py")
     assert code_lines(found[0]._replace(frames=(frame,))) == ((str(frame), ""),)
 
@@ -78,7 +81,7 @@ def test_the_report_opens_with_them(lowered: Any) -> None:
     assert "return jnp.tanh(x @ w)" in opening
 
 
-def test_a_notebook_shows_the_first_screen(lowered: Any) -> None:
+def test_a_notebook_shows_the_first_screen_and_escapes_names(lowered: Any) -> None:
     html = lowered._repr_html_()
     reader = _Reader()
     reader.feed(html)
@@ -92,23 +95,17 @@ def test_a_notebook_shows_the_first_screen(lowered: Any) -> None:
     selectors = [s.strip() for rule in rules for s in rule.split(",")]
     assert selectors
     assert all(s.startswith((".spmd ", ".spmd-cell", ".spmd")) for s in selectors), selectors
+    lambdas = notebook_cell(replace(lowered._facts(), name="<lambda>"))
+    assert "<lambda>" not in lambdas
+    assert "&lt;lambda&gt;" in lambdas
 
 
-def test_a_notebook_escapes_names(lowered: Any) -> None:
-    html = notebook_cell(replace(lowered._facts(), name="<lambda>"))
-    assert "<lambda>" not in html
-    assert "&lt;lambda&gt;" in html
-
-
-def test_repr_is_one_line_of_figures(lowered: Any) -> None:
+def test_repr_is_one_line(lowered: Any, devices8: Any) -> None:
     assert re.fullmatch(
         r"<spmd\.Lowered forward on data=4, model=2 \(8 h200\): 2 collectives, 4.5 MiB sent per "
         r"device, [\d.]+ MiB memory per device, predicted [\d.]+ us>",
         repr(lowered),
     )
-
-
-def test_repr_of_a_function_says_its_mesh(devices8: Any) -> None:
     mesh = spmd.make_mesh(data=8)
     double = spmd.jit(jnp.sin, mesh=mesh)
     assert repr(double) == "<spmd.jit of sin on data=8: compiled for 0 kinds of call>"
@@ -123,3 +120,16 @@ def test_nothing_to_spend_time_on_or_to_report(devices8: Any) -> None:
     assert "0 of them split" in lowered.summary()
     assert lowered.explain(prices=False).startswith("program: <lambda>")
     assert "memory of each device" in lowered._repr_html_()
+
+
+def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
+    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6, "layer")
+    other = one._replace(source="t.py:2", bytes=1000)
+    rows = collective_rows([one, other, one])
+    assert [(row.like.source, row.ops, row.bytes) for row in rows] == [
+        ("t.py:2", 1, 4000),
+        ("t.py:1", 2, 800),
+    ]
+    (total,) = traffic([one, other, one])
+    assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
+    assert total.seconds == pytest.approx(12e-6)

@@ -13,7 +13,7 @@ from spmd.predict.timeline import COMPUTE
 from tests.explain.programs import lowered
 
 
-def test_the_bars_take_the_scheduled_time(training: Any) -> None:
+def test_the_bars_take_the_scheduled_time_and_lanes_do_one_thing_at_a_time(training: Any) -> None:
     bars, timeline = bars_of(training.timeline), training.timeline
     assert timeline.scheduled_seconds <= timeline.seconds
     assert max(bar.end for bar in bars) == pytest.approx(timeline.scheduled_seconds, rel=1e-6)
@@ -21,9 +21,6 @@ def test_the_bars_take_the_scheduled_time(training: Any) -> None:
     assert compute == pytest.approx(timeline.compute_seconds, rel=1e-6)
     moved = sum(bar.seconds for bar in bars if bar.kind != COMPUTE)
     assert moved == pytest.approx(timeline.comm_seconds, rel=1e-6)
-
-
-def test_a_lane_does_one_thing_at_a_time(training: Any) -> None:
     bars = sorted(bars_of(training.timeline), key=lambda bar: bar.start)
     for lane in (COMPUTE, "data"):
         own = [bar for bar in bars if bar.lane == lane]

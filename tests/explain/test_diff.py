@@ -48,7 +48,7 @@ def test_figures_of_both_and_their_difference(two: Any) -> None:
         assert ("the same" if of(a) == of(b) else change) in row
 
 
-def test_what_changed(two: Any) -> None:
+def test_what_changed_is_added_the_other_way_round(two: Any) -> None:
     text = spmd.explain.diff(*two)
     assert "arguments: 2 of 3 kinds differ" in text
     assert "results: 2 of 2 kinds differ" in text
@@ -56,8 +56,6 @@ def test_what_changed(two: Any) -> None:
     removed = re.findall(r"(\w+) over data +mlp .*test_diff.py:\d+ \(loss\).* -> none", text)
     assert "all_gather" in removed
 
-
-def test_the_other_way_round_adds_what_was_removed(two: Any) -> None:
     def changes(text: str, what: str) -> list[str]:
         return sorted(re.findall(rf"(?m)^  (\w+ over \w+) .* {what}", text))
 

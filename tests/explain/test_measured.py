@@ -26,22 +26,16 @@ def measured(compiled: Any, args: tuple[Any, ...]) -> Any:
     compiled.measured = None  # the other tests' program is as it was
 
 
-def test_times(compiled: Any, measured: Measured) -> None:
+def test_kinds_add_up_to_the_step_and_to_the_prediction(compiled: Any, measured: Measured) -> None:
     assert len(measured.times) == 3
     assert min(measured.times) <= measured.seconds <= max(measured.times)
     assert measured.predicted == compiled.cost
     assert (measured.devices, measured.platform) == (8, "cpu")
-
-
-def test_kinds_add_up_to_the_step(measured: Measured) -> None:
     kinds = {part.name: part for part in measured.kinds}
     assert set(kinds) <= {*KINDS, EXPOSED, IDLE, HIDDEN}
     assert all(part.measured >= 0 and part.predicted >= 0 for part in measured.kinds)
     whole = sum(part.measured for part in measured.kinds if part.name != HIDDEN)
     assert whole == pytest.approx(measured.profiled)
-
-
-def test_predicted_parts_add_up_to_the_prediction(compiled: Any, measured: Measured) -> None:
     shown = [part.predicted for part in measured.kinds if part.name != HIDDEN]
     assert sum(shown) == pytest.approx(compiled.cost)
     assert sum(part.predicted for part in measured.layers) == pytest.approx(compiled.cost)
@@ -67,10 +61,12 @@ def test_reports_show_it(compiled: Any, measured: Measured) -> None:
     assert measured.title in render(compiled._facts())
 
 
-def test_arguments_stay(compiled: Any, args: tuple[Any, ...]) -> None:
+def test_arguments_stay_and_no_steps_are_an_error(compiled: Any, args: tuple[Any, ...]) -> None:
     placed = jax.device_put(args, compiled.in_shardings)
     compiled.measure(*placed, steps=1)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
+    with pytest.raises(ArgumentError, match="0 steps"):
+        compiled.measure(*args, steps=0)
 
 
 def test_a_profile_without_devices_gives_the_time_alone(compiled: Any) -> None:
@@ -81,8 +77,3 @@ def test_a_profile_without_devices_gives_the_time_alone(compiled: Any) -> None:
     assert (found.seconds, found.devices, found.kinds, found.step) == (3.0, 0, (), ())
     assert str(found).startswith("3 s a step, the median of 3 (2 s to 4 s)")
     assert "share one machine" not in str(found)
-
-
-def test_no_steps_are_an_error(compiled: Any, args: tuple[Any, ...]) -> None:
-    with pytest.raises(ArgumentError, match="0 steps"):
-        compiled.measure(*args, steps=0)

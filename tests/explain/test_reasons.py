@@ -77,16 +77,13 @@ def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
     assert any("argument params/" in r for r in reasons)
 
 
-def test_the_innermost_user_line_and_its_caller() -> None:
+def test_the_innermost_user_line_and_its_caller_and_names_without_numbers() -> None:
     helper, caller = Frame("m.py", 3, "linear"), Frame("m.py", 9, "mlp")
     library = Frame("/x/site-packages/optax/a.py", 1, "update")
     assert Loc(frames=(library, helper, helper, caller)).trail == "m.py:3 (linear) <- m.py:9 (mlp)"
     assert Loc(frames=(helper, Frame("m.py", 20, "<module>"))).trail == "m.py:3 (linear)"
     assert Loc(frames=(library,)).trail == str(library)
     assert Loc().trail == ""
-
-
-def test_numberless() -> None:
     assert numberless("params/layers/12/w0/3") == "params/layers/*/w0/*"
     assert numberless("2") == "2"
 

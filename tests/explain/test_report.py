@@ -31,7 +31,9 @@ def text(compiled: Any) -> str:
     return explain_program(compiled._facts(prices=True))
 
 
-def test_text_names_every_argument_result_and_collective(compiled: Any, text: str) -> None:
+def test_text_names_every_argument_result_and_collective_and_where_shardings_come_from(
+    compiled: Any, text: str
+) -> None:
     program = compiled.stages.plan.program
     for name in (*program.arg_names, *program.result_names):
         assert name in text
@@ -40,9 +42,13 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
         assert row.like.reason in text
     for section in ("predicted", "largest values inside", "totals by kind", "memory per device"):
         assert section in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert rows["params/w_in"].endswith("marked")
+    assert rows["0/w_in"].endswith("from argument params/w_in")
+    assert '("data", "model")' in rows["0/w_in"]
 
 
-def test_bytes_add_up(compiled: Any) -> None:
+def test_bytes_add_up_and_compute_has_no_exchange_for_its_reason(compiled: Any) -> None:
     total = sum(c.bytes * c.count for c in compiled.collectives)
     assert total > 0
     assert sum(row.bytes for row in collective_rows(compiled.collectives)) == total
@@ -50,16 +56,6 @@ def test_bytes_add_up(compiled: Any) -> None:
     figures = compiled._facts()
     assert figures.sent_bytes == total
     assert sum(leaf.local.bytes for leaf in figures.arguments) == compiled.memory.arguments
-
-
-def test_text_says_where_shardings_come_from(text: str) -> None:
-    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert rows["params/w_in"].endswith("marked")
-    assert rows["0/w_in"].endswith("from argument params/w_in")
-    assert '("data", "model")' in rows["0/w_in"]
-
-
-def test_compute_has_no_exchange_for_its_reason(compiled: Any) -> None:
     costs = compiled._facts().costs
     assert {cost.reason for cost in costs if cost.kind == "compute"} == {""}
     assert all(cost.reason for cost in costs if cost.kind != "compute")
@@ -103,7 +99,9 @@ def test_parts_of_axes_by_where_they_are() -> None:
     assert parts_of_axes('("data", None) at model.py:12 (data)', mesh) == []
 
 
-def test_figures_print_in_a_line(compiled: Any) -> None:
+def test_figures_print_in_a_line_and_times_on_cpus_are_for_devices_of_their_own(
+    compiled: Any,
+) -> None:
     use, timeline = compiled.predicted_memory, compiled.timeline
     for thing in (use, timeline):
         assert len(repr(thing)) < 200 and "\n" not in repr(thing)
@@ -111,6 +109,11 @@ def test_figures_print_in_a_line(compiled: Any) -> None:
     assert repr(use).startswith(f"<MemoryUse: peak {bytes_text(use.peak)} (arguments {given}, ")
     assert repr(timeline).startswith(f"<Timeline: {seconds_text(timeline.seconds)} (")
     assert f"{len(timeline.slots)} slots" in repr(timeline)
+    assert "Times are predicted for 8 devices of their own." in render(compiled._facts())
+    there = spmd.jit(lambda x: x + 1, mesh=compiled.mesh).lower(
+        np.ones(8, np.float32), topology=spmd.Topology("h200:8")
+    )
+    assert "of their own" not in render(there._facts())
 
 
 def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
@@ -126,15 +129,12 @@ def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
     assert "the plan of its loops took none" in proof_text(plan._replace(like_loops=True))
 
 
-def test_the_summary_is_short(compiled: Any) -> None:
+def test_the_summary_is_short_and_one_number_is_the_peak(compiled: Any) -> None:
     short = summarize(compiled._facts())
     assert 8 <= len(short.splitlines()) <= 25
     assert "5, 5 of them split" in short
     for row in traffic(compiled.collectives):
         assert re.search(rf"{row.like.kind} +{row.like.axes[0]} +{row.ops} +{row.runs} ", short)
-
-
-def test_one_number_is_the_peak(compiled: Any) -> None:
     peak = bytes_text(compiled.predicted_memory.peak)
     assert compiled.predicted_memory.peak != compiled.memory.peak_bytes
     page = render(compiled._facts())
@@ -146,54 +146,37 @@ def test_one_number_is_the_peak(compiled: Any) -> None:
     assert page.count(allocated) == 2
 
 
-def test_times_on_cpus_are_for_devices_of_their_own(compiled: Any) -> None:
-    assert "Times are predicted for 8 devices of their own." in render(compiled._facts())
-    there = spmd.jit(lambda x: x + 1, mesh=compiled.mesh).lower(
-        np.ones(8, np.float32), topology=spmd.Topology("h200:8")
-    )
-    assert "of their own" not in render(there._facts())
-
-
 # One value.
 
 
-def test_a_marked_argument(compiled: Any) -> None:
+def test_why_an_argument_lies_so(compiled: Any) -> None:
     why = explain_value(compiled.stages, "params/w_in")
     assert "argument params/w_in (%" in why
     assert "dim 0 (size 16) is split over data" in why
     assert 'takes it as (None, "model")' in why
     assert "all_gather over data: 768 B sent" in why
-
-
-def test_why_not(compiled: Any) -> None:
     assert "closed by the mark: argument batch/x" in explain_value(compiled.stages, "batch/x")
     bias = explain_value(compiled.stages, "params/<b>&")
     assert "dim 0 (size 8) is split over data, model" in bias
     assert "no mark asks for it: the planner's choice" in bias
     x = explain_value(compiled.stages, "batch/x")
     assert "dim 1 (size 16) is not split" in x
+    with pytest.raises(ArgumentError, match=r"close to it: .*params/w_in"):
+        explain_value(compiled.stages, "params/win")
+    for name in ("", "%100000", "%x"):
+        with pytest.raises(ArgumentError, match="no value"):
+            explain_value(compiled.stages, name)
 
 
-def test_a_result_says_what_is_still_owed(compiled: Any) -> None:
+def test_every_value_can_be_explained_and_says_what_is_still_owed(compiled: Any) -> None:
     stages = compiled.stages
     values = [op.results[0] for op in stages.plan.program.walk() if op.name.endswith("dot_general")]
     owed = [v for v in values if stages.plan.states[v].partial]
     assert owed
     for value in owed:
         assert re.search(r"(all_reduce|reduce_scatter) over", explain_value(stages, f"%{value}"))
-
-
-def test_every_value_can_be_explained(compiled: Any) -> None:
     for number in range(len(compiled.stages.plan.program.types)):
         assert f"%{number}" in explain_value(compiled.stages, f"%{number}")
-
-
-def test_an_unknown_value_lists_close_names(compiled: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"close to it: .*params/w_in"):
-        explain_value(compiled.stages, "params/win")
-    for name in ("", "%100000", "%x"):
-        with pytest.raises(ArgumentError, match="no value"):
-            explain_value(compiled.stages, name)
 
 
 # HTML.
@@ -228,17 +211,19 @@ def page(compiled: Any) -> str:
     return render(compiled._facts(prices=True))
 
 
-def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
+def test_page_is_well_formed_needs_nothing_else_and_is_written(
+    page: str, compiled: Any, tmp_path: Any
+) -> None:
     reader = _Reader()
     reader.feed(page)
     assert reader.open == []
     assert reader.outside == []
     assert "url(http" not in page
-
-
-def test_page_escapes_names(page: str) -> None:
     assert "<b>&</" not in page
     assert "&lt;b&gt;&amp;" in page
+    path = tmp_path / "report.html"
+    compiled.report(str(path))
+    assert path.read_text(encoding="utf-8") == page
 
 
 def test_page_has_every_collective(compiled: Any, page: str) -> None:
@@ -250,12 +235,6 @@ def test_page_has_every_collective(compiled: Any, page: str) -> None:
     total = sum(c.bytes * c.count for c in compiled.collectives)
     rows = len(collective_rows(compiled.collectives))
     assert sum(int(keys[8 * i + 5]) for i in range(rows)) == total
-
-
-def test_page_is_written(compiled: Any, page: str, tmp_path: Any) -> None:
-    path = tmp_path / "report.html"
-    compiled.report(str(path))
-    assert path.read_text(encoding="utf-8") == page
 
 
 def test_pictures_show_every_tile() -> None:

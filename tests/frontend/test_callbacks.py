@@ -57,14 +57,11 @@ def test_callbacks_become_calls_by_number(platform: str) -> None:
         assert f'called = "{callback.label}"' in text and f"number = {number} : i64" in text
 
 
-def test_dropped_ones_are_not_in_the_module() -> None:
+def test_dropped_ones_are_not_in_the_module_and_a_function_called_twice_is_one() -> None:
     found = traced(calling_each_way, "drop")
     assert [c.label for c in found.callbacks] == ["io_callback of sin", "jax.pure_callback of cos"]
     assert traced(printing, "drop").callbacks == ()
     assert "spmd.callback" not in str(traced(printing, "drop").module)
-
-
-def test_a_function_that_is_called_twice_is_one_callback() -> None:
     inner = jax.jit(printing)
     assert len(traced(lambda x: inner(inner(x))).callbacks) == 1
 

@@ -66,23 +66,21 @@ def test_a_program_without_such_ops_is_not_rebuilt() -> None:
     assert canonicalize(program) is program
 
 
-def test_batch_statistics_over_a_split_batch_are_partial_sums() -> None:
+def test_batch_statistics_over_a_split_batch_are_partial_sums(mesh: spmd.Mesh) -> None:
     text = BY_NAME["stablehlo.batch_norm_training"].text.replace("8x4x4x8x", "64x128x128x8x")
-    mesh = spmd.make_mesh(data=4, model=2)
     specs = [("data", None, None, "model"), ("model",), ("model",)]
     compiled = spmd.compile_stablehlo(text, mesh, specs, None)
     assert {c.kind for c in compiled.collectives} == {"all_reduce"}
     assert all(c.axes == ("data",) for c in compiled.collectives)
 
 
-def test_a_portable_artifact_keeps_its_chlo_ops() -> None:
+def test_a_portable_artifact_keeps_its_chlo_ops(mesh: spmd.Mesh) -> None:
     def fn(x: Any) -> tuple[jax.Array, jax.Array]:
         return jax.lax.erf(x), jax.lax.top_k(x, 2)[0]
 
     artifact = export.export(jax.jit(fn))(jnp.ones((8, 4))).mlir_module_serialized
     program = import_module(parse_module(artifact)).program
     assert [op.name for op in program.walk()] == ["chlo.erf", "chlo.top_k"]
-    mesh = spmd.make_mesh(data=4, model=2)
     compiled = spmd.compile_stablehlo(parse_module(artifact), mesh, [("data", "model")])
     x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
     for a, b in zip(compiled(x), fn(x), strict=True):

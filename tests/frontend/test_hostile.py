@@ -92,12 +92,8 @@ def artifact(text: str) -> bytes:
 # Damaged text.
 
 
-def test_the_module_itself_can_be_read(text: str, artifact: bytes) -> None:
-    assert read(text)
-    assert read(artifact)
-
-
-def test_truncated_text(text: str) -> None:
+def test_truncated_text(text: str, artifact: bytes) -> None:
+    assert read(text) and read(artifact)
     for end in range(0, len(text), len(text) // 50):
         read(text[:end] + "\n")
     assert not read(text[: len(text) // 2] + "\n")
@@ -152,12 +148,11 @@ def mutated(data: bytes, seed: int) -> bytes:
     return bytes(damaged)
 
 
-def test_truncated_bytecode(binary: bytes, artifact: bytes) -> None:
+def test_truncated_bytecode_and_several_whole_ones_in_one_process(
+    binary: bytes, artifact: bytes
+) -> None:
     assert not read(binary[: int(0.7 * len(binary))])
     assert not read(artifact[: len(artifact) // 2])
-
-
-def test_several_are_read_by_one_process(binary: bytes, artifact: bytes) -> None:
     first, second = bytecode.bytecodes_to_texts([binary, artifact])
     assert read(first) and read(second)
 
@@ -275,11 +270,8 @@ def chain(length: int, calls: int) -> str:
     return "\n".join(parts)
 
 
-def test_calls_that_multiply() -> None:
+def test_calls_that_multiply_and_long_chains_of_them() -> None:
     refused(chain(40, 2), "ops with its calls inlined")
-
-
-def test_long_call_chains() -> None:
     assert read(chain(DEEPEST_CALLS - 2, 1))
     refused(chain(5000, 1), "call each other more than")
 

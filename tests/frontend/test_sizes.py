@@ -1,5 +1,7 @@
 """Dims as jax prints them have the sizes that jax says."""
 
+import re
+
 import jax
 import pytest
 from jax import export
@@ -34,6 +36,5 @@ NO_SIZES = ("n +", "__import__('os').getpid()", "n.real", "1.5", "True", "n" * 2
     ],
 )
 def test_other_text_is_refused(dim: str, message: str) -> None:
-    with pytest.raises(FrontendError) as caught:
+    with pytest.raises(FrontendError, match=re.escape(message)):
         size_of(dim, {"n": 6})
-    assert message in str(caught.value)

@@ -80,11 +80,6 @@ def test_residuals_are_handed_on_without_a_stack(mesh: spmd.Mesh) -> None:
     assert f"-> tensor<{LAYERS}x{ROWS}x{WIDTH}xf32>" not in text
 
 
-def test_longer_loops_stay(mesh: spmd.Mesh) -> None:
-    jitted = spmd.jit(scan_over, mesh=mesh, options=spmd.Options(unroll=LAYERS - 1))
-    assert "while" in jitted.lower(made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)).as_text("program")
-
-
 @cache
 def planned(platform: str, width: int, layers: int = LAYERS, **options: Any) -> spmd.Lowered:
     """A gradient step of some layers of some width, split over its weights on two devices."""
@@ -126,9 +121,11 @@ def test_what_is_written_out_chooses_from_what_loops_took(
     assert chosen.cost <= planned.__wrapped__("h200:2", 8192).cost * 1.01
 
 
-def test_loops_stay_where_that_would_not_pay() -> None:
+def test_longer_loops_stay_and_those_where_it_would_not_pay(mesh: spmd.Mesh) -> None:
     assert "while" in planned("h200:2", 256, 32).as_text("program")  # too short a step
     assert "while" in planned("cpu:2", 8192).as_text("program")  # where nothing is hidden
+    jitted = spmd.jit(scan_over, mesh=mesh, options=spmd.Options(unroll=LAYERS - 1))
+    assert "while" in jitted.lower(made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)).as_text("program")
 
 
 def test_the_report_says_why_loops_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def module(line: str) -> str:
 TEXTS = collectives("[[0, 1]]", 2)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", dict.fromkeys([*REFUSED, *TEXTS]))
 def test_refused_by_name_and_reason(name: str) -> None:
     """Collectives as they are written; of other ops the name is enough, or a call's target."""
     parsed = parse_module(module(TEXTS.get(name, f'"stablehlo.negate"(%x) : {_SAME}')))
@@ -71,6 +71,7 @@ def test_refused_by_name_and_reason(name: str) -> None:
     text = str(caught.value)
     assert f"{name} cannot be partitioned: {REFUSED[name].reason}" in text
     assert f"fix: {REFUSED[name].fix}" in text
+    assert name not in TEXTS or "place the collectives; or put it into jax.shard_map" in text
 
 
 _ALONE = collectives("0", 1)
@@ -85,7 +86,7 @@ def test_collectives_of_one_device_do_nothing(name: str) -> None:
     assert all(op.name == "stablehlo.constant" for op in program.walk())
 
 
-def test_a_program_exported_from_one_device() -> None:
+def test_a_program_exported_from_one_device(mesh: spmd.Mesh) -> None:
     """What jax writes on a mesh of one device: collectives with groups of one."""
     one = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -97,25 +98,14 @@ def test_a_program_exported_from_one_device() -> None:
     text = jax.jit(fn).lower(jnp.ones((8, 4))).as_text()
     assert "stablehlo.all_gather" in text
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
-    mesh = spmd.make_mesh(data=4, model=2)
     compiled = spmd.compile_stablehlo(text, mesh, [("data", "model")])
     np.testing.assert_array_equal(compiled(x)[0], x)
 
 
-def test_the_error_says_where_collectives_may_be() -> None:
-    with pytest.raises(spmd.UnsupportedOpError) as caught:
-        import_module(parse_module(module(TEXTS["stablehlo.all_reduce"])))
-    assert "outside any jax.shard_map" in str(caught.value)
-    assert "let the marks place the collectives; or put it into jax.shard_map" in str(caught.value)
-
-
-def test_quantized_types() -> None:
+def test_quantized_types_and_calls_without_results() -> None:
     line = f'"stablehlo.uniform_quantize"(%x) : (tensor<8x4xf32>) -> {_QUANTIZED}'
     with pytest.raises(spmd.FrontendError, match="without quantized types"):
         parse_module(module(line))
-
-
-def test_calls_without_results() -> None:
     call = "stablehlo.custom_call @no_results(%x) {has_side_effect = true}"
     text = f"""func.func @main(%x: tensor<8xf32>) -> tensor<8xf32> {{
       {call} : (tensor<8xf32>) -> ()
@@ -124,19 +114,6 @@ def test_calls_without_results() -> None:
     with pytest.raises(spmd.UnsupportedOpError, match="no_results") as caught:
         spmd.lower_stablehlo(text, spmd.Mesh(None, (2,), ("x",)), [("x",)])
     assert "let it return a value" in str(caught.value)
-
-
-def test_callbacks_of_a_module_that_jax_lowered() -> None:
-    """They point to Python objects of that lowering."""
-
-    def fn(x: jax.Array) -> jax.Array:
-        jax.debug.print("{}", x.sum())
-        return x * 2
-
-    lowered = jax.jit(fn).lower(jnp.ones((8, 4))).compiler_ir("stablehlo")
-    with pytest.raises(spmd.UnsupportedOpError, match="calls back into Python") as caught:
-        spmd.lower_stablehlo(lowered, spmd.make_mesh(data=4, model=2))
-    assert "compile the jax function itself with spmd.jit" in str(caught.value)
 
 
 REWRITES = {

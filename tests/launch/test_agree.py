@@ -44,7 +44,7 @@ def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> l
         return list(pool.map(run, members))
 
 
-def test_everyone_hears_who_differs():
+def test_everyone_hears_who_differs_or_did_not_come():
     assert told_by({0: {"--a": "1"}, 2: {"--a": "1"}, 5: {"--a": "1"}}) == ["", "", ""]
     told = told_by({0: {"--a": "1"}, 1: {"--a": "1"}, 2: {"--a": "2"}})
     assert len(set(told)) == 1
@@ -52,9 +52,6 @@ def test_everyone_hears_who_differs():
         "the processes of this job differ in --a",
         "  actual: process 2: 2; processes 0, 1: 1",
     ]
-
-
-def test_a_process_that_does_not_come_is_named():
     store = Memory()
     with pytest.raises(LaunchError, match=r"process 1 did not come to compare flags within 0\.2 s"):
         compare(store, (0, 1), 0, {"checked": "flags"}, 0.2)
@@ -68,21 +65,15 @@ def differing(found: dict[int, dict[str, str]]) -> str:
     return str(error.value)
 
 
-def test_several_names_are_all_said():
+def test_several_names_are_all_said_and_many_or_long_values_in_few_words():
     assert "process 1: (not set); process 0: 1" in differing({0: {"a": "1"}, 1: {}})
     text = differing({0: {"a": "1", "b": "x", "c": "="}, 1: {"a": "2", "b": "y", "c": "="}})
     assert "differ in a, b\n" in text
     assert "a: process 1: 2; process 0: 1; b: process 1: y; process 0: x" in text
-
-
-def test_the_many_are_counted():
     text = differing({p: {"a": "2" if p == 40 else "1"} for p in range(100)})
     assert "process 40: 2; processes 0, 1, 2, 3, 4, 5, 6, 7, ...: 1\n" in text
     text = differing({p: {"a": str(p)} for p in range(20)})
     assert "process 8: 8; 11 more differ; process 0: 0" in text
-
-
-def test_long_values_are_cut_and_hashed():
     text = differing({0: {"a": "x" * 500}, 1: {"a": "x" * 499 + "y"}})
     assert "x" * 201 not in text
     assert text.count("... (500 characters, hash ") == 2
@@ -90,13 +81,10 @@ def test_long_values_are_cut_and_hashed():
     assert one != two
 
 
-def test_source_locations_do_not_count():
+def test_neither_source_locations_nor_flags_of_a_process_own_count(monkeypatch: pytest.MonkeyPatch):
     module = 'module {\n  op loc(#loc0)\n}\n#loc0 = loc("%s/a.py":1:0)\n'
     assert without_locations(module % "/one") == without_locations(module % "/two")
     assert "op" in without_locations(module % "/one")
-
-
-def test_flags_that_are_a_process_own_do_not_count(monkeypatch: pytest.MonkeyPatch):
     flags = "--xla_dump_to=/x --xla_force_host_platform_device_count=4 --xla_a=1 --xla_b"
     monkeypatch.setenv("XLA_FLAGS", flags)
     found = {name: value for name, value in settings().items() if name.startswith("XLA_FLAGS")}
@@ -118,14 +106,11 @@ def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(
     assert [name for name in before if before[name] != after[name]] == [own]
 
 
-def test_a_module_that_only_some_have_imported_is_no_difference():
+def test_neither_a_module_that_only_some_have_nor_one_process_alone_differs():
     found = {0: {"a": "1", "b": "2"}, 1: {"a": "1"}, 2: {"a": "1", "b": "3"}}
     with pytest.raises(LaunchError, match=r"differ in b\n  actual: process 2: 3; process 0: 2\n"):
         refuse_differences(found, may_lack=True)
     refuse_differences({0: found[0], 1: found[1]}, may_lack=True)
-
-
-def test_alone_there_is_nobody_to_differ():
     check_same({"--a": "1"})
     check_same_sources()
 

@@ -56,25 +56,28 @@ def _say(port: int, text: bytes) -> None:
     wait_until(is_said, lambda: "process 0 does not listen")
 
 
-def test_all_come_in_any_order():
+def test_all_come_in_any_order_or_are_named():
     assert told([(2, 3), (1, 3), (0, 3)]) == ["", "", ""]
-
-
-def test_who_is_missing_is_named():
     answers = told([(2, 4), (0, 4)], host_waits_s=2.0)
     for answer in answers:
         assert answer.startswith("processes 1, 3 did not come to localhost:")
         assert "actual: 2 of 4 processes came" in answer
 
 
-def test_no_coordinator():
+def test_a_coordinator_that_cannot_be_met():
     with pytest.raises(LaunchError, match=r"process 1 cannot reach process 0 at .* within 0\.3 s"):
         meet(f"localhost:{free_port()}", 2, 1, {}, 0.3)
-
-
-def test_unknown_host():
     with pytest.raises(LaunchError, match="knows its name"):
         meet("no-such-host.invalid:1234", 2, 1, {}, 0.3)
+    with (
+        socket.create_server(("localhost", 0)) as server,
+        pytest.raises(LaunchError, match="process 1 cannot reach process 0"),
+    ):
+        meet(f"localhost:{server.getsockname()[1]}", 2, 1, {}, 0.3)
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"cannot listen at port {port}"):
+            meet(f"localhost:{port}", 2, 0, {}, 1.0)
 
 
 def test_a_number_given_twice():
@@ -107,21 +110,6 @@ def test_strangers_are_ignored(stranger: bytes):
     assert told([(0, 2), (1, 2)], stranger=stranger) == ["", ""]
 
 
-def test_another_program_at_the_port():
-    with (
-        socket.create_server(("localhost", 0)) as server,
-        pytest.raises(LaunchError, match="process 1 cannot reach process 0"),
-    ):
-        meet(f"localhost:{server.getsockname()[1]}", 2, 1, {}, 0.3)
-
-
-def test_port_in_use():
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"cannot listen at port {port}"):
-            meet(f"localhost:{port}", 2, 0, {}, 1.0)
-
-
 def place(env: dict[str, str], given: Place | None = None) -> Place | None:
     return find_place(given or Place(), env, 1.0)
 
@@ -146,9 +134,13 @@ def test_our_launchers_variables(env: dict, given: Place | None, found: Place | 
     assert place(env, given) == found
 
 
-def test_nothing_is_one_process():
+def test_nothing_is_one_process_and_a_job_may_come_too_late(devices8):
     initialize()
     assert not jax.distributed.is_initialized()
+    with pytest.raises(spmd.LaunchError, match="comes too late: jax has opened its devices"):
+        initialize("localhost:1", 2, 1)
+    with pytest.raises(spmd.LaunchError, match="JAX_PROCESS_ID='x' is not a number"):
+        place({**OURS, "JAX_PROCESS_ID": "x"})
 
 
 @pytest.mark.parametrize(("size", "rank", "local"), RANKS)
@@ -186,16 +178,6 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch):
 def test_bad_arguments(arguments: tuple, says: str):
     with pytest.raises(spmd.LaunchError, match=says):
         initialize(*arguments)
-
-
-def test_too_late(devices8):
-    with pytest.raises(spmd.LaunchError, match="comes too late: jax has opened its devices"):
-        initialize("localhost:1", 2, 1)
-
-
-def test_a_variable_that_is_no_number():
-    with pytest.raises(spmd.LaunchError, match="JAX_PROCESS_ID='x' is not a number"):
-        place({**OURS, "JAX_PROCESS_ID": "x"})
 
 
 def test_versions():

@@ -22,16 +22,13 @@ def test_a_sign_that_changes_is_life_and_one_that_stays_is_death():
         assert silent == {p: now - last for p, last in {1: 1, 3: 0}.items() if now - last > 5}
 
 
-def test_the_dead_are_named_with_their_hosts():
+def test_the_dead_are_named_with_their_hosts_and_errors_of_collectives_known():
     signs = {i: Sign(7, f"pid {i} on h{i}", "reading", 0) for i in range(8)}
     assert lost("why", [1], signs) == "process 1 was lost: why; it was pid 1 on h1"
     assert lost("why", [3, 1], {}) == "processes 1, 3 were lost: why"
     assert lost("why", [8], signs) == "process 8 was lost: why"
     text = lost("why", range(9), signs)
     assert "pid 3 on h3" in text and "pid 4" not in text
-
-
-def test_errors_of_collectives_are_known():
     for error in (
         "ValueError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
         "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error",
@@ -95,13 +92,10 @@ def test_all_stop_at_one_step(asked: tuple[int, ...], steps_ahead: int):
     assert stops[0] >= 5
 
 
-def test_nobody_asks():
+def test_nobody_asks_and_one_process_is_asked():
     vote = StopVote(Memory(), 0, 2)
     for step in range(10):
         vote.look()
         assert not vote.reached(step, wanted=False)
-
-
-def test_one_process_stops_when_it_is_asked():
     assert stop_agreed(3, wanted=True)
     assert not stop_agreed(3, wanted=False)

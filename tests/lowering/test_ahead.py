@@ -71,12 +71,15 @@ def test_a_mesh_of_another_machine_needs_no_topology_again(how: str) -> None:
     assert lowered.stages.plan.topology == lowered.target and lowered.request.platform == "tpu"
 
 
-def test_a_mesh_of_another_machine_runs_nothing() -> None:
+def test_of_another_machine_nothing_runs_and_no_compiler_is_here() -> None:
     mesh = spmd.make_mesh(data=4, model=2, topology="v5e-8")
     x = np.ones((512, 512), np.float32)
     for run in (lambda: spmd.jit(step, mesh=mesh)(x, x), lambda: spmd.mark_sharding(x, mesh, ())):
         with pytest.raises(MeshError, match=r"is one of v5e:2x4, which is not .*(\n.*)*topology="):
             run()
+    mesh = spmd.Mesh(None, (8, 2), ("data", "model"))
+    with pytest.raises(MeshError, match=r"use \.lower"):
+        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("cpu:16"))
 
 
 @pytest.mark.parametrize("given", [(), ("mesh",), ("topology",)])
@@ -102,12 +105,6 @@ def test_without_a_compiler_the_extra_is_named(
     mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
     with pytest.raises(MeshError, match=rf'pip install "spmd\[{extra}\]"'):
         spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology(name))
-
-
-def test_other_machines_have_no_compiler_here() -> None:
-    mesh = spmd.Mesh(None, (8, 2), ("data", "model"))
-    with pytest.raises(MeshError, match=r"use \.lower"):
-        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("cpu:16"))
 
 
 @pytest.mark.parametrize("name", ["h200:16", pytest.param("v5e:4x4", marks=needs_libtpu)])
@@ -145,15 +142,10 @@ def test_other_compilers_report_memory_and_a_schedule(name: str) -> None:
         compiled(np.ones((512, 512)), np.ones((512, 512)))
 
 
-def test_what_is_here() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_the_machine_at_hand_is_here_and_is_compiled_for(mesh: spmd.Mesh) -> None:
     assert is_here(mesh, spmd.Topology("cpu:8"))
     assert not is_here(mesh, spmd.Topology("v5e:2x4"))
     assert not is_here(spmd.Mesh(None, (16,), ("data",)), spmd.Topology("cpu:16"))
-
-
-def test_the_machine_at_hand_is_compiled_for_and_runs() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
     compiled = spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("cpu:8"))
     x = np.ones((512, 512), np.float32)
     np.testing.assert_allclose(compiled(x, x), 512)

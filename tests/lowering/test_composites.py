@@ -178,16 +178,13 @@ def test_a_kernel_is_taken_on_its_platform_where_it_fits() -> None:
     assert "reverse" not in other.as_text("emitted")
 
 
-def test_without_a_decomposition() -> None:
+def test_without_a_decomposition_or_a_registration() -> None:
     fn = composite("test.no_decomposition", lambda x: x + 1)
     np.testing.assert_allclose(jitted(fn, ("y",))(X[:8]), X[:8] + 1)
     with pytest.raises(spmd.SpmdError, match="has nothing that computes it here"):
         jitted(fn, ("y",)).lower(X)
     inlined = jitted(composite("test.elsewhere", lambda x: x * 3), ("y",)).lower(X)
     assert "composite" not in inlined.as_text("program")
-
-
-def test_what_nobody_registered_is_inlined() -> None:
     lowered = jitted(composite("test.nobody", lambda x: x * 3)).lower(X)
     assert "composite" not in lowered.as_text("program")
     assert "multiply" in lowered.as_text("program")

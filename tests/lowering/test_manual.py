@@ -139,7 +139,7 @@ def test_gradients(programs: Sequence[Manual]) -> None:
     assert_all_same(fns, mesh, is_marked=True)
 
 
-def test_devices_are_numbered_in_the_order_of_the_mesh() -> None:
+def test_the_mesh_of_the_region_is_the_programs_with_its_order_of_devices() -> None:
     mesh = spmd.Mesh([5, 2, 7, 0, 3, 6, 1, 4], (4, 2), ("x", "y"))
     fn = next(p for p in PROGRAMS if p.name == "gather_in_another_order").make(jax_mesh(mesh))
     assert_same(fn, mesh, None)
@@ -147,9 +147,6 @@ def test_devices_are_numbered_in_the_order_of_the_mesh() -> None:
     with pytest.raises(spmd.MeshError, match="devices in another order") as caught:
         spmd.jit(fn, mesh=other).lower(X, W)
     assert "pass the mesh of shard_map" in str(caught.value)
-
-
-def test_the_mesh_of_the_region_is_the_programs() -> None:
     fn = PROGRAMS[0].make(jax_mesh(MESH))
     assert spmd.jit(fn).lower(X, W).mesh == MESH
     with pytest.raises(spmd.MeshError, match="two different meshes") as caught:

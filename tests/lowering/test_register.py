@@ -71,19 +71,13 @@ def test_replicated_factors_are_gathered_and_the_call_is_kept(mesh: spmd.Mesh) -
     assert "(tensor<2x8xf32>, tensor<8xf32>) -> tensor<2x8xf32>" in text
 
 
-def test_a_second_rule_for_an_op_is_refused() -> None:
-    with pytest.raises(spmd.SpmdError, match="already has a rule"):
-        spmd.register_rule("stablehlo.add", "i, i -> i")
-
-
-def test_a_rule_that_does_not_fit_names_the_use(mesh: spmd.Mesh) -> None:
-    with pytest.raises(spmd.SpmdError, match="does not fit this use") as caught:
-        spmd.jit(lambda x: call("test_double", (8,), x), mesh=mesh).lower(np.ones(8, np.float32))
-    assert "tensor<8xf32>" in str(caught.value)
-
-
-def test_unclear_rules_are_refused() -> None:
+def test_rules_that_are_unclear_second_ones_or_do_not_fit_are_refused(mesh: spmd.Mesh) -> None:
     with pytest.raises(spmd.SpmdError, match="not a kind of factor"):
         spmd.register_rule("test_x", "i -> i", kinds={"i": "sum"})
     with pytest.raises(spmd.SpmdError, match="without saying how"):
         spmd.register_rule("test_x", "i -> ", kinds={"i": "reduce"})
+    with pytest.raises(spmd.SpmdError, match="already has a rule"):
+        spmd.register_rule("stablehlo.add", "i, i -> i")
+    with pytest.raises(spmd.SpmdError, match="does not fit this use") as caught:
+        spmd.jit(lambda x: call("test_double", (8,), x), mesh=mesh).lower(np.ones(8, np.float32))
+    assert "tensor<8xf32>" in str(caught.value)

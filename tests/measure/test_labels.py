@@ -158,8 +158,7 @@ def test_what_only_spans_others_has_no_label() -> None:
     assert labels.of(Event(0, "call", "call", 0.0, 1.0)) is None
 
 
-def test_collectives_are_named_by_their_groups(devices8: Any) -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_collectives_are_named_by_their_groups(mesh: spmd.Mesh) -> None:
 
     def f(x: Any, w: Any) -> Any:
         with jax.named_scope("block_1"):

@@ -38,15 +38,11 @@ def test_prime_factors_multiply_back(number: int):
 
 
 @given(sizes_lists)
-def test_atoms_of_an_axis_multiply_to_its_size(sizes: list[int]):
+def test_atoms_multiply_to_sizes_and_along_all_the_coordinate_is_the_position(sizes: list[int]):
     mesh = mesh_of(sizes)
     for name, size in mesh.shape.items():
         assert mesh.extent(mesh.axis_atoms[name]) == size
     assert mesh.extent(range(len(mesh.atoms))) == mesh.size
-
-
-@given(sizes_lists)
-def test_the_coordinate_along_all_atoms_is_the_position(sizes: list[int]):
     mesh = mesh_of(sizes)
     atoms = range(len(mesh.atoms))
     assert [mesh.coordinate(p, list(atoms)) for p in range(mesh.size)] == list(range(mesh.size))
@@ -106,16 +102,13 @@ def test_impossible_meshes(ids, sizes: tuple[int, ...], names: tuple[str, ...], 
         Mesh(ids, sizes, names)
 
 
-def test_make_mesh_over_visible_devices(devices8: object):
+def test_make_mesh_over_visible_devices_and_with_the_network_major(devices8: object):
     assert make_mesh((4, 2), ("data", "model")) == make_mesh(data=4, model=2)
     mesh = make_mesh(data=2, model=2)
     assert mesh.shape == {"data": 2, "model": 2}
     assert len(set(mesh.device_ids)) == 4
     with pytest.raises(MeshError, match="needs 4096 devices"):
         make_mesh(data=4096)
-
-
-def test_hybrid_meshes_put_the_network_major():
     mesh = HybridMesh(ici={"data": 2, "model": 2}, dcn={"data": 2})
     assert mesh.sizes == (4, 2) and mesh.dcn_sizes == (2, 1)
     assert len(set(mesh.device_ids)) == 8

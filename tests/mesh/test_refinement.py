@@ -37,17 +37,16 @@ def test_axes_are_found_by_their_devices(other: Mesh, wanted: dict[str, tuple[in
     assert axis_atoms_of(MESH, other) == wanted
 
 
-def test_sizes_of_several_primes() -> None:
+def test_sizes_of_several_primes_ids_and_a_part_that_is_none() -> None:
     both = Mesh(None, (3, 2), ("x", "y"))
     assert axis_atoms_of(both, Mesh(None, (6,), ("a",))) == {"a": (0, 1)}
     assert part_atoms(both, Mesh(None, (6,), ("a",)), "a", 1, 3) == (0,)
     assert part_atoms(MESH, Mesh(None, (8,), ("a",)), "a", 2, 2) == (1,)
-
-
-def test_ids_are_those_of_the_mesh() -> None:
     ids = [11, 13, 12, 10]
     mesh = Mesh(ids, (2, 2), ("a", "b"))
     assert axis_atoms_of(mesh, Mesh([11, 12, 13, 10], (2, 2), ("b", "a"))) == {"b": (1,), "a": (0,)}
+    with pytest.raises(spmd.MeshError, match=r"'a' of the mesh \(a=8\) has no part :\(2\)8"):
+        part_atoms(MESH, Mesh(None, (8,), ("a",)), "a", 2, 8)
 
 
 @given(st.permutations([2, 3, 2]), st.permutations(range(3)))
@@ -81,11 +80,6 @@ def test_meshes_without_common_parts_are_both_named(mesh: Mesh, other: Mesh, mes
     assert message in text
     assert f"({mesh})" in text
     assert f"({other})" in text
-
-
-def test_a_part_that_is_none() -> None:
-    with pytest.raises(spmd.MeshError, match=r"'a' of the mesh \(a=8\) has no part :\(2\)8"):
-        part_atoms(MESH, Mesh(None, (8,), ("a",)), "a", 2, 8)
 
 
 def test_parts_cross_slices_where_their_axis_does() -> None:

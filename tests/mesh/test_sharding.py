@@ -88,14 +88,11 @@ def test_tiles_cover_the_value_equally_often(rng):
     assert math.prod(local_shape(shape, sharding, MESH)) * pieces == math.prod(shape)
 
 
-def test_dims_that_do_not_divide_are_rounded_up():
+def test_dims_that_do_not_divide_are_rounded_up_and_partial_atoms_come_and_go():
     sharding = parse_sharding("[{data}]", MESH)
     assert local_shape((10,), sharding, MESH) == (3,)
     # over {2, 2}: 5 and 5, each into 3 and 2: pieces start at 0, 3, 5, 8
     assert local_offset((10,), sharding, MESH, MESH.size - 1) == (8,)
-
-
-def test_partial_atoms_come_and_go():
     sharding = replicated(2).with_partial((2, 0, 0), "add")
     assert sharding == Sharding(((), ()), (0, 2), "add")
     assert sharding.used == {0, 2} and sharding.rank == 2

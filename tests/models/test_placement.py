@@ -45,13 +45,10 @@ def shown(total, **terminal):
     return printed.getvalue()
 
 
-def test_a_long_transfer_has_a_bar_on_a_terminal():
+def test_a_long_transfer_has_a_bar_on_a_terminal_and_none_elsewhere():
     text = shown(LONG, force_terminal=True)
     assert "loading weights" in text
     assert "0.5/1.1 GB" in text
-
-
-def test_there_is_none_elsewhere():
     assert shown(LONG, force_terminal=False) == ""
     assert shown(1000, force_terminal=True) == ""
     with bytes_bar("loading weights", LONG, None) as advance:

@@ -22,7 +22,7 @@ def exchanging_rule(experts: int = 8) -> Rule:
     return rule.with_exchange(e[0], Exchange(b, SENT))
 
 
-def test_what_may_be_split_by_others_atoms() -> None:
+def test_what_may_be_split_by_others_atoms_and_is_offered() -> None:
     rule, sizes = exchanging_rule(), MESH.atom_sizes
     for good in ((X, (), X), ((*X, *Y), (), Y), ((*X, *Y), (), X), (X, (), Y), ((), (), X)):
         assert is_legal_assignment(rule, good, sizes), good
@@ -30,9 +30,6 @@ def test_what_may_be_split_by_others_atoms() -> None:
         assert not is_legal_assignment(rule, bad, sizes), bad
     assert not is_legal_assignment(exchanging_rule(6), (X, (), X), sizes), "uneven"
     assert is_legal_assignment(exchanging_rule(6), (X, (), Y), sizes)
-
-
-def test_planners_are_offered_it_where_operands_are_split_so() -> None:
     rule, sizes = exchanging_rule(), MESH.atom_sizes
     states = (Sharding(((*X, *Y), ())),), (Sharding((Y, ())),), (), ()
     around = assignments_around(rule, states, sizes)
@@ -44,14 +41,11 @@ def test_planners_are_offered_it_where_operands_are_split_so() -> None:
     assert all(is_legal_assignment(rule, each, sizes) for each in (*around, *every))
 
 
-def test_sums_are_owed_over_what_splits_neither() -> None:
+def test_sums_are_owed_over_what_splits_neither_and_what_it_costs() -> None:
     choice = plain_choice(exchanging_rule(), ((*X, *Y), (), Y), MESH)
     first, second = choice.results
     assert not first.partial, "each device has its rows' sums"
     assert second.dims == (Y, ()) and second.partial == X
-
-
-def test_what_it_costs() -> None:
     rule, switch = exchanging_rule(), spmd.Topology("a100:8")
     none, all_ = (exchange_seconds(rule, a, MESH, switch) for a in ((X, (), ()), (X, (), X)))
     link = switch.chip.ici.bandwidth

@@ -53,7 +53,7 @@ def lowered(limit: int | None = None, topology: str = "", **options: Any) -> spm
 def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> None:
     plain = lowered(topology=topology, recompute=False).predicted_memory.peak
     least, kept = [], []
-    for share in (0.8, 0.5, 0.05):
+    for share in (0.8, 0.7, 0.5, 0.05):
         limit = int(share * plain)
         try:
             found = lowered(limit, topology)
@@ -64,7 +64,7 @@ def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> N
             assert found.predicted_memory.peak <= limit
             assert not least, "a lower limit was kept to than one that was not"
             kept.append(found.predicted_memory.peak)
-    assert len(kept) > 1
+    assert len(kept) > 2
     assert least
     assert min(kept) < 0.6 * plain
 

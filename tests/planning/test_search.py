@@ -36,6 +36,10 @@ def refuse() -> Made:
     raise PlanError("no plan keeps to 5 B")
 
 
+def never() -> Made:
+    raise AssertionError("it is made, and can win nothing")
+
+
 @pytest.mark.parametrize(
     ("candidate", "is_taken", "said"),
     [
@@ -45,6 +49,7 @@ def refuse() -> Made:
         (Candidate("a", lambda: Made(8.0, 6)), False, "it does not fit in memory"),
         (Candidate("a", None), False, "it does not fit in memory"),
         (Candidate("a", refuse), False, "no plan keeps to 5 B"),
+        (Candidate("a", never, price=2.0, hope=1.0), False, "would have to win 2e+03 ms"),
     ],
 )
 def test_candidates_win_their_price_and_fit(
@@ -56,15 +61,6 @@ def test_candidates_win_their_price_and_fit(
     assert (search.best is made) == is_taken and (search.best is plain) != is_taken
     (weighed,) = search.weighed
     assert said in weighed.text and bool(weighed.refusal) != is_taken
-
-
-def test_what_can_win_nothing_is_not_made() -> None:
-    def never() -> Made:
-        raise AssertionError("it is made")
-
-    search = Search(5, [Made(10.0, 5)])
-    assert search.weigh(Candidate("a", never, price=2.0, hope=1.0)) is None
-    assert "would have to win 2e+03 ms" in search.weighed[0].text
 
 
 def test_the_first_candidate_may_be_refused() -> None:

@@ -22,9 +22,6 @@ def test_what_fits_what_is_tight_and_what_does_not_fit() -> None:
     sizes = (room, room + 1, topology.hbm_bytes, topology.hbm_bytes + 1)
     found = [room_for(size, topology) for size in sizes]
     assert found == ["fits", "tight", "tight", "does not fit"]
-
-
-def test_the_summary_says_so() -> None:
     mesh, gib = spmd.Mesh(None, (8,), ("data",)), 1 << 30
     options = spmd.Options(topology=spmd.Topology("v5e:2x4"))
     for size, said in ((1, "fits"), (6, "tight"), (9, "does not fit")):

@@ -66,8 +66,7 @@ def test_of_what_depends_on_a_scalar_argument_the_scalar_is_carried() -> None:
 
 
 @pytest.mark.usefixtures("devices8")
-def test_values_are_the_same() -> None:
-    mesh = spmd.make_mesh(data=4, model=2)
+def test_values_are_the_same(mesh: spmd.Mesh) -> None:
     marked = spmd.mark_sharding(X, mesh, ("data", "model"))
     step = spmd.jit(masked_scan, mesh=mesh, options=spmd.Options(check=True))
     np.testing.assert_allclose(step(marked), masked_scan(X), rtol=1e-6)

@@ -12,29 +12,26 @@ A100 = Topology("a100:8")
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "after", "sent"),
+    ("kind", "count", "before", "after", "sent"),
     [
-        ("slice", 4096, 1024, 0),
-        ("all_gather", 1024, 4096, 3072),
-        ("reduce_scatter", 4096, 1024, 3072),
-        ("all_reduce", 4096, 4096, 6144),
-        ("all_to_all", 4096, 4096, 3072),
-        ("collective_permute", 4096, 4096, 4096),
+        ("slice", 4, 4096, 1024, 0),
+        ("all_gather", 4, 1024, 4096, 3072),
+        ("reduce_scatter", 4, 4096, 1024, 3072),
+        ("all_reduce", 4, 4096, 4096, 6144),
+        ("all_to_all", 4, 4096, 4096, 3072),
+        ("collective_permute", 4, 4096, 4096, 4096),
+        ("all_reduce", 3, 4, 4, 6),
+        ("all_reduce", 8, 4, 4, 7),  # rounded up
     ],
 )
-def test_bytes_sent_by_four_devices(kind: str, before: int, after: int, sent: int):
-    assert wire_bytes(kind, 4, before, after) == sent
+def test_bytes_sent_by_each(kind: str, count: int, before: int, after: int, sent: int):
+    assert wire_bytes(kind, count, before, after) == sent
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_of_one_sends_nothing(kind: str):
     assert wire_bytes(kind, 1, 4096, 4096) == 0
     assert collective_seconds(kind, (), 4096, 4096, MESH, A100) == 0.0
-
-
-def test_bytes_that_do_not_divide_are_rounded_up():
-    assert wire_bytes("all_reduce", 3, 4, 4) == 6
-    assert wire_bytes("all_reduce", 8, 4, 4) == 7
 
 
 def test_an_unknown_kind_is_refused():
@@ -48,9 +45,6 @@ def test_latency_counts_messages_that_follow_one_another():
     assert latency_steps("all_gather", [2, 3]) == 4
     assert latency_steps("all_reduce", [2, 2]) == 5
     assert latency_steps("all_to_all", [2, 2]) == latency_steps("collective_permute", [5]) == 2
-
-
-def test_an_all_reduce_costs_a_scatter_and_a_gather_less_one_start():
     link = A100.link(MESH, 0)
     parts = collective_seconds("reduce_scatter", (0, 1), 4096, 1024, MESH, A100)
     parts += collective_seconds("all_gather", (0, 1), 1024, 4096, MESH, A100)
@@ -58,13 +52,10 @@ def test_an_all_reduce_costs_a_scatter_and_a_gather_less_one_start():
     assert whole == pytest.approx(parts - link.latency)
 
 
-def test_large_collectives_run_at_the_bandwidth_of_the_link():
+def test_large_collectives_run_at_the_bandwidth_of_the_slowest_link():
     size = 2**34
     seconds = collective_seconds("all_to_all", (0, 1), size, size, MESH, A100)
     assert seconds == pytest.approx(size * 3 / 4 / 300e9, rel=1e-3)
-
-
-def test_the_slowest_link_sets_the_pace():
     mesh = Mesh(None, (4, 2), ("data", "model"), (2, 1))
     topology = Topology("v5e:2x2")
     size = 2**30

@@ -185,7 +185,14 @@ def test_twelve_atoms_ask_no_more_than_two():
 # Questions: what does not matter is not in them.
 
 
-def test_equal_questions_whatever_axes_and_dims_are_called():
+def test_neither_what_stays_nor_names_are_part_of_the_question():
+    mesh = mesh_of(2, 2, 2)
+    src, dst = Sharding(((0, 1), ()), (2,), "add"), Sharding(((0,), (1,)), (2,), "add")
+    question, names = next(questions(src, dst, (8, 8), (), mesh, A100))
+    assert [digit.sizes for digit in question.digits] == [(2,)]
+    assert (question.src, question.dst, question.partial) == (((), (0,)), ((0,), ()), ())
+    assert names.digits == ((1,),)
+    assert names.kept == ((0,), ())
     mesh, other = mesh_of(4, 2), mesh_of(2, 4)
     first, _ = next(
         questions(Sharding(((0, 1), (), ())), Sharding(((), (0, 1), ())), (8, 8, 1), (), mesh, A100)
@@ -194,16 +201,6 @@ def test_equal_questions_whatever_axes_and_dims_are_called():
         questions(Sharding(((), (1, 2))), Sharding(((1, 2), ())), (8, 8), (), other, A100)
     )
     assert first == second
-
-
-def test_what_stays_is_no_part_of_the_question():
-    mesh = mesh_of(2, 2, 2)
-    src, dst = Sharding(((0, 1), ()), (2,), "add"), Sharding(((0,), (1,)), (2,), "add")
-    question, names = next(questions(src, dst, (8, 8), (), mesh, A100))
-    assert [digit.sizes for digit in question.digits] == [(2,)]
-    assert (question.src, question.dst, question.partial) == (((), (0,)), ((0,), ()), ())
-    assert names.digits == ((1,),)
-    assert names.kept == ((0,), ())
 
 
 def test_atoms_that_play_the_same_part_are_one_digit():

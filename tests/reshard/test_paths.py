@@ -7,9 +7,9 @@ import pytest
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, is_legal, local_shape
+from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.topology import Topology
-from spmd.reshard.paths import permute_pairs, reshard
+from spmd.reshard.paths import reshard
 from spmd.reshard.search import cheapest
 from tests.mesh.shardings import parse_sharding
 from tests.reshard.oracle import Oracle
@@ -24,10 +24,6 @@ def forget() -> None:
     """Nothing is remembered of what was asked before."""
     reshard.cache_clear()
     cheapest.cache_clear()
-
-
-def held_bytes(sharding: Sharding, type_: TensorType, mesh: Mesh) -> int:
-    return TensorType(local_shape(type_.shape, sharding, mesh), type_.dtype).bytes
 
 
 def random_sharding(rng: random.Random, mesh: Mesh, rank: int, partial: float) -> Sharding:
@@ -87,11 +83,14 @@ def test_larger_meshes_are_delivered_within_memory(sizes: tuple[int, ...], chips
 
 
 @pytest.mark.parametrize("chips", ["v4:4x4x1", "a100:16"])
-@pytest.mark.parametrize("partial", [False, True])
-def test_the_directed_search_is_close_to_optimal(
-    chips: str, partial: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("partial", "most", "mean"), [(False, 1.25, 0.1), (True, 1.25, 0.1), (True, 1e-9, 1e-9)]
+)
+def test_the_directed_search_is_close_to_optimal_and_the_other_is_optimal(
+    chips: str, partial: bool, most: float, mean: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("spmd.reshard.search.EXACT_ATOMS", 0)
+    if most > 1:
+        monkeypatch.setattr("spmd.reshard.search.EXACT_ATOMS", 0)
     forget()
     type_, mesh = TensorType((2**12, 2**12), "f32"), mesh_of(4, 4)
     oracle = Oracle(type_, mesh, Topology(chips), partial)
@@ -103,20 +102,8 @@ def test_the_directed_search_is_close_to_optimal(
             path = planned(src, dst, type_, mesh, oracle.topology)
             excess.append(path.seconds / max(oracle.distance(src, dst)[0], 1e-12) - 1)
     forget()
-    assert max(excess) < 1.25
-    assert sum(max(x, 0) for x in excess) / len(excess) < 0.1
-
-
-@pytest.mark.parametrize("chips", ["v4:4x4x1", "a100:16"])
-def test_pairs_on_sixteen_devices_are_optimal(chips: str):
-    mesh = mesh_of(4, 4)
-    oracle = Oracle(TensorType((2**12, 2**13), "bf16"), mesh, Topology(chips))
-    rng = random.Random(5)
-    for _ in range(60):
-        src, dst = random_sharding(rng, mesh, 2, 0.2), random_sharding(rng, mesh, 2, 0.0)
-        path = planned(src, dst, oracle.type, mesh, oracle.topology)
-        seconds, _ = oracle.distance(src, dst)
-        assert path.seconds == pytest.approx(seconds, rel=1e-9, abs=1e-13), (src, dst, path)
+    assert max(excess) < most
+    assert sum(max(x, 0) for x in excess) / len(excess) < mean
 
 
 def test_paths_do_not_depend_on_what_was_asked_before():
@@ -130,50 +117,7 @@ def test_paths_do_not_depend_on_what_was_asked_before():
     assert list(map(repr, forward)) == list(map(repr, backward[::-1]))
 
 
-# What users would look for in a report.
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "steps"),
-    [
-        ("[{data}, {}]", "[{data}, {}]", []),
-        ("[{}, {}]", "[{data}, {model}]", ["slice", "slice"]),
-        ("[{data, model}, {}]", "[{data}, {}]", ["all_gather"]),
-        ("[{data, model}, {}]", "[{}, {}]", ["all_gather"]),
-        ("[{data}, {model}]", "[{}, {}]", ["all_gather", "all_gather"]),
-        ("[{data}, {}]", "[{}, {data}]", ["all_to_all"]),
-        ("[{data, model}, {}]", "[{data}, {model}]", ["all_to_all"]),
-        ("[{data}, {}]", "[{}, {model}]", ["slice", "all_gather"]),
-        ("[{data, model}, {}]", "[{model, data}, {}]", ["collective_permute"]),
-        ("[{data}, {}] partial add {model}", "[{data}, {model}]", ["reduce_scatter"]),
-        ("[{data}, {}] partial add {model}", "[{data}, {}]", ["all_reduce"]),
-        ("[{data}, {}] partial max {model}", "[{}, {data}] partial max {model}", ["all_to_all"]),
-    ],
-)
-def test_common_reshards(src: str, dst: str, steps: list[str]):
-    first, last = parse_sharding(src, MESH), parse_sharding(dst, MESH)
-    path = reshard(first, last, TensorType((4096, 4096), "f32"), MESH, A100)
-    assert [step.kind for step in path.steps] == steps
-
-
-def test_the_reshard_that_xla_replicates_for_stays_small():
-    """[{data}, {}, {}] -> [{}, {}, {data, model}]: XLA replicates, then slices."""
-    src, dst = (
-        parse_sharding("[{data}, {}, {}]", MESH),
-        parse_sharding("[{}, {}, {data, model}]", MESH),
-    )
-    type_ = TensorType((64, 64, 4096), "bf16")
-    path = reshard(src, dst, type_, MESH, A100)
-    assert path.bytes < held_bytes(src, type_, MESH)
-    assert all(step.kind in ("slice", "all_to_all") for step in path.steps)
-
-
-def test_an_unused_atom_of_the_same_size_takes_one_permute():
-    mesh = mesh_of(2, 2)
-    src, dst = parse_sharding("[{x}, {}]", mesh), parse_sharding("[{y}, {}]", mesh)
-    (step,) = reshard(src, dst, TensorType((1024, 1024), "f32"), mesh, A100).steps
-    assert (step.kind, step.axes, step.dims) == ("collective_permute", (0, 1), ())
-    assert permute_pairs(src, dst, mesh) == ((0, 0), (2, 1), (1, 2), (3, 3))
+# Corners, and what is refused.
 
 
 @pytest.mark.parametrize(

@@ -265,13 +265,12 @@ def test_slices():
 # Handing over, and bad flags.
 
 
-def test_hands_the_file_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hands_the_file_over_where_the_engine_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.setenv("PATH", fake(tmp_path, "sbatch", 7)["PATH"])
     assert launch_job.main(["slurm", "--", "true"]) == 7
     assert called(tmp_path, "sbatch")[0] == []
-
-
-def test_an_engine_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch_job.main(["slurm", "--", "true"]) == 2
     assert "error: sbatch is not on this machine\n  fix: run this where" in capsys.readouterr().err

@@ -44,15 +44,12 @@ def test_each_process_knows_its_place(capfd: pytest.CaptureFixture[str]):
     assert address.startswith("localhost:")
 
 
-def test_a_failure_stops_all_and_its_lines_come_last(capfd: pytest.CaptureFixture[str]):
+def test_a_failure_stops_all_and_its_cause_counts(capfd: pytest.CaptureFixture[str]):
     script = f"if [ $JAX_PROCESS_ID = 1 ]; then echo why; exit 3; fi; {OUTLIVE}"
     assert run(script) == 3
     out, said = capfd.readouterr()
     assert "outlived" not in out
     assert "launch: process 1 failed: exit code 3; its last lines:\nlaunch:   why\n" in said
-
-
-def test_the_cause_counts_not_those_that_lost_it(capfd: pytest.CaptureFixture[str]):
     script = f"if [ $JAX_PROCESS_ID = 0 ]; then exit {EXIT_PEER_LOST}; fi; sleep 0.5; exit 4"
     assert run(script) == 4
     assert "process 1 failed: exit code 4" in capfd.readouterr().err
@@ -65,15 +62,12 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, capfd: pytest.Captur
     assert "outlived" not in capfd.readouterr().out
 
 
-def test_restarts_until_it_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_restarts_until_it_works_or_so_often(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = "echo attempt $SPMD_RESTART; exit $((6 - 3 * SPMD_RESTART))"
     assert run(script, 1, max_restarts=3) == 0
     captured = capfd.readouterr()
     assert captured.out.splitlines() == [f"[0] attempt {n}" for n in range(3)]
     assert "restart 2 of 3" in captured.err
-
-
-def test_restarts_end():
     assert run("exit 9", 1, max_restarts=1) == 9
 
 
@@ -174,7 +168,7 @@ def devices(job: LocalJob, env: dict[str, str], gpus: int) -> list[dict[str, str
 JOB = ("true",)
 
 
-def test_virtual_devices():
+def test_devices_are_divided():
     env = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8"}
     wanted = {
         "JAX_PLATFORMS": "cpu",
@@ -183,16 +177,10 @@ def test_virtual_devices():
     assert devices(LocalJob(JOB, 2, 4), env, 0) == [wanted, wanted]
     assert devices(LocalJob(JOB, 2, 4, "cpu"), env, 8) == [wanted, wanted]
     assert with_device_count("", 2) == "--xla_force_host_platform_device_count=2"
-
-
-def test_gpus_are_divided():
     got = devices(LocalJob(JOB, 2), {}, 8)
     assert [d["CUDA_VISIBLE_DEVICES"] for d in got] == ["0,1,2,3", "4,5,6,7"]
     got = devices(LocalJob(JOB, 2, 1), {}, 8)
     assert [d["CUDA_VISIBLE_DEVICES"] for d in got] == ["0", "1"]
-
-
-def test_gpus_are_left_alone_where_cpus_are_asked_for():
     assert devices(LocalJob(JOB, 1), {"JAX_PLATFORMS": "cpu"}, 8) == [{"JAX_PLATFORMS": "cpu"}]
 
 

@@ -176,15 +176,12 @@ def test_two_at_once_install_once(project: Path):
     assert len(installs(project)) == 1
 
 
-def test_a_failing_pip_is_shown_and_tried_again(project: Path):
+def test_a_failing_pip_is_shown_and_tried_again_and_a_broken_environment_is_named(project: Path):
     result = set_up(project, PIP_FAILS="yes")
     assert result.returncode == 1
     assert "no such version" in result.stderr
     assert "error: pip could not install spmd[train]" in result.stderr
     assert set_up(project).returncode == 0
-
-
-def test_a_broken_environment_is_named(project: Path):
     write_program(project / ".venv/bin/python", "#!/bin/sh\nexit 127\n")
     result = set_up(project)
     assert result.returncode == 1

@@ -52,21 +52,15 @@ def test_verdict(base: Measured, new: Measured, expected: Verdict) -> None:
     assert verdict(Pair("p", base, new)) == expected
 
 
-def test_the_fastest_run_of_each_stage_counts() -> None:
+def test_the_fastest_runs_count_and_what_differs_is_shown() -> None:
     other = OLD._replace(stages={"plan": 2.0, "emit": 4.0})
     assert fastest([OLD, other]) == OLD._replace(stages={"plan": 2.0, "emit": 1.0})
     assert fastest([OLD, TEXT]).error == "lowered twice, it has two results"
-
-
-def test_only_what_differs_is_shown() -> None:
     pairs = [Pair("same", OLD, OLD), Pair("other", OLD, TEXT._replace(bytes=6))]
     assert list(plan_lines(pairs))[2:] == ["| other | emitted | 1 | 2 | 8 -> 6 | cheaper |"]
     assert list(plan_lines(pairs[:1])) == []
     assert last_line(pairs) == "2 programs, 1 equal, 1 cheaper, 0 dearer"
     assert last_line([Pair("p", OLD, TEXT)]).endswith("0 cheaper, 0 dearer, 1 others as dear")
-
-
-def test_seconds_of_all_programs_together() -> None:
     new = OLD._replace(stages={"plan": 1.0, "check": 1.0})
     assert list(stage_lines([Pair("p", OLD, new), Pair("q", OLD, new)]))[2:] == [
         "| plan | 6.000 | 2.000 | 0.33 |",
@@ -131,10 +125,18 @@ SOURCES = {
 }
 
 
-def test_lines_files_and_folders() -> None:
+def test_sizes_lengths_and_comments() -> None:
     assert size(SOURCES, ("spmd",)) == "10, 5, 3"
     assert size(SOURCES, ("spmd", "tests")) == "12, 6, 4"
     assert size(SOURCES, ("models",)) == "0, 0, 0"
+    text = (
+        "@cache\ndef f():\n    def g():\n        return 1\n\n    return g\n\nasync def h(): ...\n"
+    )
+    assert sorted(function_lines([text])) == [1, 2, 5]
+    assert spread([3, 1, 2]) == "2, 3"
+    assert spread(range(1, 101)) == "50.5, 90"
+    assert spread([]) == "none"
+    assert comment_lines("# one\nx = 1  # none\n    # two\ny = '''\n# none\n'''\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -153,20 +155,6 @@ def test_names_of_ops(text: str, count: int) -> None:
     assert op_names(text) == count
 
 
-def test_lengths() -> None:
-    text = (
-        "@cache\ndef f():\n    def g():\n        return 1\n\n    return g\n\nasync def h(): ...\n"
-    )
-    assert sorted(function_lines([text])) == [1, 2, 5]
-    assert spread([3, 1, 2]) == "2, 3"
-    assert spread(range(1, 101)) == "50.5, 90"
-    assert spread([]) == "none"
-
-
-def test_comments_are_lines_of_their_own() -> None:
-    assert comment_lines("# one\nx = 1  # none\n    # two\ny = '''\n# none\n'''\n") == 2
-
-
 def test_all_of_one_checkout(tmp_path: Path) -> None:
     for name, text in {**SOURCES, ".venv/lib/other.py": "x = 1\n"}.items():
         path = tmp_path / name
@@ -179,10 +167,7 @@ def test_all_of_one_checkout(tmp_path: Path) -> None:
     assert found["spmd: lines that are comments"] == "20.0%"
 
 
-def test_this_repository_has_all_groups() -> None:
+def test_this_repository_has_all_groups_and_others_are_refused() -> None:
     assert {path.split("/")[0] for path in read(str(HERE))} >= {"spmd", "models", "tests", "tools"}
-
-
-def test_neither_a_folder_nor_a_revision() -> None:
     with pytest.raises(ValueError, match="'no-such-thing' is no folder and no revision"):
         read("no-such-thing")

@@ -45,13 +45,10 @@ def test_few_marks_are_all_tried() -> None:
     assert len(list(marks_of(PROGRAM, 9, random.Random(0)))) == 9
 
 
-def test_a_beaten_plan_is_told_with_its_marks() -> None:
+def test_a_beaten_plan_is_told_with_its_marks_and_counted() -> None:
     text = report(Done(7, BEATEN))
     assert "seed 7: 1.100 (22.0 us, 20.0 us with these marks)" in text
     assert "%1 = tanh %0: 1024x2048 ('data', None)" in text
-
-
-def test_the_summary_counts() -> None:
     even = BEATEN._replace(fastest=BEATEN.free)
     every = [Done(0, BEATEN, 1.0), Done(1, even, 1.0), Done(2, error="PlanError: no")]
     assert summary(every) == (

@@ -37,12 +37,9 @@ def test_memory_is_not_shared():
     assert float(array.sum()) == 0
 
 
-def test_integers_of_64_bits_have_to_fit_into_32():
+def test_of_64_bits_integers_have_to_fit_into_32_and_floats_are_refused():
     assert array_of(torch.tensor([2**31 - 1]), "it").dtype == "int32"
     with pytest.raises(spmd.ArgumentError, match="do not fit into 32 bits"):
         array_of(torch.tensor([2**31]), "it")
-
-
-def test_floats_of_64_bits_are_refused():
     with pytest.raises(spmd.ArgumentError, match="computes in 32 bits"):
         array_of(torch.ones(2, dtype=torch.float64), "it")

@@ -26,11 +26,13 @@ def wanted():
         return seeded(cnn).eval()(images()[0]).numpy()
 
 
-def test_arguments_have_torchs_names(exported):
+def test_arguments_have_torchs_names_and_are_given_by_them(exported):
     names = {*seeded(cnn).state_dict(), "input"}
     assert set(exported.arg_names) == names
     assert set(exported.weights) == names - {"input"}
     assert exported.weights["1.num_batches_tracked"].dtype == np.int32
+    with pytest.raises(spmd.ArgumentError, match="other names"):
+        exported.arguments(pixels=images()[0].numpy())
 
 
 def test_patterns_of_names_split_it(mesh, exported, wanted):
@@ -108,11 +110,6 @@ def test_what_has_no_export(module, message):
         spmd.torch.export(
             module.train(), (x() if not isinstance(module, nn.Sequential) else images()[0],)
         )
-
-
-def test_inputs_are_given_by_name(exported):
-    with pytest.raises(spmd.ArgumentError, match="other names"):
-        exported.arguments(pixels=images()[0].numpy())
 
 
 class Sum(nn.Module):

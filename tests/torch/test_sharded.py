@@ -28,18 +28,12 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_parameters_lie_as_the_rules_say(sharded):
+def test_parameters_lie_as_the_rules_say_and_the_program_knows_torchs_names(sharded):
     specs = {name: tuple(p.sharding.spec) for name, p in sharded.parameters.items()}
     assert specs["0.weight"][0] == "model" and specs["5.weight"][1] == "model"
     assert set(sharded.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-
-
-def test_the_program_knows_torch_names(sharded):
     text = sharded.compiled.explain(prices=False)
     assert "state/5.weight" in text and "inputs/input" in text
-
-
-def test_ops_are_in_the_parts_of_the_module(sharded):
     layers = {layer_of(op.loc) for op in sharded.compiled.stages.program.body.ops}
     assert any(layer.startswith("*/") for layer in layers)  # 0/conv2d, 5/linear
     parts = [*sharded.module.modules()]
@@ -124,7 +118,7 @@ def test_buffers_that_change_are_kept(mesh):
     assert "hidden" not in sharded.state_dict()  # it is not persistent
 
 
-def test_modes_are_honoured(mesh):
+def test_modes_are_honoured_and_dropout_keeps_its_share(mesh):
     module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
     sharded = spmd.torch.shard(module, mesh, {"0.weight": ("model",), "input": ("data",)})
     first, second = sharded(x()), sharded(x())
@@ -133,9 +127,6 @@ def test_modes_are_honoured(mesh):
     assert torch.equal(first, again(x())) and torch.equal(second, again(x()))
     module.eval()
     close(sharded(x()), module(x()))
-
-
-def test_dropout_keeps_its_share(mesh):
     sharded = spmd.torch.shard(nn.Dropout(0.25).train(), mesh, {"input": ("data",)})
     kept = sharded(torch.ones(64, 512))
     assert 0.72 < (kept > 0).float().mean() < 0.78
@@ -168,7 +159,7 @@ def test_a_module_without_values_gets_them_from_a_state_dict(mesh):
     close(sharded(images()[0]), full(images()[0]))
 
 
-def test_tied_tensors_are_one(mesh):
+def test_tied_tensors_are_one_and_have_one_spec(mesh):
     module = Tied()
     sharded = spmd.torch.shard(module, mesh, {"head.weight": ("model", None)})
     close(sharded(tokens()), module(tokens()))
@@ -176,6 +167,9 @@ def test_tied_tensors_are_one(mesh):
     found = sharded.state_dict()
     assert list(found) == ["embed.weight", "head.weight"]
     assert found["embed.weight"] is found["head.weight"]
+    rules = {"embed.weight": ("model", None), "head.weight": (None, "model")}
+    with pytest.raises(spmd.SpecError, match="one tensor"):
+        spmd.torch.shard(Tied(), mesh, rules, (tokens(),))
 
 
 def value_dependent(self, x):
@@ -240,12 +234,6 @@ def test_rules_that_do_not_fit(mesh, rules, message):
         spmd.torch.shard(Fn(), mesh, rules, (x(),))
 
 
-def test_tied_tensors_have_one_spec(mesh):
-    rules = {"embed.weight": ("model", None), "head.weight": (None, "model")}
-    with pytest.raises(spmd.SpecError, match="one tensor"):
-        spmd.torch.shard(Tied(), mesh, rules, (tokens(),))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -259,7 +247,7 @@ def test_modules_that_do_not_fit(mesh, make, message):
         spmd.torch.shard(make(), mesh, FN_RULES, (x(),))
 
 
-def test_a_state_dict_that_does_not_fit(mesh):
+def test_a_state_dict_fits_and_is_loaded_as_a_whole_or_not_at_all(mesh):
     sharded = spmd.torch.shard(Fn(), mesh, FN_RULES)
     given = sharded.state_dict()
     with pytest.raises(spmd.ArgumentError, match="unknown more; missing count"):
@@ -268,6 +256,11 @@ def test_a_state_dict_that_does_not_fit(mesh):
         sharded.load_state_dict({**given, "count": torch.ones(5)})
     with pytest.raises(spmd.ArgumentError, match="nothing is compiled yet"):
         sharded.compiled.summary()
+    both = spmd.torch.shard(nn.Linear(16, 8), mesh, {}, (x(),))
+    before = both.state_dict()
+    with pytest.raises(spmd.ArgumentError, match="cannot be loaded"):
+        both.load_state_dict({"weight": torch.zeros(8, 16), "bias": torch.zeros(3)})
+    torch.testing.assert_close(both.state_dict(), before)
 
 
 class Times(nn.Module):
@@ -312,11 +305,3 @@ def test_constants_of_other_types_are_others(mesh):
     first = sharded.compiled
     sharded(x(), float("nan"))
     assert sharded.compiled is first
-
-
-def test_a_state_dict_is_loaded_as_a_whole_or_not_at_all(mesh):
-    both = spmd.torch.shard(nn.Linear(16, 8), mesh, {}, (x(),))
-    before = both.state_dict()
-    with pytest.raises(spmd.ArgumentError, match="cannot be loaded"):
-        both.load_state_dict({"weight": torch.zeros(8, 16), "bias": torch.zeros(3)})
-    torch.testing.assert_close(both.state_dict(), before)

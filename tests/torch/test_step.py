@@ -297,20 +297,15 @@ def test_what_cannot_be_trained_is_one_error(mesh, name):
         spmd.torch.train_step(module, given.get("loss", square), optimizer, mesh, FN_RULES)(x())
 
 
-def test_an_optimizer_state_that_does_not_fit(mesh):
-    module = Fn()
-    step = spmd.torch.train_step(module, square, sgd(module.parameters()), mesh, FN_RULES)
-    other = two_layers()
-    with pytest.raises(spmd.ArgumentError, match="does not fit"):
-        step.load_optimizer_state_dict(torch.optim.Adam([*other.parameters()][:2]).state_dict())
-
-
-def test_planning_needs_no_step(mesh):
+def test_planning_needs_no_step_and_an_optimizer_state_has_to_fit(mesh):
     module = Fn()
     step = spmd.torch.train_step(module, square, sgd(module.parameters()), mesh, FN_RULES)
     text = step.compile(x()).explain(prices=False)
     assert "params/lin.weight" in text and "batch/x" in text
     assert step.steps == 0 and np.allclose(step.parameters["lin.bias"], module.lin.bias.detach())
+    other = two_layers()
+    with pytest.raises(spmd.ArgumentError, match="does not fit"):
+        step.load_optimizer_state_dict(torch.optim.Adam([*other.parameters()][:2]).state_dict())
 
 
 class Late(nn.Module):

@@ -100,14 +100,12 @@ def test_names_the_op_that_is_wrong(
         assert HERE in place
 
 
-def test_donated_and_marked_arguments_survive() -> None:
+def test_donated_and_marked_arguments_survive_keys_and_keywords_too() -> None:
     x = spmd.mark_sharding(jnp.asarray(X), MESH, ("data", None))
     step = spmd.jit(lambda x: x * 2 + 1, mesh=MESH, donate_argnums=(0,))
     assert step.compile(x).verify(x)
     np.testing.assert_array_equal(np.asarray(x), X)
 
-
-def test_keys_and_keywords() -> None:
     def fn(key: Any, *, x: Any) -> Any:
         return jax.random.normal(key, x.shape) + x, jax.random.split(key)[0]
 
@@ -116,17 +114,13 @@ def test_keys_and_keywords() -> None:
     assert compiled.verify(key, x=X)
 
 
-def test_wrong_structure_is_an_error() -> None:
-    compiled = spmd.jit(lambda x: x * 2, mesh=MESH).compile(X)
-    with pytest.raises(spmd.ArgumentError, match="another structure"):
-        compiled.verify(X, X)
-
-
-def test_tolerances_are_the_users() -> None:
+def test_tolerances_are_the_users_and_wrong_structure_is_an_error() -> None:
     compiled = spmd.jit(lambda x: (x @ x.T).sum(), mesh=MESH, in_specs=(("data", "model"),))
     assert compiled.compile(X).verify(X)
     exact = compiled.compile(X).verify(X, rtol=0.0, atol=0.0)
     assert exact.ok == (exact.comparisons[0].max_abs == 0)
+    with pytest.raises(spmd.ArgumentError, match="another structure"):
+        compiled.compile(X).verify(X, X)
 
 
 def test_of_a_module() -> None:
@@ -175,14 +169,11 @@ def test_compare(type_: TensorType, got: Any, wanted: Any, ok: bool) -> None:
     assert ("DIFFERS" in str(found)) != ok
 
 
-def test_large_integers_are_compared_exactly() -> None:
-    wide = TensorType((1,), "i64")
-    found = compare("x", wide, np.asarray([2**62]), np.asarray([2**62 + 1]), Tolerance(1e-4))
-    assert not found.ok
-
-
-def test_tolerance_by_the_narrowest_type() -> None:
+def test_tolerance_by_the_narrowest_type_and_none_for_integers() -> None:
     assert default_rtol([F32, I32]) < default_rtol([F32, BF16])
     assert default_rtol([I32]) == default_rtol([F32])
     assert default_rtol([F32, TensorType((), "f8E4M3FN")]) > default_rtol([BF16])
     assert default_rtol([TensorType((), "complex<f64>")]) < default_rtol([F32])
+    wide = TensorType((1,), "i64")
+    found = compare("x", wide, np.asarray([2**62]), np.asarray([2**62 + 1]), Tolerance(1e-4))
+    assert not found.ok

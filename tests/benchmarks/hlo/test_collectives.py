@@ -199,12 +199,14 @@ def test_collectives_inside_fusions_count_with_the_loops_around() -> None:
     assert [(c.bytes, c.count) for c in hlo_collectives(text, guess_trips=False)] == [(32, 6)]
 
 
-def test_an_unknown_trip_count_is_an_error_where_it_matters() -> None:
+def test_unknown_trip_counts_that_matter_and_text_that_is_no_module_are_errors() -> None:
     text = module(WHILE, before=LOOP.replace("END", ""))
     with pytest.raises(ArgumentError, match="loop w communicates"):
         hlo_collectives(text, guess_trips=False)
     silent = text.replace("all-reduce(", "negate(")
     assert hlo_collectives(silent, guess_trips=False) == ()
+    with pytest.raises(ArgumentError, match="no ENTRY"):
+        hlo_collectives("module @main {}")
 
 
 FUSED_SLICE = """%fused (y: f32[8,4], i: s32[]) -> f32[2,4] {
@@ -306,7 +308,7 @@ def test_largest_values_are_those_outside_fusions() -> None:
     )
 
 
-def test_arithmetic_of_dots_and_convolutions_in_loops_and_fusions() -> None:
+def test_arithmetic_of_dots_and_convolutions_in_loops_and_fusions_also_compiled() -> None:
     fused = computation(
         "run",
         "%y = f32[8,4]{1,0} parameter(1)",
@@ -323,18 +325,11 @@ def test_arithmetic_of_dots_and_convolutions_in_loops_and_fusions() -> None:
     )
     assert matmul_flops(text) == 5 * 2 * 8 * 4 + 2 * (2 * 14 * 12 * 7) * (3 * 5 * 6)
 
-
-def test_arithmetic_of_a_compiled_program() -> None:
     def layers(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0]
 
     compiled = jax.jit(layers).lower(jnp.ones((8, 16)), jnp.ones((3, 16, 16))).compile()
     assert matmul_flops(str(compiled.as_text())) == 3 * 2 * 8 * 16 * 16
-
-
-def test_text_that_is_no_module_is_an_error() -> None:
-    with pytest.raises(ArgumentError, match="no ENTRY"):
-        hlo_collectives("module @main {}")
 
 
 def test_a_compiled_program(devices8: Any) -> None:

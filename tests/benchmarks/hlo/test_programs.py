@@ -9,26 +9,21 @@ import spmd
 from benchmarks.hlo.collectives import hlo_collectives
 from benchmarks.hlo.sizes import largest_values
 from spmd.mesh.sharding import local_shape
-from tests.programs import Training, llama, mlp
+from tests.programs import llama, mlp
 
 PROGRAMS = ["mlp", "llama_scan", pytest.param("llama_unrolled", marks=pytest.mark.heavy)]
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)
-def compiled(request: Any) -> tuple[Training, spmd.Compiled]:
+def program(request: Any) -> spmd.Compiled:
     mesh = spmd.make_mesh(data=4, model=2)
     if request.param == "mlp":
-        training = mlp(mesh)
-    else:
-        training = llama(mesh, "adamw", scan=request.param == "llama_scan")
-    return training, training.compile()
+        return mlp(mesh).compile()
+    return llama(mesh, "adamw", scan=request.param == "llama_scan").compile()
 
 
 @pytest.mark.thorough
-def test_bytes_of_every_kind_agree_with_the_optimized_hlo(
-    compiled: tuple[Training, spmd.Compiled],
-) -> None:
-    _, program = compiled
+def test_bytes_of_every_kind_agree_with_the_optimized_hlo(program: spmd.Compiled) -> None:
     ours: Counter[str] = Counter()
     theirs: Counter[str] = Counter()
     for c in program.collectives:
@@ -38,15 +33,13 @@ def test_bytes_of_every_kind_agree_with_the_optimized_hlo(
     assert ours == theirs
 
 
-def test_xla_adds_no_collective(compiled: tuple[Training, spmd.Compiled]) -> None:
-    _, program = compiled
+def test_xla_adds_no_collective(program: spmd.Compiled) -> None:
     emitted = sum(c.count for c in program.collectives)
     found = sum(h.count for h in hlo_collectives(program.as_text("hlo")))
     assert 0 < found <= emitted  # XLA may combine ours
 
 
-def test_every_collective_says_where_and_why(compiled: tuple[Training, spmd.Compiled]) -> None:
-    _, program = compiled
+def test_every_collective_says_where_and_why(program: spmd.Compiled) -> None:
     for collective in program.collectives:
         assert "needs " in collective.reason, collective
         assert ".py:" in collective.source, collective
@@ -54,23 +47,18 @@ def test_every_collective_says_where_and_why(compiled: tuple[Training, spmd.Comp
         assert collective.seconds > 0
 
 
-def test_no_value_is_larger_than_planned(compiled: tuple[Training, spmd.Compiled]) -> None:
-    _, program = compiled
+def test_no_value_is_larger_than_planned(program: spmd.Compiled) -> None:
     planned = max(t.bytes for t in program.stages.optimized.program.types)
     for value in largest_values(program.as_text("hlo"), 20):
         assert value.bytes <= planned, value
 
 
-def test_planned_values_are_pieces(compiled: tuple[Training, spmd.Compiled]) -> None:
+def test_planned_values_are_pieces(program: spmd.Compiled) -> None:
     """Nothing that the plan splits is ever whole in the local program's boundary."""
-    _, program = compiled
     stages = program.stages
     types = stages.program.types
-    for value, sharding, local in zip(
-        stages.program.body.args,
-        stages.optimized.arguments,
-        stages.optimized.program.body.args,
-        strict=True,
-    ):
+    here = stages.optimized
+    ends = zip(stages.program.body.args, here.arguments, here.program.body.args, strict=True)
+    for value, sharding, local in ends:
         want = local_shape(types[value].shape, sharding, program.mesh)
-        assert stages.optimized.program.types[local].shape == want
+        assert here.program.types[local].shape == want

@@ -24,7 +24,7 @@ def found(text: str) -> list[tuple[str, int, int, bool]]:
     ]
 
 
-def test_a_gather_carried_by_products_is_one() -> None:
+def test_gathers_carried_by_products_and_fused_all_reduces() -> None:
     # Eight iterations; each gathers two weights, sending 15 of 16 shares, and sums one gradient.
     # The second gather stands in four fusions: its start, two products, its end.
     assert found(OURS) == [
@@ -32,15 +32,9 @@ def test_a_gather_carried_by_products_is_one() -> None:
         ("all_gather", 15 * SHARE, 8, True),
         ("all_reduce", 2 * 15 * SHARE, 8, False),
     ]
-
-
-def test_an_all_reduce_with_a_slice_behind_it_runs_as_one() -> None:
     # Each chip uses a share of `all-reduce.5` only, but all of it is sent.
     kinds = [c.kind for c in hlo_collectives(OURS, scatter_slices=True)]
     assert kinds == ["all_gather", "all_gather", "all_reduce"]
-
-
-def test_a_fused_all_reduce_that_keeps_a_share_is_a_reduce_scatter() -> None:
     # 1040 rows of 4096 f32 stay here; those of the three other chips in the group are sent.
     assert found(SCATTER) == [("reduce_scatter", 3 * 1040 * 4096 * 4, 1, False)]
 

@@ -55,22 +55,16 @@ def test_no_algorithm_names_an_op():
     assert len(files) > 100
     found = [line for path in files for line in named_ops(path)]
     assert not found, "ask for a trait of `spmd.ir.description` instead:\n" + "\n".join(found)
-
-
-def test_names_are_found_where_they_are_at_home():
     assert len(named_ops(ROOT / "spmd/ir/dialect/window.py")) > 8
 
 
-def test_every_op_with_a_rule_says_what_becomes_of_it():
+def test_every_op_with_a_rule_says_what_becomes_of_it_and_others_are_unknown():
     for name, about in DESCRIPTIONS.items():
         assert about.rule or about.region or about.is_local, name
         assert not (about.is_same_locally and about.vanishes), name
         assert bool(about.selector) == (about.region == "branches"), name
         if about.linear:
             assert about.is_elementwise, name
-
-
-def test_what_nobody_described():
     call = OpKind("stablehlo.custom_call", (), (), {"call_target_name": "test.nobody_knows"})
     assert OpKind("stablehlo.nobody_knows", (), (), {}).about == UNKNOWN
     assert call.about == UNKNOWN_CALL

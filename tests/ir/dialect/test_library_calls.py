@@ -77,7 +77,7 @@ def test_a_cholesky_update_stays_whole() -> None:
 
 
 @pytest.mark.usefixtures("exact_plans")
-def test_threefry_kernels_are_elementwise() -> None:
+def test_threefry_kernels_are_elementwise(mesh: spmd.Mesh) -> None:
     text = """
     func.func @main(%k: tensor<8xui32>, %x: tensor<8xui32>) -> (tensor<8xui32>, tensor<8xui32>) {
       %r:2 = stablehlo.custom_call @cu_threefry2x32_ffi(%k, %k, %x, %x)
@@ -85,7 +85,6 @@ def test_threefry_kernels_are_elementwise() -> None:
         -> (tensor<8xui32>, tensor<8xui32>)
       return %r#0, %r#1 : tensor<8xui32>, tensor<8xui32>
     }"""
-    mesh = spmd.make_mesh(data=4, model=2)
     entries = ((("data",),), None)
     request = Request(parse_module(text), mesh, Topology("cpu:8"), arg_entries=entries)
     stages = compile_module(request, spmd.Options(check=True))

@@ -129,16 +129,13 @@ def rounds(window: Window, size: int, name: str = "8") -> Any:
     return exchange(reads_of(window, size, axes, mesh).need, size, axes, mesh)
 
 
-def test_rounds_carry_no_more_than_the_halo() -> None:
+def test_rounds_carry_no_more_than_the_halo_and_who_needs_everything_gathers() -> None:
     assert rounds(Window(64), 64).rounds == ()
     assert rounds(Window(64, low=1, span=3), 64).lengths == (1, 1)
     assert rounds(Window(64, low=9, span=10), 64).lengths == (1, 8)
     assert rounds(Window(64, low=-3), 64).lengths == (3,)
     assert rounds(Window(64, reverse=True), 64).lengths == (8,)
     assert rounds(Window(128, low=64), 64).lengths == (8, 8)
-
-
-def test_who_needs_everything_gathers() -> None:
     assert rounds(Window(64, low=63, span=64), 64).gather
     assert not rounds(Window(64, low=20, span=21), 64).gather
 

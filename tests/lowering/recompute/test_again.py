@@ -32,12 +32,14 @@ def cut_of(keep: dict[Value, float], again: dict[Value, float], needed: Iterable
     return cheapest_cut(CHAIN, needed, keep.__getitem__, redo, never_early)
 
 
-def test_what_is_cheap_to_make_is_made_again() -> None:
+def test_what_is_cheap_to_make_and_needed_is_made_again() -> None:
     keep, again = {0: 0.0, 1: 5.0, 2: 5.0, 3: 5.0}, {1: 9.0, 2: 1.0, 3: 1.0}
     found = cut_of(keep, again, (2, 3))
     assert found.kept == {2}
     assert [op.results[0] for op in found.again] == [3]
     assert cut_of(keep, again | {1: 3.0}, (2, 3)).kept == {0}
+    assert cut_of({}, {}, ()) == Cut(frozenset(), ())
+    assert not cut_of({0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}, {1: 1.0, 2: 1.0, 3: 1.0}, (1, 2, 3)).again
 
 
 def test_what_cannot_be_kept_is_made_again_and_what_cannot_be_made_is_kept() -> None:
@@ -45,14 +47,6 @@ def test_what_cannot_be_kept_is_made_again_and_what_cannot_be_made_is_kept() -> 
     found = cut_of(keep, again, (2,))
     assert found.kept == {1}
     assert [op.results[0] for op in found.again] == [2]
-
-
-def test_where_nothing_is_needed_nothing_is_kept() -> None:
-    assert cut_of({}, {}, ()) == Cut(frozenset(), ())
-
-
-def test_equal_prices_do_nothing_again() -> None:
-    assert not cut_of({0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}, {1: 1.0, 2: 1.0, 3: 1.0}, (1, 2, 3)).again
 
 
 def test_what_is_early_pays_once() -> None:

@@ -129,17 +129,14 @@ def test_loops_collect_their_inputs_alone(fn: Callable[..., Any]) -> None:
     assert after == 1
 
 
-def test_an_inner_loop_is_run_again() -> None:
+def test_what_a_loop_collects_and_an_inner_one_is_run_again(golden: Golden) -> None:
+    less = held_less(local(scanned), 1e-4, AMPLE)
+    golden("recompute_loop", in_order(format_program(less, mesh=MESH)))
     program = held_less(local(nested), 1e-4, AMPLE)
     loops = [op for op in program.walk() if op.is_loop]
     again = [op for op in loops if AGAIN in op.loc.note]
     assert len(loops) == 5
     assert len(again) == 1
-
-
-def test_what_a_loop_collects(golden: Golden) -> None:
-    less = held_less(local(scanned), 1e-4, AMPLE)
-    golden("recompute_loop", in_order(format_program(less, mesh=MESH)))
 
 
 BLOCK = """program @p(%0: tensor<64x16xf32> "w", %1: tensor<16x64xf32> "x") {

@@ -67,12 +67,9 @@ LAYERS = (
 )
 
 
-def test_a_gather_starts_as_late_as_it_is_hidden() -> None:
+def test_a_gather_starts_as_late_as_it_is_hidden_and_without_prefetch_where_it_was() -> None:
     """One product takes longer than the gather, so it starts in front of the last one before."""
     assert results(after(*LAYERS)) == [2, 3, 5, 6, 4, 7]
-
-
-def test_nothing_moves_without_prefetch() -> None:
     assert results(after(*LAYERS, prefetch=0)) == [2, 3, 4, 5, 6, 7]
 
 

@@ -49,21 +49,18 @@ def test_a_sum_crosses_hosts_scattered(mesh: Mesh, axes: str, body: str) -> None
     assert sent(program, mesh, CPU) == 3 * 8192 * 4 // 4  # a quarter, there and back
 
 
-def test_hosts_are_known_by_device_ids_too() -> None:
+def test_hosts_are_known_by_device_ids_too_and_sums_over_one_kind_of_link_stay() -> None:
     mesh = Mesh(None, (8,), ("data",))
     assert names(after(all_reduce("data", "8192"), mesh, CPU)) == ["all_reduce"]
     assert len(names(after(all_reduce("data", "8192"), mesh, HOSTS))) == 3
+    for axes in ("data", "host"):
+        assert names(after(all_reduce(axes, "8192"), APART)) == ["all_reduce"]
 
 
 def test_a_sum_whose_dims_do_not_divide_is_padded() -> None:
     program = after(all_reduce("data", "3x8191"))
     assert [n for n in names(program) if "_" in n] == ["reduce_scatter", "all_reduce", "all_gather"]
     assert sent(program, BOTH, CPU) == (3 * 8191 + 3) // 4 * 4
-
-
-def test_sums_over_one_kind_of_link_stay() -> None:
-    for axes in ("data", "host"):
-        assert names(after(all_reduce(axes, "8192"), APART)) == ["all_reduce"]
 
 
 def test_a_sum_stays_outside_of_a_branch_that_some_devices_take() -> None:
@@ -98,21 +95,6 @@ def gather(axes: str, rows: int, dim: int) -> str:
     }}"""
 
 
-each_way = pytest.mark.parametrize(
-    ("mesh", "axes", "dim"), [(BOTH, "data", 0), (APART, "host, data", 1), (APART, "data, host", 0)]
-)
-
-
-@each_way
-def test_a_gather_crosses_hosts_first(mesh: Mesh, axes: str, dim: int) -> None:
-    program = after(gather(axes, 1024, dim), mesh)
-    turned = [] if axes == "data, host" else ["reshape", "transpose", "reshape"]
-    assert names(program) == ["all_gather", "all_gather", *turned]
-    assert sent(program, mesh, CPU) == 1024 * 6 * 4
-    notes = [op.loc.note for op in program.walk() if op.label == "all_gather"]
-    assert notes == ["(between hosts, part 1 of 2)", "(within hosts, part 2 of 2)"]
-
-
 def scatter(axes: str, rows: int, dim: int) -> str:
     shape = [rows, 16]
     shape[dim] //= 8
@@ -123,8 +105,18 @@ def scatter(axes: str, rows: int, dim: int) -> str:
     }}"""
 
 
-@each_way
-def test_a_reduce_scatter_crosses_hosts_last(mesh: Mesh, axes: str, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "axes", "dim"), [(BOTH, "data", 0), (APART, "host, data", 1), (APART, "data, host", 0)]
+)
+def test_a_gather_crosses_hosts_first_and_a_reduce_scatter_last(
+    mesh: Mesh, axes: str, dim: int
+) -> None:
+    program = after(gather(axes, 1024, dim), mesh)
+    turned = [] if axes == "data, host" else ["reshape", "transpose", "reshape"]
+    assert names(program) == ["all_gather", "all_gather", *turned]
+    assert sent(program, mesh, CPU) == 1024 * 6 * 4
+    notes = [op.loc.note for op in program.walk() if op.label == "all_gather"]
+    assert notes == ["(between hosts, part 1 of 2)", "(within hosts, part 2 of 2)"]
     program = after(scatter(axes, 1024, dim), mesh)
     assert [n for n in names(program) if "_" in n] == ["reduce_scatter", "reduce_scatter"]
     assert sent(program, mesh, CPU) == 1024 * 16 * 4 // 4 // 2

@@ -20,12 +20,15 @@ TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
 
 
-def test_scanned_parameters_have_the_configs_shapes(tiny_params):
+def test_scanned_parameters_have_the_configs_shapes_and_are_the_unrolled_ones(tiny_params):
     expected = {
         path: (TINY.num_hidden_layers, *shape) if path.startswith("layers/") else shape
         for path, shape in TINY.parameter_shapes().items()
     }
     assert {path: leaf.shape for path, leaf in flat(tiny_params).items()} == expected
+    unrolled = fresh_params(UNROLLED)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(unrolled), tiny_params)
+    jax.tree.map(np.testing.assert_array_equal, parameters.unstack_layers(tiny_params), unrolled)
 
 
 @pytest.mark.parametrize("config", [TINY, UNROLLED])
@@ -34,12 +37,6 @@ def test_parameter_count_is_that_of_the_parameters(config, tied):
     config = dataclasses.replace(config, tie_word_embeddings=tied)
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structs(config)))
     assert total == config.parameter_count()
-
-
-def test_scanned_and_unrolled_parameters_are_the_same_numbers(tiny_params):
-    unrolled = fresh_params(UNROLLED)
-    jax.tree.map(np.testing.assert_array_equal, stack_layers(unrolled), tiny_params)
-    jax.tree.map(np.testing.assert_array_equal, parameters.unstack_layers(tiny_params), unrolled)
 
 
 def test_parameter_dtype():
@@ -99,17 +96,15 @@ def test_bad_sizes_are_errors(changes, message):
         dataclasses.replace(TINY, **changes)
 
 
-def test_a_config_survives_json():
+def test_configs_survive_json_and_have_names():
     config = dataclasses.replace(named_config("llama3.2-1b"), eos_token_id=(1, 2))
     assert LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert hash(config) == hash(dataclasses.replace(config))
-
-
-def test_unknown_name_lists_the_known_ones():
     with pytest.raises(
         ConfigError, match="no model is called 'llama9'; there are tiny, quickstart"
     ):
         named_config("llama9")
+    assert 1e6 < named_config("quickstart").parameter_count() < 5e6
 
 
 PARAMETERS = """
@@ -150,7 +145,3 @@ def test_published_rotary_embeddings():
         assert dataclasses.asdict(config.rope_scaling) == {**published, "factor": factor}
         assert config.max_position_embeddings == 131_072
     assert [named_config(f"llama3.2-{size}").head_width for size in ("1b", "3b")] == [64, 128]
-
-
-def test_quickstart_is_small():
-    assert 1e6 < named_config("quickstart").parameter_count() < 5e6

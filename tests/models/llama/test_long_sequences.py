@@ -58,12 +58,14 @@ def test_a_split_sequence(axes: Any, table: str, zigzag: int, packed: bool) -> N
         assert "rings" in compiled.explain(prices=False).splitlines()
 
 
-def test_parameters_lie_over_data_and_the_sequence() -> None:
+def test_parameters_lie_over_data_and_the_sequence_but_not_with_einsum() -> None:
     rules = sharding.parameter_rules(TINY, {"data": 2, "seq": 2, "model": 2})
     assert rules["layers/mlp/up_proj/weight"] == (None, "model", ("data", "seq"))
     specs = sharding.activation_specs(TINY, {"seq": 4, "model": 2}, sharding.TABLES["2d-sequence"])
     assert specs["inputs_embeds"] == (None, ("seq", "model"), None)
     assert specs["q"] == (None, "seq", "model")
+    with pytest.raises(ConfigError, match="einsum attention knows no zigzag order"):
+        dataclasses.replace(TINY, zigzag=2, attention="einsum")
 
 
 def test_forward_takes_and_gives_the_usual_order(tiny_params: Any) -> None:
@@ -73,8 +75,3 @@ def test_forward_takes_and_gives_the_usual_order(tiny_params: Any) -> None:
         for config in (TINY, dataclasses.replace(TINY, zigzag=4))
     )
     np.testing.assert_array_equal(got, want)
-
-
-def test_einsum_attention_knows_no_order() -> None:
-    with pytest.raises(ConfigError, match="einsum attention knows no zigzag order"):
-        dataclasses.replace(TINY, zigzag=2, attention="einsum")

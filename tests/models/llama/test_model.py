@@ -26,13 +26,18 @@ def test_logits_shape_and_dtype(dtype, tiny_params):
     assert logits.dtype == jnp.dtype(dtype)
 
 
-def test_tied_output_uses_the_embedding(tiny_params):
+def test_tied_output_uses_the_embedding_and_every_attention_computes_the_same(tiny_params):
     config = dataclasses.replace(TINY, tie_word_embeddings=True)
     tied = {name: leaf for name, leaf in tiny_params.items() if name != "lm_head"}
     untied = {**tied, "lm_head": tied["embed_tokens"]}
     np.testing.assert_array_equal(
         forward(config)(tied, TOKENS_BS), forward(TINY)(untied, TOKENS_BS)
     )
+    want = forward(TINY)(tiny_params, TOKENS_BS)
+    for attention in ("composite", "xla", "einsum"):
+        config = dataclasses.replace(TINY, attention=attention)
+        got = forward(config)(tiny_params, TOKENS_BS)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +61,6 @@ def test_mark_is_called_at_every_point_with_its_dims(config, tiny_params):
     if config.attention != "einsum":
         del expected["attention_weights"]
     assert seen == expected
-
-
-def test_every_attention_computes_the_same(tiny_params):
-    want = forward(TINY)(tiny_params, TOKENS_BS)
-    for attention in ("composite", "xla", "einsum"):
-        config = dataclasses.replace(TINY, attention=attention)
-        got = forward(config)(tiny_params, TOKENS_BS)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_rms_norm():
@@ -108,7 +105,7 @@ def test_continues_past_the_window(temperature):
     assert tokens == list(range(4, 24))
 
 
-def test_the_seed_decides():
+def test_the_seed_decides_and_samples_follow_the_softmax():
     def flat_logits(params, tokens_1W, position):
         return np.zeros(256, np.float32)
 
@@ -116,9 +113,6 @@ def test_the_seed_decides():
         generate(flat_logits, None, [0], tokens=10, window=WINDOW, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
-
-
-def test_samples_follow_the_softmax():
     probabilities = np.array([0.1, 0.2, 0.7])
     generator = np.random.default_rng(0)
     logits = np.log(probabilities).astype(np.float32)

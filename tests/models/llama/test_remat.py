@@ -100,14 +100,11 @@ def test_unknown_policies_are_named(text, message):
         checkpoint_policy(text, MARK_POINTS)
 
 
-def test_offloading_needs_another_memory():
+def test_offloading_needs_another_memory_and_goes_there(params):
     assert checkpoint_policy("offload:q,k", MARK_POINTS) is not None
     check_can_offload("offload:q,k", "cuda")
     with pytest.raises(ConfigError, match="no other memory to offload to; use save:q,k or run"):
         check_can_offload("offload:q,k", "cpu")
-
-
-def test_offloaded_activations_go_to_the_host(params):
     text = str(jax.make_jaxpr(jax.grad(loss_of({"remat": "offload:q"})))(params))
     assert "<host>" in text or "pinned_host" in text
 

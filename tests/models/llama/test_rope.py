@@ -15,14 +15,11 @@ LLAMA31 = CONFIGS["llama3.1-8b"]
 UNSCALED = dataclasses.replace(LLAMA31, rope_scaling=None)
 
 
-def test_powers_of_the_base():
+def test_powers_of_the_base_and_linear_scaling_divides_all():
     frequencies_E = rope_frequencies(UNSCALED)
     assert frequencies_E.dtype == np.float32
     expected = [500_000.0 ** (-2 * pair / 128) for pair in range(64)]
     np.testing.assert_allclose(frequencies_E, expected, rtol=1e-7)
-
-
-def test_linear_scaling_divides_all():
     linear = dataclasses.replace(UNSCALED, rope_scaling=RopeScaling(rope_type="linear", factor=4))
     np.testing.assert_allclose(rope_frequencies(linear), rope_frequencies(UNSCALED) / 4, rtol=1e-7)
 

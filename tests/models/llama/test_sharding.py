@@ -30,7 +30,7 @@ def test_the_tables_cover_every_parameter_and_every_point():
         assert set(table.activations) == set(marks.MARK_POINTS)
 
 
-def test_rules_of_scanned_and_unrolled_layers():
+def test_rules_of_parameters():
     scanned = sharding.parameter_rules(TINY, SHAPE)
     assert scanned["layers/self_attn/q_proj/weight"] == (None, "data", "model")
     assert scanned["layers/input_layernorm/weight"] == (None, None)
@@ -38,20 +38,25 @@ def test_rules_of_scanned_and_unrolled_layers():
     unrolled = sharding.parameter_rules(UNROLLED, SHAPE)
     assert unrolled["layers/*/self_attn/q_proj/weight"] == ("data", "model")
     assert len(unrolled) == len(scanned) == len(TINY.parameter_shapes())
-
-
-def test_tied_parameters_have_no_rule_for_the_output():
     tied = dataclasses.replace(TINY, tie_word_embeddings=True)
     assert "lm_head/weight" not in sharding.parameter_rules(tied, SHAPE)
+    config = dataclasses.replace(TINY, intermediate_size=66)
+    rules = sharding.parameter_rules(config, {"data": 4, "model": 4})
+    assert rules["layers/mlp/up_proj/weight"] == (None, None, "data")
+    assert rules["layers/mlp/down_proj/weight"] == (None, "data", None)
 
 
-def test_what_fits_is_not_dropped():
+def test_what_fits_is_not_dropped_and_an_axis_that_the_mesh_lacks_counts_as_one():
     assert sharding.dropped_marks(TINY, SHAPE) == ()
     everywhere = dict.fromkeys(sharding.MESH_AXES, 2)
     einsum = dataclasses.replace(TINY, attention="einsum", stages=2, stage_microbatches=2)
     assert sharding.activation_specs(einsum, everywhere) == sharding.ACTIVATION_SPECS
     fused = set(sharding.activation_specs(TINY, everywhere))
     assert fused == set(sharding.ACTIVATION_SPECS) - {"attention_weights"}
+    rules = sharding.parameter_rules(TINY, {"data": 8})
+    assert rules["layers/self_attn/q_proj/weight"] == (None, "data", None)
+    assert sharding.activation_specs(TINY, {"data": 8})["logits"] == ("data", None, None)
+    assert sharding.dropped_marks(TINY, {"data": 8}) == ()
 
 
 @pytest.mark.parametrize("table", ["2d", "fsdp", "tensor-sequence"])
@@ -70,27 +75,16 @@ def test_published_models_fit_eight_ways(name):
         assert sharding.dropped_marks(CONFIGS[name], shape) == ()
 
 
-def test_too_few_heads_leave_their_dims_open_and_say_so():
+def test_too_few_heads_leave_their_dims_open_and_axes_that_do_not_divide_are_named():
     specs = sharding.activation_specs(TINY, {"data": 2, "model": 4})
     assert specs["q"] == ("data", None, "model")
     assert specs["k"] == specs["v"] == ("data", None, ...)
     dropped = sharding.dropped_marks(TINY, {"data": 2, "model": 4})
     assert [sentence.split(":")[0] for sentence in dropped] == ["k", "v"]
     assert "model=4 does not divide 2 (dim 2), which is left to the compiler" in dropped[0]
-
-
-def test_parameters_that_do_not_divide_stay_whole_there():
-    config = dataclasses.replace(TINY, intermediate_size=66)
-    rules = sharding.parameter_rules(config, {"data": 4, "model": 4})
-    assert rules["layers/mlp/up_proj/weight"] == (None, None, "data")
-    assert rules["layers/mlp/down_proj/weight"] == (None, "data", None)
-
-
-def test_an_axis_that_the_mesh_lacks_counts_as_one():
-    rules = sharding.parameter_rules(TINY, {"data": 8})
-    assert rules["layers/self_attn/q_proj/weight"] == (None, "data", None)
-    assert sharding.activation_specs(TINY, {"data": 8})["logits"] == ("data", None, None)
-    assert sharding.dropped_marks(TINY, {"data": 8}) == ()
+    config = dataclasses.replace(TINY, hidden_size=36, num_attention_heads=6, num_key_value_heads=6)
+    dropped = sharding.dropped_marks(config, SHAPE, sharding.TABLES["fsdp"])
+    assert any("data=4 x model=2 does not divide 36" in text for text in dropped)
 
 
 @pytest.mark.parametrize("config", [TINY, UNROLLED])
@@ -143,12 +137,6 @@ def test_tables_by_name():
     assert sequence["q"] == ("data", None, "model")
     with pytest.raises(ConfigError, match="no sharding is called 'zero'; there are 2d, 2d-seq"):
         sharding.table_named("zero")
-
-
-def test_axes_that_do_not_divide_together_are_named_together():
-    config = dataclasses.replace(TINY, hidden_size=36, num_attention_heads=6, num_key_value_heads=6)
-    dropped = sharding.dropped_marks(config, SHAPE, sharding.TABLES["fsdp"])
-    assert any("data=4 x model=2 does not divide 36" in text for text in dropped)
 
 
 QUICK = (("2d-sequence", True),)

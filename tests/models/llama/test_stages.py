@@ -49,13 +49,17 @@ def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule
     assert_close(found, wanted, rtol=2e-4, atol=2e-6)
 
 
-def test_stacked_layers_are_split_over_stages() -> None:
+def test_stacked_layers_are_split_over_stages_but_text_is_generated_without_a_pipeline() -> None:
     shape = {"stage": 2, "data": 2, "model": 2}
     rules = sharding.parameter_rules(STAGES, shape)
     assert rules["layers/mlp/up_proj/weight"] == ("stage", "model", "data")
     assert rules["embed_tokens/weight"] == ("model", "data")
     whole = sharding.parameter_rules(SCANNED, shape)
     assert whole["layers/mlp/up_proj/weight"] == (None, "model", "data")
+    tokens = IDS[0, :1]
+    found = jax.jit(make_next_logits(STAGES))(drawn(), tokens, 5)
+    wanted = jax.jit(make_next_logits(SCANNED))(drawn(), tokens, 5)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +75,3 @@ def test_stacked_layers_are_split_over_stages() -> None:
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(STAGES, **changes)
-
-
-def test_text_is_generated_without_a_pipeline() -> None:
-    tokens = IDS[0, :1]
-    found = jax.jit(make_next_logits(STAGES))(drawn(), tokens, 5)
-    wanted = jax.jit(make_next_logits(SCANNED))(drawn(), tokens, 5)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)

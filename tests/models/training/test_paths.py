@@ -14,13 +14,10 @@ def names(found):
     return [path.name for path in found]
 
 
-def test_local_paths_are_those_of_pathlib():
+def test_local_paths_are_those_of_pathlib_and_what_cannot_be_used_is_one_line(monkeypatch):
     assert as_path("runs/a") == Path("runs/a")
     assert as_path(Path("runs")) == Path("runs")
     assert not paths.is_url("runs/s3:/a")
-
-
-def test_what_cannot_be_used_is_one_line_with_what_to_do(monkeypatch):
     with pytest.raises(StoreError, match=r"^ftp://a/b: ftp:// is not supported, only s3:// and gs"):
         as_path("ftp://a/b")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -1,7 +1,5 @@
 """Models that keep a state beside their parameters: trained as on one device, broken off or not."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import spmd
 from spmd.models.training.run.step import make_train_step
 from spmd.models.training.trainer import Stateful, Trainer, TrainerOptions
-from tests.two_processes import run_both
 
 ROWS, WIDTH, STEPS = 16, 8, 4
 
@@ -211,27 +208,3 @@ def test_a_skipped_step_keeps_the_state():
         jax.grad(lambda p: loss(Stateful(p, kept.state), data(0))[0])(kept.params)
     )
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)  # of what is trained alone
-
-
-@pytest.mark.heavy  # own_model.py runs in two processes, too
-def test_two_processes(tmp_path: Path):
-    said = run_both(Path(__file__), tmp_path / "run")
-    assert said[0] == said[1]
-    assert said[0]["loss"] == pytest.approx(float(loss(alone(init, loss, 3), data(3))[0]), rel=1e-4)
-    key = alone(init, loss).state["key"]
-    assert said[0]["key"] == jax.random.key_data(key).tolist()
-
-
-def main() -> None:
-    """Half of a run, and the rest of it, as one of two processes."""
-    port, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    spmd.initialize(f"localhost:{port}", 2, rank)
-    mesh = spmd.make_mesh(across=2, up=2)
-    for steps in (2, STEPS):
-        outcome = make_trainer(mesh, steps=steps, run_dir=folder).run()
-    key = jax.random.key_data(outcome.state.params.state["key"])
-    print(json.dumps({"loss": outcome.last["loss"], "key": key.addressable_data(0).tolist()}))
-
-
-if __name__ == "__main__":
-    main()

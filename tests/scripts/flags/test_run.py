@@ -35,22 +35,6 @@ def test_bad_flags_are_one_clear_line(flag):
         make_run(PARSER.parse_args(flag.split()), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--resume=soon", "argument --resume: 'soon' is no step, and not auto"),
-        ("--profile=9", "argument --profile: '9' is not of the form first:last, as in 10:13"),
-        ("--metrics=json", "argument --metrics: 'json' is no file of metrics; there are jsonl"),
-    ],
-)
-def test_flags_that_cannot_be_read(flag, message, capsys):
-    with pytest.raises(SystemExit):
-        PARSER.parse_args([flag])
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {message}")
-    assert said.endswith("; scripts/train_llama.py --help lists the flags\n")
-
-
 def test_a_bare_resume_is_automatic():
     given = PARSER.parse_args(["--run_dir=r", "--resume", "--steps=7"])
     assert given.resume == "auto"

@@ -18,13 +18,10 @@ MAINS = (
 )
 
 
-def test_what_can_be_mended_ends_in_one_message():
+def test_what_can_be_mended_ends_in_one_message_and_nothing_else():
     with pytest.raises(SystemExit) as ended, one_message(FileNotFoundError, ValueError):
         raise ValueError("--mesh: 'data' has no size")
     assert ended.value.code == "error: --mesh: 'data' has no size"
-
-
-def test_what_cannot_is_no_message():
     with pytest.raises(KeyError), one_message(FileNotFoundError, ValueError):
         raise KeyError("a mistake of ours")
     with pytest.raises(SystemExit) as ended, one_message(ValueError):

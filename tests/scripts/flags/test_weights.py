@@ -52,10 +52,28 @@ def given(*flags):
     return PARSER.parse_args(flags)
 
 
-def test_model_by_name():
+def test_texts_begin_as_in_training(checkpoint, tmp_path):
+    """The tokenizer of --init_from names a beginning; its own file does not put it there."""
+    folder, out = tmp_path / "from", tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    trained = load_tokenizer(str(saved(byte_level(), folder)))
+    assert (trained.bos_id, trained.begins) == (0, ())
+    flags = given(f"--init_from={folder}", f"--export_hf={out}")
+    config = weights_flags.chosen_config(flags)
+    params = weights_flags.load_params(flags, config, None, Console(file=io.StringIO()))
+    weights_flags.export_params(flags, params, config, trained, Console(file=io.StringIO()))
+    assert load_tokenizer(str(out)).begins == (0,)
+    assert (out / "tokenizer_config.json").read_bytes() == (
+        folder / "tokenizer_config.json"
+    ).read_bytes()
+
+
+def test_model_by_name_and_without_flags_nothing_is_read_or_written():
     assert weights_flags.chosen_config(given()) == CONFIGS["quickstart"]
     assert weights_flags.chosen_config(given("--model=tiny")) == TINY
     assert weights_flags.model_name(given("--model=tiny")) == "tiny"
+    assert weights_flags.load_params(given(), TINY, None, Console()) is None
+    weights_flags.export_params(given(), None, TINY, ByteTokenizer(), Console())
 
 
 @pytest.mark.thorough
@@ -80,27 +98,6 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
         params,
         again,
     )
-
-
-def test_texts_begin_as_in_training(checkpoint, tmp_path):
-    """The tokenizer of --init_from names a beginning; its own file does not put it there."""
-    folder, out = tmp_path / "from", tmp_path / "out"
-    shutil.copytree(checkpoint, folder)
-    trained = load_tokenizer(str(saved(byte_level(), folder)))
-    assert (trained.bos_id, trained.begins) == (0, ())
-    flags = given(f"--init_from={folder}", f"--export_hf={out}")
-    config = weights_flags.chosen_config(flags)
-    params = weights_flags.load_params(flags, config, None, Console(file=io.StringIO()))
-    weights_flags.export_params(flags, params, config, trained, Console(file=io.StringIO()))
-    assert load_tokenizer(str(out)).begins == (0,)
-    assert (out / "tokenizer_config.json").read_bytes() == (
-        folder / "tokenizer_config.json"
-    ).read_bytes()
-
-
-def test_without_flags_nothing_is_read_or_written():
-    assert weights_flags.load_params(given(), TINY, None, Console()) is None
-    weights_flags.export_params(given(), None, TINY, ByteTokenizer(), Console())
 
 
 def test_the_tokenizer_is_that_of_the_weights(checkpoint, tmp_path):

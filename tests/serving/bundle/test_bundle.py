@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -146,12 +147,22 @@ def test_64_bits_inside_that_jax_would_narrow(tmp_path, mesh_of):
         )
 
 
-def test_the_state_is_donated(bundle_on):
+def test_the_state_is_donated_and_gone_when_a_step_fails(bundle_on):
     bundle = bundle_on(2, 4)
     before = bundle.state["state/h"]
     bundle.run("step", X)
     assert before.is_deleted()
     assert not bundle.weights["weights/w"].is_deleted()
+    bundle = bundle_on(2, 4)
+    bundle.state["state/h"].delete()
+    with pytest.raises(BundleError, match=r"step failed on the devices: .*reset_state"):
+        bundle.run("step", X)
+    bundle.reset_state()
+    assert bundle.run("step", X)["y"].shape == (4, 4)
+    bundle = bundle_on(2, 4)
+    exact = bundle.run("step", X)["y"]
+    bundle.reset_state()
+    close(bundle.run("step", X.astype(np.float64))["y"], exact)
 
 
 def test_every_weight_is_read_once(folder, mesh_of, cache_dir, monkeypatch):
@@ -159,16 +170,6 @@ def test_every_weight_is_read_once(folder, mesh_of, cache_dir, monkeypatch):
     load_bundle(folder, mesh_of(2, 4), cache_dir=cache_dir)
     assert sum(nbytes for _, _, nbytes in seen) == sum(x.nbytes for x in make_weights().values())
     assert {shape for name, shape, _ in seen if name == "weights/w"} == {(16, 4)}
-
-
-def test_a_failure_on_the_devices(bundle_on):
-    """What was donated is gone, and the error says how to go on."""
-    bundle = bundle_on(2, 4)
-    bundle.state["state/h"].delete()
-    with pytest.raises(BundleError, match=r"step failed on the devices: .*reset_state"):
-        bundle.run("step", X)
-    bundle.reset_state()
-    assert bundle.run("step", X)["y"].shape == (4, 4)
 
 
 @pytest.mark.heavy
@@ -205,16 +206,8 @@ def test_two_processes(folder, tmp_path):
     ],
 )
 def test_wrong_inputs(name, inputs, message, bundle_on):
-    with pytest.raises(BundleError) as caught:
+    with pytest.raises(BundleError, match=re.escape(message)):
         bundle_on(2, 4).run(name, *inputs)
-    assert message in str(caught.value)
-
-
-def test_numbers_of_the_same_kind_are_converted(bundle_on):
-    bundle = bundle_on(2, 4)
-    exact = bundle.run("step", X)["y"]
-    bundle.reset_state()
-    close(bundle.run("step", X.astype(np.float64))["y"], exact)
 
 
 def test_infer(bundle_on):
@@ -368,9 +361,8 @@ def changed(number, **fields):
     ],
 )
 def test_what_cannot_be_exported(changes, message, tmp_path):
-    with pytest.raises(BundleError) as caught:
+    with pytest.raises(BundleError, match=re.escape(message)):
         write(tmp_path / "b", **changes)
-    assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """Modules of other frameworks as bundles, from Python and from the command line."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -83,9 +84,8 @@ def test_command_line(tmp_path, mesh_of, capsys):
     ],
 )
 def test_what_cannot_be_wrapped(given, message, tmp_path):
-    with pytest.raises(BundleError) as caught:
+    with pytest.raises(BundleError, match=re.escape(message)):
         wrap_stablehlo(tmp_path / "b", **{"module": TEXT, "arg_names": ["w", "x", "b"], **given})
-    assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -223,9 +223,8 @@ def test_the_compiler_chooses(tmp_path, mesh_of):
     ],
 )
 def test_specs_that_are_none(flags, specs, message):
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=re.escape(message)):
         wrap.main([*flags, "--specs", specs])
-    assert message in str(caught.value)
 
 
 def test_prefixes():

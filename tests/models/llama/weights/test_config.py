@@ -91,7 +91,7 @@ def test_windows_are_in_the_last_layers():
             parse_config(wrong)
 
 
-def test_the_original_length_is_looked_for_where_transformers_does():
+def test_scaling_is_read_where_transformers_and_older_files_have_it():
     scaling = {**LLAMA32_1B["rope_scaling"]}
     del scaling["original_max_position_embeddings"]
     inner = parse_config({**LLAMA32_1B, "rope_scaling": scaling})
@@ -102,9 +102,6 @@ def test_the_original_length_is_looked_for_where_transformers_does():
     )
     assert outer.rope_scaling is not None
     assert outer.rope_scaling.original_max_position_embeddings == 4096
-
-
-def test_linear_scaling_as_older_files_write_it():
     config = parse_config({**LLAMA2_7B, "rope_scaling": {"type": "linear", "factor": 4}})
     assert config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
 

@@ -214,7 +214,7 @@ def test_checkpoints_of_training(config, tmp_path, devices8):
 # Going on
 
 
-def test_a_run_that_was_stopped_goes_on(whole, cut, tmp_path):
+def test_a_run_that_was_stopped_goes_on_and_another_starts_anew(whole, cut, tmp_path):
     class Stopped(Exception):
         pass
 
@@ -238,10 +238,8 @@ def test_a_run_that_was_stopped_goes_on(whole, cut, tmp_path):
     assert made == [rank_file(rank) for rank in range(4)]
     same_files(out, cut(4))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_another_run_starts_anew(whole, cut, tmp_path):
-    made: list[str] = []
+    shutil.rmtree(out)
+    made.clear()
     unfinished = tmp_path / ".out.unfinished"
     unfinished.mkdir()
     (unfinished / rank_file(0)).write_bytes(b"of something else")

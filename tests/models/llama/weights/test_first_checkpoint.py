@@ -211,7 +211,7 @@ def held(folder):
     return {name: (tensor.dtype, tensor.tobytes()) for name, tensor in stored.items()}
 
 
-def test_pieces_are_those_of_the_mesh(whole, tmp_path):
+def test_pieces_are_those_of_the_mesh_and_cover_an_array_once(whole, tmp_path):
     made = write(hf_source(whole), tmp_path / "run", {"data": 4, "model": 2})
     stored = functools.partial(stored_chunk, made)
     assert stored("params.embed_tokens.weight") == (256 // 2, CONFIG.hidden_size // 4)
@@ -219,9 +219,6 @@ def test_pieces_are_those_of_the_mesh(whole, tmp_path):
     step = relayout(tmp_path / "run" / "checkpoints", tmp_path / "to", {"data": 8})
     assert stored_chunk(tmp_path / "to" / str(step), "params.embed_tokens.weight") == (256, 32 // 8)
     assert not find_saved(tmp_path / "to").has_optimizer
-
-
-def test_chunks_cover_an_array_once():
     array = np.zeros((5, 4, 1), np.int32)
     for index in chunks(array.shape, (2, 3, 4)):
         array[index] += 1

@@ -121,16 +121,13 @@ def test_the_local_part_is_read(folders, mesh, reads, monkeypatch):
     assert sum(nbytes for _, _, nbytes in reads) == 4 * sum(jax.tree.leaves(sizes))
 
 
-def test_param_dtype(folders, mesh):
+def test_param_dtype_and_loaded_parameters_can_be_donated(folders, mesh):
     config = dataclasses.replace(read_config(folders("grouped")), param_dtype="bfloat16")
     params = weights.load(folders("grouped"), config, shardings_of(config, mesh))
     exact = weights.load(folders("grouped"), dataclasses.replace(config, param_dtype="float32"))
     rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), exact)
     jax.tree.map(np.testing.assert_array_equal, params, rounded)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
-
-
-def test_loaded_parameters_can_be_donated(folders, mesh):
     config = read_config(folders("heads"))
     params = weights.load(folders("heads"), config, shardings_of(config, mesh))
     expected = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)
@@ -159,25 +156,19 @@ def failure(folder, config=None):
     return message
 
 
-def test_another_shape(folders):
+def test_what_does_not_fit_a_config(folders):
     config = dataclasses.replace(read_config(folders("heads")), intermediate_size=64)
     message = failure(folders("heads"), config)
     assert "6 of another shape" in message
     assert "gate_proj.weight is (48, 32) and should be (64, 32)" in message
     assert "and 1 more" in message
     assert "config.json that belongs to these weights" in message
-
-
-def test_missing_and_unexpected(folders):
     config = read_config(folders("heads"))
     more = failure(folders("heads"), dataclasses.replace(config, num_hidden_layers=3))
     assert "9 missing: model.layers.2." in more
     assert "and 4 more" in more
     fewer = failure(folders("heads"), dataclasses.replace(config, num_hidden_layers=1))
     assert "9 unexpected: model.layers.1." in fewer
-
-
-def test_a_missing_head_hints_at_tying(folders):
     config = dataclasses.replace(read_config(folders("llama3")), tie_word_embeddings=False)
     message = failure(folders("llama3"), config)
     assert "1 missing: lm_head.weight" in message
@@ -202,15 +193,11 @@ def test_a_tied_head_may_lie_there_if_it_is_the_same(copy):
     assert "set tie_word_embeddings to false" in failure(folder)
 
 
-def test_buffers_of_old_checkpoints_are_passed_over(copy):
+def test_buffers_of_old_checkpoints_are_passed_over_and_quantized_weights_are_not(copy):
     folder = copy("heads")
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
     weights.load(folder, read_config(folder))
-
-
-def test_quantized_weights(copy):
-    folder = copy("heads")
     rewrite(folder, lambda t: t.update({NORM: t[NORM].astype(np.int8)}))
     message = failure(folder)
     assert "not floating point: model.norm.weight is I8" in message

@@ -156,7 +156,12 @@ def test_nothing_is_overwritten(tmp_path):
     assert (tmp_path / "empty/model.safetensors").exists()
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_neither_parameters_of_another_config_nor_a_full_disk_leave_anything(tmp_path, monkeypatch):
+    for other in (UNROLLED, LLAMA3, dataclasses.replace(TINY, vocab_size=128)):
+        with pytest.raises(WeightsError, match="not those of the config"):
+            weights.save(fresh(TINY), other, tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
     def write_files(folder, plan, arrays):
         (folder / "model.safetensors").write_bytes(next(arrays).tobytes())
         raise OSError(28, "No space left on device")
@@ -164,13 +169,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "write_files", write_files)
     with pytest.raises(WeightsError, match=r"could not be written to .*No space left on device"):
         weights.save(fresh(TINY), TINY, tmp_path / "exported")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_parameters_of_another_config(tmp_path):
-    for other in (UNROLLED, LLAMA3, dataclasses.replace(TINY, vocab_size=128)):
-        with pytest.raises(WeightsError, match="not those of the config"):
-            weights.save(fresh(TINY), other, tmp_path / "exported")
     assert list(tmp_path.iterdir()) == []
 
 

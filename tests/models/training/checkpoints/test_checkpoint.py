@@ -170,11 +170,24 @@ def test_keeps_the_last_and_every_nth(tmp_path, mesh42):
     assert save(tmp_path, *states, keep_last=1, keep_every=2) == [5, 4, 2]
 
 
-def test_none_yet(tmp_path):
+def test_what_cannot_be_found(tmp_path, copy):
     with Checkpoints(tmp_path / "c") as checkpoints:
         assert checkpoints.find() is None
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; there are: none"):
             checkpoints.find(3)
+    for step in ("10", "20"):
+        (copy / step / "manifest.json").unlink()
+    with (
+        Checkpoints(copy) as checkpoints,
+        pytest.raises(CheckpointError, match=r"is whole: .*step 20 is damaged.*step 10 is damaged"),
+    ):
+        latest(checkpoints)
+    path = copy / "20/meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, "schema": 99}))
+    write_manifest(copy / "20")
+    with Checkpoints(copy) as checkpoints, pytest.raises(CheckpointError, match="has schema 99"):
+        latest(checkpoints)
 
 
 def test_going_back_sets_later_ones_aside(copy, mesh42):
@@ -248,26 +261,7 @@ def test_damage_to_any_file_is_noticed_and_the_one_before_is_used(copy, tmp_path
         assert latest(checkpoints).step == 20
 
 
-def test_nothing_whole_is_an_error(copy):
-    for step in ("10", "20"):
-        (copy / step / "manifest.json").unlink()
-    with (
-        Checkpoints(copy) as checkpoints,
-        pytest.raises(CheckpointError, match=r"is whole: .*step 20 is damaged.*step 10 is damaged"),
-    ):
-        latest(checkpoints)
-
-
-def test_a_damaged_one_makes_room_for_a_new_one(copy, mesh42):
-    truncate(copy / "20/manifest.json")
-    with Checkpoints(copy) as checkpoints:
-        restored(checkpoints, make_state(mesh42))
-        checkpoints.save(make_state(mesh42, 20))
-        checkpoints.finish()
-        assert latest(checkpoints).step == 20
-
-
-def test_an_interrupted_save_is_told_and_removed(copy):
+def test_an_interrupted_save_is_removed_and_a_damaged_one_makes_room(copy, mesh42):
     left = copy / "30.orbax-checkpoint-tmp"
     shutil.copytree(copy / "20", left)
     with Checkpoints(copy) as checkpoints:
@@ -275,15 +269,12 @@ def test_an_interrupted_save_is_told_and_removed(copy):
     assert found.step == 20
     assert found.notes == ("the save of step 30 was interrupted; what it had written is removed",)
     assert not left.exists()
-
-
-def test_another_schema_is_refused(copy):
-    path = copy / "20/meta.json"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({**meta, "schema": 99}))
-    write_manifest(copy / "20")
-    with Checkpoints(copy) as checkpoints, pytest.raises(CheckpointError, match="has schema 99"):
-        latest(checkpoints)
+    truncate(copy / "20/manifest.json")
+    with Checkpoints(copy) as checkpoints:
+        restored(checkpoints, make_state(mesh42))
+        checkpoints.save(make_state(mesh42, 20))
+        checkpoints.finish()
+        assert latest(checkpoints).step == 20
 
 
 # A full disk

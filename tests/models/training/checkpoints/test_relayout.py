@@ -57,6 +57,10 @@ def test_training_restores_the_copy(saved, wanted, tmp_path, devices8):
 
 
 def test_what_cannot_be_written(tmp_path, devices8, monkeypatch):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        relayout(tmp_path / "none", tmp_path / "to", {"data": 2})
+    assert not (tmp_path / "to").exists()
     save(tmp_path / "from", make_state(make_mesh(devices8, 1, 1)))
     (tmp_path / "run" / "9").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds a run that has come to step 9; name another"):
@@ -76,10 +80,3 @@ def test_pieces():
     assert piece_shape(entry, {"data": 2, "model": 2}) == (3, 12, 3)
     assert piece_shape(entry, {"model": 5}) == (2, 12, 3)
     assert piece_shape(entry, {}) == (10, 12, 3)
-
-
-def test_no_checkpoint(tmp_path):
-    (tmp_path / "from").mkdir()
-    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        relayout(tmp_path / "from", tmp_path / "to", {"data": 2})
-    assert not (tmp_path / "to").exists()

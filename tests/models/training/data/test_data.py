@@ -132,18 +132,17 @@ def test_text_as_it_is_equals_its_tokens(tmp_path):
         assert (leaf == tokens(3)[name]).all(), name
 
 
-def test_folders_are_mixed_by_their_shares(folders):
+def test_folders_are_mixed_by_their_shares_but_not_with_text(folders):
     train, held_out = load(f"{folders / 'small'}@0.75", f"{folders / 'capitals'}@0.25")
     for dataset in (train, held_out):
         rows = dataset.rows(range(400))["inputs"]
         is_small = (rows == ord("a")).any(axis=1)
         assert not (is_small & (rows == ord("A")).any(axis=1)).any()
         assert is_small.mean() == pytest.approx(0.75, abs=0.01)
-
-
-def test_tokenizer_of_a_folder_decodes_it(folders):
     config = data.DataConfig([f"{folders / 'small'}@2"])
     assert data.tokenizer_of(config).decode([97, 98]) == "ab"
+    with pytest.raises(data.DataError, match=r"small.txt is text and .*capitals a folder"):
+        load(str(folders / "small.txt"), str(folders / "capitals"))
 
 
 def test_tokens_of_another_tokenizer_are_refused(folders, bpe, tmp_path):
@@ -162,26 +161,15 @@ def test_tokens_of_another_tokenizer_are_refused(folders, bpe, tmp_path):
         data.load_datasets(config, seq_len=16, batch_size=2)
 
 
-def test_text_and_folders_do_not_mix(folders):
-    with pytest.raises(data.DataError, match=r"small.txt is text and .*capitals a folder"):
-        load(str(folders / "small.txt"), str(folders / "capitals"))
-
-
-def test_ids_that_the_model_does_not_know(tmp_path, bpe):
+def test_texts_that_are_no_data_set(tmp_path, monkeypatch, bpe):
     path = tmp_path / "a.txt"
     path.write_text("the quick brown fox " * 400)
     with pytest.raises(data.DataError, match=r"a.txt: its tokenizer has 300 ids.*256"):
         load(str(path), tokenizer=str(bpe))
-
-
-def test_too_little_text_to_hold_some_out(tmp_path):
-    (tmp_path / "a.txt").write_text("short " * 50)
+    path.write_text("short " * 50)
     with pytest.raises(data.DataError, match=r"301 tokens are too few: a 20th is held out"):
-        load(str(tmp_path / "a.txt"))
-
-
-def test_too_much_text_for_memory(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("x" * 100)
+        load(str(path))
+    path.write_text("x" * 100)
     monkeypatch.setattr(data, "MEMORY_BYTES", 99)
     with pytest.raises(data.DataError, match=r"more than 99 bytes .* scripts/tokenize_data"):
-        load(str(tmp_path / "a.txt"))
+        load(str(path))

@@ -21,14 +21,11 @@ def packed(count=1000, **more):
     return PackedTokens([numbers(count)], **settings)
 
 
-def test_targets_are_the_inputs_one_token_on():
+def test_targets_are_the_inputs_one_token_on_and_depend_on_seed_and_step_alone():
     batch = packed()(0)
     assert batch["inputs"].shape == batch["targets"].shape == (4, 16)
     assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
     np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
-
-
-def test_a_batch_depends_on_seed_and_step_alone():
     again = packed()
     for step in (5, 0, 10**9):
         np.testing.assert_array_equal(packed()(step)["inputs"], again(step)["inputs"])
@@ -43,12 +40,9 @@ def test_every_epoch_is_a_permutation(count, seed, epoch):
     assert sorted(rows["inputs"][:, 0]) == [16 * i for i in range(count)]
 
 
-def test_epochs_have_different_orders():
+def test_epochs_have_different_orders_and_batches_go_across_them():
     first, second = (packed(1601).rows(range(e * 100, e * 100 + 100))["inputs"] for e in (0, 1))
     assert (first[:, 0] == second[:, 0]).mean() < 0.1
-
-
-def test_batches_go_across_epochs():
     dataset = packed(16 * 6 + 1)
     rows = np.concatenate([dataset(step)["inputs"] for step in range(3)])[:, 0] // 16
     assert sorted(rows[:6]) == sorted(rows[6:]) == list(range(6))
@@ -58,6 +52,8 @@ def test_smallest_corpus():
     assert packed(17)(0)["targets"][3].tolist() == list(range(1, 17))
     with pytest.raises(DataError, match=r"numbers: 16 tokens are too few.*at least 17"):
         packed(16)
+    with pytest.raises(DataError, match="numbers: there is no document"):
+        corpus.from_documents([], 8, "numbers")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_boundaries_are_those_of_the_documents(lengths, step):
     np.testing.assert_array_equal(batch["positions"], batch["inputs"] - begins)
 
 
-def test_struct_is_that_of_a_batch():
+def test_struct_and_fingerprint_are_those_of_batches():
     for boundaries in (False, True):
         dataset = packed(boundaries=boundaries)
         batch, struct = dataset(0), dataset.struct()
@@ -132,9 +128,6 @@ def test_struct_is_that_of_a_batch():
             name: (leaf.shape, leaf.dtype) for name, leaf in struct.items()
         }
         assert len(struct) == (5 if boundaries else 2)
-
-
-def test_fingerprint_tells_what_is_sampled():
     same, other = packed(), packed(999)
     assert packed(seed=9).fingerprint == same.fingerprint
     assert len({same.fingerprint, other.fingerprint, packed(boundaries=True).fingerprint}) == 3
@@ -204,19 +197,11 @@ def test_only_documents_longer_than_a_chunk_are_cut():
     assert len(held_out) > 0
 
 
-def test_first_token_of_a_range_begins_a_document():
+def test_first_token_of_a_range_begins_a_document_and_pickles():
     part = corpus.CorpusPart(make([10]), np.array([[2, 4], [7, 9]]))
     tokens, is_first = everything(part)
     assert tokens.tolist() == [2, 3, 7, 8]
     assert is_first.tolist() == [True, False, True, False]
     assert part.read(1, 3)[1].tolist() == [False, True]
-
-
-def test_no_documents():
-    with pytest.raises(DataError, match="numbers: there is no document"):
-        corpus.from_documents([], 8, "numbers")
-
-
-def test_pickles():
     again = pickle.loads(pickle.dumps(make([3, 4], 2)))
     assert again.read(1, 6)[0].tolist() == [1, 2, 3, 4, 5]

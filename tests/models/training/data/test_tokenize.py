@@ -155,7 +155,7 @@ def test_bad_text_leaves_nothing_of_its_document(tmp_path, monkeypatch):
     assert "a.txt, in the text from line" in example and "no valid UTF-8" in example
 
 
-def test_bad_parquet(tmp_path):
+def test_files_that_cannot_be_read(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a", None, "b"])
     with pytest.raises(DataError, match=r"a.parquet, row 1: column 'text' is no text, but null"):
         tokenize([path], tmp_path / "out", TokenizeOptions())
@@ -164,13 +164,13 @@ def test_bad_parquet(tmp_path):
     (tmp_path / "b.parquet").write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"b.parquet is no Parquet file"):
         tokenize([tmp_path / "b.parquet"], tmp_path / "cut", TokenizeOptions())
-
-
-def test_cut_archives(tmp_path):
     whole = gzip.compress(os.urandom(4000).hex().encode())
     (tmp_path / "a.txt.gz").write_bytes(whole[:-200])
     with pytest.raises(DataError, match=r"a.txt.gz cannot be read"):
-        tokenize([tmp_path / "a.txt.gz"], tmp_path / "out", TokenizeOptions())
+        tokenize([tmp_path / "a.txt.gz"], tmp_path / "archive", TokenizeOptions())
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(DataError, match="none of 1 files contains a document"):
+        tokenize([tmp_path / "a.txt"], tmp_path / "nothing", TokenizeOptions())
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path, bpe):
@@ -181,12 +181,6 @@ def test_tokenizers_that_cannot_be_used(tmp_path, bpe):
         load_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"--eos_token: .* has no token '<eot>'"):
         load_tokenizer(str(bpe), "<eot>")
-
-
-def test_nothing_to_tokenise(tmp_path):
-    (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(DataError, match="none of 1 files contains a document"):
-        tokenize([tmp_path / "a.txt"], tmp_path / "out", TokenizeOptions())
 
 
 # Folders

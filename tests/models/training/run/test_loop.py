@@ -87,12 +87,17 @@ def test_llama_learns_in_a_few_steps():
     assert all(record["grad_norm"] > 0 for record in notes)
 
 
-def test_records_are_of_their_own_step():
+def test_records_are_of_their_own_step_also_of_a_resumed_run():
     outcome, notes = run(steps=5)
     assert outcome.state == TrainState(0 + 1 + 2 + 3 + 4, None, 5)
     assert [(record["step"], record["loss"]) for record in notes] == [
         (1, 0), (2, 1), (3, 3), (4, 6), (5, 10),
     ]  # fmt: skip
+    half, _ = run(steps=3)
+    resumed, notes = run(state=half.state, steps=5)
+    whole, _ = run(steps=5)
+    assert resumed.state == whole.state
+    assert [record["step"] for record in notes] == [4, 5]
 
 
 def test_numbers_are_read_one_step_late():
@@ -113,22 +118,6 @@ def test_numbers_are_read_one_step_late():
 
     run(step, steps=3, saver=Saver(), save_every=2)
     assert events == ["take 1", "take 2", "read 1", "read 2", "take 3", "read 3"]
-
-
-def test_resuming_takes_the_remaining_steps():
-    half, _ = run(steps=3)
-    resumed, notes = run(state=half.state, steps=5)
-    whole, _ = run(steps=5)
-    assert resumed.state == whole.state
-    assert [record["step"] for record in notes] == [4, 5]
-
-
-def test_nothing_to_do():
-    saver = Saver()
-    outcome, notes = run(state=TrainState(7, None, 3), steps=3, saver=saver, evaluate=lambda p: 1.0)
-    assert outcome.state == TrainState(7, None, 3)
-    assert (outcome.first, outcome.last, outcome.typical_seconds) == (None, None, None)
-    assert (notes, saver.saved) == ([], [])
 
 
 def test_the_first_step_does_not_count_as_typical(monkeypatch):
@@ -163,9 +152,17 @@ def test_a_stop_saves_and_leaves_the_rest(stop, saved):
     assert [record["step"] for record in notes if "loss" in record] == [*range(1, stop + 1)]
 
 
-def test_a_stop_at_the_last_step_is_none():
+def test_a_stop_at_the_last_step_is_none_nothing_to_do_and_an_evaluation_before_all():
     outcome, _ = run(steps=3, should_stop=lambda step: step == 3)
     assert not outcome.is_stopped
+    outcome, notes = run(steps=2, evaluate=float, evaluates_first=True)
+    assert [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r] == [(0, 0), (2, 1)]
+    assert outcome.state.step == 2
+    saver = Saver()
+    outcome, notes = run(state=TrainState(7, None, 3), steps=3, saver=saver, evaluate=lambda p: 1.0)
+    assert outcome.state == TrainState(7, None, 3)
+    assert (outcome.first, outcome.last, outcome.typical_seconds) == (None, None, None)
+    assert (notes, saver.saved) == ([], [])
 
 
 class Told(list):
@@ -190,12 +187,6 @@ def test_the_watchdog_hears_of_steps_and_of_what_takes_longer():
     ]  # fmt: skip
 
 
-def test_evaluates_before_the_first_step_if_asked():
-    outcome, notes = run(steps=2, evaluate=float, evaluates_first=True)
-    assert [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r] == [(0, 0), (2, 1)]
-    assert outcome.state.step == 2
-
-
 def test_what_keeps_records_is_flushed_before_a_save():
     events = []
 
@@ -218,15 +209,13 @@ def test_what_keeps_records_is_flushed_before_a_save():
 # What is not finite
 
 
-def test_a_loss_that_is_not_finite_ends_the_run():
+def test_losses_and_gradients_that_are_not_finite_end_the_run():
     saver = Saver()
     batches = [0.0, float("nan"), 0.0, 0.0]
     with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
         run(state=TrainState(0.0, None), batches=batches, steps=4, saver=saver, save_every=2)
     assert saver.saved == []  # what is broken is never saved
 
-
-def test_gradients_that_are_not_finite_end_the_run():
     def step(params, opt_state, batch):
         return params, opt_state, {"loss": 1.0, "grad_norm": float("inf")}
 
@@ -234,7 +223,7 @@ def test_gradients_that_are_not_finite_end_the_run():
         run(step, steps=2)
 
 
-def test_skipped_steps_are_counted():
+def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run():
     nan = float("nan")
     outcome, notes = run(
         skipping_step, batches=[1.0, nan, nan, 2.0, nan, 3.0], steps=6, max_skipped=2
@@ -242,10 +231,6 @@ def test_skipped_steps_are_counted():
     assert outcome.state.params == 6.0
     assert outcome.skipped == 3
     assert [record["skipped"] for record in notes] == [0, 1, 1, 0, 1, 0]
-
-
-def test_too_many_skipped_steps_in_a_row_end_the_run():
-    nan = float("nan")
     with pytest.raises(TrainingError, match="step 4 is nan, and so it was in the 2 steps before"):
         run(skipping_step, batches=[1.0, nan, nan, nan, 1.0], steps=5, max_skipped=2)
 
@@ -274,12 +259,9 @@ PEAKS = {
 }  # fmt: skip
 
 
-def test_peaks():
+def test_peaks_and_rates():
     assert {kind: peak_flops(kind, "bfloat16") for kind in PEAKS} == PEAKS
     assert peak_flops("NVIDIA H200", "float32") is None
-
-
-def test_rates():
     cost = StepCost(
         tokens=1000, devices=4, flops_per_token={"causal": 6.0, "palm": 8.0}, peak_flops=3000.0
     )

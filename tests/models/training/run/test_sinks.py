@@ -35,7 +35,7 @@ def events(folder):
     return found, purges
 
 
-def test_tensorboard_files_can_be_read(tmp_path):
+def test_tensorboard_files_can_be_read_and_forget_what_comes_again(tmp_path):
     with Sinks([TensorBoard(tmp_path)]) as (sink,):
         sink.write({"step": 3, **STEP, "error": "text is left out"})
         sink.write({"step": 3, "eval_loss": 2.0})
@@ -44,9 +44,6 @@ def test_tensorboard_files_can_be_read(tmp_path):
     assert ("mfu/causal", 3, 0.5) in found
     assert ("eval/loss", 3, 2.0) in found
     assert len(found) == len(STEP) + 1
-
-
-def test_tensorboard_forgets_what_comes_again(tmp_path):
     TensorBoard(tmp_path, after=7).close()
     assert events(tmp_path)[1] == [8]
 
@@ -128,7 +125,7 @@ def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
     disk.is_open.set()
 
 
-def test_what_is_never_written_is_counted(capfd):
+def test_flushed_records_are_written_and_what_never_is_is_counted(capfd, tmp_path):
     disk = Disk()
     disk.is_open.set()
     sink = Background("metrics", lambda: disk, kept=5, retry_s=60)
@@ -136,9 +133,6 @@ def test_what_is_never_written_is_counted(capfd):
         sink.write({"step": step})
     sink.close()
     assert "8 records were lost (No space left on device)" in capfd.readouterr().err
-
-
-def test_flushed_records_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = Background("metrics", lambda: JsonLines(path))
     for step in range(1000):
