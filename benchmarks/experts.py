@@ -13,15 +13,10 @@ Example:
 
 import contextlib
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -196,7 +191,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             built, problem = ahead.attempt(partial(build, given, program, case), ahead.Built())
             step = judged(given, row, program, case, built)
             print_line([name, program, *line(built, step)], problem)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,9 @@ Example:
     benchmarks/run long --rows v5p-8 --layers 2
 """
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -106,7 +101,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for program in given.programs:
             built, problem = attempted(given, ROWS[name], program)
             print_line([name, program, *ahead.cells(built, COLUMNS)], problem)
-
-
-if __name__ == "__main__":
-    main()

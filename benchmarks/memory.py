@@ -12,15 +12,9 @@ Example:
         --compiler_option xla_gpu_memory_limit_slop_factor=3
 """
 
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-
-if "jax" not in sys.modules:  # jax reads both when it is imported
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import optax
@@ -99,7 +93,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compiler_options=dict(option.split("=", 1) for option in given.compiler_option)
     )
     print_table(HEADER, lines([*wide, *small], topology, options))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,15 +11,10 @@ Example:
     benchmarks/run plan_llama --rows weak-16,weak-64,weak-128,weak-512 --nocompile
 """
 
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import optax
@@ -157,7 +152,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.compile:
                 built = build(lowered, spmd.Topology(row.topology), cached)
             print_line([*cells, *built_cells(built)])
-
-
-if __name__ == "__main__":
-    main()

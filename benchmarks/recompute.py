@@ -107,7 +107,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         within = policy if memory is None else f"as {policy}"
         options = spmd.Options(memory_limit=memory)
         print_line(row(given, mesh, config, f"by the compiler, {within}", options)[0])
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,9 @@ Example:
     benchmarks/run stages --rows 7b-2 --programs gpipe,jax.jit
 """
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -133,7 +128,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found, problem = ahead.attempt(partial(find, given, row, program), Found(ahead.Built()))
             title = f"{program}: {found.schedule}" if program == "auto" else program
             print_line([name, axes, title, found.bubble, *ahead.cells(found.built)], problem)
-
-
-if __name__ == "__main__":
-    main()

@@ -180,7 +180,3 @@ def _exported(work: Path, mesh: str, given: argparse.Namespace) -> Path:
     folder = work / "bundle"
     write_bundle(folder, int(found[1]) if found else 1, given.platform)
     return folder
-
-
-if __name__ == "__main__":
-    main()

@@ -297,7 +297,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     (f"spmd.jit, {row.mesh}", "predicted ms", "measured ms"),
                     ([p.name, *(f"{s * 1e3:.1f}" for s in p[1:])] for p in row.parts),
                 )
-
-
-if __name__ == "__main__":
-    main()

@@ -161,7 +161,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             server.process.wait()
     Console(soft_wrap=True).print(table)
     sys.exit(failed)
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for scenario in SCENARIOS:
         row = " | ".join(measured(checkout, scenario) for checkout in given.checkouts)
         print(f"| {scenario} | {row} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -286,7 +286,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print((own / "log").read_text(), file=sys.stderr)
     print(f"{wrong.count(False)} of {len(wrong)} ended as they should")
     sys.exit(1 if any(wrong) else 0)
-
-
-if __name__ == "__main__":
-    main()

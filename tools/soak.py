@@ -371,7 +371,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return report(server, probe, crowd, ended)
 
         sys.exit(1 if asyncio.run(go()) else 0)
-
-
-if __name__ == "__main__":
-    main()
