@@ -100,6 +100,23 @@ def model_of(name: str, layers: int = 0, **fields: Any) -> LlamaConfig:
     return dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
 
 
+class Row(NamedTuple):
+    """A model on a slice: a row of a table."""
+
+    model: str  # named config
+    topology: str  # the slice
+    axes: Mapping[str, int]  # sizes of the mesh's axes
+    batch: int = 1  # sequences in a step
+    microbatches: int = 1  # into how many a pipeline cuts them
+
+    def case(self, given: Any, sharding_name: str = "2d", **fields: Any) -> Case:
+        """Its training step in bf16, with the layers and sizes that flags ask for."""
+        config = model_of(self.model, given.layers, dtype="bfloat16", **fields)
+        shape = (getattr(given, "batch", 0) or self.batch, given.seq_len)
+        topology, table = spmd.Topology(self.topology), sharding.table_named(sharding_name)
+        return Case(config, mesh_of(self.axes), topology, shape, table)
+
+
 @functools.cache
 def mesh_ahead(mesh: spmd.Mesh, topology: spmd.Topology) -> jax.sharding.Mesh:
     """The mesh on the slice's devices; those of two calls of jax's would not be the same ones."""
