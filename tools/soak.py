@@ -218,8 +218,9 @@ class Crowd:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1024)
         size = len(body) if length is None else length
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+        writer.write(head.encode() + body)
         return reader, writer
 
     def _check(self, prompt: str, text: str) -> None:
