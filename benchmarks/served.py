@@ -9,6 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
+from spmd.models.decode import ServingShape
+from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.named import named_config
+from spmd.models.llama.weights.sources import fresh_source
+from spmd.serving.llama_bundle import write_llama_bundle
+
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 1800.0
 
@@ -59,13 +65,15 @@ class Server:
         self.process.wait()
 
 
-def write_tiny(folder: Path) -> None:
-    """A bundle of a tiny model with random weights: 8 slots of 256 tokens."""
-    from spmd.models.decode import ServingShape
-    from spmd.models.llama.named import named_config
-    from spmd.models.llama.weights.sources import fresh_source
-    from spmd.serving.llama_bundle import write_llama_bundle
+def write_bundle(
+    folder: Path, config: LlamaConfig, shape: ServingShape, platform: str = "cpu"
+) -> None:
+    """A bundle of a Llama with random weights."""
+    with fresh_source(config, 0) as source:
+        write_llama_bundle(source, folder, shape, dtype="float32", platforms=(platform,))
 
+
+def write_tiny(folder: Path) -> None:
+    """A bundle of a tiny one: 8 slots of 256 tokens."""
     shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
-    with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32")
+    write_bundle(folder, named_config("tiny"), shape)

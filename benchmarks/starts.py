@@ -11,7 +11,6 @@ Examples:
 """
 
 import argparse
-import dataclasses
 import os
 import re
 import tempfile
@@ -24,12 +23,10 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.served import PATIENCE, Server
+from benchmarks.served import PATIENCE, Server, write_bundle
 from spmd.cli.flags import Parser
 from spmd.models.decode import ServingShape
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.weights.sources import fresh_source
-from spmd.serving.llama_bundle import write_llama_bundle
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 
@@ -57,14 +54,6 @@ class Start(NamedTuple):
     # parts of the time between the first two -> seconds, as the server says
     parts: dict[str, str]
     beside: dict[str, str]  # the same of other threads meanwhile, added up over these
-
-
-def write_bundle(folder: Path, groups: int, platform: str) -> None:
-    """Random weights; eight slots."""
-    shape = ServingShape(8, 1024, ROWS, LENGTHS, 64, groups, 5, "float32")
-    config = dataclasses.replace(CONFIG, dtype="float32", param_dtype="float32")
-    with fresh_source(config, 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32", platforms=(platform,))
 
 
 def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
@@ -135,5 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _exported(work: Path, mesh: str, given: argparse.Namespace) -> Path:
     found = re.search(r"data=(\d+)", mesh)
     folder = work / "bundle"
-    write_bundle(folder, int(found[1]) if found else 1, given.platform)
+    groups = int(found[1]) if found else 1
+    shape = ServingShape(8, 1024, ROWS, LENGTHS, 64, groups, 5, "float32")
+    write_bundle(folder, CONFIG, shape, given.platform)
     return folder
