@@ -122,7 +122,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in IMPLEMENTATIONS:
             if name != "cudnn" or device.platform == "gpu":
                 print_line(row(given, name, length))
-
-
-if __name__ == "__main__":
-    main()

@@ -66,7 +66,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how = "scanned" if given.scan else "unrolled"
         cells = [f"{layers}, {how}", f"{hand:.4f}", where, f"{found.seconds:.4f}", str(found.mesh)]
         print_line([*cells, f"{found.seconds / hand:.3f}", f"{took:.1f}"])
-
-
-if __name__ == "__main__":
-    main()

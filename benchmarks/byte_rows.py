@@ -15,8 +15,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
+from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import hlo_collectives
-from benchmarks.hlo.sizes import matmul_flops
 from benchmarks.programs.conditions import forget
 from benchmarks.programs.program import Built, Program
 from spmd.errors import ArgumentError

@@ -16,15 +16,9 @@ Example:
     benchmarks/run bytes --only 'moe|resnet'
 """
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-
-from benchmarks.environment import xla_flags
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 import spmd
 from benchmarks.byte_rows import Row, measure
@@ -80,7 +74,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print()
     print_table(FAMILY_HEADER, family_lines(rows))
     print(f"\n{planning_line(rows)}\n{explained_line(rows)}")
-
-
-if __name__ == "__main__":
-    main()

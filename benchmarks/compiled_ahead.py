@@ -51,28 +51,37 @@ class Case(NamedTuple):
     """A training step on a mesh of a slice."""
 
     config: LlamaConfig  # the model
-    mesh: spmd.Mesh  # without devices
-    topology: spmd.Topology  # the slice
+    mesh: spmd.Mesh  # with devices or without
+    machine: spmd.Topology | None  # the slice; None: the devices of the mesh
     shape: tuple[int, int]  # sequences in a batch, and tokens in each
     table: sharding.SpecTable = sharding.TWO_D
+    optimizer: optax.GradientTransformation = optax.adamw(1e-4)
+    options: spmd.Options = spmd.Options()
+
+    @property
+    def topology(self) -> spmd.Topology:
+        """The slice that is not here."""
+        assert self.machine is not None
+        return self.machine
 
     @property
     def has_compiler(self) -> bool:
         """Whether its machine's compiler can run here."""
         return self.topology.platform == "tpu"
 
-    def program(self) -> tuple[Step, Any, optax.GradientTransformation]:
-        """The step, the types of its arguments, and the optimizer."""
-        optimizer = optax.adamw(1e-4)
+    def step(self) -> Step:
+        """The step, with the usual marks of activations."""
         marks = sharding.activation_marks(self.mesh, self.config, self.table)
-        types = argument_types(self.config, optimizer, self.mesh, self.shape, self.table)
-        return train_step(self.config, optimizer, marks), types, optimizer
+        return train_step(self.config, self.optimizer, marks)
+
+    def types(self) -> tuple[Any, Any, Any]:
+        """The types of its arguments: parameters and batch are marked."""
+        return argument_types(self.config, self.optimizer, self.mesh, self.shape, self.table)
 
     def lower(self) -> spmd.Lowered:
         """Plans the step."""
-        step, types, _ = self.program()
-        jitted = spmd.jit(step, mesh=self.mesh, donate_argnums=(0, 1))
-        return jitted.lower(*types, topology=self.topology)
+        jitted = spmd.jit(self.step(), mesh=self.mesh, donate_argnums=(0, 1), options=self.options)
+        return jitted.lower(*self.types(), topology=self.machine)
 
 
 def mesh_of(axes: Mapping[str, int]) -> spmd.Mesh:
@@ -89,6 +98,23 @@ def model_of(name: str, layers: int = 0, **fields: Any) -> LlamaConfig:
     """A named model with other fields, and so many layers, or all of its own."""
     config = dataclasses.replace(named_config(name), **fields)
     return dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
+
+
+class Row(NamedTuple):
+    """A model on a slice: a row of a table."""
+
+    model: str  # named config
+    topology: str  # the slice
+    axes: Mapping[str, int]  # sizes of the mesh's axes
+    batch: int = 1  # sequences in a step
+    microbatches: int = 1  # into how many a pipeline cuts them
+
+    def case(self, given: Any, sharding_name: str = "2d", **fields: Any) -> Case:
+        """Its training step in bf16, with the layers and sizes that flags ask for."""
+        config = model_of(self.model, given.layers, dtype="bfloat16", **fields)
+        shape = (getattr(given, "batch", 0) or self.batch, given.seq_len)
+        topology, table = spmd.Topology(self.topology), sharding.table_named(sharding_name)
+        return Case(config, mesh_of(self.axes), topology, shape, table)
 
 
 @functools.cache
@@ -146,10 +172,9 @@ def by_jax(case: Case, compiles: bool = True, options: Mapping[str, str] | None 
     if not (compiles and case.has_compiler):
         return Built()
     start = time.perf_counter()
-    step, types, optimizer = case.program()
-    there = placed(types, optimizer, case.mesh, case.topology)
+    there = placed(case.types(), case.optimizer, case.mesh, case.topology)
     where = jax.tree.map(lambda x: x.sharding, there)
-    plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
+    plain = jax.jit(case.step(), donate_argnums=(0, 1), out_shardings=(*where[:2], None))
     executable = plain.lower(*there).compile(compiler_options={**options} if options else None)
     return with_compiler(Built(), case.mesh, case.topology, executable, start)
 

@@ -28,11 +28,6 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
-from benchmarks.environment import xla_flags
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
-
 import jax
 
 import spmd
@@ -251,7 +246,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_asked:
             print()
             show()
-
-
-if __name__ == "__main__":
-    main()

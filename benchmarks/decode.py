@@ -162,7 +162,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for quantize in given.quantize:
         for batch in given.batches:
             print_line(row(given, config, quantize, int(batch)))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,18 +18,13 @@ Example:
 """
 
 import math
-import os
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -254,7 +249,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         setup = ROWS[name]
         for rows, built in built_of(given, name):
             print_line([name, str(rows), *cells(given, setup, rows, built)])
-
-
-if __name__ == "__main__":
-    main()

@@ -52,7 +52,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 best[i] = min(best[i], seconds_a_call(fn, arrays, max(5, 2000 // leaves)))
         theirs, ours = (1e6 * seconds for seconds in best)
         print_line([str(leaves), f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"])
-
-
-if __name__ == "__main__":
-    main()

@@ -166,7 +166,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for streams in given.streams:
         for chance in CHANCES:
             print_line(line(backend, given, streams, chance))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,15 +13,10 @@ Example:
 
 import contextlib
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -33,27 +28,15 @@ from benchmarks.hlo.read import arrays
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 from spmd.measure.hlo import Instruction
-from spmd.models.llama import sharding
-from spmd.models.llama.config import LlamaConfig
 from spmd.planning import choices
 
-
-class Setup(NamedTuple):
-    """One configuration."""
-
-    model: str  # named config, or one of `MODELS`
-    topology: str  # the slice
-    axes: Mapping[str, int]  # sizes of the mesh's axes
-    batch: int  # sequences in a step
-
-
 ROWS = {
-    "mixtral-64": Setup("mixtral-8x7b", "v5p:4x4x4", {"data": 8, "expert": 8}, 128),
-    "mixtral-64-model": Setup(
+    "mixtral-64": ahead.Row("mixtral-8x7b", "v5p:4x4x4", {"data": 8, "expert": 8}, 128),
+    "mixtral-64-model": ahead.Row(
         "mixtral-8x7b", "v5p:4x4x4", {"data": 4, "expert": 8, "model": 2}, 128
     ),
-    "mixtral-64-data": Setup("mixtral-8x7b", "v5p:4x4x4", {"data": 64}, 128),
-    "256-512": Setup("256-experts", "v5p:8x8x8", {"data": 8, "expert": 64}, 512),
+    "mixtral-64-data": ahead.Row("mixtral-8x7b", "v5p:4x4x4", {"data": 64}, 128),
+    "256-512": ahead.Row("256-experts", "v5p:8x8x8", {"data": 8, "expert": 64}, 512),
 }
 
 MODELS: Mapping[str, Any] = {
@@ -75,18 +58,11 @@ CAPACITY = 1.25
 """Places of an expert (`one-hot`), or rows on a device (`exchanged`), over its share of choices."""
 
 
-def config_of(given: Any, row: Setup) -> LlamaConfig:
-    """The model: layers scanned and recomputed."""
-    model = "qwen3-235b-a22b" if row.model in MODELS else row.model
-    fields: dict[str, Any] = {"dtype": "bfloat16", "attention": "einsum", "remat": "full"}
-    return ahead.model_of(model, given.layers, **MODELS.get(row.model, {}), **fields)
-
-
-def case_of(given: Any, row: Setup) -> ahead.Case:
-    """The training step, on its machine."""
-    shape = (given.batch or row.batch, given.seq_len)
-    topology, table = spmd.Topology(row.topology), sharding.table_named(given.sharding)
-    return ahead.Case(config_of(given, row), ahead.mesh_of(row.axes), topology, shape, table)
+def case_of(given: Any, row: ahead.Row) -> ahead.Case:
+    """The training step: layers scanned and recomputed."""
+    fields: dict[str, Any] = {"attention": "einsum", "remat": "full", **MODELS.get(row.model, {})}
+    named = row._replace(model="qwen3-235b-a22b") if row.model in MODELS else row
+    return named.case(given, given.sharding, **fields)
 
 
 @contextlib.contextmanager
@@ -119,14 +95,12 @@ def build(given: Any, name: str, case: ahead.Case) -> ahead.Built:
         )
 
 
-def judged(
-    given: Any, row: Setup, name: str, case: ahead.Case, built: ahead.Built
-) -> Modelled | None:
+def judged(name: str, case: ahead.Case, built: ahead.Built) -> Modelled | None:
     """Time by the compiler's schedule."""
     if not built.text:
         return None
-    config = config_of(given, row)
-    choices = (given.batch or row.batch) * given.seq_len * config.num_experts_per_tok
+    config = case.config
+    choices = math.prod(case.shape) * config.num_experts_per_tok
     flops = 2.0 * choices * config.hidden_size * config.expert_width
     # jax.jit's program has no room to spare: what it computes on several devices counts on each.
     most = flops / (1 if name == "jax.jit" else case.mesh.size)
@@ -194,9 +168,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for program in given.programs:
             case = case_of(given, row)
             built, problem = ahead.attempt(partial(build, given, program, case), ahead.Built())
-            step = judged(given, row, program, case, built)
+            step = judged(program, case, built)
             print_line([name, program, *line(built, step)], problem)
-
-
-if __name__ == "__main__":
-    main()

@@ -35,10 +35,12 @@ class Kinds(NamedTuple):
 
 def kinds_of(steps: Iterable[Sequence[Kernel]]) -> Kinds:
     """The mean of some steps of one device."""
-    return _mean([_step(kernels) for kernels in steps])
+    busy, *kinds, exposed, hidden = map(statistics.fmean, zip(*map(_step, steps), strict=True))
+    return Kinds(busy, tuple(kinds), exposed, hidden)
 
 
-def _step(kernels: Sequence[Kernel]) -> Kinds:
+def _step(kernels: Sequence[Kernel]) -> list[float]:
+    """Milliseconds as `HEADER` has them."""
     kinds = [kernel_kind(kernel.name) for kernel in kernels]
     ranks = [int(kind == COLLECTIVES) for kind in kinds]
     spans = [(rank, k.start, k.end) for rank, k in zip(ranks, kernels, strict=True)]
@@ -50,14 +52,4 @@ def _step(kernels: Sequence[Kernel]) -> Kinds:
     waits = [share for share, rank in zip(spent, ranks, strict=True) if rank]
     busy, exposed = sum(share.seconds for share in spent), sum(share.seconds for share in waits)
     hidden = sum(share.hidden for share in waits)
-    milliseconds = tuple(seconds * 1e3 for seconds in totals.values())
-    return Kinds(busy * 1e3, milliseconds, exposed * 1e3, hidden * 1e3)
-
-
-def _mean(steps: Sequence[Kinds]) -> Kinds:
-    kinds = tuple(map(statistics.fmean, zip(*(step.kinds for step in steps), strict=True)))
-    busy, exposed, hidden = (
-        statistics.fmean(getattr(step, name) for step in steps)
-        for name in ("busy", "exposed", "hidden")
-    )
-    return Kinds(busy, kinds, exposed, hidden)
+    return [seconds * 1e3 for seconds in (busy, *totals.values(), exposed, hidden)]

@@ -10,64 +10,38 @@ Example:
     benchmarks/run long --rows v5p-8 --layers 2
 """
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from typing import Any
 
 import jax
 
-import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
 from spmd.ir.dialect import rule
-from spmd.models.llama import sharding
-from spmd.models.llama.config import LlamaConfig
 
-
-class Setup(NamedTuple):
-    """A machine, and the sizes of the mesh's axes."""
-
-    topology: str
-    axes: Mapping[str, int]
-
-
+MODEL = "llama3.1-8b"
 ROWS = {
-    "v5p-8": Setup("v5p:2x2x2", {"seq": 8}),
-    "v5p-16": Setup("v5p:2x2x4", {"seq": 8, "model": 2}),
-    "h200-8": Setup("h200:8", {"seq": 8}),
-    "h200-4x2": Setup("h200:8", {"seq": 4, "model": 2}),
+    "v5p-8": ahead.Row(MODEL, "v5p:2x2x2", {"seq": 8}),
+    "v5p-16": ahead.Row(MODEL, "v5p:2x2x4", {"seq": 8, "model": 2}),
+    "h200-8": ahead.Row(MODEL, "h200:8", {"seq": 8}),
+    "h200-4x2": ahead.Row(MODEL, "h200:8", {"seq": 4, "model": 2}),
 }
 
 PROGRAMS = ("ring", "gathered", "usual", "jax.jit")
 
 
-def config_of(given: Any, row: Setup, name: str) -> LlamaConfig:
-    """The model: layers scanned and recomputed."""
+def build(given: Any, row: ahead.Row, name: str) -> ahead.Built:
+    """Plans a program, and compiles it where a compiler is: layers are scanned and recomputed."""
     zigzag = row.axes["seq"] if name in ("ring", "gathered") else 1
-    return ahead.model_of(given.model, given.layers, dtype="bfloat16", remat="full", zigzag=zigzag)
-
-
-def build(given: Any, row: Setup, name: str) -> ahead.Built:
-    """Plans a program, and compiles it where a compiler is."""
-    case = ahead.Case(
-        config_of(given, row, name),
-        ahead.mesh_of(row.axes),
-        spmd.Topology(row.topology),
-        (1, given.seq_len),
-        sharding.table_named(given.sharding),
-    )
+    case = row.case(given, given.sharding, remat="full", zigzag=zigzag)
     if name == "jax.jit":
         return ahead.by_jax(case, given.compile)
     return ahead.by_spmd(case, given.compile)[0]
 
 
-def attempted(given: Any, row: Setup, name: str) -> tuple[ahead.Built, str]:
+def attempted(given: Any, row: ahead.Row, name: str) -> tuple[ahead.Built, str]:
     """What became of a program, or why nothing did."""
     most = rule.MOST_PIECES
     rule.MOST_PIECES = 1 if name == "gathered" else most
@@ -88,7 +62,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--rows", type=words, default=",".join(ROWS), help="which machines")
     add("--programs", type=words, default=",".join(PROGRAMS), help="what is made of the step")
-    add("--model", default="llama3.1-8b", help="named config")
+    add("--model", default=MODEL, help="named config")
     add("--layers", type=int, default=0, help="so many layers instead of all")
     add("--seq_len", type=int, default=131_072, help="tokens of the one sequence")
     add("--sharding", default="2d", help="table of specs")
@@ -103,10 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"jax {jax.__version__}, {given.model}, {layers} layers, 1 x {given.seq_len}, AdamW")
     print_head(("row", "program", *COLUMNS))
     for name in given.rows:
+        row = ROWS[name]._replace(model=given.model)
         for program in given.programs:
-            built, problem = attempted(given, ROWS[name], program)
+            built, problem = attempted(given, row, program)
             print_line([name, program, *ahead.cells(built, COLUMNS)], problem)
-
-
-if __name__ == "__main__":
-    main()

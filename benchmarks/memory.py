@@ -12,36 +12,26 @@ Example:
         --compiler_option xla_gpu_memory_limit_slop_factor=3
 """
 
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-if "jax" not in sys.modules:  # jax reads both when it is imported
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
 import jax
-import optax
 
 import spmd
-from benchmarks.compiled_ahead import model_of
+from benchmarks.compiled_ahead import Case, model_of
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Built, Program, on_meshes
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser
 from spmd.explain.memory import Memory
-from spmd.models.llama import sharding
-from spmd.models.llama.step import argument_types, train_step
 
 
 def wide_llama(mesh: spmd.Mesh, remat: str, scan: bool) -> Built:
     """A training step of four layers of Llama-2 7B's width, bf16 compute."""
     config = model_of("llama2-7b", 4, dtype="bfloat16", remat=remat, scan_layers=scan)
-    optimizer = optax.adamw(1e-3)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    return Built(step, argument_types(config, optimizer, mesh, (32, 4096)), (0, 1))
+    case = Case(config, mesh, None, (32, 4096))
+    return Built(case.step(), case.types(), (0, 1))
 
 
 WIDE: list[Program] = [
@@ -99,7 +89,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compiler_options=dict(option.split("=", 1) for option in given.compiler_option)
     )
     print_table(HEADER, lines([*wide, *small], topology, options))
-
-
-if __name__ == "__main__":
-    main()

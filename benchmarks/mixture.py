@@ -103,7 +103,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in given.models:
         for name in IMPLEMENTATIONS:
             print_line(row(given, model, name))
-
-
-if __name__ == "__main__":
-    main()

@@ -224,7 +224,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     titles += ["by hand / free", "free, predicted ms", "by hand, predicted ms"]
     titles += ["free, MiB sent", "by hand, MiB sent", "apart"]
     print_table(titles, (row(given, name) for name in given.programs))
-
-
-if __name__ == "__main__":
-    main()

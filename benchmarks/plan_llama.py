@@ -11,15 +11,10 @@ Example:
     benchmarks/run plan_llama --rows weak-16,weak-64,weak-128,weak-512 --nocompile
 """
 
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import optax
@@ -28,9 +23,7 @@ import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
-from spmd.models.llama import sharding
 from spmd.models.llama.flops import flops_per_token
-from spmd.models.llama.step import argument_types, train_step
 
 
 class Setup(NamedTuple):
@@ -42,7 +35,7 @@ class Setup(NamedTuple):
     batch: int  # sequences in a step
     layers: int = 0  # how many layers; 0 for all of the model's
     seq_lens: tuple[int, ...] = (1024, 2048)  # tokens in a sequence
-    optimizer: str = "adafactor"  # `adafactor` or `adamw`
+    optimizer: optax.GradientTransformation = optax.adafactor(1e-3)
     remat: str = "full"  # which activations are kept
 
 
@@ -54,7 +47,7 @@ ROWS = {
 """Those of the report."""
 
 SLICES = {"v5p:2x2x4": 16, "v5p:4x4x4": 64, "v5p:4x4x8": 128, "v5p:8x8x8": 512}
-WIDE = Setup("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), "adamw", "none")
+WIDE = Setup("llama3-70b", "v5p:4x4x8", (128, 1), 128, 0, (8192,), optax.adamw(1e-4), "none")
 MORE_ROWS = {
     **{f"weak-{count}": WIDE._replace(topology=name, mesh=(count, 1), batch=count, layers=4)
        for name, count in SLICES.items()},
@@ -79,12 +72,9 @@ def make_parser() -> Parser:
 def lower(row: Setup, seq_len: int) -> spmd.Lowered:
     """Plans one training step: bf16 compute, layers scanned."""
     config = ahead.model_of(row.model, row.layers, dtype="bfloat16", remat=row.remat)
-    mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
-    optimizer = optax.adafactor(1e-3) if row.optimizer == "adafactor" else optax.adamw(1e-4)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    types = argument_types(config, optimizer, mesh, (row.batch, seq_len))
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
-    return jitted.lower(*types, topology=spmd.Topology(row.topology))
+    mesh, topology = spmd.Mesh(None, row.mesh, ("data", "model")), spmd.Topology(row.topology)
+    shape = (row.batch, seq_len)
+    return ahead.Case(config, mesh, topology, shape, optimizer=row.optimizer).lower()
 
 
 def build(lowered: spmd.Lowered, topology: spmd.Topology, cached: Path | None) -> ahead.Built:
@@ -157,7 +147,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.compile:
                 built = build(lowered, spmd.Topology(row.topology), cached)
             print_line([*cells, *built_cells(built)])
-
-
-if __name__ == "__main__":
-    main()

@@ -163,7 +163,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     same, total = agreement(rows)
     print(f"\n{same} of {total} pairs that are more than {MARGIN:.0%} apart are predicted "
           f"in the measured order")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -16,16 +16,13 @@ import time
 from collections.abc import Sequence
 
 import jax
-import optax
 
 import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
 from benchmarks.train import parse_axes, parse_mesh, time_steps
 from spmd.cli.flags import Parser, Switch, positive, words
-from spmd.models.llama import sharding
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.step import argument_types, train_step
 
 POLICIES = "none,full,dots,dots_no_batch,save_attention"
 
@@ -47,11 +44,8 @@ def row(
     shown = f"{limit / 2**30:.1f}" if limit else ""
     try:
         topology = spmd.Topology(given.topology) if given.topology else None
-        optimizer, shape = optax.adamw(1e-4), (given.global_batch, given.seq_len)
-        step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-        types = argument_types(config, optimizer, mesh, shape)
-        jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
-        lowered = jitted.lower(*types, topology=topology)
+        shape = (given.global_batch, given.seq_len)
+        lowered = ahead.Case(config, mesh, topology, shape, options=options).lower()
     except spmd.PlanError as error:
         return [name, shown, str(error).splitlines()[1].strip(), *[""] * 5], 0
     planned, memory = time.perf_counter() - start, lowered.predicted_memory.peak
@@ -107,7 +101,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         within = policy if memory is None else f"as {policy}"
         options = spmd.Options(memory_limit=memory)
         print_line(row(given, mesh, config, f"by the compiler, {within}", options)[0])
-
-
-if __name__ == "__main__":
-    main()

@@ -224,7 +224,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (BenchError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

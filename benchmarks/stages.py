@@ -10,18 +10,12 @@ Example:
     benchmarks/run stages --rows 7b-2 --programs gpipe,jax.jit
 """
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 
-import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, words
@@ -29,24 +23,13 @@ from spmd.explain.steps import pipeline_rows
 from spmd.explain.words import share_text
 from spmd.ir.pipelines import Pipeline
 
-
-class Setup(NamedTuple):
-    """A model on a slice."""
-
-    model: str  # named config
-    topology: str  # the slice
-    axes: Mapping[str, int]  # sizes of the mesh's axes
-    batch: int  # sequences in a step
-    microbatches: int = 1  # into how many the pipeline cuts them
-
-
 ROWS = {
-    "7b-1": Setup("llama2-7b", "v5p:2x2x4", {"data": 8, "model": 2}, 128),
-    "7b-2": Setup("llama2-7b", "v5p:2x2x4", {"stage": 2, "data": 4, "model": 2}, 128, 16),
-    "7b-4": Setup("llama2-7b", "v5p:2x2x4", {"stage": 4, "data": 2, "model": 2}, 128, 32),
-    "70b-1": Setup("llama2-70b", "v5p:4x4x4", {"data": 16, "model": 4}, 256),
-    "70b-2": Setup("llama2-70b", "v5p:4x4x4", {"stage": 2, "data": 8, "model": 4}, 256, 16),
-    "70b-4": Setup("llama2-70b", "v5p:4x4x4", {"stage": 4, "data": 4, "model": 4}, 256, 32),
+    "7b-1": ahead.Row("llama2-7b", "v5p:2x2x4", {"data": 8, "model": 2}, 128),
+    "7b-2": ahead.Row("llama2-7b", "v5p:2x2x4", {"stage": 2, "data": 4, "model": 2}, 128, 16),
+    "7b-4": ahead.Row("llama2-7b", "v5p:2x2x4", {"stage": 4, "data": 2, "model": 2}, 128, 32),
+    "70b-1": ahead.Row("llama2-70b", "v5p:4x4x4", {"data": 16, "model": 4}, 256),
+    "70b-2": ahead.Row("llama2-70b", "v5p:4x4x4", {"stage": 2, "data": 8, "model": 4}, 256, 16),
+    "70b-4": ahead.Row("llama2-70b", "v5p:4x4x4", {"stage": 4, "data": 4, "model": 4}, 256, 32),
 }
 
 PROGRAMS = ("gpipe", "1f1b", "interleaved", "auto", "jax.jit")
@@ -61,24 +44,20 @@ class Found(NamedTuple):
     bubble: str = "-"
 
 
-def case_of(given: Any, row: Setup, schedule: str) -> ahead.Case:
+def case_of(given: Any, row: ahead.Row, schedule: str) -> ahead.Case:
     """The training step: layers scanned and recomputed."""
     stages = row.axes.get("stage", 1)
-    config = ahead.model_of(
-        row.model,
-        given.layers,
-        dtype="bfloat16",
+    return row.case(
+        given,
         attention=given.attention,
         remat="full",
         stages=stages,
         stage_microbatches=row.microbatches,
         stage_schedule=schedule if stages > 1 else "auto",
     )
-    shape = (given.batch or row.batch, given.seq_len)
-    return ahead.Case(config, ahead.mesh_of(row.axes), spmd.Topology(row.topology), shape)
 
 
-def find(given: Any, row: Setup, program: str) -> Found:
+def find(given: Any, row: ahead.Row, program: str) -> Found:
     """Plans a program, and compiles it."""
     if program == "jax.jit":
         built = ahead.by_jax(case_of(given, row, "gpipe"), given.compile)
@@ -111,7 +90,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def programs_of(given: Any, row: Setup) -> list[str]:
+def programs_of(given: Any, row: ahead.Row) -> list[str]:
     """The programs of a row: what depends on a schedule needs stages."""
     if "stage" in row.axes:
         return list(given.programs)
@@ -133,7 +112,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found, problem = ahead.attempt(partial(find, given, row, program), Found(ahead.Built()))
             title = f"{program}: {found.schedule}" if program == "auto" else program
             print_line([name, axes, title, found.bubble, *ahead.cells(found.built)], problem)
-
-
-if __name__ == "__main__":
-    main()

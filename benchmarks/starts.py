@@ -11,15 +11,11 @@ Examples:
 """
 
 import argparse
-import dataclasses
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +23,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.served import PATIENCE, Server, write_bundle
 from spmd.cli.flags import Parser
 from spmd.models.decode import ServingShape
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.weights.sources import fresh_source
-from spmd.serving.llama_bundle import write_llama_bundle
 
-ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 1800.0
 DEVICES = "--xla_force_host_platform_device_count=8"
 
 CONFIG = LlamaConfig(
@@ -63,51 +56,17 @@ class Start(NamedTuple):
     beside: dict[str, str]  # the same of other threads meanwhile, added up over these
 
 
-def write_bundle(folder: Path, groups: int, platform: str) -> None:
-    """Random weights; eight slots."""
-    shape = ServingShape(8, 1024, ROWS, LENGTHS, 64, groups, 5, "float32")
-    config = dataclasses.replace(CONFIG, dtype="float32", param_dtype="float32")
-    with fresh_source(config, 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32", platforms=(platform,))
-
-
-class Server(NamedTuple):
-    """A server that starts, and the file with what it says."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
-@contextmanager
-def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Server]:
-    """Starts a server, and ends it."""
-    log = work / "log"
-    flags = os.environ.get("XLA_FLAGS", "")
-    environment = {
-        **os.environ, "JAX_PLATFORMS": platform,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
-        "XLA_FLAGS": flags if DEVICES.partition("=")[0] in flags else f"{flags} {DEVICES}",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "spmd.scripts.serve_bundle", str(bundle), "--mesh", mesh]
-    command += ["--port", "0", "--cache_dir", str(work / "cache")]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
-    try:
-        yield Server(process, log)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
     """Starts a server once."""
-    started = time.monotonic()
-    with starting(bundle, mesh, work, platform) as server:
-        (url,) = _said(server, r"listening on (http://[\d.]+:\d+)")
+    started, flags = time.monotonic(), os.environ.get("XLA_FLAGS", "")
+    if DEVICES.partition("=")[0] not in flags:
+        flags += f" {DEVICES}"
+    with Server(bundle, work, "--mesh", mesh, JAX_PLATFORMS=platform, XLA_FLAGS=flags) as server:
+        url = server.url
         listens = time.monotonic() - started
-        _said(server, r" (ready): ")
+        server.said(r" (ready): ")
         ready = time.monotonic() - started
-        lists = _said(server, r"seconds: (.*); on other threads: (.*)")
+        lists = server.said(r"seconds: (.*); on other threads: (.*)")
         parts, beside = (dict(re.findall(r"(\S+) ([\d.]+)", text)) for text in lists)
         there = _compiled(url)
         body = {"prompt": "def f(", "max_tokens": 1}
@@ -115,22 +74,9 @@ def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
         answered = time.monotonic() - started
         count = len(list((bundle / "functions").glob("*.mlirbc")))
         if there <= count:
-            _said(server, r"(more functions are compiled)")
+            server.said(r"(more functions are compiled)")
         ended = time.monotonic() - started
         return Start(listens, ready, answered, ended, (there - 1, count), parts, beside)
-
-
-def _said(server: Server, pattern: str) -> tuple[str, ...]:
-    """Waits for a line of the log."""
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        has_ended = server.process.poll() is not None
-        if found := re.search(pattern, server.log.read_text()):
-            return found.groups()
-        if has_ended:
-            break
-        time.sleep(0.02)
-    sys.exit(f"the server did not say {pattern!r}:\n{server.log.read_text()}")
 
 
 def _compiled(url: str) -> int:
@@ -178,9 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _exported(work: Path, mesh: str, given: argparse.Namespace) -> Path:
     found = re.search(r"data=(\d+)", mesh)
     folder = work / "bundle"
-    write_bundle(folder, int(found[1]) if found else 1, given.platform)
+    groups = int(found[1]) if found else 1
+    shape = ServingShape(8, 1024, ROWS, LENGTHS, 64, groups, 5, "float32")
+    write_bundle(folder, CONFIG, shape, given.platform)
     return folder
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 
+def row_line(cells: Iterable[str]) -> str:
+    """A row as Markdown has it."""
+    return f"| {' | '.join(cells)} |"
+
+
 def print_head(heads: Sequence[str]) -> None:
     """The first two lines of a table."""
     print_line(heads)
@@ -11,7 +16,7 @@ def print_head(heads: Sequence[str]) -> None:
 
 def print_line(line: Sequence[str], problem: str = "") -> None:
     """One more line, and below it why it is empty."""
-    print("| " + " | ".join(line) + " |", flush=True)
+    print(row_line(line), flush=True)
     if problem:
         print(f"    {problem}", flush=True)
 

@@ -8,14 +8,9 @@ Example:
     benchmarks/run tpu --rows v5e-16-scanned --cache plans
 """
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -136,7 +131,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for c, waited in step.synchronous if given.synchronous else ():
                 what = f"{c.count} x {c.kind} among {c.group_size}, {c.bytes / 1e6:.1f} MB each"
                 print(f"    {what}, {waited * 1e3:.2f} ms together: {c.op_name} {c.source}")
-
-
-if __name__ == "__main__":
-    main()

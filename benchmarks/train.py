@@ -40,11 +40,9 @@ from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
 from spmd.measure.profile import PROFILED, Run, run_steps
 from spmd.measure.profile import Step as ProfiledStep
-from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
 from spmd.models.llama.flops import flops_per_token
 from spmd.models.llama.fresh import init
-from spmd.models.llama.step import Step, argument_types, train_step
 from spmd.models.training.run.metrics import peak_flops
 from spmd.models.training.run.optimizer import initial_state
 
@@ -161,24 +159,19 @@ def config_of(given: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def peer_step(
-    config: LlamaConfig, optimizer: optax.GradientTransformation, mesh: spmd.Mesh
-) -> Step:
-    """The step for plain `jax.jit`, with the attention that is best there."""
+def peer_config(config: LlamaConfig) -> LlamaConfig:
+    """The model for plain `jax.jit`, with the attention that is best there."""
     fused = jax.devices()[0].platform == "gpu" and config.dtype in ("bfloat16", "float16")
-    config = dataclasses.replace(config, attention="cudnn" if fused else "einsum")
-    return train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    return dataclasses.replace(config, attention="cudnn" if fused else "einsum")
 
 
 def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     """The programs of jax, over one mesh."""
     mesh, config = parse_mesh(text), config_of(given)
     optimizer = getattr(optax, given.optimizer)(1e-4)
-    shape = (given.global_batch, given.seq_len)
-    types = argument_types(config, optimizer, mesh, shape)
+    case = ahead.Case(config, mesh, None, (given.global_batch, given.seq_len), optimizer=optimizer)
     start = time.perf_counter()
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(*types)
+    compiled = case.lower().compile()
     compile_seconds = time.perf_counter() - start
     batch = random_batch(given, compiled, config)
 
@@ -204,12 +197,12 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     if "jax" in given.peers:
         start = time.perf_counter()
         plain = jax.jit(
-            peer_step(config, optimizer, mesh),
+            case._replace(config=peer_config(config)).step(),
             donate_argnums=(0, 1),
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),
         )
-        peer = plain.lower(*types).compile()
+        peer = plain.lower(*case.types()).compile()
         row, _ = measured("jax.jit", peer, compiled.in_shardings, time.perf_counter() - start)
         memory: Any = peer.memory_analysis()
         row.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -297,7 +290,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     (f"spmd.jit, {row.mesh}", "predicted ms", "measured ms"),
                     ([p.name, *(f"{s * 1e3:.1f}" for s in p[1:])] for p in row.parts),
                 )
-
-
-if __name__ == "__main__":
-    main()

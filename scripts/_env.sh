@@ -166,7 +166,7 @@ run_module_of() {
   if [ -z "$name" ] || [ "$name" = --help ] || [ "$name" = -h ]; then
     say "usage: $folder/run NAME [flags]; $folder/run NAME --help lists the flags"
     for file in "$REPO_ROOT/$folder"/*.py; do
-      if grep -q '__main__' "$file"; then
+      if grep -q '^def main(arguments' "$file"; then
         printf '  %-20s %s\n' "$(basename "$file" .py)" "$(head -n 1 "$file" | tr -d '"')"
       fi
     done
@@ -174,5 +174,5 @@ run_module_of() {
   fi
   [ -f "$REPO_ROOT/$folder/$name.py" ] || die "there is no $folder/$name.py; $folder/run lists what there is"
   shift 3
-  exec_module "$extra" "$folder.$name" "$@"
+  exec_module "$extra" benchmarks "$folder.$name" "$@"
 }

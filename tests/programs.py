@@ -11,6 +11,9 @@ import numpy as np
 import optax
 
 import spmd
+from benchmarks.hlo.read import arrays
+from benchmarks.hlo.runs import Runs
+from spmd.measure.hlo import parse_module_text
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
@@ -131,3 +134,11 @@ def _keeps(mark: Mark, state: Sharding) -> bool:
     dims = zip(mark.dims, mark.open, state.dims, strict=True)
     kept = (have[: len(wanted) if is_open else None] == wanted for wanted, is_open, have in dims)
     return not state.partial and all(kept)
+
+
+def arrays_made(text: str) -> set[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of whatever is ever whole in an optimized module: not inside of fusions."""
+    module = parse_module_text(text)
+    runs = Runs(module).counts()
+    every = (i for name, own in module.computations.items() if runs[name] for i in own)
+    return {array for i in every if not i.type.startswith("(") for array in arrays(i.type)}

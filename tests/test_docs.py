@@ -222,7 +222,8 @@ def help_of(*command: str) -> str:
     parser = parser_of(module)
     if parser is not None:
         return help_by(parser, kind)
-    asked = [sys.executable, "-m", *command, "--help"]
+    runner = ["benchmarks"] if module.startswith(("benchmarks.", "tools.")) else []
+    asked = [sys.executable, "-m", *runner, *command, "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "No module named" not in done.stderr, done.stderr

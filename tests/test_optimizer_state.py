@@ -7,8 +7,7 @@ import jax
 import pytest
 
 import spmd
-from benchmarks.hlo.sizes import largest_values
-from tests.programs import Training, llama
+from tests.programs import Training, arrays_made, llama
 
 Made = tuple[Training, spmd.Compiled]
 
@@ -67,7 +66,7 @@ def test_creating_the_state_never_makes_a_split_leaf_whole(compiled: Made) -> No
     shardings = program.in_shardings[1]
     creation = jax.jit(training.optimizer.init, out_shardings=shardings)
     text = str(creation.lower(training.marked_params).compile().as_text())
-    shapes = {value.shape for value in largest_values(text, 10_000)}
+    shapes = {shape for _, shape in arrays_made(text)}
     state = jax.eval_shape(training.optimizer.init, training.params)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     split = [leaf for leaf, sharding in pairs if not sharding.is_fully_replicated]

@@ -294,7 +294,3 @@ def print_samples(samples: Sequence[Sample], mesh: Mesh, topology: Topology) -> 
         times = (f"{s.seconds * 1e6:.1f}", f"{fitted * 1e6:.1f}", f"{fitted / s.seconds:.2f}")
         print_line([s.kind, ", ".join(s.axes), f"{s.local_in / 1024:.4g}", *times])
     print(f"\nmedian factor between fitted and measured: {math.exp(statistics.median(errors)):.2f}")
-
-
-if __name__ == "__main__":
-    main()

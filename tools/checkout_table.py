@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from benchmarks.tables import row_line
+
 Verdict = Literal["equal", "cheaper", "dearer", "as dear"]
 
 TOLERANCE = 1e-9
@@ -126,8 +128,3 @@ def last_line(pairs: Iterable[Pair]) -> str:
     line = f"{count.total()} programs, {count['equal']} equal"
     line += f", {count['cheaper']} cheaper, {count['dearer']} dearer"
     return line + (f", {count['as dear']} others as dear" if count["as dear"] else "")
-
-
-def row_line(cells: Iterable[str]) -> str:
-    """A row of a markdown table."""
-    return f"| {' | '.join(cells)} |"

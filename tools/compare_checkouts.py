@@ -157,7 +157,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in (*plan_lines(pairs), "", *stage_lines(pairs), "", last_line(pairs)):
         print(line)
     return int(any(verdict(pair) == "dearer" for pair in pairs))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,11 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.served import Server
 from spmd.cli.flags import Parser, positive
 from spmd.models.decode import ServingShape
 from spmd.models.llama.weights.sources import hf_source
 from spmd.serving.llama_bundle import write_llama_bundle
-from tools.soak import Server
 
 TOLERANCE = 1e-3
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "bird", "sun", "moon", "star"]
@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 source, folder / "tiny", shape, dtype="float32", name="tiny", platforms=("cpu",)
             )
         os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")
-        server = Server(folder)
-        try:
+        with Server(folder / "tiny", folder) as server:
+            server.said(" (ready): ")
             choices, answers = tasks(folder, given.samples)
             for task, model, path, more in (
                 (choices, "local-completions", "completions", {}),
@@ -156,12 +156,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 shown = f"{path}, as text" if more else path
                 row = (task["task"], shown, str(len(ours)), str(differing), f"{largest:.1e}")
                 table.add_row(*row)
-        finally:
-            server.process.kill()
-            server.process.wait()
     Console(soft_wrap=True).print(table)
     sys.exit(failed)
-
-
-if __name__ == "__main__":
-    main()

@@ -165,7 +165,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with ending_on_interrupt(), one_message(*USER_ERRORS):
         run(given, console)
-
-
-if __name__ == "__main__":
-    main()

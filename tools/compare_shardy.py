@@ -7,14 +7,11 @@ Examples:
     tools/run compare_shardy --differences 'llama'
 """
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks import shardy
 from spmd.cli.flags import Parser
@@ -154,7 +151,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: no module is called {module!r}; there are {', '.join(found)}")
     for pair, reasons in explain(found[module]).items():
         print(describe(found[module], pair, reasons))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,6 @@ Examples:
 """
 
 import importlib.util
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -144,8 +143,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print()
     for other in list(found)[1:]:
         print(f"spmd and {other}: at most {apart(found, other):.2e} apart in {given.steps} steps")
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    main()

@@ -190,7 +190,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             page.write_text(text, encoding="utf-8")
         elif page.read_text(encoding="utf-8") != text:
             sys.exit(f"error: {page.relative_to(ROOT)} is out of date: run tools/run coverage")
-
-
-if __name__ == "__main__":
-    main()

@@ -126,8 +126,9 @@ def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> list[Counte
     while time.time() < end:
         left = (end - time.time()) / 60
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tools.fuzz", "--worker", f"--out={out}", f"--seed={seed}",
-             f"--minutes={left}", "--uneven_marks" if uneven else "--nouneven_marks"],
+            [sys.executable, "-m", "benchmarks", "tools.fuzz", "--worker", f"--out={out}",
+             f"--seed={seed}", f"--minutes={left}",
+             "--uneven_marks" if uneven else "--nouneven_marks"],
             cwd=ROOT, env=_environment(),
         )  # fmt: skip
         problem = _wait(worker, out / "running.py")
@@ -208,7 +209,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"  {title} {n} times: {cause}")
     if outcomes["failed"]:
         sys.exit(f"error: {outcomes['failed']} cases failed; reproducers are in {out}")
-
-
-if __name__ == "__main__":
-    main()

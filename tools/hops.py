@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser
 from tools.compare_checkouts import HERE, checkout_of
 from tools.entered import SCENARIOS
@@ -45,12 +46,7 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a column for each checkout, a row for each scenario."""
     given = make_parser().parse_args(arguments)
-    print(f"| files, functions, calls to | {' | '.join(map(str, given.checkouts))} |")
-    print(f"| --- |{' ---: |' * len(given.checkouts)}")
-    for scenario in SCENARIOS:
-        row = " | ".join(measured(checkout, scenario) for checkout in given.checkouts)
-        print(f"| {scenario} | {row} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    print_table(
+        ("files, functions, calls to", *map(str, given.checkouts)),
+        ([name, *(measured(checkout, name) for checkout in given.checkouts)] for name in SCENARIOS),
+    )

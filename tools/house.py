@@ -188,7 +188,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("", *given.checkouts),
         ([fact, *(column[fact] for column in columns)] for fact in columns[0]),
     )
-
-
-if __name__ == "__main__":
-    main()

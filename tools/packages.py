@@ -12,15 +12,9 @@ Examples:
     tools/run packages --only 'haiku|optax.muon' --nonumbers --topology h200:8
 """
 
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-
-from benchmarks.environment import xla_flags
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 import spmd
 from benchmarks.byte_rows import Row, first_line, measure
@@ -99,7 +93,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_line(line(entry.name, found, row))
         rows += [row] if row else []
     print(f"\n{summary(rows)}")
-
-
-if __name__ == "__main__":
-    main()

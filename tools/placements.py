@@ -17,7 +17,6 @@ import math
 import multiprocessing
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -316,7 +315,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pool.shutdown(cancel_futures=True)
     print(summary(every))
     return int(any(done.is_beaten or done.error for done in every))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

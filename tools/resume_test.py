@@ -434,7 +434,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = steps_for(given.kills, faults=given.faults)
     with tempfile.TemporaryDirectory() as folder, one_message(Failed):
         resume_test(Path(folder), given.kills, steps, 2, given.seed, faults=given.faults)
-
-
-if __name__ == "__main__":
-    main()

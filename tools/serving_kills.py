@@ -28,11 +28,11 @@ from typing import NamedTuple, Self
 
 import httpx
 
+from benchmarks.served import ROOT, write_tiny
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, words
 from spmd.cli.specs import mesh_axes
 from spmd.scripts.jobs.local import free_port
-from tools.soak import ROOT, write_bundle
 
 PHASES = ("loading", "idle", "streams", "draining")
 MESH = "data=2,model=2"
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         bundle, cache = folder / "tiny", folder / "cache"
-        write_bundle(bundle)
+        write_tiny(bundle)
         with Group(folder, bundle, given.processes, MESH, cache) as group:
             group.wait_for(" ready: ")  # from here on the cache has all
         for phase, victim, own in kills_of(given, (0, given.processes - 1), folder):
@@ -286,7 +286,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print((own / "log").read_text(), file=sys.stderr)
     print(f"{wrong.count(False)} of {len(wrong)} ended as they should")
     sys.exit(1 if any(wrong) else 0)
-
-
-if __name__ == "__main__":
-    main()

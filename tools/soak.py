@@ -12,28 +12,26 @@ Examples:
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
-import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.served import Server, write_tiny
 from spmd.cli.flags import Parser
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 
 PROMPTS = ("def main(", "Once upon a time", "The mesh", "a", "x = [1, 2, 3]", "In the beginning")
@@ -51,64 +49,13 @@ GRACE = 2.0
 closed."""
 
 
-class Server:
-    """scripts/serve on a tiny model with random weights.
-
-    Args:
-      folder: for the bundle and the log.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "log"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "spmd.scripts.serve_bundle", str(folder / "tiny")]
-        command += ["--port", "0", "--cache_dir", str(folder / "cache"), *FLAGS]
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, env=environment, cwd=ROOT
-            )
-        self.url = ""
-        while not self.url:
-            if self.process.poll() is not None:
-                sys.exit(f"the server ended:\n{self.log.read_text()}")
-            found = re.search(r"listening on (http://[\d.]+:\d+)", self.log.read_text())
-            self.url = found[1] if found and " ready: " in self.log.read_text() else ""
-            time.sleep(0.1)
-        self.port = int(self.url.rpartition(":")[2])
-
-    def memory(self) -> float:
-        """GB that it has in memory; 0 if it has ended."""
-        try:
-            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):
-            return 0.0
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
-
-
-def write_bundle(folder: Path) -> None:
-    """A bundle of a tiny model with random weights: 8 slots of 256 tokens."""
-    from spmd.models.decode import ServingShape
-    from spmd.models.llama.named import named_config
-    from spmd.models.llama.weights.sources import fresh_source
-    from spmd.serving.llama_bundle import write_llama_bundle
-
-    shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
-    with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32")
-
-
-@contextmanager
-def serving() -> Iterator[Server]:
-    """A server of a fresh model; gone at the end."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        write_bundle(folder / "tiny")
-        server = Server(folder)
-        try:
-            yield server
-        finally:
-            server.process.kill()
-            server.process.wait()
+def memory_of(process: int) -> float:
+    """GB that a process has in memory; 0 if it has ended."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 class Probe:
@@ -133,7 +80,7 @@ class Probe:
             except httpx.HTTPError:
                 self.unwell += 1
             self.seconds.append(time.monotonic() - began)
-            self.memory.append((began - start, self._server.memory()))
+            self.memory.append((began - start, memory_of(self._server.process.pid)))
 
     def end(self) -> None:
         """Stops asking."""
@@ -156,7 +103,7 @@ class Crowd:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ending: float | None = None
-        self._server = server
+        self._port = int(server.url.rpartition(":")[2])
         self._expected = expected
         self._http = httpx.AsyncClient(
             base_url=server.url,
@@ -241,7 +188,7 @@ class Crowd:
         return line.decode().strip()
 
     async def _garbage(self, rng: random.Random) -> str:
-        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        _, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(rng.randbytes(rng.randrange(1, 5000)))
         await asyncio.sleep(rng.uniform(0, 0.5))
         writer.close()
@@ -269,10 +216,11 @@ class Crowd:
     async def _send(
         self, body: bytes, length: int | None = None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port, limit=1024)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1024)
         size = len(body) if length is None else length
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+        writer.write(head.encode() + body)
         return reader, writer
 
     def _check(self, prompt: str, text: str) -> None:
@@ -356,7 +304,10 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and end with status 1 if something was lost or wrong."""
     given = make_parser().parse_args(arguments)
-    with serving() as server:
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        write_tiny(bundle := Path(made, "tiny"))
+        server = stack.enter_context(Server(bundle, Path(made), *FLAGS))
+        server.said(" (ready): ")
         expected = {}
         for prompt in PROMPTS:
             answer = httpx.post(
@@ -371,7 +322,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return report(server, probe, crowd, ended)
 
         sys.exit(1 if asyncio.run(go()) else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -108,7 +108,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     went_on, soon = (sum(seconds < most for seconds in took) for most in (math.inf, MOST))
     print(f"{went_on} of {len(took)} went on to their end, {soon} within {MOST:g} s")
     sys.exit(0 if went_on == len(took) else 1)
-
-
-if __name__ == "__main__":
-    main()

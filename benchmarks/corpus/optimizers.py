@@ -22,8 +22,8 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return jnp.mean((h @ params["w_out"] - batch["y"]) ** 2)
 
 
-def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
-    """The second step of an optimizer on a two-layer network."""
+def step_of(optimizer: Any, per_example: bool = False) -> Callable[..., Any]:
+    """A step of an optimizer, which gets what it may ask for; perhaps gradients of each example."""
     extended = optax.with_extra_args_support(optimizer)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -32,9 +32,17 @@ def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
 
         value, grads = jax.value_and_grad(value_fn)(params)
         extras = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+        if per_example:
+            grads = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, batch)
         updates, state = extended.update(grads, state, params, **extras)
         return optax.apply_updates(params, updates), state, value
 
+    return step
+
+
+def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
+    """The second step of an optimizer on a two-layer network."""
+    step = step_of(optimizer)
     params = {"w_in": normal(0, 16, 32), "b": normal(1, 32), "w_out": normal(2, 32, 8)}
     batch = {"x": normal(3, 8, 16), "y": normal(4, 8, 8)}
     params, state, _ = jax.jit(step)(params, optimizer.init(params), batch)

@@ -2,12 +2,8 @@
 
 from typing import NamedTuple
 
-import optax
-
 import spmd
-from benchmarks.compiled_ahead import mesh_of, model_of, parse_axes
-from spmd.models.llama import sharding
-from spmd.models.llama.step import argument_types, train_step
+from benchmarks.compiled_ahead import Case, mesh_of, model_of, parse_axes
 
 UNLIMITED = 1 << 50
 """Bytes of memory that no program needs."""
@@ -28,10 +24,6 @@ def lower(step: Step) -> spmd.Lowered:
     mesh = mesh_of(parse_axes(step.mesh))
     # Einsums are ops that Shardy, the peer, knows, too.
     config = model_of(step.model, step.layers, scan_layers=step.scan, attention="einsum")
-    optimizer = optax.adamw(1e-4)
-    fn = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
-    topology = spmd.Topology(f"h200:{mesh.size}")
+    machine, shape = spmd.Topology(f"h200:{mesh.size}"), (2 * mesh.size, 1024)
     options = spmd.Options(memory_limit=step.memory_limit)
-    jitted = spmd.jit(fn, mesh=mesh, donate_argnums=(0, 1), options=options)
-    return jitted.lower(*types, topology=topology)
+    return Case(config, mesh, machine, shape, options=options).lower()

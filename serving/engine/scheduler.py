@@ -326,9 +326,14 @@ class Scheduler:
         alone = next((known[size] for size in known if size >= drawing), 0)
         spare = next((size for size in self.limits.rows if size > drawing), drawing)
         rows = max((size for size in known if known[size] <= HARDLY * alone), default=spare)
-        rows = min(rows, self._slots)
-        if self.waiting or any(group.filling for group in self.groups):
-            rows = min(rows, self._budget - self._slots)  # prompts have theirs
+        # Prompts draw behind their ends: those that fill slots now, and those that may get one.
+        coming = max(
+            (group.filling is not None) + min(self.waiting, self._slots - len(group.running))
+            for group in self.groups
+        )
+        rows = min(rows, self._slots - coming)
+        if coming:
+            rows = min(rows, self._budget - self._slots)  # and have rows of their own
         most = min(self.limits.drafts, rows // drawing - 1)
         if most < 2:
             return found

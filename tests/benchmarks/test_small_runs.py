@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode, experts, long, paged, placed, products, stages
+from benchmarks import compiled_ahead, decode, experts, long, paged, placed, products, stages
 from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 from spmd.ir.dialect import rule
 
@@ -80,7 +80,7 @@ def test_stages(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.heavy
 def test_experts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = experts.Setup("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
+    small = compiled_ahead.Row("mixtral-8x7b", "v5p:2x2x2", {"data": 2, "expert": 4}, 32)
     monkeypatch.setitem(experts.ROWS, "small", small)
     flags = ["--rows", "small", "--layers", "1", "--seq_len", "4096", "--nocompile"]
     experts.main([*flags, "--programs", "ours,ours-gathered,gathered"])

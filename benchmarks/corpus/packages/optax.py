@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from benchmarks.corpus.optimizers import loss_fn, matrices, step_of
 from benchmarks.corpus.packages.program import Make, Size, normal
 from benchmarks.corpus.program import Made
 
 RATE = 1e-2
-
-
-def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim == 2, params)
 
 
 def labels(params: Any) -> Any:
@@ -70,37 +67,14 @@ def network(size: Size, per_example: bool = False) -> tuple[Any, Any]:
     return params, {"x": normal(2, batch, inner), "y": normal(3, batch, inner)}
 
 
-def loss(params: Any, batch: Any) -> Any:
-    h = jnp.tanh(batch["x"] @ params["w_in"] + params["b"])
-    return jnp.mean((h @ params["w_out"] - batch["y"]) ** 2)
-
-
-def step_of(optimizer: Any, size: Size, per_example: bool = False, extra: str = "value_fn") -> Made:
-    """A step; what an optimizer may ask for is passed, the loss by the name of `extra`."""
-    extended = optax.with_extra_args_support(optimizer)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        extras = {
-            "value": value,
-            "grad": grads,
-            extra: lambda params: loss(params, batch),
-        }
-        if per_example:
-            grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
-        updates, state = extended.update(grads, state, params, **extras)
-        return optax.apply_updates(params, updates), state, value
-
-    params, batch = network(size, per_example)
-    return Made(step, (params, optimizer.init(params), batch), ("params", "open", "batch"))
-
-
 def program(name: str) -> Make:
     """A step of one of `OPTIMIZERS`."""
 
     def make(size: Size) -> Made:
-        extra = "obj_fn" if name == "sophia" else "value_fn"
-        return step_of(OPTIMIZERS[name](), size, name == "private", extra)
+        each, optimizer = name == "private", OPTIMIZERS[name]()
+        params, batch = network(size, each)
+        args = (params, optimizer.init(params), batch)
+        return Made(step_of(optimizer, each), args, ("params", "open", "batch"))
 
     make.__name__, make.__doc__ = name, f"A step of `{name}` on a network of two layers."
     return make
@@ -111,7 +85,7 @@ def lookahead(size: Size) -> Made:
     optimizer = optax.lookahead(optax.adam(RATE, eps=1e-3), sync_period=2, slow_step_size=0.5)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda p: loss(p, batch))(params.fast)
+        value, grads = jax.value_and_grad(lambda p: loss_fn(p, batch))(params.fast)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -127,9 +101,9 @@ def sharpness_aware(size: Size) -> Made:
     )
 
     def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = optimizer.update(
-            grads, state, params, grad_fn=lambda params, _: jax.grad(loss)(params, batch)
+            grads, state, params, grad_fn=lambda params, _: jax.grad(loss_fn)(params, batch)
         )
         return optax.apply_updates(params, updates), state, value
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 import spmd
@@ -119,13 +118,7 @@ def _piecewise(
     piece = struct.sharding.shard_shape(parameter.shape)
 
     def read(index: Index) -> Array:
-        inner = index[parameter.leading :]
-        parts = [(place, by_name[name][inner]) for place, name in parameter.inside(index)]
-        block = parts[0][1]
-        if parameter.leading:
-            block = np.empty([part.stop - part.start for part in index], block.dtype)
-            for place, part in parts:
-                block[place] = part
+        block = parameter.read(index, dtypes[0], lambda name, part: by_name[name][part])
         advance(block.nbytes)
         return block
 

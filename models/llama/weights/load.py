@@ -91,14 +91,8 @@ def check_can_load(folder: str | AnyPath, config: LlamaConfig) -> None:
 
 def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index: Index) -> Array:
     """Reads one shard of a parameter, in `param_dtype`."""
-    dtype = jnp.dtype(config.param_dtype)
-    if parameter.leading:
-        block: Array = np.empty([part.stop - part.start for part in index], dtype)
-        for place, name in parameter.inside(index):
-            block[place] = stored.read(name, index[parameter.leading :])
-        return block
-    (name,) = parameter.names
-    tensor = stored.read(name, index)
+    dtype, name = jnp.dtype(config.param_dtype), parameter.names[0]
+    tensor = parameter.read(index, dtype, stored.read)
     is_tied = name == EMBEDDING and config.tie_word_embeddings and HEAD in stored.tensors
     if is_tied and not np.array_equal(stored.read(HEAD, index), tensor):
         raise WeightsError(

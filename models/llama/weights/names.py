@@ -10,7 +10,7 @@ layers/0/mlp/experts/up_proj/weight     model.layers.0.mlp.experts.0.up_proj.wei
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.fresh import LAYERS, init
 from spmd.models.llama.parameters import without_states
-from spmd.models.llama.weights.files import Index
+from spmd.models.llama.weights.files import Array, Index
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -63,6 +63,20 @@ class Parameter:
         for place in itertools.product(*spans):
             at = tuple(i - span.start for i, span in zip(place, spans, strict=True))
             yield at, names[place] if place else names.item()
+
+    def read(self, index: Index, dtype: Any, part: Callable[[str, Index], Array]) -> Array:
+        """A slice of the parameter, of slices of its tensors; one of them in memory at a time.
+
+        Args:
+            dtype: of a parameter that is made of several.
+            part: reads a slice of a tensor.
+        """
+        if not self.leading:
+            return part(self.names[0], index)
+        block: Array = np.empty([span.stop - span.start for span in index], dtype)
+        for place, name in self.inside(index):
+            block[place] = part(name, index[self.leading :])
+        return block
 
 
 @functools.cache

@@ -25,9 +25,15 @@ from safetensors import SafetensorError, safe_open
 
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.weights.config import read_config
-from spmd.models.llama.weights.files import Array, Index, WeightsError, read_slice
+from spmd.models.llama.weights.files import (
+    FLOAT_NAMES,
+    NUMPY_NAMES,
+    Array,
+    Index,
+    WeightsError,
+    read_slice,
+)
 from spmd.models.llama.weights.names import EMBEDDING, HEAD
-from spmd.models.llama.weights.sources import NUMPY_NAMES
 from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 
 SHARDING_FILE = "sharding.json"
@@ -184,7 +190,7 @@ def _read_sharding(folder: Path, config: LlamaConfig) -> tuple[int, Mapping[str,
     return ranks, dtypes
 
 
-_STORED = {name: stored for stored, name in NUMPY_NAMES.items()}
+_STORED = {NUMPY_NAMES[stored]: stored for stored in FLOAT_NAMES}
 
 
 def _open(file: Path, stack: contextlib.ExitStack) -> Any:

@@ -12,7 +12,13 @@ import numpy as np
 from spmd.models.llama import fresh
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.weights.config import read_config
-from spmd.models.llama.weights.files import Array, Index, WeightsError, open_folder
+from spmd.models.llama.weights.files import (
+    NUMPY_NAMES,
+    Array,
+    Index,
+    WeightsError,
+    open_folder,
+)
 from spmd.models.llama.weights.load import check_can_load
 from spmd.models.llama.weights.names import HEAD, Parameter, parameters
 from spmd.models.llama.weights.save import local_tokenizer
@@ -54,9 +60,6 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
                         "tie_word_embeddings to false"
                     )
         yield Source(config, tensors, str(folder), tokenizer, stamps(folder))
-
-
-NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 # Checkpoints of training

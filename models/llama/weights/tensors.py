@@ -6,6 +6,7 @@ Whatever they come from (`sources.py`), they have Hugging Face's names and shape
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.weights.files import Array, Index
@@ -84,10 +84,10 @@ class Source:
         parts = [self.tensors[name] for name in parameter.names]
         if not parameter.leading:
             return parts[0]
-        return Tensor(
-            parameter.path, parameter.shape, parts[0].dtype,
-            lambda index: np.stack([part[index[1:]] for part in parts[index[0]]]),
-        )  # fmt: skip
+        read = functools.partial(
+            parameter.read, dtype=parts[0].dtype, part=lambda name, index: self.tensors[name][index]
+        )
+        return Tensor(parameter.path, parameter.shape, parts[0].dtype, read)
 
 
 def unrolled(config: LlamaConfig) -> LlamaConfig:

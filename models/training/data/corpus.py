@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -84,14 +84,8 @@ class Corpus:
 
     def read(self, start: int, stop: int) -> Window:
         """The tokens of the stream from `start` to before `stop`."""
-        windows = []
-        for number in range(int(np.searchsorted(self.ends, start, "right")), len(self.shards)):
-            base = int(self.ends[number]) - len(self.shards[number].tokens)
-            if base >= stop:
-                break
-            upto = min(stop, int(self.ends[number]))
-            windows.append(self.shards[number].read(max(start, base) - base, upto - base))
-        return _concatenate(windows)
+        spans = _spans(self.ends, start, stop)
+        return _concatenate([self.shards[number].read(low, high) for number, low, high in spans])
 
     def next_documents(self, places: Int64s) -> Int64s:
         """For each place in the stream, where the next document begins: there or later.
@@ -128,14 +122,10 @@ class CorpusPart:
     def read(self, start: int, stop: int) -> Window:
         """The tokens of the part from `start` to before `stop`."""
         windows = []
-        for number in range(int(np.searchsorted(self.ends, start, "right")), len(self.ranges)):
-            first, last = (int(place) for place in self.ranges[number])
-            base = int(self.ends[number]) - (last - first)
-            if base >= stop:
-                break
-            low = first + max(start - base, 0)
-            tokens, is_first = self.corpus.read(low, min(last, first + stop - base))
-            is_first[0] |= low == first
+        for number, low, high in _spans(self.ends, start, stop):
+            first = int(self.ranges[number, 0])
+            tokens, is_first = self.corpus.read(first + low, first + high)
+            is_first[0] |= low == 0
             windows.append((tokens, is_first))
         return _concatenate(windows)
 
@@ -145,6 +135,15 @@ class CorpusPart:
         return hashlib.sha256(
             self.corpus.fingerprint.encode() + np.ascontiguousarray(self.ranges, "<i8").tobytes()
         ).hexdigest()
+
+
+def _spans(ends: Int64s, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The pieces that hold places of a stream: (number, where in the piece from, until where)."""
+    for number in range(int(np.searchsorted(ends, start, "right")), len(ends)):
+        base = int(ends[number - 1]) if number else 0
+        if base >= stop:
+            return
+        yield number, max(start - base, 0), min(stop, int(ends[number])) - base
 
 
 def _concatenate(windows: list[Window]) -> Window:

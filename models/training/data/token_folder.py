@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,55 +94,44 @@ def open_folder(folder: str | AnyPath) -> Corpus:
     """
     folder = as_path(folder)
     manifest = read_manifest(folder)
-    if isinstance(folder, StorePath):
-        opened = functools.partial(_open_remote_shard, manifest, folder, file_sizes(folder))
-        shards = tuple(at_once(opened, manifest.shards))
-    else:
-        shards = tuple(_open_shard(manifest, folder, record) for record in manifest.shards)
+    opened = functools.partial(_open_shard, manifest, file_sizes(folder))
+    is_remote = isinstance(folder, StorePath)
+    shards = tuple(at_once(opened, manifest.shards) if is_remote else map(opened, manifest.shards))
     return Corpus(
         shards,
         manifest.vocab_size,
         str(folder),
         manifest.fingerprint,
-        is_remote=isinstance(folder, StorePath),
+        is_remote=is_remote,
     )
 
 
-def _check_size(manifest: TokenManifest, record: Record, path: AnyPath, found: int) -> None:
-    wanted = record["tokens"] * manifest.dtype.itemsize
+def _open_shard(manifest: TokenManifest, sizes: Mapping[str, int], record: Record) -> Shard:
+    """A shard, whose tokens are mapped, or stay on their store.
+
+    Args:
+        sizes: of the folder's files, by name.
+    """
+    path, index_path = shard_paths(manifest.folder, str(record["name"]))
+    found, wanted = sizes.get(path.name), record["tokens"] * manifest.dtype.itemsize
+    missing = [p for p in (path, index_path) if p.name not in sizes]
+    if missing:
+        raise DataError(f"{missing[0]}: No such file or directory; tokenise the data again")
     if found != wanted:
         raise DataError(
             f"{path} has {found} bytes and should have {wanted}: it was cut or changed; "
             "copy it anew, or tokenise the data again"
         )
-
-
-def _open_remote_shard(
-    manifest: TokenManifest, folder: StorePath, sizes: Mapping[str, int], record: Record
-) -> Shard:
-    tokens_path, index_path = shard_paths(folder, str(record["name"]))
-    assert isinstance(tokens_path, StorePath) and isinstance(index_path, StorePath)
-    _check_size(manifest, record, tokens_path, sizes.get(tokens_path.name, 0))
     try:
-        index: Int64s = np.load(io.BytesIO(index_path.read_bytes()))
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{index_path} is damaged ({error}); tokenise the data again") from error
-    _check_index(index, index_path, record)
-    return Shard(RangedTokens(tokens_path, manifest.dtype, record["tokens"]), index)
-
-
-def _open_shard(manifest: TokenManifest, folder: Path, record: Record) -> Shard:
-    name = str(record["name"])
-    tokens_path, index_path = (folder / path.name for path in shard_paths(folder, name))
-    try:
-        _check_size(manifest, record, tokens_path, tokens_path.stat().st_size)
-        index: Int64s = np.load(index_path, mmap_mode="r")
-        tokens = np.memmap(tokens_path, manifest.dtype, "r")
+        if isinstance(path, StorePath):
+            index: Int64s = np.load(io.BytesIO(index_path.read_bytes()))
+            tokens: Any = RangedTokens(path, manifest.dtype, record["tokens"])
+        else:
+            index = np.load(str(index_path), mmap_mode="r")
+            tokens = np.memmap(path, manifest.dtype, "r")
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; tokenise the data again") from error
     except (ValueError, EOFError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{index_path} is damaged ({error}); tokenise the data again") from error
     _check_index(index, index_path, record)
     return Shard(tokens, index)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import HloCollective, hlo_collectives
-from benchmarks.hlo.sizes import HloValue, largest_values, matmul_flops
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import parse_module_text
@@ -288,26 +288,6 @@ def test_sources_come_from_either_form_of_metadata() -> None:
     assert hlo_collectives(text)[0].source == "/a/train.py:30 (train.<locals>.step)"
 
 
-def test_largest_values_are_those_outside_fusions() -> None:
-    fused = computation(
-        "fused", "%big = f32[1024]{0} broadcast(%x)", "ROOT %s = f32[8]{0} slice(%big)"
-    )
-    text = module(
-        "%p = f32[8]{0} parameter(0)",
-        "%f = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused",
-        '%b = bf16[4,32]{1,0} broadcast(%f), metadata={op_name="b"}',
-        "%s = (f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1}}",
-        "%d = f32[16]{0} all-gather-done(%s)",
-        "ROOT %t = (bf16[4,32]{1,0}, f32[16]{0}) tuple(%b, %d)",
-        before=fused,
-    )
-    assert largest_values(text, 3) == (
-        HloValue("bf16", (4, 32), 256, 1, "broadcast", "b", ""),
-        HloValue("f32", (16,), 64, 1, "all-gather-start", "", ""),
-        HloValue("f32", (8,), 32, 2, "parameter", "", ""),
-    )
-
-
 def test_arithmetic_of_dots_and_convolutions_in_loops_and_fusions_also_compiled() -> None:
     fused = computation(
         "run",
@@ -359,7 +339,6 @@ def test_a_compiled_program(devices8: Any) -> None:
         "all_to_all": (128, 1, 2),
     }
     assert all(__file__ in c.source for c in hlo_collectives(text))
-    assert largest_values(text, 1)[0].bytes == 1024
 
 
 def test_an_attribute_may_hold_line_breaks() -> None:

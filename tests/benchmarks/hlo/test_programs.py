@@ -7,9 +7,9 @@ import pytest
 
 import spmd
 from benchmarks.hlo.collectives import hlo_collectives
-from benchmarks.hlo.sizes import largest_values
+from benchmarks.hlo.read import array_bytes
 from spmd.mesh.sharding import local_shape
-from tests.programs import llama, mlp
+from tests.programs import arrays_made, llama, mlp
 
 PROGRAMS = ["mlp", "llama_scan", pytest.param("llama_unrolled", marks=pytest.mark.heavy)]
 
@@ -49,8 +49,8 @@ def test_every_collective_says_where_and_why(program: spmd.Compiled) -> None:
 
 def test_no_value_is_larger_than_planned(program: spmd.Compiled) -> None:
     planned = max(t.bytes for t in program.stages.optimized.program.types)
-    for value in largest_values(program.as_text("hlo"), 20):
-        assert value.bytes <= planned, value
+    for array in arrays_made(program.as_text("hlo")):
+        assert array_bytes(*array) <= planned, array
 
 
 def test_planned_values_are_pieces(program: spmd.Compiled) -> None:

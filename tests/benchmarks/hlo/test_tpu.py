@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import hlo_collectives
-from benchmarks.hlo.sizes import matmul_flops
 
 TEXTS = Path(__file__).parent / "texts"
 

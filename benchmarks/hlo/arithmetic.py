@@ -1,56 +1,14 @@
-"""The largest values of optimized HLO, and the amount of its arithmetic."""
+"""The amount of arithmetic of optimized HLO."""
 
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.hlo.groups import payload
-from benchmarks.hlo.read import array_bytes, arrays, elements, operands, source_of
+from benchmarks.hlo.read import arrays, operands
 from benchmarks.hlo.runs import Runs
-from spmd.measure.hlo import Instruction, kind_of, op_name_of, parse_module_text
-
-
-class HloValue(NamedTuple):
-    """All instructions outside fusions whose results have one and the same array shape."""
-
-    dtype: str  # XLA's element type (`f32`, `bf16`, `pred`)
-    shape: tuple[int, ...]  # sizes on one device
-    bytes: int  # bytes on one device, without padding by layout tiles
-    instructions: int  # how many instructions have such a result
-    # opcode, op_name, source: of the first of them
-    opcode: str
-    op_name: str
-    source: str
-
-
-def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
-    """The `n` largest array shapes among the results of instructions outside fusions.
-
-    Args:
-      text: `compiled.as_text("hlo")`.
-
-    Returns:
-      Largest first; shapes of equal bytes in the order of the text.
-
-    Raises:
-      ArgumentError: the text has no ENTRY computation.
-    """
-    module = parse_module_text(text)
-    made: dict[tuple[str, tuple[int, ...]], list[Instruction]] = {}
-    counts = Runs(module).counts()
-    for name, computation in module.computations.items():
-        for instruction in computation if counts[name] else ():
-            for array in _results(instruction):
-                made.setdefault(array, []).append(instruction)
-    values = [
-        HloValue(*array, array_bytes(*array), len(found), found[0].opcode, op_name_of(found[0]),
-                 source_of(found[0], module))
-        for array, found in made.items()
-    ]  # fmt: skip
-    return tuple(sorted(values, key=lambda value: -value.bytes)[:n])
+from spmd.measure.hlo import Instruction, parse_module_text
 
 
 def matmul_flops(text: str) -> int:
@@ -121,24 +79,3 @@ def _taps(window: Mapping[str, str], data: int, kernel: int, result: int) -> int
     places = np.arange(result)[:, None] * stride + steps - low
     met = (places >= 0) & (places <= (data - 1) * dilated) & (places % dilated == 0)
     return int(met.sum())
-
-
-_ALIASES = {
-    "after-all", "bitcast", "call", "conditional", "get-tuple-element", "opt-barrier",
-    "optimization-barrier", "tuple", "while",
-}  # fmt: skip
-"""Opcodes whose results are other instructions' results under another name."""
-
-
-def _results(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every array that an instruction makes."""
-    opcode = instruction.opcode
-    if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
-        return []
-    if kind_of(instruction) is not None:
-        return arrays(payload(instruction))
-    if opcode == "async-start":
-        return arrays(elements(instruction.type)[1])
-    if opcode == "parameter" and instruction.type.startswith("("):
-        return []
-    return arrays(instruction.type)
