@@ -656,3 +656,14 @@ def test_users_of_a_client_share_what_it_gets() -> None:
         run.submit(request(key, [key] * 8, 8, client="all", user=user))
     run.finish()
     assert run.order().index(39) < 8
+
+
+def test_drafts_leave_room_for_what_prompts_draw() -> None:
+    run = Run(dataclasses.replace(GUESSED, rows=(8, 16), pages=80), budget=16)
+    run.backend.alphabet = range(1)
+    for key in range(4):  # the backend refuses to draw more than it has slots
+        run.submit(request(key, [0] * 6, 40))
+        for _ in range(9):
+            run.step()
+    run.finish()
+    assert run.scheduler.counts.accepted > 9
