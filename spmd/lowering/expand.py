@@ -32,7 +32,7 @@ from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import recarried, rewrite_ops
 from spmd.ir.types import TensorType, dtype_bits
-from spmd.lowering.local.callbacks import FREE
+from spmd.lowering.local.callbacks import FREE, as_bits
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -138,7 +138,7 @@ def _as_known(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value
     def changed(x: Value, to: str) -> Value:
         if "body" in attrs:
             return b.convert(x, to)
-        return b.op("stablehlo.bitcast_convert", (x,), (b.types[x]._replace(dtype=to),))[0]
+        return as_bits(b, x, b.types[x]._replace(dtype=to))
 
     def is_known(type_: TensorType) -> bool:
         return type_.dtype not in NOT_OF_NCCL

@@ -46,12 +46,13 @@ def _shared(b: Builder, x: Value, axes: Axes) -> Value:
         return b.op("stablehlo.complex", [_shared(b, part, axes) for part in parts], (type_,))[0]
     if is_float(type_.dtype):
         bits = type_._replace(dtype=f"ui{dtype_bits(type_.dtype)}")
-        return _cast(b, _shared(b, _cast(b, x, bits), axes), type_)
+        return as_bits(b, _shared(b, as_bits(b, x, bits), axes), type_)
     if dtype_bits(type_.dtype) < 8:
         return b.convert(_shared(b, b.convert(x, "i32"), axes), type_.dtype)
     kind = "or" if type_.dtype == "i1" else "add"
     return b.collective("all_reduce", x, type_, axes, body=reducer_body(kind, type_.dtype))
 
 
-def _cast(b: Builder, x: Value, type_: TensorType) -> Value:
+def as_bits(b: Builder, x: Value, type_: TensorType) -> Value:
+    """Appends the reading of the bits of `x` as another type of the same width."""
     return b.op("stablehlo.bitcast_convert", (x,), (type_,))[0]
