@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 
 from spmd.scripts.serve_bundle import KEYS, make_parser, options
 from spmd.serving.engine.actions import Counts
+from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.records import EngineState
 from spmd.serving.http import app, logs
@@ -130,7 +131,7 @@ def test_metrics_that_are_named() -> None:
     backend = FakeBackend()
     state = EngineState(0, 0, pages=1, held=0, cached=0, counts=Counts())
     requests = RequestMetrics("fake", lambda: (0, 0))
-    Metrics(requests, backend, lambda: state)
+    Metrics(requests, Core(backend), lambda: state)
     known = generate_latest(requests.registry).decode()
     named = set(re.findall(r"(?:vllm|spmd):\w+", PAGE + TEXT))
     assert len(named) > 10

@@ -119,12 +119,12 @@ class SlotPart(NamedTuple):
         """How many rows it has; fewer if the backend guesses fewer tokens than it may."""
         if self.tokens is not None:
             return len(self.tokens)
-        return 1 + max(self.guesses, len(self.drafts))
+        return 1 + (self.guesses or len(self.drafts))
 
     @property
     def drawn(self) -> int:
         """How many tokens are drawn: one behind each draft and one more, if any is."""
-        return 1 + max(self.guesses, len(self.drafts)) if self.draws else 0
+        return 1 + (self.guesses or len(self.drafts)) if self.draws else 0
 
 
 class Stepped(NamedTuple):

@@ -208,7 +208,7 @@ class Scheduler:
         drafts = self._guess()
         # Those that draw again behind drafts which are tried now.
         tried = sum(
-            key in self._ongoing and part.tokens is None and part.rows > 1
+            bool(part.drafts or part.guesses) and key in self._ongoing
             for step in self._under_way
             for key, part in zip(step.keys, step.parts, strict=True)
         )
@@ -243,15 +243,14 @@ class Scheduler:
         for key, part, tried in zip(step.keys, step.parts, drafts, strict=True):
             request = self._ongoing.get(key)
             if part.draws:
-                count = 1 + len(tried)
-                drawn = _right(tried, ids[row : row + count])
+                drawn = _right(tried, ids[row : row + 1 + len(tried)]) if tried else (ids[row],)
                 taken = 0
                 if request is not None:
                     if part.drafts or part.guesses:
                         self._judge(request, part, len(drawn) - 1, len(tried))
                     taken = self._take_drawn(request, drawn, row, done)
                 self.counts.wasted += len(drawn) - taken
-                row += count
+                row += 1 + len(tried)
             elif request is not None and part.start + len(part.tokens or ()) == request.end:
                 done.append(Progress(key, None, "length"))
                 self._end(request)
@@ -363,22 +362,23 @@ class Scheduler:
             tried = drafts.get(key, ())
             if tried is None:
                 continue
-            slot = request.slot
-            part = SlotPart(slot, request.filled, None, request.pages, True)
+            slot, start, pages = request.slot, request.filled, request.pages
             if isinstance(tried, int):
-                part = part._replace(guesses=tried, sequence=request.tokens)
+                rows, guessed = 1 + tried, (tried, request.tokens)
+                part = SlotPart(slot, start, None, pages, True, None, (), *guessed)
             else:
-                part = part._replace(drafts=tried)
+                rows = 1 + len(tried)
+                part = SlotPart(slot, start, None, pages, True, None, tried)
                 request.agreement.note(0, 0)
             draft.parts.append(part)
             draft.keys.append(key)
-            draft.room[slot // self._slots] -= part.rows
+            draft.room[slot // self._slots] -= rows
             draft.alternatives |= bool(request.job.logprobs)
-            draft.seen += request.filled + part.rows
-            draft.rows += part.rows
+            draft.seen += start + rows
+            draft.rows += rows
             request.filled += 1
             # Behind drafts it is not known where it goes on.
-            if self._count_draw(draft, request, begins=False) or part.rows > 1:
+            if self._count_draw(draft, request, begins=False) or rows > 1:
                 last.append(key)
         draft.decoding = len(draft.parts)
         for key in last:
@@ -497,8 +497,9 @@ class Scheduler:
     ) -> int:
         """Gives a request the tokens that were drawn for it; returns how many it took."""
         for taken, token in enumerate(ids):
-            done.append(Progress(request.key, row + taken, self._take(request, token)))
-            if done[-1].finish is not None:
+            finish = self._take(request, token)
+            done.append(Progress(request.job.key, row + taken, finish))
+            if finish is not None:
                 return taken + 1
         return len(ids)
 

@@ -97,7 +97,8 @@ def test_a_crowd(count: int, at_once: int, rounds: int, pages: int) -> None:
         for seed in range(1, 1 + rounds):
             crowd(live, count, at_once, seed)
         gc.collect()
-        assert len(gc.get_objects()) - before < 20 * count
+        # The latest steps and requests are kept for pages.
+        assert len(gc.get_objects()) - before < 40 * count
         state = live.service.language().engine.state()
         assert state.counts.cancelled > 5
         assert (state.counts.preempted > 0) == (pages < 64)
