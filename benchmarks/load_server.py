@@ -31,6 +31,7 @@ import spmd
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
 from spmd.measure.profile import STEP
+from spmd.mesh.spec import platform_of
 from spmd.mesh.topology import Topology
 from spmd.models import decode
 from spmd.models.llama.config import ConfigError, LlamaConfig
@@ -48,7 +49,7 @@ from spmd.serving.bundle.write import TOKENIZER
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.server import serve
-from spmd.serving.language_backend import first_functions, info
+from spmd.serving.language_backend import first_functions, info, served_functions
 from spmd.serving.language_bundle import SMALL, check_shape, contract
 from spmd.serving.load import load_model
 
@@ -73,9 +74,13 @@ def make_bundle(given: argparse.Namespace) -> Bundle:
     model = LlamaRows(config)
     functions, state, specs, primary = decode.functions(model, shape, types)
     devices = jax.devices()[: given.groups * given.model_axis]
+    mesh = spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices)
+    promised = contract(model, shape, dataclasses.asdict(config))
+    tags = {function.name: function.tags for function in functions}
+    served = served_functions(promised, tags, platform_of(mesh))
     return compile_bundle(
-        functions,
-        spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices),
+        [function for function in functions if function.name in served],
+        mesh,
         weights=types,
         make_weights=functools.partial(random_weights, types, config=config),
         specs={**specs, **SMALL},
@@ -83,7 +88,7 @@ def make_bundle(given: argparse.Namespace) -> Bundle:
         primary=primary,
         symbols=given.symbols,
         memory_share=given.memory_share,
-        contract=contract(model, shape, dataclasses.asdict(config)),
+        contract=promised,
         first=first_functions,
     )
 

@@ -11,6 +11,7 @@ from spmd.mesh.topology import Topology
 from spmd.models.decode import PAGES
 from spmd.models.decode.packing import row_shapes, width
 from spmd.models.decode.shape import most_drafts
+from spmd.ops import paged_triton
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import Manifest
@@ -74,6 +75,28 @@ def first_functions(manifest: Manifest) -> list[str]:
         n: (mine.get("kind"), mine.get("rows"), mine.get("length")) for n, mine in tags.items()
     }
     return [name for name, size in sizes.items() if size[2] is None or size in wanted]
+
+
+def served_functions(
+    contract: Mapping[str, Any], tags: Mapping[str, Mapping[str, Any]], platform: str
+) -> list[str]:
+    """Of functions, by name with their tags, those that a server on a platform has use for.
+
+    Shorter tables are for attention that takes as long as a table is. The kernel for GPUs reads
+    what a slot holds, whatever its table could, so there the longest tables alone are enough.
+    """
+    if contract.get("kind") != KIND or platform != "cuda":
+        return list(tags)
+    model, shape = contract["model"], contract["shape"]
+    heads, keys = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    if not heads or not keys:
+        return list(tags)
+    width = model.get("head_dim") or model["hidden_size"] // heads
+    item = 4 if shape["cache_dtype"] == "float32" else 2
+    if not paged_triton.takes(heads // keys, width, shape["page"], item):
+        return list(tags)
+    longest = shape["max_length"]
+    return [name for name, mine in tags.items() if mine.get("length", longest) == longest]
 
 
 def _limits(bundle: Bundle) -> Limits:

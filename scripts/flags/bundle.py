@@ -11,6 +11,7 @@ from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
 from spmd.launch.agree import digest
+from spmd.mesh.spec import platform_of
 from spmd.models.decode import PAGES
 from spmd.progress import Stopwatch
 from spmd.serving.bundle.batch import batch_sizes, batch_symbol
@@ -21,7 +22,7 @@ from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import MANIFEST, Sizes
 from spmd.serving.bundle.read import load_bundle
 from spmd.serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU, take_gpu_memory
-from spmd.serving.language_backend import first_functions
+from spmd.serving.language_backend import first_functions, served_functions
 
 NO_CACHE = "none"
 
@@ -132,9 +133,15 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
     clock = Stopwatch()
     axes = given.mesh or {"data": 1, "model": clock("devices", lambda: len(jax.devices()))}
     mesh = clock("devices", lambda: spmd.make_mesh(**axes))
+    functions = None
+    if serves:
+        manifest = read_manifest(given.bundle)
+        tags = {name: entry.tags for name, entry in manifest.functions.items()}
+        functions = served_functions(manifest.contract, tags, platform_of(mesh))
     bundle = load_bundle(
         given.bundle,
         mesh,
+        functions=functions,
         cache_dir=cache,
         console=console,
         verify=given.verify,

@@ -225,7 +225,7 @@ def load_bundle(
         with `{"b": (1, 8)}` a function `f` of it becomes `f[b=1]` and `f[b=8]`, which share the
         weights.
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
-        0.9 if left out (on CPUs 0.1).
+        0.95 if left out (on CPUs 0.1).
       beside: the folder of a bundle that is loaded after this one, with the same size of that
         symbol: memory is left for its weights and its state.
       auto: whether the compiler chooses specs for this mesh where the bundle has none.

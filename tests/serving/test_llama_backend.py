@@ -249,6 +249,16 @@ def test_functions_that_are_loaded_first():
     assert sorted(language.first_functions(manifest)) == ["allow", "begin", "score", "step_r8_t64"]
 
 
+def test_gpus_need_no_steps_of_short_tables():
+    model = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    shape = {"max_length": 64, "page": 16, "cache_dtype": "bfloat16"}
+    tags = {"begin": {}, "a": {"length": 64}, "b": {"length": 16}}
+    for head, platform, names in ((64, "cuda", "begin a"), (96, "cuda", ""), (64, "tpu", "")):
+        contract = {"kind": language.KIND, "model": {**model, "head_dim": head}, "shape": shape}
+        found = language.served_functions(contract, tags, platform)
+        assert " ".join(found) == (names or "begin a b")
+
+
 def test_functions_that_are_not_there_or_are_others(monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {})
     older = {"inputs": (LeafEntry("inputs/tokens", (1, 8), "int32"),)}
