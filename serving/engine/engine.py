@@ -246,11 +246,11 @@ class Engine:
 
     def _ask_guides(self, ran: Ran) -> None:
         with self._lock:
-            going_on = [one for one in ran.progress if not one.finish and one.key in self._entries]
-            guides = [(one, self._entries[one.key].choice.job.guide) for one in going_on]
-        for one, guide in guides:
-            if guide is not None:
-                self._guides.ask(one.key, guide, int(ran.drawn.ids[one.row]))
+            for one in ran.progress:
+                entry = self._entries.get(one.key)
+                guide = None if entry is None else entry.choice.job.guide
+                if guide is not None and not one.finish:
+                    self._guides.ask(one.key, guide, int(ran.drawn.ids[one.row]))
 
     # The threads that make masks.
 

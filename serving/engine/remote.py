@@ -9,10 +9,11 @@ their next step as soon as the last one is done. Guides stay with the readers; m
 import contextlib
 import copy
 import dataclasses
+import functools
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -28,6 +29,10 @@ SILENT_SECONDS = 5.0
 """Who has said nothing for so long is in a call that keeps all threads from running Python."""
 
 _ORDERS = ("submit", "cancel", "end", "allow", "stop")
+
+
+_progress: Callable[[Any], Progress] = functools.partial(tuple.__new__, Progress)
+"""Makes one of a tuple, faster than its constructor does."""
 
 
 class Line:
@@ -143,7 +148,7 @@ class RemoteCore:
         elif kind == "ran":
             record, progress, drawn, scores, state = content
             self._pulse = self._pulse._replace(state=state)
-            self._hear(Ran(record, [Progress(*one) for one in progress], drawn, scores))
+            self._hear(Ran(record, [*map(_progress, progress)], drawn, scores))
         elif kind == "broken":
             self._hear(BackendFailed(*content))
         elif not self._over.is_set():
@@ -176,7 +181,7 @@ class Obedient:
     def _tell(self, told: Ran | BackendFailed | None) -> None:
         if isinstance(told, Ran):
             # Tuples of another class are pickled at a tenth of the speed.
-            progress = [tuple(one) for one in told.progress]
+            progress = [*map(tuple, told.progress)]
             self._line.send(
                 "ran", told.record, progress, told.drawn, told.scores, self.core.state()
             )
