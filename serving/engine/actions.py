@@ -69,7 +69,8 @@ class EngineStep(NamedTuple):
     masks: Mapping[int, Words | None]
     parts: tuple[SlotPart, ...]  # what the step does
     keys: tuple[int, ...]  # the request of each part
-    placed: tuple[int, ...]  # requests that got a slot for this step
+    # (request, how many of its tokens pages held already), of those that got a slot for this step
+    placed: tuple[tuple[int, int], ...]
     alternatives: bool  # whether one that draws wants the likeliest tokens
     rows: int  # how many there are, all parts together
     decoding: int  # how many of them are latest drawn tokens, not chunks of prompts

@@ -45,10 +45,11 @@ class Entry:
         self._first_step = self._first_text = 0.0
         self._last = now
 
-    def note_placed(self, now: float) -> None:
-        """Notes when it got its slot; later calls change nothing."""
+    def note_placed(self, now: float, cached: int) -> None:
+        """Notes when it got its slot, and what pages held then; later calls change nothing."""
         if self._placed is None:
             self._placed = now
+            self.stream.cached[self.choice.index] = cached
 
     def note_token(self, now: float, step: StepRecord, observer: Observer) -> float | None:
         """Notes a token of a step; returns the seconds since the one before, if there was."""
@@ -283,9 +284,9 @@ class Engine:
         """Makes text of the tokens of a step, and hands it out."""
         record = ran.record
         self._observer.ran(record)
-        for key in record.placed:
+        for key, cached in record.placed:
             if (entry := self._entries.get(key)) is not None:
-                entry.note_placed(record.chosen)
+                entry.note_placed(record.chosen, cached)
         for key, start, scores in ran.scores:
             if (entry := self._entries.get(key)) is not None:
                 entry.choice.take_scores(start, scores)

@@ -22,7 +22,7 @@ class StepRecord:
     # request -> (rows, whether a token is drawn behind them), of pieces of prompts
     chunks: dict[int, tuple[int, bool]]
     told: float = math.inf  # when the text of its tokens was handed out
-    placed: tuple[int, ...] = ()  # the requests that got a slot for it
+    placed: tuple[tuple[int, int], ...] = ()  # as of `EngineStep`
     chosen: float = 0.0  # when the engine began it, behind steps that were under way
 
 

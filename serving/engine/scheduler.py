@@ -76,7 +76,7 @@ class _Draft:
         self.masks: dict[int, Words | None] = {}
         self.parts: list[SlotPart] = []
         self.keys: list[int] = []
-        self.placed: list[int] = []
+        self.placed: list[tuple[int, int]] = []
         self.alternatives = False
         self.decoding = self.rows = self.seen = 0
 
@@ -408,7 +408,7 @@ class Scheduler:
             if found is None:
                 return
             self._place(request, *found)
-            draft.placed.append(request.key)
+            draft.placed.append((request.key, request.filled))
             self._add_chunk(draft, found[0], request)
 
     def _first(self) -> Ongoing | None:

@@ -47,6 +47,8 @@ class Stream:
     Attributes:
       abandoned: whether the stream was closed before its end.
       records: of the completions that have ended; each is there before its last delta.
+      cached: completion -> how many tokens of its prompt the cache held; there before its first
+        delta.
 
     Example:
       >>> stream = engine.submit([job])
@@ -62,6 +64,7 @@ class Stream:
     ) -> None:
         self.abandoned = False
         self.records: list[Finished] = []
+        self.cached: dict[int, int] = {}
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self.keys = tuple(keys)

@@ -145,10 +145,14 @@ class Answer:
     Args:
       work: its prompts and jobs.
       engine: reads the scores of prompts, and knows the texts of tokens.
+      cached: as of `Stream`.
     """
 
-    def __init__(self, model: str, ask: Ask, work: Work, engine: Texts) -> None:
+    def __init__(
+        self, model: str, ask: Ask, work: Work, engine: Texts, cached: Mapping[int, int]
+    ) -> None:
         self._ask = ask
+        self._cached = cached
         self._work = work
         self._engine = engine
         self._is_chat = isinstance(ask, ChatAsk)
@@ -297,10 +301,12 @@ class Answer:
     def _usage(self) -> Json:
         prompt = sum(len(prompt.ids) for prompt in self._work.prompts)
         generated = sum(self._generated)
+        firsts = range(0, len(self._work.jobs), self._ask.n)  # of choices of the same prompt
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.get(i, 0) for i in firsts)},
         }
 
 
@@ -463,7 +469,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             stream = _submit(language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
             request.state.exchange.generates(loaded.name, prompt_tokens, stream, ask.stream)
-            answer = Answer(loaded.name, ask, work, language.engine)
+            answer = Answer(loaded.name, ask, work, language.engine, stream.cached)
             if ask.stream:
                 response: Response = EventStream(_events(stream, answer), stream.close)
             else:

@@ -177,7 +177,7 @@ class Run:
 
     def order(self) -> list[int]:
         """The requests in the order in which they got their first slots."""
-        return list(dict.fromkeys(key for step in self.steps for key in step.placed))
+        return list(dict.fromkeys(key for step in self.steps for key, _ in step.placed))
 
 
 def guided_mask(drawn: list[int]) -> Any:
@@ -471,7 +471,7 @@ def test_the_youngest_gives_way_and_goes_on_before_those_that_wait() -> None:
     run.finish()
     again = [part for part in run.chunks(youngest) if part.start >= 9][-1]
     assert again.draws and again.start + len(again.tokens or ()) >= 9 + had
-    placed = [key for step in run.steps for key in step.placed]
+    placed = [key for step in run.steps for key, _ in step.placed]
     assert placed.index(9) > placed.index(youngest, 4)
     (begin, resumed) = [b for s in run.steps for b in s.begins if b.seen[0] == youngest][:2]
     assert begin.drawn == () and len(resumed.drawn) >= had
