@@ -376,10 +376,11 @@ def _serve_apart(
 
     loader = threading.Thread(target=run_load, name="load", daemon=True)
     with _heeding_signals(pass_on):
-        loader.start()
         for kind, content in line:
             if kind == "failed":
                 failures.extend(content)
+            elif kind == "answers":  # nothing is loaded for a server that cannot be
+                loader.start()
             else:
                 loaded[0][1].obey(kind, *content)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -405,6 +406,7 @@ def _answer_clients(line: Line, make_server: Callable[[], Server], listener: soc
     except ServingError as error:
         line.send("failed", error)
         return 1
+    line.send("answers")
     made: queue.SimpleQueue[Loaded | None] = queue.SimpleQueue()
 
     def read() -> None:
