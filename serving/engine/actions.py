@@ -36,6 +36,7 @@ class Job:
     min_tokens: int = 0  # stop strings count behind so many tokens only
     hidden: frozenset[int] = frozenset()  # ids that have no text
     reports_ids: bool = False  # whether its reader gets the ids of tokens
+    salt: str = ""  # pages are shared with those jobs alone that have the same
     thought: Marks | None = None  # stop strings count behind the thought only, if it may begin so
     # which tokens may be drawn, by how many were drawn before; a guide's first one, too
     masks: Masks = dataclasses.field(default=(), compare=False)

@@ -258,6 +258,8 @@ class Group:
         request.slot, request.pages, request.room = -1, (), 0
 
     def _keys(self, request: Ongoing, start: int, end: int) -> Iterator[bytes]:
-        """What stands for the tokens of the pages from `start` to `end`."""
-        size = self._page
-        return (request.tokens[i * size : (i + 1) * size].tobytes() for i in range(start, end))
+        """What stands for the tokens of the pages from `start` to `end`, and for the job's salt."""
+        size, salt = self._page, request.job.salt.encode()
+        for i in range(start, end):
+            tokens = request.tokens[i * size : (i + 1) * size].tobytes()
+            yield tokens if i else salt + tokens  # all others are found behind the first one

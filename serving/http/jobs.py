@@ -245,6 +245,7 @@ def _work(
                 thought=thought,
                 hidden=hidden,
                 reports_ids=ask.token_ids,
+                salt=ask.salt,
             )
             jobs.append(restricted(job, ask, grammar, bad, language))
     notes = () if grammar is None else grammar.left_out

@@ -141,7 +141,7 @@ Values = Mapping[str, tuple[Any, ...]]
 # send all the same. OpenAI's fields, vLLM's, and what other servers call things that have another
 # name here. docs/serving_requests.md lists all of them.
 _NEVER = (
-    "adapter_id", "audio", "cache_salt", "do_sample", "ebnf", "ec_transfer_params", "grammar",
+    "adapter_id", "audio", "do_sample", "ebnf", "ec_transfer_params", "grammar",
     "json_schema", "kv_transfer_params", "logprob_token_ids", "lora_path", "max_new_tokens",
     "n_predict", "regex", "repetition_detection", "thinking", "truncate", "truncate_prompt_tokens",
     "truncation_side", "web_search_options",
@@ -210,6 +210,7 @@ class Ask:
     include_usage: bool  # whether the last event of a stream has the token counts
     usage_always: bool  # whether every event has them
     user: str  # the name of the end user, as the request gives it
+    salt: str  # what requests have in common that may use each other's cached prompts
     # names of fields that have no meaning here
     ignored: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
@@ -399,6 +400,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         ),
         "skip_special": fields.flag("skip_special_tokens", True),
         "token_ids": fields.flag("return_token_ids"),
+        "salt": fields.text("cache_salt"),
         "ignore_eos": fields.flag("ignore_eos"),
         "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
         "allowed_ids": allowed,

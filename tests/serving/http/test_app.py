@@ -97,8 +97,10 @@ def test_a_chat(live: Live, client: httpx.Client) -> None:
 
 
 def test_tokens_that_the_cache_held(client: httpx.Client) -> None:
-    for n, cached in ((1, 0), (1, 40), (2, 40)):  # pages of 4; the last token is run in any case
-        usage = complete(client, prompt="what nobody says but this test, 42 letters", n=n)["usage"]
+    body = {"prompt": "what nobody says but this test, 42 letters", "max_tokens": 1}
+    # Pages of 4, and the last token is run in any case.
+    for n, salt, cached in ((1, "", 0), (1, "", 40), (2, "", 40), (1, "a", 0), (2, "a", 40)):
+        usage = complete(client, **body, n=n, cache_salt=salt)["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
