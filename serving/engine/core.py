@@ -301,4 +301,7 @@ class Core:
             for key, part, of_part in zip(step.keys, step.parts, found.scores, strict=True)
             if of_part is not None
         ]
-        return Ran(record, progress, found.drawn, scores)
+        drawn = found.drawn
+        if not step.alternatives:  # there are none, but room for them
+            drawn = Tokens(*drawn[:2], drawn.top_ids[:, :0], drawn.top_logprobs[:, :0])
+        return Ran(record, progress, drawn, scores)
