@@ -5,7 +5,7 @@ import multiprocessing
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import httpx
@@ -45,7 +45,8 @@ class Live(NamedTuple):
         assert not engine._entries
 
 
-def wired(backend: FakeBackend, token_budget: int | None) -> RemoteCore:
+@contextmanager
+def wired(backend: FakeBackend, token_budget: int | None) -> Iterator[RemoteCore]:
     """A core at the other end of a line, as in a server whose model has a process of its own."""
     ours, theirs = (Line(end) for end in multiprocessing.Pipe())
     obedient = Obedient(Core(backend, token_budget=token_budget), ours)
@@ -54,10 +55,14 @@ def wired(backend: FakeBackend, token_budget: int | None) -> RemoteCore:
 
         def read(line: Line = line, take: Callable[..., None] = take) -> None:
             for kind, content in line:
+                if kind == "bye":
+                    return
                 take(kind, *content)
 
         threading.Thread(target=read, daemon=True).start()
-    return core
+    yield core
+    ours.send("bye")
+    theirs.send("bye")
 
 
 def get(url: str, **more: Any) -> httpx.Response:
@@ -97,10 +102,11 @@ def serving(
     scheme = "https" if server.config.is_ssl else "http"
     live = Live(f"{scheme}://127.0.0.1:{port}", port, service, backend, server)
     thread.start()
+    stack = ExitStack()
     try:
         if load:
             tokenizer = loaded.pop("tokenizer", None) or ByteTokenizer()
-            core = wired(backend, service.options.token_budget)
+            core = stack.enter_context(wired(backend, service.options.token_budget))
             service.become_ready(Loaded(MODEL, None, tokenizer, core=core, **loaded))
         yield live
         if load and service.status == "ready":
@@ -109,4 +115,5 @@ def serving(
         server.should_exit = True
         thread.join(PATIENCE)
         service.stop()
+        stack.close()
         assert not thread.is_alive()
