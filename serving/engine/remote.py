@@ -142,7 +142,7 @@ class RemoteCore:
         return self._over.is_set()
 
     def heard(self, kind: str, *content: Any) -> None:
-        """Is told what the process says of steps, and by `lost` that it has ended."""
+        """Is told what the process says of steps; `over` is the last."""
         if kind == "pulse":
             (self._pulse,), self._at = content, time.monotonic()
         elif kind == "ran":
