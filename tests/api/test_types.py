@@ -211,12 +211,12 @@ def test_packed_elements_in_another_order_in_memory(donated: tuple[int, ...]) ->
 
 
 def test_a_large_constant_of_packed_elements_is_split() -> None:
-    table = np.random.RandomState(0).randint(-8, 8, (512, 512)).astype(jnp.int4)
+    table = np.random.RandomState(0).randint(-8, 8, (768, 512)).astype(jnp.int4)
 
     def product(x: Any) -> Any:
         return x @ jnp.asarray(table).astype(jnp.float32)
 
-    x = np.ones((6, 512), np.float32)
-    compiled = spmd.jit(product, mesh=MESH, in_specs=((None, "b"),)).compile(x)
+    x = np.ones((6, 768), np.float32)
+    compiled = spmd.jit(product, mesh=MESH, in_specs=((None, ("a", "b")),)).compile(x)
     assert [any(c.sharding.dims) for c in compiled.stages.emitted.constants] == [True]
     np.testing.assert_allclose(compiled(x), jax.jit(product)(x))
