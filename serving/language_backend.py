@@ -88,9 +88,10 @@ def served_functions(
     if contract.get("kind") != KIND or platform != "cuda":
         return list(tags)
     model, shape = contract["model"], contract["shape"]
-    heads, keys = model.get("num_attention_heads"), model.get("num_key_value_heads")
-    if not heads or not keys:
+    heads = model.get("num_attention_heads")
+    if not heads:
         return list(tags)
+    keys = model.get("num_key_value_heads") or heads
     width = model.get("head_dim") or model["hidden_size"] // heads
     item = 4 if shape["cache_dtype"] == "float32" else 2
     if not paged_triton.takes(heads // keys, width, shape["page"], item):

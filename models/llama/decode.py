@@ -5,7 +5,8 @@ A row is a token: of a slot that decodes, or of a chunk of a prompt. Shapes are 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.experts import mixture
 from spmd.models.llama.model import add_bias, normed_heads
 from spmd.models.llama.rope import apply_rope, rope_angles
+
+TABLES = ("table", "slots", "positions", "first")
+"""What attention takes of `spmd.models.decode.model.Rows`."""
 
 Weights = dict[str, Any]
 """As `parameters.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""
@@ -84,64 +88,53 @@ class LlamaRows:
 
     def run(self, weights: Weights, cache: State, rows: Rows) -> tuple[Any, State]:
         """See `spmd.models.decode.RowsModel.run`."""
-        shape = rows["tokens"].shape
-
-        def attend(
-            q_XKGD: Any, kv_XK2D: Any, layer: State, window: int | None
-        ) -> tuple[Any, State]:
-            q_ARKGD, kv_ARK2D = (x.reshape(*shape, *x.shape[1:]) for x in (q_XKGD, kv_XK2D))
-            heads_ARKGD, layer = write_and_attend(layer, q_ARKGD, kv_ARK2D, rows, window)
-            return heads_ARKGD.reshape(-1, *heads_ARKGD.shape[2:]), layer
-
-        positions_X = jnp.maximum(rows["positions"].reshape(-1), 0)
-        tokens_X = rows["tokens"].reshape(-1)
-        x_XH, cache = run_layers(weights, tokens_X, positions_X, cache, attend, self.config)
-        return x_XH.reshape(*shape, -1), cache
+        config, shape = self.config, rows["tokens"].shape
+        tokens_X, positions_X = (rows[name].reshape(-1) for name in ("tokens", "positions"))
+        x_XH = jnp.take(weights["embed_tokens"]["weight"], tokens_X, axis=0, mode="clip")
+        x_XH = x_XH.astype(config.dtype)
+        angles_XE = rope_angles(jnp.maximum(positions_X, 0), config)
+        tables = {name: rows[name] for name in TABLES}
+        # Layers are one function, which is traced once, and written once in exported programs.
+        layer = jax.jit(functools.partial(_layer, config), static_argnums=0)
+        new = {}
+        for span, window in config.window_spans:
+            for index in map(str, span):
+                given = weights["layers"][index], cache[index]
+                x_XH, new[index] = layer(window, *given, x_XH, angles_XE, tables)
+        return x_XH.reshape(*shape, -1), new
 
     def logits(self, weights: Weights, x_XH: Any) -> Any:
         """See `spmd.models.decode.RowsModel.logits`."""
         return logits(weights, x_XH, self.config)
 
 
-# The layers, with attention left to the caller.
-
-Attention = Callable[[Any, Any, State, int | None], tuple[Any, State]]
-"""(q (X, K, G, D), new keys and values (X, K, 2, D), a layer's cache, its window) -> (heads, the
-cache)."""
-
-
-def run_layers(
-    weights: Weights,
-    tokens_X: Any,
-    positions_X: Any,
-    cache: State,
-    attend: Attention,
+def _layer(
     config: LlamaConfig,
+    window: int | None,
+    weights: Weights,
+    cache: State,
+    x_XH: Any,
+    angles_XE: Any,
+    tables: Rows,
 ) -> tuple[Any, State]:
-    """Runs the embedding and all layers.
+    """Hidden states (X, H) behind a layer, and its cache with the rows in it.
 
     Args:
-        positions_X: the position of each token in its sequence.
-        cache: layer -> its keys and values.
-        attend: writes a layer's new keys and values into the cache and attends to it.
-
-    Returns:
-        (hidden states (X, H) behind the last layer, cache).
+        window: how many positions a row sees at most.
+        tables: of the rows, `TABLES`.
     """
-    x_XH = jnp.take(weights["embed_tokens"]["weight"], tokens_X, axis=0, mode="clip")
-    x_XH = x_XH.astype(config.dtype)
-    angles_XE = rope_angles(positions_X, config)
-    new = {}
-    windows = [(str(i), window) for span, window in config.window_spans for i in span]
-    for index, window in windows:
-        layer, output = weights["layers"][index], weights["layers"][index]["self_attn"]["o_proj"]
-        q_XKGD, kv_XK2D = _queries_and_keys(layer, x_XH, angles_XE, config)
-        heads_XKGD, new[index] = attend(q_XKGD, kv_XK2D, cache[index], window)
-        heads_XI = heads_XKGD.reshape(x_XH.shape[0], -1)
-        x_XH = x_XH + add_bias(_linears(heads_XI, [output])[0], output)
-        normed = _norm(x_XH, layer["post_attention_layernorm"]["weight"], config)
-        x_XH = x_XH + _mlp(layer["mlp"], normed, config)
-    return x_XH, new
+
+    def in_groups(x: Any) -> Any:
+        return x.reshape(*tables["slots"].shape, *x.shape[1:])
+
+    q_XKGD, kv_XK2D = _queries_and_keys(weights, x_XH, angles_XE, config)
+    heads_ARKGD, cache = write_and_attend(
+        cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
+    )
+    output = weights["self_attn"]["o_proj"]
+    x_XH = x_XH + add_bias(_linears(heads_ARKGD.reshape(len(x_XH), -1), [output])[0], output)
+    normed = _norm(x_XH, weights["post_attention_layernorm"]["weight"], config)
+    return x_XH + _mlp(weights["mlp"], normed, config), cache
 
 
 def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,14 @@ Placed = Mapping[str, NamedSharding]
 """Path of every weight and state leaf -> where it lies."""
 
 
+Aim = Literal["fit", "fill", "guess"]
+"""What a plan does about memory: `fit` keeps to what a device has; `fill` is the fastest plan, as a
+symbol takes the memory that it leaves; of `guess` only its memory is asked, about, so the quick
+planner does."""
+
+UNLIMITED = 1 << 62  # bytes
+
+
 class FunctionKey(NamedTuple):
     """What decides, besides its module, what becomes of a function."""
 
@@ -60,7 +68,7 @@ class FunctionKey(NamedTuple):
     updates: tuple[tuple[int, int], ...]  # (result, argument) of every leaf of the state
     symbols: tuple[tuple[str, int], ...] = ()  # (name, value) of every symbol of the bundle
     auto: bool = False  # whether specs are chosen for arguments that have none
-    is_guess: bool = False  # whether only its memory is asked for, about: the quick planner does
+    aim: Aim = "fit"
 
 
 Lower = Callable[[Entrypoint, FunctionKey], Emitted]
@@ -100,7 +108,7 @@ def plan_functions(
     lower: Lower,
     say: Say,
     symbols: Mapping[str, Sizes],
-    is_guess: bool = False,
+    aim: Aim = "fit",
 ) -> tuple[dict[str, Emitted], list[str], PlanMore]:
     """Functions, planned and partitioned in this order: see `with_primary`.
 
@@ -108,7 +116,7 @@ def plan_functions(
       manifest: `Manifest.sized`.
       names: of the functions, variants where there are some.
       say: is told which one it is.
-      is_guess: see `FunctionKey`.
+      aim: of all plans.
 
     Returns:
       Name -> emitted program; a sentence on each part of a spec that does not fit the mesh; and
@@ -118,7 +126,7 @@ def plan_functions(
       BundleError: a spec that does not fit a leaf, or what `lower` raises.
     """
     known = {name: value for name, value in symbols.items() if isinstance(value, int)}
-    planner = _Planner(manifest, mesh, lower, known, is_guess)
+    planner = _Planner(manifest, mesh, lower, known, aim)
     emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
@@ -168,12 +176,16 @@ def with_all_leaves(manifest: Manifest, soon: Collection[str], wanted: Sequence[
 
 
 def heaviest(manifest: Manifest, wanted: Collection[str]) -> list[str]:
-    """Of some functions the one whose inputs and results are the largest, by their known dims."""
+    """Of some functions the one whose inputs and results are the largest, by their known dims.
 
-    def size(name: str) -> int:
+    Those that take weights come before those that take none: they compute more with theirs.
+    """
+
+    def size(name: str) -> tuple[bool, int]:
         entry = manifest.functions[name]
         shapes = [leaf.shape for leaf in (*entry.inputs, *entry.outputs)]
-        return sum(math.prod(dim for dim in shape if isinstance(dim, int)) for shape in shapes)
+        sizes = [math.prod(dim for dim in shape if isinstance(dim, int)) for shape in shapes]
+        return bool(entry.leaves("weights")), sum(sizes)
 
     return [max(wanted, key=size)] if wanted else []
 
@@ -200,7 +212,9 @@ def lowered_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
     if asked.auto:
         arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
     options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
-    if asked.is_guess:
+    if asked.aim != "fit":
+        options = dataclasses.replace(options, memory_limit=UNLIMITED, recompute=False)
+    if asked.aim == "guess":
         options = dataclasses.replace(options, planner="greedy")
     return lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
 
@@ -225,10 +239,10 @@ class _Planner:
         mesh: Mesh,
         lower: Lower,
         symbols: Mapping[str, int],
-        is_guess: bool,
+        aim: Aim,
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
-        self.is_guess = is_guess
+        self.aim = aim
         self.auto = bool(manifest.contract.get(AUTO))
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
@@ -241,7 +255,7 @@ class _Planner:
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
-        asked = FunctionKey(arguments, results, updates, symbols, self.auto, self.is_guess)
+        asked = FunctionKey(arguments, results, updates, symbols, self.auto, self.aim)
         emitted = self.lower(entry, asked)
         owned = {leaf.path for leaf in entry.leaves("weights", "state")}
         for leaf, spec in zip(leaves, emitted.specs(emitted.arguments), strict=True):

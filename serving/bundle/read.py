@@ -307,7 +307,7 @@ def _held(folder: str | Path, mesh: Mesh, options: Options, cache: Cache | None)
         name: -(-symbol.at_least // symbol.multiple_of) * symbol.multiple_of
         for name, symbol in manifest.symbols.items()
     }
-    planned = planner(manifest, mesh, modules.lower)(least, (), False)
+    planned = planner(manifest, mesh, modules.lower)(least, (), "fit")
     return manifest, placements(planned.manifest, planned.emitted, mesh)
 
 

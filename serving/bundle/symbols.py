@@ -33,6 +33,7 @@ from spmd.serving.bundle.manifest import (
     Variant,
 )
 from spmd.serving.bundle.programs import (
+    Aim,
     CompiledFunction,
     FunctionKey,
     Lower,
@@ -82,9 +83,8 @@ class PlannedBundle(NamedTuple):
 Held = tuple[Manifest, Placed]
 """A bundle as it was written, and where its weights and its state lie."""
 
-Plan = Callable[[Mapping[str, Sizes], Collection[str], bool], PlannedBundle]
-"""Plans functions, named as they were written, for values of all symbols; the last argument says
-whether only about their memory is asked for."""
+Plan = Callable[[Mapping[str, Sizes], Collection[str], Aim], PlannedBundle]
+"""Plans functions, named as they were written, for values of all symbols."""
 
 
 def planner(manifest: Manifest, mesh: Mesh, lower: Lower, say: Say = lambda text: None) -> Plan:
@@ -97,12 +97,10 @@ def planner(manifest: Manifest, mesh: Mesh, lower: Lower, say: Say = lambda text
             made[key] = lower(entry, asked)
         return made[key]
 
-    def plan(values: Mapping[str, Sizes], wanted: Collection[str], is_guess: bool) -> PlannedBundle:
+    def plan(values: Mapping[str, Sizes], wanted: Collection[str], aim: Aim) -> PlannedBundle:
         sized = manifest.sized(values)
         names = with_primary(sized, wanted)
-        planned = plan_functions(
-            sized, names, mesh, lower_once, say, symbols=values, is_guess=is_guess
-        )
+        planned = plan_functions(sized, names, mesh, lower_once, say, symbols=values, aim=aim)
         return PlannedBundle(values, sized, *planned)
 
     return plan
@@ -152,7 +150,7 @@ def plan_sized(
     known = {name: known[name] for name in manifest.symbols if name in known}
     missing = [name for name in manifest.symbols if name not in known]
     if not missing:
-        return plan(known, wanted, False)
+        return plan(known, wanted, "fit")
     if len(missing) > 1 or missing[0] not in held:
         name = next((name for name in missing if name not in held), missing[0])
         reason = "no array of the state has it" if name not in held else "there are two such"
@@ -199,7 +197,7 @@ class _Search:
         few: Sequence[str] = heaviest(self.manifest, self.wanted)
         while True:
             found = self._search(few)
-            whole = self.plan(found.symbols, self.wanted, False)
+            whole = self.plan(found.symbols, self.wanted, "fill")
             placed = placements(whole.manifest, whole.emitted, self.mesh)
             value = whole.symbols[self.name]
             assert isinstance(value, int)  # the state has it
@@ -233,11 +231,11 @@ class _Search:
         refusal: ArgumentError | None = None
         low, high = self.least - 1, self.most + 1  # fits, does not fit
         points: list[tuple[int, int]] = []
-        is_guess = True
+        aim: Aim = "guess"
         for _ in range(ROUNDS):
             try:
                 value = units * self.symbol.multiple_of
-                planned = self.plan({**self.known, self.name: value}, names, is_guess)
+                planned = self.plan({**self.known, self.name: value}, names, aim)
             except ArgumentError as error:  # a kernel does not take an array of this size
                 refusal, high = error, units
                 units = (low + high) // 2
@@ -246,8 +244,8 @@ class _Search:
                 continue
             placed = placements(planned.manifest, planned.emitted, self.mesh)
             needed = int(self.spare * max(self._needs(planned, placed).values()))
-            if is_guess:  # it says where to look, and nothing else
-                is_guess = False
+            if aim == "guess":  # it says where to look, and nothing else
+                aim = "fill"
                 likely = self._largest(placed, _line([(units, needed)]))
                 units = min(max(likely, self.least), high - 1)
                 continue

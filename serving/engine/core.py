@@ -287,9 +287,11 @@ class Core:
             self._changed = False
             if self._seconds is not self.backend.seconds:  # there are steps of more sizes
                 self._seconds = self.backend.seconds
-                given = self._token_budget
-                budget = self.backend.budget if given is None else given
-                self._scheduler.know(self._seconds, budget)
+                if (budget := self._token_budget) is None:
+                    sizes = self.backend.budget, self.backend.limits.rows[-1]
+                    self._scheduler.know(self._seconds, *sizes)
+                else:
+                    self._scheduler.know(self._seconds, budget)
             return self._scheduler.next()
 
     def _finish(self) -> Ran:

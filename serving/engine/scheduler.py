@@ -59,6 +59,9 @@ from spmd.serving.engine.groups import Group, Ongoing
 HARDLY = 1.1
 """A step with drafts takes so many times as long at most as one of those who draw alone."""
 
+FEW = 64
+"""So many rows of a step for each request that draws are those of one in which few draw."""
+
 _Guess = tuple[int, ...] | int | None
 """Drafts of what a request draws next, or of how many the backend guesses; None: none yet."""
 
@@ -160,15 +163,18 @@ class Scheduler:
             self._ongoing[request.key] = ongoing
             self._queue.push(ongoing)
 
-    def know(self, seconds: Mapping[int, float], budget: int) -> None:
+    def know(self, seconds: Mapping[int, float], budget: int, most: int = 0) -> None:
         """Says what steps take.
 
         Args:
           seconds: rows of a group in a step -> seconds, of the sizes to which steps are padded;
             empty where that is not known.
           budget: as for the scheduler itself.
+          most: rows of a step that prompts fill, beside so few that draw (`FEW`) that more rows a
+            second are worth more than how often those draw.
         """
         self._seconds = dict(sorted(seconds.items()))
+        self._most = most
         # A prompt has a slot itself, so this leaves it one row at least.
         self._budget = min(max(budget, self._slots), self.limits.rows[-1])
 
@@ -284,18 +290,21 @@ class Scheduler:
         A step is padded to the next size. Where more tokens a second are run so, it has one size
         less, and what is left of a prompt is run by the next one: of 300 rows 256, not 1024.
         """
-        draws = self._decoding or self._unmasked
-        most = self._budget if draws else self.limits.rows[-1]
         if not self._seconds:
-            return most
-        most = min(most, max(self._slots, *self._seconds))  # larger ones are still compiled
+            return self._budget if self._decoding or self._unmasked else self.limits.rows[-1]
         rows = self._drawing()
+        drawing = max(rows)
         for index, group in enumerate(self.groups):
             if group.filling is not None:
                 rows[index] += group.filling.end - group.filling.filled
         wanted = max(rows)
         waiting = [*self._preempted, *self._queue] if any(g.has_room for g in self.groups) else ()
         wanted += sum(len(request.tokens) for request in waiting)
+        most = self.limits.rows[-1]
+        if self._decoding or self._unmasked:
+            filled = (n for n in self._seconds if FEW * drawing <= n <= min(wanted, self._most))
+            most = max(self._budget, *filled, 0)
+        most = min(most, max(self._slots, *self._seconds))  # larger ones are still compiled
         sizes = [size for size in self._seconds if size <= most]
         above = next((size for size in sizes if size >= wanted), None)
         below = max((size for size in sizes if self._slots <= size < wanted), default=None)

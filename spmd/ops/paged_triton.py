@@ -75,11 +75,13 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     run = functools.partial(_run, read, window=window, interpret=interpret)
     if rows <= slots or large == small:
         return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
-    # A slot's rows are all in small tiles, or all in large ones.
-    few_AB = counts_AB <= small // groups
+    # A slot's rows are all in small tiles, or all in large ones. One that would leave most of a
+    # large tile empty has small ones: there may be many such slots, and memory for all is written.
+    border = max(small, large // 2 if on_hopper else 0) // groups
+    few_AB = counts_AB <= border
     few_counts_AB, many_counts_AB = (jnp.where(x, counts_AB, 0) for x in (few_AB, ~few_AB))
-    few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups, most=slots + 1)
-    many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups)
+    few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups)
+    many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups, least=border + 1)
     is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
     found = (
         _run_on_hopper(read, many, window=window, interpret=interpret)
@@ -106,15 +108,17 @@ class _Tiles(NamedTuple):
     size: int  # the most rows of a tile
 
 
-def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
+def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int = 1) -> _Tiles:
     """Cuts each slot's `counts_AB` rows, from row `first_AB` on, into tiles of at most `size` rows.
 
-    `slot_AR` is the slot of each row. There are at most `most` tiles, if that is not 0 (unknown).
+    `slot_AR` is the slot of each row. A slot that has any rows has at least `least`.
     """
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
     rows, slots = slot_AR.shape[1], counts_AB.shape[1]
-    most = min(most or rows, (rows + (size - 1) * min(slots, rows)) // size)
+    # A tile holds fewest rows, on average, if slots have as few as they can, or one more than a tile.
+    fewest = min(least, (size + 1) / 2)
+    most = max(1, int(min(rows / fewest, (rows + (size - 1) * min(slots, rows)) / size)))
     needed_AB = (counts_AB + size - 1) // size
     ends_AB = jnp.cumsum(needed_AB, axis=1)
     begin_AB = ends_AB - needed_AB

@@ -5,13 +5,14 @@ import functools
 import random
 from collections import Counter, deque
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from spmd.serving.engine import scheduler
 from spmd.serving.engine.actions import EngineStep, Job
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped
 from spmd.serving.engine.draft_model import DraftedBackend
@@ -89,7 +90,9 @@ class Run:
         for part in step.parts:
             rows[part.slot * limits.groups // limits.slots] += part.rows
         if step.decoding:
-            assert max(rows) <= max(self.budget, limits.slots // limits.groups)
+            few = step.decoding // limits.groups * scheduler.FEW <= self.scheduler._most
+            largest = max(self.budget, limits.slots // limits.groups)
+            assert max(rows) <= max(largest, self.scheduler._most if few else 0)
         assert step.rows == sum(rows)
         assert step.decoding == sum(part.tokens is None for part in step.parts)
         assert step.seen == sum(part.start + part.rows for part in step.parts)
@@ -226,10 +229,13 @@ class Machine(RuleBasedStateMachine):
         ahead=st.sampled_from([0, 1, 2]),
         budget=st.sampled_from([4, 6, 9]),
         seconds=st.dictionaries(st.integers(1, 9), st.sampled_from([0.5, 1, 4])),
+        few=st.sampled_from([1, 2, 64]),
     )
-    def start(self, ahead: int, budget: int, seconds: dict[int, float]) -> None:
+    def start(self, ahead: int, budget: int, seconds: dict[int, float], few: int) -> None:
         self.run = Run(self.limits, budget=budget, ahead=ahead)
-        self.run.scheduler.know(seconds, budget)
+        self.run.scheduler.know(seconds, budget, self.limits.rows[-1])
+        self.few = patch.object(scheduler, "FEW", few)
+        self.few.start()
 
     def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Job:
         self.key += 1
@@ -323,6 +329,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.run.finish()
+        self.few.stop()
         for client in "abc":  # each gets slots in its order
             mine = [key for key in self.run.order() if self.run.requests[key].client == client]
             assert mine == sorted(mine)
@@ -436,6 +443,20 @@ def test_a_step_is_no_larger_than_is_worth_its_padding(more: Any, chunks: list[i
     run.submit(request(0, [1] * 6, 1))
     run.finish()
     assert [len(chunk.tokens or ()) for chunk in run.chunks(0)] == chunks
+
+
+@pytest.mark.parametrize(("most", "few", "chunk"), [(0, 4, 3), (8, 4, 7), (8, 9, 3)])
+def test_many_prompts_fill_a_larger_step_beside_few_that_draw(
+    most: int, few: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "FEW", few)
+    run = Run()
+    run.scheduler.know({4: 1.0, 8: 1.5}, 4, most)
+    run.submit(request(0, [1], 20))
+    run.step()
+    run.submit(request(1, [2] * 7, 1), request(2, [3] * 7, 1))
+    run.finish()
+    assert len(run.chunks(1)[0].tokens or ()) == chunk
 
 
 def test_steps_too_small_for_the_slots_are_refused() -> None:
