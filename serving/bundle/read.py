@@ -29,7 +29,7 @@ from spmd.ir.types import numpy_dtype
 from spmd.lowering.emit import Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
-from spmd.models.gpu_graphs import with_gpu_graphs
+from spmd.models.gpu_options import with_gpu_options
 from spmd.options import Options
 from spmd.progress import Stopwatch
 from spmd.serving.bundle.bundle import Bundle
@@ -244,7 +244,7 @@ def load_bundle(
       >>> bundle.run("step_r8_t512", rows)
     """
     folder, mesh = Path(folder), as_mesh(mesh)
-    options = with_gpu_graphs(options or Options(), platform_of(mesh))
+    options = with_gpu_options(options or Options(), platform_of(mesh))
     clock = Stopwatch()
     manifest = clock("files", read_manifest, folder)
     if auto:

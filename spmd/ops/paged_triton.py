@@ -82,13 +82,13 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     few_counts_AB, many_counts_AB = (jnp.where(x, counts_AB, 0) for x in (few_AB, ~few_AB))
     few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups)
     many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups, least=border + 1)
-    is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
     found = (
         _run_on_hopper(read, many, window=window, interpret=interpret)
         if on_hopper
         else run(many, large)
     )
-    return jnp.where(is_few_AR[..., None, None, None], run(few, small), found)
+    is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
+    return run(few, small, beside=(found, is_few_AR))
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
@@ -116,7 +116,7 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
     rows, slots = slot_AR.shape[1], counts_AB.shape[1]
-    # A tile holds fewest rows, on average, if slots have as few as they can, or one more than a tile.
+    # Tiles hold fewest rows if slots have as few as they can, or one more than a tile.
     fewest = min(least, (size + 1) / 2)
     most = max(1, int(min(rows / fewest, (rows + (size - 1) * min(slots, rows)) / size)))
     needed_AB = (counts_AB + size - 1) // size
@@ -138,8 +138,15 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int
     return _Tiles(about, place_AR, size)
 
 
-def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool) -> Any:
-    """Returns (A, R, K, G, D), by tiles of `queries` each; undefined for rows in no tile."""
+def _run(
+    operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool,
+    beside: tuple[Any, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Returns (A, R, K, G, D), by tiles of `queries` each.
+
+    `beside` are results of rows in no tile, and which rows are in one (A, R); without it those
+    results are undefined.
+    """
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]
@@ -176,6 +183,10 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     if scales:
         in_specs += [of_pool(KEYS), of_pool(VALUES)]
         inputs += [scales[0], scales[0]]
+    into = {}
+    if beside and parts == 1:  # rows in tiles are written over the others' results
+        in_specs, into = [*in_specs, of_head], {len(inputs): 0}
+        inputs = [*inputs, beside[0]]
     out_specs: Any = [of_head]
     out_shape = [jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)]
     if parts > 1:
@@ -183,11 +194,12 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
         numbers = jax.ShapeDtypeStruct((outer, count, parts, heads, queries), jnp.float32)
         out_shape = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
     found = pl.pallas_call(
-        functools.partial(_kernel, queries=queries, parts=parts, window=window),
+        functools.partial(_kernel, queries, parts, window, bool(scales)),
         grid=(outer * count, heads, parts),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
+        input_output_aliases=into,
         # Keys of two tiles are fetched ahead, or of one.
         **compiled_with(4, 3 if width * item <= MOST_BYTES // 2 else 2, interpret),
     )(*inputs)
@@ -200,7 +212,10 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, window: int | None, inte
     total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
     total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
     heads_AIKQD = jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
-    return _of_rows(heads_AIKQD.astype(q_ARKGD.dtype), tiles, groups)
+    found_ARKGD = _of_rows(heads_AIKQD.astype(q_ARKGD.dtype), tiles, groups)
+    if beside is None:
+        return found_ARKGD
+    return jnp.where(beside[1][..., None, None, None], found_ARKGD, beside[0])
 
 
 def _of_rows(heads_AIKQD: Any, tiles: _Tiles, groups: int) -> Any:
@@ -237,10 +252,10 @@ def _run_on_hopper(operands: Any, tiles: _Tiles, *, window: int | None, interpre
     return _of_rows(found.reshape(outer, -1, *found.shape[1:]), tiles, groups)
 
 
-def _kernel(*refs: Any, queries: int, parts: int, window: int | None) -> None:
+def _kernel(queries: int, parts: int, window: int | None, has_scales: bool, *refs: Any) -> None:
     about, table, positions, q, keys, values, *rest = refs
     outputs = rest[-1:] if parts == 1 else rest[-3:]
-    scales, dtype = rest[: -len(outputs)], q.dtype
+    scales, dtype = rest[: 2 * has_scales], q.dtype
     (groups, width), size = q.shape[1:], keys.shape[1]
     slot, start, count = about[0], about[1], about[2]
     is_padding = slot >= table.shape[0]
