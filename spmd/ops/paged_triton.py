@@ -87,8 +87,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
         if on_hopper
         else run(many, large)
     )
-    is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
-    return run(few, small, beside=(found, is_few_AR))
+    return run(few, small, beside=found)
 
 
 def takes(groups: int, width: int, size: int, item: int) -> bool:
@@ -140,12 +139,11 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int
 
 def _run(
     operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool,
-    beside: tuple[Any, Any] | None = None,
+    beside: Any = None,
 ) -> Any:  # fmt: skip
     """Returns (A, R, K, G, D), by tiles of `queries` each.
 
-    `beside` are results of rows in no tile, and which rows are in one (A, R); without it those
-    results are undefined.
+    `beside` are results of rows in no tile; without it those are undefined.
     """
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
@@ -154,6 +152,7 @@ def _run(
     reach = min(table_ABM.shape[2] * size, window or table_ABM.shape[2] * size)
     item = max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
     parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
+    parts = 1 << parts.bit_length() - 1
 
     # The first dim of the grid is tiles of all groups, the second key heads, the third parts.
     def of_pool(kind: int, *rest: int) -> pl.BlockSpec:
@@ -162,17 +161,34 @@ def _run(
             lambda i, k, c: (i // count, 0, 0, k, kind, *(0 for _ in rest)),
         )
 
-    def of_part(*rest: int) -> pl.BlockSpec:
+    def of_parts(each: int | None, *rest: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (None, None, None, None, *rest),
-            lambda i, k, c: (i // count, i % count, c, k, *(0 for _ in rest)),
+            (None, None, None, each, *rest),
+            lambda i, k, c: (i // count, i % count, k, 0 if each else c, *(0 for _ in rest)),
         )
 
+    of_tile = pl.BlockSpec((None, None, 4), lambda i, k, c: (i // count, i % count, 0))
     of_head = pl.BlockSpec(
         (None, rows, None, groups, width), lambda i, k, c: (i // count, 0, k, 0, 0)
     )
+    numbers = jax.ShapeDtypeStruct((outer, count, heads, parts, queries), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
+    rests = [(queries, width), (queries,), (queries,)]
+
+    def call(kernel: Any, last: int, in_specs: Any, inputs: Any, stages: int) -> Any:
+        """The rows' results, written over those of `beside`."""
+        return pl.pallas_call(
+            kernel,
+            grid=(outer * count, heads, last),
+            in_specs=[*in_specs, *([] if beside is None else [of_head])],
+            out_specs=of_head,
+            out_shape=jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype),
+            input_output_aliases={} if beside is None else {len(inputs): 0},
+            **compiled_with(4, stages, interpret),
+        )(*inputs, *([] if beside is None else [beside]))
+
     in_specs = [
-        pl.BlockSpec((None, None, 4), lambda i, k, c: (i // count, i % count, 0)),
+        of_tile,
         pl.BlockSpec((None, *table_ABM.shape[1:]), lambda i, k, c: (i // count, 0, 0)),
         pl.BlockSpec((None, rows), lambda i, k, c: (i // count, 0)),
         of_head,
@@ -183,39 +199,21 @@ def _run(
     if scales:
         in_specs += [of_pool(KEYS), of_pool(VALUES)]
         inputs += [scales[0], scales[0]]
-    into = {}
-    if beside and parts == 1:  # rows in tiles are written over the others' results
-        in_specs, into = [*in_specs, of_head], {len(inputs): 0}
-        inputs = [*inputs, beside[0]]
-    out_specs: Any = [of_head]
-    out_shape = [jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)]
-    if parts > 1:
-        out_specs = [of_part(queries, width), of_part(queries), of_part(queries)]
-        numbers = jax.ShapeDtypeStruct((outer, count, parts, heads, queries), jnp.float32)
-        out_shape = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
+    kernel = functools.partial(_kernel, queries, parts, window, bool(scales))
+    # Keys of two tiles are fetched ahead, or of one.
+    stages = 3 if width * item <= MOST_BYTES // 2 else 2
+    if parts == 1:
+        return call(kernel, 1, in_specs, inputs, stages)
     found = pl.pallas_call(
-        functools.partial(_kernel, queries, parts, window, bool(scales)),
+        kernel,
         grid=(outer * count, heads, parts),
         in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        input_output_aliases=into,
-        # Keys of two tiles are fetched ahead, or of one.
-        **compiled_with(4, 3 if width * item <= MOST_BYTES // 2 else 2, interpret),
+        out_specs=[of_parts(None, *rest) for rest in rests],
+        out_shape=shapes,
+        **compiled_with(4, stages, interpret),
     )(*inputs)
-    if parts == 1:
-        return found[0]
-    # Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M)
-    # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
-    heads_AICKQD, largest_AICKQ, sums_AICKQ = found
-    share_AICKQ = jnp.exp2(largest_AICKQ - jnp.max(largest_AICKQ, axis=2, keepdims=True))
-    total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
-    total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
-    heads_AIKQD = jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
-    found_ARKGD = _of_rows(heads_AIKQD.astype(q_ARKGD.dtype), tiles, groups)
-    if beside is None:
-        return found_ARKGD
-    return jnp.where(beside[1][..., None, None, None], found_ARKGD, beside[0])
+    specs = [of_tile, *(of_parts(parts, *rest) for rest in rests)]
+    return call(_combine, queries, specs, [tiles.about, *found], 1)
 
 
 def _of_rows(heads_AIKQD: Any, tiles: _Tiles, groups: int) -> Any:
@@ -322,6 +320,25 @@ def _kernel(queries: int, parts: int, window: int | None, has_scales: bool, *ref
         return
     for ref, x in zip(outputs, (head_QD, largest_Q, total_Q), strict=True):
         ref[...] = x
+
+
+def _combine(about: Any, heads: Any, largest: Any, sums: Any, *rest: Any) -> None:
+    """Writes one query's result.
+
+    Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M) for
+    the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
+    """
+    out, query = rest[-1], pl.program_id(2)
+    groups = out.shape[1]
+
+    @pl.when(query < about[2] * groups)
+    def write() -> None:
+        largest_C = largest[:, query]
+        share_C = jnp.exp2(largest_C - jnp.max(largest_C))
+        total = jnp.sum(share_C * sums[:, query])
+        head_D = jnp.sum(heads[:, query] * share_C[:, None], axis=0)
+        head_D /= jnp.where(total == 0, 1, total)
+        out[about[1] + query // groups, query % groups] = head_D.astype(out.dtype)
 
 
 def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
