@@ -29,7 +29,6 @@ from spmd.ops.products_triton import compiled_with, places, triton
 
 POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy
-MOST_PARTS = 32
 
 SMALL, LARGE = 16, 64
 """Queries of a tile: tensor cores take at least 16, and those of Hopper are fastest with 64."""
@@ -104,7 +103,6 @@ class _Tiles(NamedTuple):
     # (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these are 0
     # for tiles that are not needed
     about: Any
-    needed: Any  # (A,): how many of these tiles have rows
     place: Any  # (A, R): `size` times the tile of each row, and the row's number in it
     size: int  # the most rows of a tile
 
@@ -136,7 +134,7 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int
     start_AI = jnp.where(is_needed_AI, of(first_AB, slot_AI) + done_AI, 0)
     about = jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2)
     place_AR = jnp.arange(rows) - of(first_AB, slot_AR) + of(begin_AB, slot_AR) * size
-    return _Tiles(about, ends_AB[:, -1].astype(jnp.int32), place_AR, size)
+    return _Tiles(about, place_AR, size)
 
 
 def _run(
@@ -148,40 +146,74 @@ def _run(
     `beside` are results of rows in no tile; without it those are undefined.
     """
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
-    outer, _, heads, _, width = q_ARKGD.shape
-    size, item = pool_ANPK2D.shape[2], max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
+    outer, rows, heads, groups, width = q_ARKGD.shape
+    pages, size = pool_ANPK2D.shape[1:3]
+    count = tiles.about.shape[1]
     reach = min(table_ABM.shape[2] * size, window or table_ABM.shape[2] * size)
-    most = min(MOST_PARTS, max(1, reach // (2 * POSITIONS)))
-    most = 1 << most.bit_length() - 1
-    # So many tiles at most are computed in parts.
-    shared = min(tiles.about.shape[1], PROGRAMS // (2 * heads)) if most > 1 else 0
-    work = _Work(queries, most if shared else 1, window, interpret)
+    item = max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
+    parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
+    parts = 1 << parts.bit_length() - 1
+
+    # The first dim of the grid is tiles of all groups, the second key heads, the third parts.
+    def of_pool(kind: int, *rest: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, pages, size, None, None, *rest),
+            lambda i, k, c: (i // count, 0, 0, k, kind, *(0 for _ in rest)),
+        )
+
+    def of_parts(each: int | None, *rest: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, each, *rest),
+            lambda i, k, c: (i // count, i % count, k, 0 if each else c, *(0 for _ in rest)),
+        )
+
+    of_tile = pl.BlockSpec((None, None, 4), lambda i, k, c: (i // count, i % count, 0))
+    of_head = pl.BlockSpec(
+        (None, rows, None, groups, width), lambda i, k, c: (i // count, 0, k, 0, 0)
+    )
+    numbers = jax.ShapeDtypeStruct((outer, count, heads, parts, queries), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
+    rests = [(queries, width), (queries,), (queries,)]
+
+    def call(kernel: Any, last: int, in_specs: Any, inputs: Any, stages: int) -> Any:
+        """The rows' results, written over those of `beside`."""
+        return pl.pallas_call(
+            kernel,
+            grid=(outer * count, heads, last),
+            in_specs=[*in_specs, *([] if beside is None else [of_head])],
+            out_specs=of_head,
+            out_shape=jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype),
+            input_output_aliases={} if beside is None else {len(inputs): 0},
+            **compiled_with(4, stages, interpret),
+        )(*inputs, *([] if beside is None else [beside]))
+
+    in_specs = [
+        of_tile,
+        pl.BlockSpec((None, *table_ABM.shape[1:]), lambda i, k, c: (i // count, 0, 0)),
+        pl.BlockSpec((None, rows), lambda i, k, c: (i // count, 0)),
+        of_head,
+        of_pool(KEYS, width),
+        of_pool(VALUES, width),
+    ]
+    inputs = [tiles.about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
+    if scales:
+        in_specs += [of_pool(KEYS), of_pool(VALUES)]
+        inputs += [scales[0], scales[0]]
+    kernel = functools.partial(_kernel, queries, parts, window, bool(scales))
     # Keys of two tiles are fetched ahead, or of one.
     stages = 3 if width * item <= MOST_BYTES // 2 else 2
-    result = jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)
-    numbers = jax.ShapeDtypeStruct((PROGRAMS, queries), jnp.float32)
-    parts = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
-
-    def call(kernel: Any, group: int, grid: Any, inputs: Any, more: Any, stages: int) -> Any:
-        """What the kernel writes: results of rows, over those that are there, and more."""
-        onto = [] if beside is None else [beside]
-        return pl.pallas_call(
-            functools.partial(kernel, work, group, len(inputs)),
-            grid=grid,
-            out_shape=[result, *more],
-            input_output_aliases={len(inputs): 0} if onto else {},
-            **compiled_with(4, stages, interpret),
-        )(*inputs, *onto)
-
-    for group in range(outer):
-        inputs = [tiles.needed, tiles.about]
-        read = [table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, *scales]
-        written = parts if shared else []
-        beside, *found = call(_kernel, group, (PROGRAMS,), [*inputs, *read], written, stages)
-        if shared:
-            grid = (shared, heads, queries)
-            (beside,) = call(_combine, group, grid, [*inputs, *found], [], 1)
-    return beside
+    if parts == 1:
+        return call(kernel, 1, in_specs, inputs, stages)
+    found = pl.pallas_call(
+        kernel,
+        grid=(outer * count, heads, parts),
+        in_specs=in_specs,
+        out_specs=[of_parts(None, *rest) for rest in rests],
+        out_shape=shapes,
+        **compiled_with(4, stages, interpret),
+    )(*inputs)
+    specs = [of_tile, *(of_parts(parts, *rest) for rest in rests)]
+    return call(_combine, queries, specs, [tiles.about, *found], 1)
 
 
 def _of_rows(heads_AIKQD: Any, tiles: _Tiles, groups: int) -> Any:
@@ -218,170 +250,116 @@ def _run_on_hopper(operands: Any, tiles: _Tiles, *, window: int | None, interpre
     return _of_rows(found.reshape(outer, -1, *found.shape[1:]), tiles, groups)
 
 
-class _Work(NamedTuple):
-    """What is known of a kernel call before it runs."""
-
-    queries: int  # of a tile
-    most: int  # parts of a tile's positions
-    window: int | None
-    interpret: bool
-
-    def parts(self, items: Any) -> Any:
-        """Into how many parts each tile of a head is divided, where there are `items` of them."""
-        return jnp.clip(PROGRAMS // jnp.maximum(items, 1), 1, self.most)
-
-
-def _kernel(work: _Work, group: int, count: int, *refs: Any) -> None:
-    """A program's share of the parts of all tiles and heads of a group, one after the other."""
-    needed, about, table, positions, q, pool, *scales = refs[:count]
-    out, *partial = refs[-1:] if work.most == 1 else refs[-4:]
-    heads, groups, width = q.shape[2:]
-    size, slots, dtype = pool.shape[2], table.shape[1], q.dtype
-    queries, window = work.queries, work.window
+def _kernel(queries: int, parts: int, window: int | None, has_scales: bool, *refs: Any) -> None:
+    about, table, positions, q, keys, values, *rest = refs
+    outputs = rest[-1:] if parts == 1 else rest[-3:]
+    scales, dtype = rest[: 2 * has_scales], q.dtype
+    (groups, width), size = q.shape[1:], keys.shape[1]
+    slot, start, count = about[0], about[1], about[2]
+    is_padding = slot >= table.shape[0]
+    slot = jnp.minimum(slot, table.shape[0] - 1)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    first, items = pl.program_id(0), needed[group] * heads
-    parts = work.parts(items)
+
+    # The queries of a tile are (row, head) pairs, row after row.
     pair_Q = jnp.arange(queries)
+    row_Q, head_Q = start + pair_Q // groups, pair_Q % groups
+    is_real_Q = pair_Q < count * groups
+    last_Q = _load(positions, (row_Q,), is_real_Q & ~is_padding, -1)
+    query_QD = _load_wide(q, (row_Q, head_Q), is_real_Q)
+    last = jnp.max(last_Q)
+    # Behind nobody's window: -1 of rows that see nothing does not count.
+    lowest = 0 if window is None else jnp.min(jnp.where(last_Q < 0, last, last_Q)) - window + 1
 
-    def run(turn: Any, done: Any) -> Any:
-        number = first + turn * PROGRAMS
-        item, part = number // parts, number % parts
-        tile, head = item // heads, item % heads
-        slot, start, rows = (about[group, tile, i] for i in range(3))
-        is_padding = slot >= slots
-        slot = jnp.minimum(slot, slots - 1)
-        # The queries of a tile are (row, head) pairs, row after row.
-        row_Q, head_Q = start + pair_Q // groups, pair_Q % groups
-        is_real_Q = pair_Q < rows * groups
-        last_Q = _load(positions, (group, row_Q), is_real_Q & ~is_padding, -1)
-        query_QD = _load_wide(q, (group, row_Q, head, head_Q), is_real_Q)
-        last = jnp.max(last_Q)
-        # Behind nobody's window: -1 of rows that see nothing does not count.
-        lowest = 0 if window is None else jnp.min(jnp.where(last_Q < 0, last, last_Q)) - window + 1
+    def tile(i: Any, carry: Any) -> Any:
+        page_T, largest_Q, total_Q, head_QD = carry
+        position_T = i * POSITIONS + jnp.arange(POSITIONS)
+        there_T = position_T <= last
+        if window is not None:
+            there_T &= position_T >= lowest
+        where = (jnp.broadcast_to(page_T, (POSITIONS,)), position_T % size)
+        # What lies behind the last position is not read: NaN is NaN also without any weight.
+        key_TD = _load_wide(keys, where, there_T).astype(dtype)
+        value_TD = _load_wide(values, where, there_T).astype(dtype)
+        score_QT = triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
+        if scales:
+            score_QT *= _load(scales[0], where, there_T, 0)[None]
+        # Powers of two are one instruction, powers of e several.
+        score_QT = score_QT * np.float32(math.log2(math.e) / math.sqrt(width))
+        seen_QT = position_T[None] <= last_Q[:, None]
+        if window is not None:
+            seen_QT &= position_T[None] > last_Q[:, None] - window
+        score_QT = jnp.where(seen_QT, score_QT, LOWEST)
+        above_Q = jnp.maximum(largest_Q, jnp.max(score_QT, axis=1))
+        weight_QT = jnp.where(seen_QT, jnp.exp2(score_QT - above_Q[:, None]), 0)
+        kept_Q = jnp.exp2(largest_Q - above_Q)
+        total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
+        if scales:
+            weight_QT *= _load(scales[1], where, there_T, 0)[None]
+        found_QD = triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
+        # The next page is looked up one turn ahead: then its keys can be fetched two turns ahead.
+        next_T = _pages(table, slot, i + 1, size)
+        return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
 
-        def block(i: Any, carry: Any) -> Any:
-            page_T, largest_Q, total_Q, head_QD = carry
-            position_T = i * POSITIONS + jnp.arange(POSITIONS)
-            there_T = position_T <= last
-            if window is not None:
-                there_T &= position_T >= lowest
-            where = (group, jnp.broadcast_to(page_T, (POSITIONS,)), position_T % size, head)
-            # What lies behind the last position is not read: NaN is NaN also without any weight.
-            key_TD = _load_wide(pool, (*where, KEYS), there_T).astype(dtype)
-            value_TD = _load_wide(pool, (*where, VALUES), there_T).astype(dtype)
-            score_QT = triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
-            if scales:
-                score_QT *= _load(scales[0], (*where, KEYS), there_T, 0)[None]
-            # Powers of two are one instruction, powers of e several.
-            score_QT = score_QT * np.float32(math.log2(math.e) / math.sqrt(width))
-            seen_QT = position_T[None] <= last_Q[:, None]
-            if window is not None:
-                seen_QT &= position_T[None] > last_Q[:, None] - window
-            score_QT = jnp.where(seen_QT, score_QT, LOWEST)
-            above_Q = jnp.maximum(largest_Q, jnp.max(score_QT, axis=1))
-            weight_QT = jnp.where(seen_QT, jnp.exp2(score_QT - above_Q[:, None]), 0)
-            kept_Q = jnp.exp2(largest_Q - above_Q)
-            total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
-            if scales:
-                weight_QT *= _load(scales[0], (*where, VALUES), there_T, 0)[None]
-            found_QD = triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
-            # The next page is looked up one turn ahead: then its keys can be fetched two ahead.
-            next_T = _pages(table, group, slot, i + 1, size)
-            return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
-
-        nothing = (
-            jnp.full(queries, LOWEST, jnp.float32),
-            jnp.zeros(queries, jnp.float32),
-            jnp.zeros((queries, width), jnp.float32),
-        )
-        end = (last + POSITIONS) // POSITIONS  # 0 where nothing is seen
-        begin = 0 if window is None else jnp.maximum(lowest, 0) // POSITIONS
-        each = (end - begin + parts - 1) // parts
-        begin += part * each
-        end = jnp.minimum(begin + each, end)
-        pages_T = _pages(table, group, slot, begin, size)
-        _, *sums = jax.lax.fori_loop(begin, end, block, (pages_T, *nothing))
-        largest_Q, total_Q, head_QD = sums
-
-        @pl.when(parts == 1)
-        def whole() -> None:
-            shared_QD = head_QD / jnp.where(total_Q == 0, 1, total_Q)[:, None]
-            where = (group, row_Q, head, head_Q)
-            _store_wide(out, where, is_real_Q, shared_QD)
-
-        if partial:
-
-            @pl.when(parts > 1)
-            def part_of_it() -> None:
-                where = (jnp.full(queries, number), pair_Q)
-                _store_wide(partial[0], where, is_real_Q, head_QD)
-                for ref, x in zip(partial[1:], (largest_Q, total_Q), strict=True):
-                    triton().store(ref.at[where], x, mask=is_real_Q)
-
-        return done
-
-    turns = (items * parts - first + PROGRAMS - 1) // PROGRAMS
-    jax.lax.fori_loop(0, turns, run, 0)
+    nothing = (
+        jnp.full(queries, LOWEST, jnp.float32),
+        jnp.zeros(queries, jnp.float32),
+        jnp.zeros((queries, width), jnp.float32),
+    )
+    needed = (last + POSITIONS) // POSITIONS  # 0 where nothing is seen
+    unseen = 0 if window is None else jnp.maximum(lowest, 0) // POSITIONS
+    each = (needed - unseen + parts - 1) // parts
+    begin = unseen + pl.program_id(2) * each
+    end = jnp.minimum(begin + each, needed)
+    pages_T = _pages(table, slot, begin, size)
+    _, largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, (pages_T, *nothing))
+    if parts == 1:
+        total_Q = jnp.where(total_Q == 0, 1, total_Q)
+        head_QD = head_QD / total_Q[:, None]
+        where, mask = _widened(outputs[0], (row_Q, head_Q), is_real_Q)
+        triton().store(outputs[0].at[where], head_QD.astype(outputs[0].dtype), mask=mask)
+        return
+    for ref, x in zip(outputs, (head_QD, largest_Q, total_Q), strict=True):
+        ref[...] = x
 
 
-def _combine(work: _Work, group: int, count: int, *refs: Any) -> None:
-    """Writes one query's result, if its tile was computed in parts.
+def _combine(about: Any, heads: Any, largest: Any, sums: Any, *rest: Any) -> None:
+    """Writes one query's result.
 
     Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M) for
     the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
     """
-    needed, about, partial, largest, sums = refs[:count]
-    out = refs[-1]
-    tile, head, query = (pl.program_id(i) for i in range(3))
-    heads, groups = out.shape[2:4]
-    parts = work.parts(needed[group] * heads)
-    is_there = (parts > 1) & (tile < needed[group]) & (query < about[group, tile, 2] * groups)
+    out, query = rest[-1], pl.program_id(2)
+    groups = out.shape[1]
 
-    @pl.when(is_there)
+    @pl.when(query < about[2] * groups)
     def write() -> None:
-        part_C = jnp.arange(work.most)
-        mine_C = part_C < parts
-        where = ((tile * heads + head) * parts + part_C, jnp.broadcast_to(query, part_C.shape))
-        largest_C = _load(largest, where, mine_C, LOWEST)
+        largest_C = largest[:, query]
         share_C = jnp.exp2(largest_C - jnp.max(largest_C))
-        total = jnp.sum(share_C * _load(sums, where, mine_C, 0))
-        head_D = jnp.sum(_load_wide(partial, where, mine_C) * share_C[:, None], axis=0)
+        total = jnp.sum(share_C * sums[:, query])
+        head_D = jnp.sum(heads[:, query] * share_C[:, None], axis=0)
         head_D /= jnp.where(total == 0, 1, total)
-        row = about[group, tile, 1] + query // groups
-        out[group, row, head, query % groups] = head_D.astype(out.dtype)
+        out[about[1] + query // groups, query % groups] = head_D.astype(out.dtype)
 
 
-def _pages(table: Any, group: int, slot: Any, i: Any, size: int) -> Any:
+def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
     """Returns the page of the `POSITIONS` of block `i`, or of each of them if pages are smaller."""
-    most = table.shape[2] - 1
+    most = table.shape[1] - 1
     if size >= POSITIONS:
-        return table[group, slot, jnp.minimum(i // (size // POSITIONS), most)]
-    column_T = jnp.minimum((i * POSITIONS + jnp.arange(POSITIONS)) // size, most)
-    return _load(table, (group, slot, column_T), None, None)
+        return table[slot, jnp.minimum(i // (size // POSITIONS), most)]
+    column_T = (i * POSITIONS + jnp.arange(POSITIONS)) // size
+    return table[jnp.full(POSITIONS, slot), jnp.minimum(column_T, most)]
 
 
 def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
-    return triton().load(ref.at[_alike(where)], mask=mask, other=other)
+    return triton().load(ref.at[where], mask=mask, other=other)
 
 
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
     """Returns `ref[*where, :]`, for arrays of indices; zeros where the mask is not set."""
-    where, mask = _widened(ref, where, mask)
-    return triton().load(ref.at[where], mask=mask, other=0)
-
-
-def _store_wide(ref: Any, where: Any, mask: Any, x: Any) -> None:
-    where, mask = _widened(ref, where, mask)
-    triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
-
-
-def _alike(where: Any) -> Any:
-    """Indices as arrays of one shape; the backend wants so."""
-    shape = next(x.shape for x in where if getattr(x, "shape", ()))
-    return tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in where)
+    return _load(ref, *_widened(ref, where, mask), 0)
 
 
 def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:
-    each = [places(x, 0, ref.shape[-1]) for x in _alike(where)]
+    each = [places(x, 0, ref.shape[-1]) for x in where]
     rows, (_, column_RC) = [row_RC for row_RC, _ in each], each[-1]
     return (*rows, column_RC), jnp.broadcast_to(mask[:, None], column_RC.shape)

@@ -409,7 +409,7 @@ def test_gpus_write_in_place(rows: int) -> None:
     mesh = spmd.Mesh(None, (1,), ("x",))
     jitted = spmd.jit(step, mesh=mesh, donate_argnums=0)
     compiled = jitted.lower(*structs, topology=spmd.Topology("h200:1")).compile()
-    assert compiled.memory.temporary < 1 << 25
+    assert compiled.memory.temporary < 1 << 24
 
 
 # Jax's kernel for TPUs
