@@ -9,7 +9,6 @@ import jax
 from spmd.frontend.trace import trace
 from spmd.lowering.emit import Emitted
 from spmd.mesh.spec import as_mesh, platform_of
-from spmd.models.gpu_options import with_gpu_options
 from spmd.options import Options
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.describe import (
@@ -65,7 +64,7 @@ def compile_bundle(
     """
     mesh = as_mesh(mesh)
     platform = platform_of(mesh)
-    options = with_gpu_options(options or Options(), platform)
+    options = options or Options()
     manifest, traced = described(functions, platform, weights, specs, state, primary, contract)
     wanted = list(manifest.functions)
     soon = wanted if first is None else with_all_leaves(manifest, first(manifest), wanted)

@@ -26,7 +26,8 @@ from spmd.frontend.refine import is_dynamic, refine
 from spmd.lowering.emit import Emitted
 from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.spec import jax_mesh, platform_of
+from spmd.models.gpu_options import gpu_options
 from spmd.options import Options
 from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import (
@@ -331,7 +332,9 @@ def threads() -> int:
 
 def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> CompiledFunction:
     try:
-        executable = compile_emitted(emitted, options.compiler_options)
+        rows, platform = int(entry.tags.get("rows", 0)), platform_of(emitted.mesh)
+        chosen = gpu_options(options.compiler_options, platform, rows)
+        executable = compile_emitted(emitted, chosen)
     except (RuntimeError, SpmdError) as error:
         raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
     mesh = jax_mesh(emitted.mesh)

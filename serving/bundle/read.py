@@ -29,7 +29,6 @@ from spmd.ir.types import numpy_dtype
 from spmd.lowering.emit import Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
-from spmd.models.gpu_options import with_gpu_options
 from spmd.options import Options
 from spmd.progress import Stopwatch
 from spmd.serving.bundle.bundle import Bundle
@@ -244,7 +243,7 @@ def load_bundle(
       >>> bundle.run("step_r8_t512", rows)
     """
     folder, mesh = Path(folder), as_mesh(mesh)
-    options = with_gpu_options(options or Options(), platform_of(mesh))
+    options = options or Options()
     clock = Stopwatch()
     manifest = clock("files", read_manifest, folder)
     if auto:

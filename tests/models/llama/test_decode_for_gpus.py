@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.models import decode
-from spmd.models.gpu_options import with_gpu_options
+from spmd.models.gpu_options import gpu_options
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
 from tests.compilers import needs_cuda_plugin
@@ -41,7 +41,7 @@ def compiled(kind: str) -> str:
     ]
     mesh = spmd.Mesh(None, (1,), ("model",))
     donated = tuple(i for i, role in enumerate(function.roles) if role == "state")
-    options = with_gpu_options(spmd.Options(), "cuda")
+    options = spmd.Options(compiler_options=gpu_options({}, "cuda", 64))
     jitted = spmd.jit(function.fn, mesh=mesh, donate_argnums=donated, options=options)
     return jitted.compile(*args, topology=spmd.Topology("h200:1")).as_text("hlo")
 
