@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from benchmarks import byte_table as table
-from benchmarks.byte_rows import Moved, Row, lower_with_jax, measure, placed_arguments
+from benchmarks import bytes as table
+from benchmarks.byte_rows import Moved, Row, measure, placed_arguments
 from benchmarks.environment import xla_flags
 from benchmarks.programs.catalog import program_named, programs
 from benchmarks.programs.program import Built, Program, marked, struct
@@ -85,7 +85,7 @@ def test_open_arguments_are_placed_as_planned() -> None:
     lowered = spmd.jit(built.fn, mesh=mesh).lower(*built.args)
     placed = placed_arguments(lowered, built.args)
     assert tuple(placed[1].sharding.spec) == ("data", "model")  # momentum: a piece each
-    lower_with_jax(built, placed)
+    jax.jit(built.fn, donate_argnums=built.donate).lower(*placed)
 
 
 def test_names_are_unique_and_found() -> None:
