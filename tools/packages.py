@@ -9,7 +9,7 @@ seconds are of compilation after tracing: all of our stages and XLA's; XLA's wit
 
 Examples:
     tools/run packages
-    tools/run packages --only 'haiku|optax.muon' --nonumbers --topology h200:8
+    tools/run packages --only 'haiku|keras' --nonumbers --topology h200:8
 """
 
 import re

@@ -10,34 +10,6 @@ from benchmarks.corpus.packages.program import Size, cross_entropy, integers, no
 from benchmarks.corpus.program import Made
 
 
-class Block(nnx.Module):
-    def __init__(self, width: int, heads: int, rngs: nnx.Rngs) -> None:
-        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)])
-        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
-        self.gate = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(3 * width, width, use_bias=False, rngs=rngs)
-
-    def __call__(self, x: Any, mask: Any) -> Any:
-        x = x + self.attention(self.norms[0](x), mask=mask)
-        h = self.norms[1](x)
-        return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
-
-
-class Decoder(nnx.Module):
-    def __init__(self, vocab: int, width: int, layers: int, rngs: nnx.Rngs) -> None:
-        heads = max(width // 128, 2)
-        self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(layers)])
-        self.head = nnx.Linear(width, vocab, rngs=rngs)
-
-    def __call__(self, tokens: Any) -> Any:
-        x, mask = self.embed(tokens), nnx.make_causal_mask(tokens)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.head(x)
-
-
 def with_optimizer(model: Any, loss: Any, *batch: Any, wrt: Any = nnx.Param) -> Made:
     """A step of `nnx.Optimizer`; model and optimizer travel as graph and state."""
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-3), wrt=wrt)
@@ -50,17 +22,6 @@ def with_optimizer(model: Any, loss: Any, *batch: Any, wrt: Any = nnx.Param) -> 
         return (*nnx.split((model, optimizer), nnx.Param, ...)[1:], value)  # type: ignore[misc]
 
     return Made(step, (params, rest, *batch), ("params", "open", *["batch"] * len(batch)))
-
-
-def decoder(size: Size) -> Made:
-    """A decoder of nnx's layers."""
-    vocab, width, layers, batch, length = size((64, 32, 1, 8, 8), (32000, 2048, 2, 32, 512))
-
-    def loss(model: Any, tokens: Any) -> Any:
-        return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-
-    model = Decoder(vocab, width, layers, nnx.Rngs(0))
-    return with_optimizer(model, loss, integers(0, vocab, batch, length + 1))
 
 
 def lora(size: Size) -> Made:
@@ -126,4 +87,4 @@ def convolutions(size: Size) -> Made:
     return with_optimizer(Net(nnx.Rngs(0)), loss, *batch_of)
 
 
-PROGRAMS = (decoder, lora, scanned, convolutions)
+PROGRAMS = (lora, scanned, convolutions)
