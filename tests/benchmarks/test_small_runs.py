@@ -102,7 +102,7 @@ def test_placed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     monkeypatch.setattr(placed, "milliseconds", once)
-    names = ["fft2", "mlp-gradient"]
+    names = ["muon", "linear-attention"]
     placed.main(["--programs", ",".join(names), "--scale", "64"])
     rows = table(capsys)
     assert [next(iter(row.values())) for row in rows] == names and len(ran) == 3 * len(names)
