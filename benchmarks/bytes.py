@@ -27,7 +27,7 @@ from benchmarks.programs.catalog import programs
 from benchmarks.programs.conditions import small_machine
 from benchmarks.programs.program import Program
 from benchmarks.tables import print_table
-from spmd.cli.flags import Parser, Switch
+from spmd.cli.flags import Parser
 
 LEAST, MOST = 0.05, 20.0
 """A ratio beyond these counts as this much in a mean: a mean of logarithms knows no zero."""
@@ -51,15 +51,9 @@ HEADER = (
 )  # fmt: skip
 
 
-def program_lines(rows: Sequence[Row], everything: bool) -> list[list[str]]:
-    """One line for each program.
-
-    Args:
-      everything: whether families that are `SUMMED_UP` show each of their programs, not just
-        those in which XLA moves less than we do.
-    """
-    shown = [r for r in rows if everything or r.family not in SUMMED_UP or (r.ratio or 2) > 1]
-    return [_line(row) for row in shown]
+def program_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each program; of families that are `SUMMED_UP`, of those that XLA does better."""
+    return [_line(r) for r in rows if r.family not in SUMMED_UP or (r.ratio or 2) > 1]
 
 
 def _line(row: Row) -> list[str]:
@@ -162,7 +156,6 @@ def make_parser() -> Parser:
     parser = Parser("benchmarks/run bytes", __doc__)
     add = parser.add_argument
     add("--only", default="", help="programs whose name this regular expression finds")
-    add("--all", action=Switch, help="show every reshard, not just those that lose")
     add("--topology", help="plan for it, as in h200:8; default: H200s, scaled down")
     return parser
 
@@ -175,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: no program's name holds {given.only!r}")
     topology = spmd.Topology(given.topology) if given.topology else small_machine()
     rows = measure_all(found, spmd.Options(topology=topology))
-    print_table(HEADER, program_lines(rows, given.all))
+    print_table(HEADER, program_lines(rows))
     print()
     print_table(FAMILY_HEADER, family_lines(rows))
     print(f"\n{planning_line(rows)}\n{explained_line(rows)}")

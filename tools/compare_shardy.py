@@ -1,13 +1,9 @@
 """Writes the tables of docs/shardy.md: our propagation beside Shardy's, with the reasons.
 
-With --differences it writes nothing, and prints every difference in one module.
-
-Examples:
+Example:
     tools/run compare_shardy
-    tools/run compare_shardy --differences 'llama'
 """
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -25,7 +21,6 @@ from tests.propagation.against_shardy import (
     REASONS,
     Comparison,
     compare,
-    describe,
     explain,
     relation,
 )
@@ -79,21 +74,8 @@ def written(page: str, found: Mapping[str, Comparison]) -> str:
     return with_rows(page, ("module", *COUNTS, "why"), [*rows, ["**all**", *sums, ""]])
 
 
-def make_parser() -> Parser:
-    """The flags."""
-    parser = Parser("tools/run compare_shardy", __doc__)
-    parser.add_argument("--differences", help="a module of the page, to print its differences")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the page, or prints the differences of one module."""
-    module = make_parser().parse_args(arguments).differences
-    found = comparisons()
-    if module is None:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-        return
-    if module not in found:
-        sys.exit(f"error: no module is called {module!r}; there are {', '.join(found)}")
-    for pair, reasons in explain(found[module]).items():
-        print(describe(found[module], pair, reasons))
+    """Writes the page."""
+    Parser("tools/run compare_shardy", __doc__).parse_args(arguments)
+    page = written(PAGE.read_text(encoding="utf-8"), comparisons())
+    PAGE.write_text(page, encoding="utf-8")

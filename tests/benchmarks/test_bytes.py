@@ -76,7 +76,7 @@ def test_a_program_that_fails_is_a_row() -> None:
     row = measure(Program("tiny/wrong", AXES, build), spmd.Options())
     assert (row.spmd, row.alone, row.given, row.ratio) == (None, None, None, None)
     assert row.errors == dict.fromkeys(("alone", "spmd"), "ValueError: no such thing")
-    (line,) = table.program_lines([row], everything=True)
+    (line,) = table.program_lines([row])
     assert line[:3] == ["tiny/wrong", "ValueError: no such thing", "ValueError: no such thing"]
 
 
@@ -125,13 +125,12 @@ def test_tables() -> None:
         result("reshard/better", 1, 2),
         result("reshard/worse", 4, 2),
     ]
-    lines = table.program_lines(results, everything=False)
+    lines = table.program_lines(results)
     assert [line[0] for line in lines] == ["a/x", "a/y", "reshard/worse"]
     assert lines[0] == [
         "a/x", "1.000", "4.000", "4.000", "0.25", "1", "1", "1.0", "1.0", "1", "1", "1.000",
         "0.50", "1.00",
     ]  # fmt: skip
-    assert len(table.program_lines(results, everything=True)) == 4
     assert table.family_lines(results) == [
         ["a", "2", "1", "1", "0", "0.50"],
         ["reshard", "2", "1", "0", "1", "1.00"],
