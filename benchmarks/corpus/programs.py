@@ -14,7 +14,6 @@ from benchmarks.corpus import (
 from benchmarks.corpus.program import Program
 
 MODELS: list[Program] = [
-    Program("equinox.mlp", equinox_models.mlp, heavy=True),
     Program("equinox.attention", equinox_models.attention, heavy=True),
     Program("vision.resnet", vision.resnet, heavy=True),
     Program("vision.unet", vision.unet, heavy=True),

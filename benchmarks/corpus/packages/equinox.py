@@ -110,24 +110,6 @@ def recurrent(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, length, inner))
 
 
-def ensemble(size: Size) -> Made:
-    """Eight MLPs made by filter_vmap, trained at once."""
-    width, batch = size((16, 8), (2048, 4096))
-    keys = jax.random.split(jax.random.key(0), 8)
-    models = eqx.filter_vmap(
-        lambda key: eqx.nn.MLP(width, width, 2 * width, 2, jax.nn.silu, key=key)
-    )(keys)
-
-    def loss(models: Any, x: Any, y: Any) -> Any:
-        @eqx.filter_vmap(in_axes=(eqx.if_array(0), None))
-        def predict(model: Any, x: Any) -> Any:
-            return jax.vmap(model)(x)
-
-        return jnp.mean((predict(models, x) - y) ** 2)
-
-    return of_model(models, loss, normal(1, batch, width), normal(2, batch, width))
-
-
 def checkpointed_loop(size: Size) -> Made:
     """Equinox's own reverse-differentiable while loop around a linear layer."""
     width, steps, batch = size((16, 5, 8), (4096, 16, 4096))
@@ -146,4 +128,4 @@ def checkpointed_loop(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, width))
 
 
-PROGRAMS = (stateful, recurrent, ensemble, checkpointed_loop)
+PROGRAMS = (stateful, recurrent, checkpointed_loop)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal
+from benchmarks.corpus.packages.program import Size, normal
 from benchmarks.corpus.program import Made
 
 
@@ -64,27 +64,4 @@ def scanned(size: Size) -> Made:
     return with_optimizer(make(nnx.Rngs(0)), loss, *batch_of)
 
 
-def convolutions(size: Size) -> Made:
-    """Convolutions, batch statistics, dropout and its counters."""
-    width, pixels, batch = size((8, 8, 8), (256, 64, 128))
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.first = nnx.Conv(3, width, (3, 3), use_bias=False, rngs=rngs)
-            self.norm = nnx.BatchNorm(width, rngs=rngs)
-            self.second = nnx.Conv(width, width, (3, 3), feature_group_count=4, rngs=rngs)
-            self.dropout = nnx.Dropout(0.2, deterministic=False, rngs=rngs)
-            self.head = nnx.Linear(width, 16, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            x = nnx.max_pool(nnx.relu(self.norm(self.first(x))), (2, 2), (2, 2))
-            return self.head(self.dropout(nnx.relu(self.second(x)).mean((1, 2))))
-
-    def loss(model: Any, images: Any, labels: Any) -> Any:
-        return cross_entropy(model(images), labels)
-
-    batch_of = (normal(0, batch, pixels, pixels, 3), integers(1, 16, batch))
-    return with_optimizer(Net(nnx.Rngs(0)), loss, *batch_of)
-
-
-PROGRAMS = (lora, scanned, convolutions)
+PROGRAMS = (lora, scanned)
