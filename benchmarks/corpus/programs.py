@@ -49,7 +49,6 @@ FUNCTIONS: list[Program] = [
 MANUAL: list[Program] = [
     Program("manual.megatron_mlp", manual.megatron_mlp, on_mesh=True),
     Program("manual.ring_attention", manual.ring_attention, heavy=True, on_mesh=True),
-    Program("manual.ring_matmul", manual.ring_matmul, heavy=True, on_mesh=True),
 ]
 
 PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *MANUAL, *optimizers.programs()]
