@@ -60,8 +60,8 @@ SECONDS = 3.0
 """Run at least so long between two readings: the counter moves every 0.1 s."""
 
 
-def joules(gpu: int = 0) -> float:
-    """What a GPU used since its driver was loaded; nan where nothing counts it.
+def joules() -> float:
+    """What the first GPU used since its driver was loaded; nan where nothing counts it.
 
     Source: NVML's nvmlDeviceGetTotalEnergyConsumption, through the package nvidia-ml-py.
     """
@@ -69,6 +69,6 @@ def joules(gpu: int = 0) -> float:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
     return float("nan")

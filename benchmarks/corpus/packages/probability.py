@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import HMC, SVI, Trace_ELBO, autoguide
+from numpyro.infer import SVI, Trace_ELBO, autoguide
 from tensorflow_probability.substrates import jax as tfp
 
 from benchmarks.corpus.packages.equinox import of_model
@@ -41,18 +41,6 @@ def svi(size: Size) -> Made:
     inference = SVI(regression, guide, numpyro.optim.Adam(1e-2), Trace_ELBO(num_particles=2))
     state = inference.init(jax.random.key(0), x, y)
     return Made(inference.update, (state, x, y), ("params", "batch", "batch"))
-
-
-def hmc(size: Size) -> Made:
-    """A transition of numpyro's HMC, leapfrog steps in a loop."""
-    x, y = observations(size)
-    kernel = HMC(regression, step_size=1e-2, num_steps=4, adapt_step_size=False)
-    state = kernel.init(jax.random.key(0), 10, None, (x, y), {})
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        return kernel.sample(state, (x, y), {})
-
-    return Made(step, (state, x, y), ("params", "batch", "batch"))
 
 
 @made_eagerly
@@ -159,7 +147,6 @@ def blackjax_nuts(size: Size) -> Made:
 
 PROGRAMS = (
     svi,
-    hmc,
     coupling_flow,
     distrax_flow,
     tfp_joint,

@@ -141,19 +141,6 @@ def factorizations(size: Size) -> Made:
     return training(loss, params, 0.1 * normal(1, batch, dims, dims), normal(2, batch, dims))
 
 
-def jaxopt_lbfgs(size: Size) -> Made:
-    """jaxopt.LBFGS, all of its steps in one program."""
-    dims, batch, classes = size((8, 16, 4), (4096, 8192, 128))
-
-    def fit(w: Any, x: Any, labels: Any) -> Any:
-        objective = jaxopt.objective.l2_multiclass_logreg
-        solver = jaxopt.LBFGS(objective, maxiter=3, linesearch="backtracking", tol=0.0)
-        return solver.run(w, 0.1, (x, labels)).params
-
-    args = (jnp.zeros((dims, classes)), normal(1, batch, dims), jnp.arange(batch) % classes)
-    return Made(fit, args, ("params", "batch", "batch"))
-
-
 def jaxopt_proximal(size: Size) -> Made:
     """jaxopt.ProximalGradient with an L1 penalty, differentiated implicitly by the penalty."""
     dims, batch = size((8, 16), (4096, 16384))
@@ -176,6 +163,5 @@ PROGRAMS = (
     least_squares,
     minimize_bfgs,
     factorizations,
-    jaxopt_lbfgs,
     jaxopt_proximal,
 )
