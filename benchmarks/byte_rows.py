@@ -135,20 +135,15 @@ def placed_arguments(lowered: spmd.Lowered, args: tuple[Any, ...]) -> tuple[Any,
 
 def compile_with_xla(built: Built, args: tuple[Any, ...], guess_trips: bool = False) -> Moved:
     """Plain `jax.jit` of the same function; results are placed as XLA likes."""
-    lowered = lower_with_jax(built, args)
+    with warnings.catch_warnings():
+        # XLA cannot always reuse a donated argument: that is its own loss of memory.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = jax.jit(built.fn, donate_argnums=built.donate).lower(*args)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory = Memory.of(compiled.memory_analysis())
     return read(str(compiled.as_text()), memory, seconds, guess_trips)
-
-
-def lower_with_jax(built: Built, args: tuple[Any, ...]) -> Any:
-    """The marked StableHLO module as jax makes it."""
-    with warnings.catch_warnings():
-        # XLA cannot always reuse a donated argument: that is its own loss of memory.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return jax.jit(built.fn, donate_argnums=built.donate).lower(*args)
 
 
 def read(text: str, memory: Memory, seconds: float, guess_trips: bool = False) -> Moved:

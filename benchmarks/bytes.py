@@ -16,25 +16,124 @@ Example:
     benchmarks/run bytes --only 'moe|resnet'
 """
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import spmd
 from benchmarks.byte_rows import Row, measure
-from benchmarks.byte_table import (
-    FAMILY_HEADER,
-    HEADER,
-    explained_line,
-    family_lines,
-    planning_line,
-    program_lines,
-)
 from benchmarks.programs.catalog import programs
 from benchmarks.programs.conditions import small_machine
 from benchmarks.programs.program import Program
 from benchmarks.tables import print_table
-from spmd.cli.flags import Parser, Switch
+from spmd.cli.flags import Parser
+
+LEAST, MOST = 0.05, 20.0
+"""A ratio beyond these counts as this much in a mean: a mean of logarithms knows no zero."""
+
+SUMMED_UP = ("reshard",)
+"""Families of very many small programs, of which only those lines are shown that say something."""
+
+MORE_ARITHMETIC = 1.1
+"""A program for which we compute more than this times what XLA does counts in no mean."""
+
+
+def geometric_mean(ratios: Iterable[float | None]) -> float | None:
+    """Of those that are there, each held between `LEAST` and `MOST`."""
+    logs = [math.log(min(max(r, LEAST), MOST)) for r in ratios if r is not None]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+HEADER = (
+    "program", "spmd MB", "XLA MB", "given MB", "ratio", "collectives", "of given",
+    "temp MiB", "of given", "MFLOP", "of given", "predicted MB", "plan s", "XLA s",
+)  # fmt: skip
+
+
+def program_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each program; of families that are `SUMMED_UP`, of those that XLA does better."""
+    return [_line(r) for r in rows if r.family not in SUMMED_UP or (r.ratio or 2) > 1]
+
+
+def _line(row: Row) -> list[str]:
+    sides = {"spmd": row.spmd, "alone": row.alone, "given": row.given}
+    both = (row.spmd, row.given)
+    return [
+        row.name,
+        *(megabytes(m and m.bytes) or row.errors.get(name, "") for name, m in sides.items()),
+        decimal(row.ratio),
+        *(str(m.collectives) if m else "" for m in both),
+        *(decimal(m and m.temporary / 2**20, 1) for m in both),
+        *(decimal(m and m.flops / 1e6, 0) for m in both),
+        megabytes(row.predicted),
+        decimal(row.planning),
+        decimal(row.given and row.given.seconds),
+    ]
+
+
+def megabytes(count: int | None) -> str:
+    """In units of 10^6 bytes; empty where nobody knows."""
+    return decimal(None if count is None else count / 1e6, 3)
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    """A number; empty where nobody knows it."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+FAMILY_HEADER = ("family", "programs", "fewer bytes", "as many", "more", "mean ratio")
+
+
+def family_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """One line for each family and one for all of them, which weighs every family alike."""
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        families.setdefault(row.family, []).append(row)
+    means = {
+        name: geometric_mean(row.ratio for row in found if not buys_bytes(row))
+        for name, found in families.items()
+    }
+    lines = [[name, *_tally(found), decimal(means[name])] for name, found in families.items()]
+    if len(families) > 1:
+        lines.append(["all", *_tally(rows), decimal(geometric_mean(means.values()))])
+    return lines
+
+
+def buys_bytes(row: Row) -> bool:
+    """Whether our program pays with arithmetic, the same on several devices, for sending less."""
+    if row.spmd is None or row.given is None:
+        return False
+    return row.spmd.flops > MORE_ARITHMETIC * row.given.flops
+
+
+def planning_line(rows: Sequence[Row]) -> str:
+    """How long planning took beside XLA's compilation of the peer, in a sentence."""
+    shares = sorted(
+        (row.planning / row.given.seconds, row.name)
+        for row in rows
+        if row.planning is not None and row.given is not None
+    )
+    if not shares:
+        return ""
+    (middle, _), (most, where) = shares[len(shares) // 2], shares[-1]
+    return (
+        f"Planning took {middle:.1%} of XLA's compilation in the median, {most:.1%} at most "
+        f"({where})."
+    )
+
+
+def explained_line(rows: Sequence[Row]) -> str:
+    """How many of all collectives say where they come from and why they are there."""
+    named, total = (sum(row.explained[i] for row in rows) for i in range(2))
+    return f"{named} of our {total} collectives name a source line and a reason."
+
+
+def _tally(rows: Sequence[Row]) -> list[str]:
+    """How many there are, and in how many we send less, as much and more."""
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    counts = (sum(r < 1 for r in ratios), sum(r == 1 for r in ratios), sum(r > 1 for r in ratios))
+    return [str(len(rows)), *map(str, counts)]
 
 
 def measure_all(found: Sequence[Program], options: spmd.Options) -> list[Row]:
@@ -57,7 +156,6 @@ def make_parser() -> Parser:
     parser = Parser("benchmarks/run bytes", __doc__)
     add = parser.add_argument
     add("--only", default="", help="programs whose name this regular expression finds")
-    add("--all", action=Switch, help="show every reshard, not just those that lose")
     add("--topology", help="plan for it, as in h200:8; default: H200s, scaled down")
     return parser
 
@@ -70,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: no program's name holds {given.only!r}")
     topology = spmd.Topology(given.topology) if given.topology else small_machine()
     rows = measure_all(found, spmd.Options(topology=topology))
-    print_table(HEADER, program_lines(rows, given.all))
+    print_table(HEADER, program_lines(rows))
     print()
     print_table(FAMILY_HEADER, family_lines(rows))
     print(f"\n{planning_line(rows)}\n{explained_line(rows)}")

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from benchmarks.hlo.modelled import modelled
+from spmd.cli.flags import Parser, Switch, words
 from spmd.errors import SpmdError
 from spmd.explain.memory import Memory
 from spmd.lowering.ahead import devices_ahead
@@ -112,9 +113,24 @@ class Row(NamedTuple):
     def case(self, given: Any, sharding_name: str = "2d", **fields: Any) -> Case:
         """Its training step in bf16, with the layers and sizes that flags ask for."""
         config = model_of(self.model, given.layers, dtype="bfloat16", **fields)
-        shape = (getattr(given, "batch", 0) or self.batch, given.seq_len)
+        shape = (given.batch or self.batch, given.seq_len)
         topology, table = spmd.Topology(self.topology), sharding.table_named(sharding_name)
         return Case(config, mesh_of(self.axes), topology, shape, table)
+
+
+def make_parser(
+    name: str, about: str | None, rows: Iterable[str], programs: Iterable[str], seq_len: int
+) -> Parser:
+    """The flags of a benchmark with a line for each program of each row."""
+    parser = Parser(f"benchmarks/run {name}", about)
+    add = parser.add_argument
+    add("--rows", type=words, default=",".join(rows), help="which configurations")
+    add("--programs", type=words, default=",".join(programs), help="what is made of the step")
+    add("--layers", type=int, default=0, help="so many layers instead of all")
+    add("--batch", type=int, default=0, help="so many sequences instead of the row's")
+    add("--seq_len", type=int, default=seq_len, help="tokens in a sequence")
+    add("--compile", action=Switch, default=True, help="run the TPU compiler")
+    return parser
 
 
 @functools.cache

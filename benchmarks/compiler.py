@@ -10,12 +10,10 @@ this one:
 --axes: four scanned layers on 64 devices, whose mesh has one to four axes.
 --limits: a program planned without a limit of memory, with half of what that plan takes as limit,
   and with a limit that nothing keeps to, which is refused.
---peers: other programs beside all of what jax.jit takes for them: nanochat's step, of which Muon
-  updates the matrices, and a step of a fluid.
 
 Example:
     benchmarks/run compiler --layers 4,32 --noscan
-    benchmarks/run compiler --axes --limits --peers
+    benchmarks/run compiler --axes --limits
 """
 
 import argparse
@@ -23,7 +21,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
@@ -32,9 +30,6 @@ import jax
 
 import spmd
 from benchmarks import shardy
-from benchmarks.byte_rows import lower_with_jax
-from benchmarks.programs import fluid, nanochat
-from benchmarks.programs.program import Built
 from benchmarks.programs.step import UNLIMITED, Step, lower
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, positive, words
@@ -61,11 +56,6 @@ HALF = 0.5
 IMPOSSIBLE = 1 << 20
 """Bytes that no plan of `LIMITED` keeps to: its arguments are larger."""
 
-PEERS: Mapping[str, tuple[Callable[[spmd.Mesh], Built], Mapping[str, int]]] = {
-    "nanochat, 20 layers, Muon and AdamW": (nanochat.build, {"data": 8}),
-    "fluid, conjugate gradients": (fluid.build, {"x": 4, "y": 2}),
-}
-
 
 class Run(NamedTuple):
     """What one process saw: ops, seconds of our stages and of Shardy's propagation."""
@@ -78,16 +68,6 @@ class Run(NamedTuple):
     def total(self) -> float:
         """Seconds of the stages that are set beside Shardy's propagation."""
         return sum(self.seconds[name] for name in COMPILER)
-
-
-class Beside(NamedTuple):
-    """What one process saw of a program: ops, and seconds of ours and of jax's parts."""
-
-    ops: int
-    planning: float
-    ours: float
-    lowering: float
-    compiling: float
 
 
 class Lowering(NamedTuple):
@@ -109,7 +89,7 @@ def measure(row: Step) -> Run:
     for warm in (_small(row), row):
         lowered = lower(warm)
         seconds = shardy.run(shardy.marked_module(lowered.request))
-    return Run(_ops(lowered), dict(lowered.stages.seconds), seconds)
+    return Run(sum(1 for _ in lowered.stages.program.walk()), dict(lowered.stages.seconds), seconds)
 
 
 def measure_lowering(row: Step) -> Lowering:
@@ -123,30 +103,8 @@ def measure_lowering(row: Step) -> Lowering:
     return Lowering(time.perf_counter() - start, peak)
 
 
-def measure_beside(name: str) -> Beside:
-    """A program of `PEERS` by us, and by jax.jit and XLA for CPUs."""
-    build, axes = PEERS[name]
-    mesh = spmd.make_mesh(**axes)
-    built = build(mesh)
-    lower(Step(1, False, model="tiny"))
-    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate)
-    start = time.perf_counter()
-    lowered = jitted.lower(*built.args, topology=spmd.Topology(f"h200:{mesh.size}"))
-    ours, start = time.perf_counter() - start, time.perf_counter()
-    jax.clear_caches()
-    by_jax = lower_with_jax(built, built.args)
-    lowering, start = time.perf_counter() - start, time.perf_counter()
-    by_jax.compile()
-    compiling = time.perf_counter() - start
-    return Beside(_ops(lowered), lowered.stages.seconds["plan"], ours, lowering, compiling)
-
-
 def _small(row: Step) -> Step:
     return row._replace(model="tiny", layers=1, mesh="data=2", memory_limit=UNLIMITED)
-
-
-def _ops(lowered: spmd.Lowered) -> int:
-    return sum(1 for _ in lowered.stages.program.walk())
 
 
 def runs_of(given: argparse.Namespace, what: str, run: Callable[..., T], *args: Any) -> list[T]:
@@ -199,21 +157,6 @@ def print_limits(given: argparse.Namespace) -> None:
         print_line([said(row), *cells])
 
 
-def print_peers(given: argparse.Namespace) -> None:
-    """Seconds of ours beside those of jax.jit's lowering and XLA's compilation."""
-    print_head(
-        ("program", "mesh", "ops", "ours, s", "of it planning", "jax.jit lowers, s",
-         "XLA compiles, s", "ratio")
-    )  # fmt: skip
-    for name, (_, axes) in PEERS.items():
-        runs = runs_of(given, name, measure_beside, name)
-        best = min(runs, key=lambda run: run.ours)
-        lowering, compiling = (min(run[i] for run in runs) for i in (3, 4))
-        cells = [name, ", ".join(f"{axis}={size}" for axis, size in axes.items()), f"{best.ops}"]
-        cells += [f"{best.ours:.2f}", f"{best.planning:.2f}", f"{lowering:.2f}"]
-        print_line([*cells, f"{compiling:.2f}", f"{best.ours / (lowering + compiling):.2f}"])
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run compiler", __doc__)
@@ -224,7 +167,6 @@ def make_parser() -> Parser:
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     add("--axes", action=Switch, help="show how time grows with the mesh's axes")
     add("--limits", action=Switch, help="plan with limits of memory, too")
-    add("--peers", action=Switch, help="other programs, beside jax.jit and XLA")
     add("--repeat", type=positive, default=3, help="runs; the fastest is shown")
     return parser
 
@@ -237,10 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = [int(n) for n in given.layers]
     asked = [Step(n, given.scan, mesh, given.model) for mesh in given.meshes for n in counts]
     tables: tuple[tuple[bool, Callable[[], None]], ...] = (
-        (not (given.axes or given.limits or given.peers), lambda: print_stages(given, asked)),
+        (not (given.axes or given.limits), lambda: print_stages(given, asked)),
         (given.axes, lambda: print_stages(given, [Step(4, True, mesh) for mesh in MORE_AXES])),
         (given.limits, lambda: print_limits(given)),
-        (given.peers, lambda: print_peers(given)),
     )
     for is_asked, show in tables:
         if is_asked:

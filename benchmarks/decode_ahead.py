@@ -106,7 +106,7 @@ def plan(given: Any, setup: Setup) -> dict[int, tuple[spmd.Lowered, Emitted]]:
     pages = setup.slots * given.context // shape.page
     names = {count: decode.step_name("step", count, given.context) for count in rows}
     plans = planner(manifest, mesh, lower)
-    emitted = plans({decode.PAGES: pages}, list(names.values()), False).emitted
+    emitted = plans({decode.PAGES: pages}, list(names.values()), "fit").emitted
     return {count: (lowered[name], emitted[name]) for count, name in names.items()}
 
 

@@ -1,11 +1,9 @@
-"""Experts split over many TPUs: a training step by us, by GSPMD, and with expert layers by hand.
+"""Experts split over many TPUs: a training step by us, and by XLA's partitioner.
 
-`ours` is what `spmd.jit` makes of the step, and `ours-gathered` what it makes if it may not send
-rows to their experts. The others are compiled by `jax.jit` with the same marks: `jax.jit` has the
-same expert layer, `one-hot` one for GSPMD, which drops tokens, and `gathered` and `exchanged` one
-in a `shard_map` (`benchmarks/experts_peers.py`). Attention is an einsum in all of them. Nothing
-runs: `predicted` is our plan's, the rest is read from what the TPU compiler made (`tpu` extra),
-minutes for each program.
+`ours` is what `spmd.jit` makes of the step, `ours-gathered` what it makes if it may not send rows
+to their experts. `jax.jit` gets the same step and marks. Attention is an einsum in all of them.
+Nothing runs: `predicted` is our plan's, the rest is read from what the TPU compiler made (`tpu`
+extra), minutes for each program.
 
 Example:
     benchmarks/run experts --rows mixtral-64 --layers 2
@@ -20,13 +18,11 @@ from unittest import mock
 
 import jax
 
-import spmd
 from benchmarks import compiled_ahead as ahead
-from benchmarks import experts_peers as peers
 from benchmarks.hlo.modelled import Modelled, Seconds, modelled
 from benchmarks.hlo.read import arrays
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, Switch, words
+from spmd.cli.flags import Parser
 from spmd.measure.hlo import Instruction
 from spmd.planning import choices
 
@@ -51,11 +47,7 @@ MODELS: Mapping[str, Any] = {
 }
 """Name -> fields in which it differs from Qwen3-235B-A22B: experts and width as DeepSeek-V3's."""
 
-OURS = ("ours", "ours-gathered")
-PROGRAMS = (*OURS, "jax.jit", "one-hot", "gathered", "exchanged")
-
-CAPACITY = 1.25
-"""Places of an expert (`one-hot`), or rows on a device (`exchanged`), over its share of choices."""
+PROGRAMS = ("ours", "ours-gathered", "jax.jit")
 
 
 def case_of(given: Any, row: ahead.Row) -> ahead.Case:
@@ -65,34 +57,13 @@ def case_of(given: Any, row: ahead.Row) -> ahead.Case:
     return named.case(given, given.sharding, **fields)
 
 
-@contextlib.contextmanager
-def layer_of(name: str, case: ahead.Case) -> Iterator[None]:
-    """Puts a program's expert layer in the place of ours, or forbids ours to send rows."""
-    if name in ("ours", "jax.jit"):
-        yield
-        return
-    if name in OURS:
-        with mock.patch.object(choices, "may_exchange", return_value=False):
-            yield
-        return
-    mesh = ahead.mesh_ahead(case.mesh, case.topology)
-    made = {
-        "one-hot": lambda: peers.one_hot(mesh, CAPACITY),
-        "gathered": lambda: peers.gathered(mesh),
-        "exchanged": lambda: peers.exchanged(mesh, CAPACITY),
-    }
-    with mock.patch.object(spmd.ops, "experts", made[name]()):
-        yield
-
-
 def build(given: Any, name: str, case: ahead.Case) -> ahead.Built:
     """Plans or compiles one program."""
-    with layer_of(name, case):
-        return (
-            ahead.by_spmd(case, given.compile)[0]
-            if name in OURS
-            else ahead.by_jax(case, given.compile)
-        )
+    if name == "jax.jit":
+        return ahead.by_jax(case, given.compile)
+    may = mock.patch.object(choices, "may_exchange", return_value=False)
+    with may if name == "ours-gathered" else contextlib.nullcontext():
+        return ahead.by_spmd(case, given.compile)[0]
 
 
 def judged(name: str, case: ahead.Case, built: ahead.Built) -> Modelled | None:
@@ -146,15 +117,8 @@ HEADER = (
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("benchmarks/run experts", __doc__)
-    add = parser.add_argument
-    add("--rows", type=words, default=",".join(ROWS), help="which configurations")
-    add("--programs", type=words, default=",".join(PROGRAMS), help="what is made of the step")
-    add("--layers", type=int, default=0, help="so many layers instead of all")
-    add("--batch", type=int, default=0, help="so many sequences in a step")
-    add("--seq_len", type=int, default=4096, help="tokens in a sequence")
-    add("--sharding", default="2d", help="table of specs")
-    add("--compile", action=Switch, default=True, help="run the TPU compiler")
+    parser = ahead.make_parser("experts", __doc__, ROWS, PROGRAMS, 4096)
+    parser.add_argument("--sharding", default="2d", help="table of specs")
     return parser
 
 

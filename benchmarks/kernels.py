@@ -1,7 +1,8 @@
-"""A step of any peer, by kind of kernel: events of a profile -> milliseconds."""
+"""A step of any peer: events of a profile -> milliseconds by kind of kernel; and joules."""
 
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from spmd.measure.labels import ATTENTION, COLLECTIVES, COPIES, MATRIX, OTHER, kernel_kind
@@ -53,3 +54,21 @@ def _step(kernels: Sequence[Kernel]) -> list[float]:
     busy, exposed = sum(share.seconds for share in spent), sum(share.seconds for share in waits)
     hidden = sum(share.hidden for share in waits)
     return [seconds * 1e3 for seconds in (busy, *totals.values(), exposed, hidden)]
+
+
+SECONDS = 3.0
+"""Run at least so long between two readings: the counter moves every 0.1 s."""
+
+
+def joules() -> float:
+    """What the first GPU used since its driver was loaded; nan where nothing counts it.
+
+    Source: NVML's nvmlDeviceGetTotalEnergyConsumption, through the package nvidia-ml-py.
+    """
+    with suppress(Exception):  # no such package, GPU or counter: each has an error of its own
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    return float("nan")

@@ -28,6 +28,7 @@ import jax
 import tokenizers
 
 import spmd
+from benchmarks.compiled_ahead import model_of
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
 from spmd.measure.profile import STEP
@@ -36,7 +37,6 @@ from spmd.mesh.topology import Topology
 from spmd.models import decode
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.decode import LlamaRows
-from spmd.models.llama.named import named_config
 from spmd.models.llama.quantize import quantized_types
 from spmd.models.llama.weights.tensors import Source
 from spmd.scripts.export_llama import make_shape
@@ -58,10 +58,8 @@ MLIR_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 def make_config(given: argparse.Namespace) -> LlamaConfig:
     """The model that the flags name."""
-    config = dataclasses.replace(
-        named_config(given.model), scan_layers=False, dtype=given.dtype, param_dtype=given.dtype
-    )
-    return dataclasses.replace(config, num_hidden_layers=given.layers or config.num_hidden_layers)
+    fields = {"scan_layers": False, "dtype": given.dtype, "param_dtype": given.dtype}
+    return model_of(given.model, given.layers, **fields)
 
 
 def make_bundle(given: argparse.Namespace) -> Bundle:

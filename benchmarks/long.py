@@ -18,7 +18,7 @@ import jax
 
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, Switch, words
+from spmd.cli.flags import Parser
 from spmd.ir.dialect import rule
 
 MODEL = "llama3.1-8b"
@@ -35,7 +35,7 @@ PROGRAMS = ("ring", "gathered", "usual", "jax.jit")
 def build(given: Any, row: ahead.Row, name: str) -> ahead.Built:
     """Plans a program, and compiles it where a compiler is: layers are scanned and recomputed."""
     zigzag = row.axes["seq"] if name in ("ring", "gathered") else 1
-    case = row.case(given, given.sharding, remat="full", zigzag=zigzag)
+    case = row.case(given, remat="full", zigzag=zigzag)
     if name == "jax.jit":
         return ahead.by_jax(case, given.compile)
     return ahead.by_spmd(case, given.compile)[0]
@@ -58,15 +58,8 @@ COLUMNS = {head: column for head, column in ahead.COLUMNS.items() if column.fiel
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("benchmarks/run long", __doc__)
-    add = parser.add_argument
-    add("--rows", type=words, default=",".join(ROWS), help="which machines")
-    add("--programs", type=words, default=",".join(PROGRAMS), help="what is made of the step")
-    add("--model", default=MODEL, help="named config")
-    add("--layers", type=int, default=0, help="so many layers instead of all")
-    add("--seq_len", type=int, default=131_072, help="tokens of the one sequence")
-    add("--sharding", default="2d", help="table of specs")
-    add("--compile", action=Switch, default=True, help="run the TPU compiler")
+    parser = ahead.make_parser("long", __doc__, ROWS, PROGRAMS, 131_072)
+    parser.add_argument("--model", default=MODEL, help="named config")
     return parser
 
 
@@ -74,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
     layers = ahead.model_of(given.model, given.layers).num_hidden_layers
-    print(f"jax {jax.__version__}, {given.model}, {layers} layers, 1 x {given.seq_len}, AdamW")
+    print(f"jax {jax.__version__}, {given.model}, {layers} layers, {given.seq_len} tokens, AdamW")
     print_head(("row", "program", *COLUMNS))
     for name in given.rows:
         row = ROWS[name]._replace(model=given.model)

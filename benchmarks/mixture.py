@@ -5,9 +5,8 @@
 choices: the same arithmetic, and nothing sorted. Routers are random, so that experts are chosen
 about alike.
 
-Examples:
-    benchmarks/run mixture
-    benchmarks/run mixture --models qwen3-30b-a3b --tokens 1024
+Example:
+    benchmarks/run mixture --tokens 1024
 """
 
 import argparse
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks.attention import TIMES, compiled, timed_cells
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, positive, words
+from spmd.cli.flags import Parser, positive
 from spmd.ops import experts
 
 IMPLEMENTATIONS = ("kernel", "xla", "dense")
@@ -57,21 +56,21 @@ def functions(name: str) -> list[Callable[..., Any]]:
     return compiled(forward, both, ours=name == "kernel")
 
 
-def operands(sizes: Sizes, tokens: int, dtype: Any) -> list[Any]:
+def operands(sizes: Sizes, tokens: int) -> list[Any]:
     """Rows, gates, choices and weights."""
     keys = iter(jax.random.split(jax.random.key(0), 5))
     logits = jax.random.normal(next(keys), (1, tokens, sizes.experts))
     gates, chosen = jax.lax.top_k(jax.nn.softmax(logits), sizes.choices)
     wide, narrow = (sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)
     shapes = ((1, tokens, sizes.hidden), *((sizes.experts, *s) for s in (wide, wide, narrow)))
-    x, *weights = (jax.random.normal(next(keys), s, dtype) / s[-1] ** 0.5 for s in shapes)
+    x, *weights = (jax.random.normal(next(keys), s, jnp.bfloat16) / s[-1] ** 0.5 for s in shapes)
     return [x, gates, chosen, *weights]
 
 
 def row(given: argparse.Namespace, model: str, name: str) -> list[str]:
     """One line of the table."""
     sizes = MODELS[model]
-    args = operands(sizes, given.tokens, given.dtype)
+    args = operands(sizes, given.tokens)
     product = 2 * given.tokens * sizes.choices * sizes.hidden * sizes.inner
     cells: list[str] = []
     # The backward pass has two products for each of the forward's; what it computes again, the
@@ -85,9 +84,7 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run mixture", __doc__)
     add = parser.add_argument
-    add("--models", type=words, default=",".join(MODELS), help="whose layers")
     add("--tokens", type=positive, default=8192, help="of a batch")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of tensors")
     add("--steps", type=positive, default=10, help="timed runs, after two others")
     return parser
 
@@ -95,11 +92,8 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    unknown = set(given.models) - set(MODELS)
-    if unknown:
-        raise SystemExit(f"error: --models: {sorted(unknown)[0]!r} is not of {', '.join(MODELS)}")
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {given.dtype}")
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, bfloat16")
     print_head(("layer", "tokens", "experts", *TIMES))
-    for model in given.models:
+    for model in MODELS:
         for name in IMPLEMENTATIONS:
             print_line(row(given, model, name))

@@ -24,7 +24,7 @@ import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
 from benchmarks.train import time_steps
-from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.cli.flags import Parser, Switch, positive
 from spmd.mesh.topology import Topology
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, LlamaConfig
@@ -127,7 +127,6 @@ def make_parser() -> Parser:
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     add("--attention", choices=ATTENTIONS, default="einsum", help="of the model")
     add("--topology", help="file of tools/calibrate; default: known figures")
-    add("--only", type=words, default=(), help="plans to run, by name; all if empty")
     return parser
 
 
@@ -149,9 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{given.model}, {layers}, {batch}, {given.dtype}, adamw")
     rows = []
     for way in ways(len(devices)):
-        if not given.only or way.name in given.only:
-            rows.append(run(given, way, config, topology))
-            print(f"  {way.name}: {rows[-1].measured * 1e3:.1f} ms", file=sys.stderr, flush=True)
+        rows.append(run(given, way, config, topology))
+        print(f"  {way.name}: {rows[-1].measured * 1e3:.1f} ms", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row.measured)
     print()
     print_head(

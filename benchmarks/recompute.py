@@ -7,7 +7,6 @@ warm-up steps; memory is XLA's own figure.
 
 Example:
     benchmarks/run recompute --model llama2-7b --layers 8 --mesh data=2 --global_batch 16
-    benchmarks/run recompute --model llama2-7b --layers 8 --mesh data=2 --topology h200:2
 """
 
 import argparse
@@ -20,11 +19,11 @@ import jax
 import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
-from benchmarks.train import parse_axes, parse_mesh, time_steps
-from spmd.cli.flags import Parser, Switch, positive, words
+from benchmarks.train import parse_mesh, time_steps
+from spmd.cli.flags import Parser, Switch, positive
 from spmd.models.llama.config import LlamaConfig
 
-POLICIES = "none,full,dots,dots_no_batch,save_attention"
+POLICIES = ("none", "full", "dots", "dots_no_batch", "save_attention")
 
 HEADER = (
     "activations", "limit, GiB", "predicted", "XLA's", "predicted ms", "ms", "tokens/s/device",
@@ -43,22 +42,18 @@ def row(
     start, limit = time.perf_counter(), options.memory_limit
     shown = f"{limit / 2**30:.1f}" if limit else ""
     try:
-        topology = spmd.Topology(given.topology) if given.topology else None
         shape = (given.global_batch, given.seq_len)
-        lowered = ahead.Case(config, mesh, topology, shape, options=options).lower()
+        lowered = ahead.Case(config, mesh, None, shape, options=options).lower()
     except spmd.PlanError as error:
         return [name, shown, str(error).splitlines()[1].strip(), *[""] * 5], 0
     planned, memory = time.perf_counter() - start, lowered.predicted_memory.peak
     cells = [name, shown, f"{memory / 2**30:.1f}", "", f"{lowered.cost * 1e3:.1f}"]
     try:
-        if given.topology:
-            cells += ["", ""]
-        else:
-            compiled = lowered.compile()
-            seconds, _ = time_steps(given, compiled, config)
-            rate = given.global_batch * given.seq_len / seconds / mesh.size
-            cells[3] = f"{compiled.memory.peak_bytes / 2**30:.1f}"
-            cells += [f"{seconds * 1e3:.1f}", f"{rate:,.0f}"]
+        compiled = lowered.compile()
+        seconds, _ = time_steps(given, compiled, config)
+        rate = given.global_batch * given.seq_len / seconds / mesh.size
+        cells[3] = f"{compiled.memory.peak_bytes / 2**30:.1f}"
+        cells += [f"{seconds * 1e3:.1f}", f"{rate:,.0f}"]
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -72,28 +67,25 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--model", default="quickstart", help="named config")
     add("--mesh", default="data=8", help="sizes of the axes data and model, joined by ':'")
-    add("--topology", help="a machine that is not here: plans alone, nothing is compiled or run")
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--seq_len", type=positive, default=4096, help="tokens in a sequence")
     add("--global_batch", type=positive, default=16, help="sequences in a step")
     add("--steps", type=positive, default=8, help="timed steps")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
-    add("--policies", type=words, default=POLICIES, help="of LlamaConfig.remat")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    mesh = ahead.mesh_of(parse_axes(given.mesh)) if given.topology else parse_mesh(given.mesh)
-    machine = given.topology or f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+    mesh, devices = parse_mesh(given.mesh), jax.devices()
     config = ahead.model_of(given.model, given.layers, dtype="bfloat16", scan_layers=given.scan)
-    print(f"jax {jax.__version__}, {machine}; {given.model}, {config.num_hidden_layers} layers, "
-          f"{'scanned' if given.scan else 'unrolled'}, batch {given.global_batch} x "
-          f"{given.seq_len}, mesh {given.mesh}")  # fmt: skip
+    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}; {given.model}, "
+          f"{config.num_hidden_layers} layers, {'scanned' if given.scan else 'unrolled'}, "
+          f"batch {given.global_batch} x {given.seq_len}, mesh {given.mesh}")  # fmt: skip
     print_head(HEADER)
     limits: dict[str, int | None] = {}
-    for policy in given.policies:
+    for policy in POLICIES:
         chosen, plain = dataclasses.replace(config, remat=policy), spmd.Options(recompute=False)
         line, limits[policy] = row(given, mesh, chosen, policy, plain)
         print_line(line)

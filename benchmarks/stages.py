@@ -18,7 +18,7 @@ import jax
 
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, Switch, words
+from spmd.cli.flags import Parser
 from spmd.explain.steps import pipeline_rows
 from spmd.explain.words import share_text
 from spmd.ir.pipelines import Pipeline
@@ -49,7 +49,7 @@ def case_of(given: Any, row: ahead.Row, schedule: str) -> ahead.Case:
     stages = row.axes.get("stage", 1)
     return row.case(
         given,
-        attention=given.attention,
+        attention="einsum",  # every partitioner knows it
         remat="full",
         stages=stages,
         stage_microbatches=row.microbatches,
@@ -78,16 +78,7 @@ HEADER = ("row", "mesh", "program", "bubble", *ahead.COLUMNS)
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("benchmarks/run stages", __doc__)
-    add = parser.add_argument
-    add("--rows", type=words, default=",".join(ROWS), help="which models and meshes")
-    add("--programs", type=words, default=",".join(PROGRAMS), help="what is made of the step")
-    add("--layers", type=int, default=0, help="so many layers instead of all")
-    add("--batch", type=int, default=0, help="so many sequences instead of the row's")
-    add("--seq_len", type=int, default=2048, help="tokens of each sequence")
-    add("--attention", default="einsum", help="the model's; every partitioner knows einsum")
-    add("--compile", action=Switch, default=True, help="run the TPU compiler")
-    return parser
+    return ahead.make_parser("stages", __doc__, ROWS, PROGRAMS, 2048)
 
 
 def programs_of(given: Any, row: ahead.Row) -> list[str]:
@@ -101,9 +92,7 @@ def programs_of(given: Any, row: ahead.Row) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    print(
-        f"jax {jax.__version__}, sequences of {given.seq_len}, attention {given.attention}, AdamW"
-    )
+    print(f"jax {jax.__version__}, sequences of {given.seq_len}, attention einsum, AdamW")
     print_head(HEADER)
     for name in given.rows:
         row = ROWS[name]

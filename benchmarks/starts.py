@@ -2,7 +2,7 @@
 
 The model has 0.9M parameters (or is the bundle that is named), so that planning and compiling are
 what takes the time. The server answers when the functions are there that all requests need; the
-others follow behind. Indented are the parts of the time until then: they follow one another, but
+others follow behind. With a dash are the parts of the time until then: they follow one another, but
 for those that other threads took meanwhile, added up over these.
 
 Examples:
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.served import PATIENCE, Server, write_bundle
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser
 from spmd.models.decode import ServingShape
 from spmd.models.llama.config import LlamaConfig
@@ -93,32 +92,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", default=["data=1,model=1", "data=4,model=2"])
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args(arguments)
-    console = Console(soft_wrap=True)
     starts: dict[str, Start] = {}
-    with tempfile.TemporaryDirectory() as made, console.status("") as status:
+    with tempfile.TemporaryDirectory() as made:
         for mesh in given.meshes:
             work = Path(made) / mesh.replace(",", "-")
             work.mkdir()
             bundle = given.bundle or _exported(work, mesh, given)
             for cache in ("empty", "full"):
-                status.update(f"{mesh}, {cache} cache")
-                starts[f"{mesh}\n{cache} cache"] = measure(bundle, mesh, work, given.platform)
-    table = Table("seconds", *starts)
+                starts[f"{mesh}, {cache} cache"] = measure(bundle, mesh, work, given.platform)
+    print_head(("seconds", *starts))
 
     def add(name: str, values: Iterable[float | str]) -> None:
-        table.add_row(name, *(x if isinstance(x, str) else f"{x:.1f}" for x in values))
+        print_line([name, *(x if isinstance(x, str) else f"{x:.1f}" for x in values)])
 
     all_starts = list(starts.values())
     add("port open", (start.listens for start in all_starts))
     for name in dict.fromkeys(name for start in all_starts for name in start.parts):
-        add(f"  {name}", (start.parts.get(name, "") for start in all_starts))
+        add(f"- {name}", (start.parts.get(name, "") for start in all_starts))
     add("ready", (start.ready for start in all_starts))
     for name in dict.fromkeys(name for start in all_starts for name in start.beside):
-        add(f"  beside: {name}", (start.beside.get(name, "") for start in all_starts))
+        add(f"- beside: {name}", (start.beside.get(name, "") for start in all_starts))
     add("first answer", (start.answered for start in all_starts))
     add("all functions", (start.all_there for start in all_starts))
     add("there when ready", ("{} of {}".format(*start.functions) for start in all_starts))
-    console.print(table)
 
 
 def _exported(work: Path, mesh: str, given: argparse.Namespace) -> Path:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.hlo.modelled import Modelled, modelled
 from benchmarks.tables import print_head, print_line
@@ -56,16 +55,9 @@ PROGRAMS: Mapping[str, Mapping[str, str]] = {
 
 def case_of(given: Any, row: Setup) -> ahead.Case:
     """The training step, on its machine."""
-    config = ahead.model_of(
-        "llama2-7b",
-        given.layers,
-        dtype="bfloat16",
-        attention="einsum",
-        scan_layers=row.scanned,
-        remat=row.remat,
-    )
-    mesh = ahead.mesh_of(dict(zip(("data", "model"), row.mesh, strict=True)))
-    return ahead.Case(config, mesh, spmd.Topology(row.topology), (given.batch, given.seq_len))
+    axes = dict(zip(("data", "model"), row.mesh, strict=True))
+    fields: dict[str, Any] = {"attention": "einsum", "scan_layers": row.scanned, "remat": row.remat}
+    return ahead.Row("llama2-7b", row.topology, axes).case(given, **fields)
 
 
 def build(given: Any, row: str, name: str) -> ahead.Built:

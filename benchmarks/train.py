@@ -33,8 +33,7 @@ import optax
 import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks import kernels, torch_fsdp
-from benchmarks.energy import SECONDS, joules
-from benchmarks.kernels import Kernel, Kinds, kinds_of
+from benchmarks.kernels import SECONDS, Kernel, Kinds, joules, kinds_of
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part

@@ -64,7 +64,7 @@ CLOSED = ("spmd.api",)
 """Packages whose modules are their own: others take the names in `__init__`."""
 
 READ_TESTS = (
-    "tools/compare_shardy.py", "tools/coverage.py", "tools/entered.py", "tools/fuzz.py",
+    "tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py",
     "tools/packages.py",
 )  # fmt: skip
 """Tools that write down what the tests run, or run more of it."""

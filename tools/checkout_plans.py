@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import spmd
 from benchmarks.corpus.program import MESHES, QUICK_MESH, mark
@@ -21,7 +22,6 @@ from benchmarks.programs.catalog import programs
 from benchmarks.programs.conditions import forget, small_machine
 from benchmarks.programs.program import Program
 from benchmarks.programs.step import Step, lower
-from tools.checkout_table import Measured
 
 TEXTS = ("propagated", "planned", "optimized", "emitted")
 """The stages whose texts are compared."""
@@ -61,20 +61,20 @@ def lower_small(program: Program) -> spmd.Lowered:
     return jitted.lower(*built.args)
 
 
-def measure(lowering: Callable[[], spmd.Lowered]) -> Measured:
-    """What lowering a program comes to; an error is a result, too."""
+def measure(lowering: Callable[[], spmd.Lowered]) -> dict[str, Any]:
+    """The fields of `compare_checkouts.Measured` for a program; an error is a result, too."""
     forget()
     try:
         lowered = lowering()
     except Exception as error:
-        return Measured(error=f"{type(error).__name__}: {error}".splitlines()[0])
-    return Measured(
-        {stage: fingerprint(lowered.as_text(stage)) for stage in TEXTS},
-        lowered.stages.plan.seconds,
-        lowered.cost,
-        sum(c.bytes * c.count for c in lowered.collectives),
-        dict(lowered.stages.seconds),
-    )
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return {
+        "texts": {stage: fingerprint(lowered.as_text(stage)) for stage in TEXTS},
+        "plan": lowered.stages.plan.seconds,
+        "run": lowered.cost,
+        "bytes": sum(c.bytes * c.count for c in lowered.collectives),
+        "stages": dict(lowered.stages.seconds),
+    }
 
 
 def fingerprint(text: str, package: Path = SPMD) -> str:
@@ -109,4 +109,4 @@ def main(checkout: str, other: str) -> None:
     known = everything()
     print(json.dumps(list(known)), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(measure(known[line.strip()])._asdict()), file=answers, flush=True)
+        print(json.dumps(measure(known[line.strip()])), file=answers, flush=True)

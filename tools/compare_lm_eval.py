@@ -21,10 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.served import Server
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
 from spmd.models.decode import ServingShape
 from spmd.models.llama.weights.sources import hf_source
@@ -124,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OPENAI_API_KEY", "none")
-    table = Table("task", "endpoint", "samples", "differ", "largest difference")
+    print_head(("task", "endpoint", "samples", "differ", "largest difference"))
     failed = False
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -154,7 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 differing, largest = differences(ours, evaluate("hf", theirs, task))
                 failed |= differing > 0
                 shown = f"{path}, as text" if more else path
-                row = (task["task"], shown, str(len(ours)), str(differing), f"{largest:.1e}")
-                table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+                cells = (task["task"], shown, str(len(ours)), str(differing), f"{largest:.1e}")
+                print_line(cells)
     sys.exit(failed)

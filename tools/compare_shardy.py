@@ -1,19 +1,16 @@
-"""Writes docs/shardy.md: our propagation beside Shardy's, module by module, with the reasons.
+"""Writes the tables of docs/shardy.md: our propagation beside Shardy's, with the reasons.
 
-With --differences it writes nothing, and prints every difference in one module.
-
-Examples:
+Example:
     tools/run compare_shardy
-    tools/run compare_shardy --differences 'llama'
 """
 
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import shardy
+from benchmarks.tables import with_rows
 from spmd.cli.flags import Parser
 from tests.ir.dialect.cases_given import CASES
 from tests.propagation.against_shardy import (
@@ -24,66 +21,13 @@ from tests.propagation.against_shardy import (
     REASONS,
     Comparison,
     compare,
-    describe,
     explain,
     relation,
 )
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "shardy.md"
 
-HEAD = """# Propagation beside Shardy's
-
-Shardy is the system that infers shardings inside XLA. Here both systems propagate the same modules
-from the same marks. Where only one answer is possible, they agree. Where a program leaves a choice,
-they sometimes choose differently, and this page says why.
-
-`tools/run compare_shardy` wrote it, with jaxlib {jaxlib}: Shardy is the `sdy-propagation-pipeline`
-that jaxlib ships. `tests/propagation/test_against_shardy.py` checks that every difference has one
-of the reasons below. Values are compared by position: arguments, results, and the results of every
-op that both have. (Shardy copies and folds constants. We rewrite some ops when we read them, and
-constants that we make anew for each use have no sharding.)
-
-## Where both agree
-
-Some axes have to arrive at a dim: rules lead them there from a mark, and nothing rivals them.
-
-```text
-x = mark_sharding(x, mesh, ("data", None))
-y = sin(x)                                  # dim 0 of y has to be split over data
-```
-
-An axis has a rival in one of two cases:
-
-- The dim is *contested*. Different claims may reach it (`model` and `data`; not `data` and
-  `data, model`), or another dim of the same value may get one of its axes.
-- An op on the way *disputes* the axis: two of its factors may be split over it.
-
-{must} dims of these modules have an axis without a rival. We find all of them. Shardy finds all but
-{lacking}, for the reasons *mark*, *sub-axis*, *rule* and *behind* below. Both keep closed dims as
-they are marked, and neither splits a value twice over one axis.
-
-## Where they differ
-
-Every difference is a choice, and has one of these reasons:
-
-| reason | values | what it means |
-| --- | --- | --- |
-"""
-
-TABLE = """
-## Every module
-
-| column | counts the values |
-| --- | --- |
-| split | that are split by at least one of the two |
-| equal | whose shardings are equal |
-| ours finer, Shardy finer | whose sharding splits every dim as the other's does, and further |
-| contradictory | whose shardings differ otherwise |
-| planned | that have Shardy's sharding after our planner, which decides by cost |
-
-| module | values | split | equal | ours finer | Shardy finer | contradictory | planned | why |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
-"""
+COUNTS = ("values", "split", "equal", "ours finer", "Shardy finer", "contradictory", "planned")
 
 
 def comparisons() -> dict[str, Comparison]:
@@ -111,13 +55,8 @@ def row(name: str, found: Comparison) -> list[str]:
     return [f"`{name}`", *map(str, (len(pairs), split, *counts, planned)), reasons]
 
 
-def lines(rows: Iterable[Iterable[str]]) -> str:
-    """Rows of a table."""
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def page(found: Mapping[str, Comparison]) -> str:
-    """The whole page."""
+def written(page: str, found: Mapping[str, Comparison]) -> str:
+    """The page with today's tables."""
     why = Counter(r for c in found.values() for reasons in explain(c).values() for r in reasons)
     reasons = [[name, str(why[name]), meaning] for name, meaning in REASONS.items() if why[name]]
     rows = [row(name, comparison) for name, comparison in found.items()]
@@ -129,25 +68,14 @@ def page(found: Mapping[str, Comparison]) -> str:
                 axes = comparison.needs.must.get((pair.value, dim), ())
                 must += bool(axes)
                 lacking += theirs[: len(axes)] != axes
-    head = HEAD.format(jaxlib=version("jaxlib"), must=must, lacking=lacking)
-    return head + lines(reasons) + TABLE + lines([*rows, ["**all**", *sums, ""]])
-
-
-def make_parser() -> Parser:
-    """The flags."""
-    parser = Parser("tools/run compare_shardy", __doc__)
-    parser.add_argument("--differences", help="a module of the page, to print its differences")
-    return parser
+    facts = [[version("jaxlib"), str(must), str(must - lacking)]]
+    page = with_rows(page, ("jaxlib", "dims", "Shardy finds"), facts)
+    page = with_rows(page, ("reason", "values", "what it means"), reasons)
+    return with_rows(page, ("module", *COUNTS, "why"), [*rows, ["**all**", *sums, ""]])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the page, or prints the differences of one module."""
-    module = make_parser().parse_args(arguments).differences
-    found = comparisons()
-    if module is None:
-        PAGE.write_text(page(found), encoding="utf-8")
-        return
-    if module not in found:
-        sys.exit(f"error: no module is called {module!r}; there are {', '.join(found)}")
-    for pair, reasons in explain(found[module]).items():
-        print(describe(found[module], pair, reasons))
+    """Writes the page."""
+    Parser("tools/run compare_shardy", __doc__).parse_args(arguments)
+    page = written(PAGE.read_text(encoding="utf-8"), comparisons())
+    PAGE.write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md and docs/coverage_programs.md: what becomes of every op, and what is run.
+"""Writes the tables of docs/coverage.md and docs/coverage_programs.md: every op, and what is run.
 
 With --check it writes nothing, and fails if a page is out of date.
 
@@ -9,73 +9,16 @@ Example:
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import with_rows
 from spmd.cli.flags import Parser, Switch
 from spmd.frontend.importer.handlers import SAME
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS_PAGE = ROOT / "docs" / "coverage.md"
 PROGRAMS_PAGE = ROOT / "docs" / "coverage_programs.md"
-
-HEAD = """# Supported ops
-
-For those who want to know whether their program compiles: every op of StableHLO and CHLO, every
-known [custom call](#custom-calls), and what the compiler does with it. No op is silently
-replicated. [Programs that are run](coverage_programs.md) has the whole programs that tests compare
-with `jax.jit`. `tools/run coverage` writes both pages.
-
-| what the table says | what it means |
-| --- | --- |
-| rule + local lowering | the rule says how the op may be split, the lowering what one device does |
-| canonicalized | `frontend/canonicalize.py` or StableHLO's own passes write it with other ops |
-| refused | a program with it is an error that names the op, its source line and the reason |
-| executed | a test runs it under random shardings and compares with the whole program or numpy |
-
-## Ops
-
-| op | how | executed |
-| --- | --- | --- |
-"""
-CALLS_HEAD = """
-## Custom calls
-
-Two lines of the table stand for many calls:
-
-- `custom_call:num_batch_dims` is every call that says how many of its leading dims are a batch.
-  jax writes that on its calls of LAPACK, cuSOLVER, cuSPARSE, MAGMA and their ROCm counterparts:
-  `*_potrf_ffi`, `*_getrf_ffi`, `*_geqrf_ffi`, `*_orgqr_ffi`, `*_gesdd_ffi`, `*_gesvdj_ffi`,
-  `*_syevd_ffi`, `*_geev_ffi`, `*_gees_ffi`, `*_gehrd_ffi`, `*_sytrd_ffi`, `*_trsm_ffi`,
-  `*_gtsv_ffi`, `cu_lu_pivots_to_permutation`, ...
-- `custom_call:in_manual_region` is every call without a rule inside a `jax.shard_map` over all axes
-  of the mesh. Such kernels are written for one device, and stay as they are.
-
-Any other call needs a rule of its own: [custom kernels](custom_calls.md) says how to write one.
-Calls in which jax writes what depends on symbolic dims (`stablehlo.dynamic_reduce_window`,
-`dynamic_rng_bit_generator`, `dynamic_top_k`, `dynamic_approx_top_k`) are the ops that they stand
-for, once the dims have sizes.
-Calls for TPUs are lowered in tests. Those for NVIDIA GPUs run in `tests/accelerators`, which
-repeats every op's cases and training steps on the GPUs at hand.
-
-| call | how | executed |
-| --- | --- | --- |
-"""
-
-PROGRAMS_HEAD = """# Programs that are run
-
-For those who want to know whether programs like theirs were tried: the whole programs that the
-tests run (`benchmarks/corpus/`), models of flax and equinox, every optimizer of optax, and what
-else people write. [Supported ops](coverage.md) has the ops; `tools/run coverage` writes both pages.
-
-Each runs partitioned and under plain `jax.jit`, on the meshes {meshes} of the axes data,
-(shard,) model. The results are equal within the tolerance of their dtypes, and random bits are
-identical. Only arguments are marked, as `benchmarks/corpus/program.py` has it. `scripts/test` runs
-programs that have a mesh in the column `quick on`, and `scripts/test -m heavy` runs the others.
-
-| program | what it is | quick on |
-| --- | --- | --- |
-"""
 
 STRUCTURE = {
     "custom_call:Sharding": "a mark",
@@ -140,39 +83,37 @@ def executed() -> set[str]:
     return set(done.stdout.split())
 
 
-def programs() -> str:
-    """The page about the corpus."""
-    from benchmarks.corpus.program import MESHES, QUICK_MESH
+def programs(page: str) -> str:
+    """The page about the corpus, with today's table."""
+    from benchmarks.corpus.program import QUICK_MESH
     from benchmarks.corpus.programs import PROGRAMS
 
-    lines = []
+    rows = []
     for program in PROGRAMS:
         what = (program.make.__doc__ or "").partition("\n")[0].strip()
-        quick = "-" if program.heavy else QUICK_MESH
-        lines.append(f"| `{program.name}` | {what} | {quick} |\n")
-    return PROGRAMS_HEAD.format(meshes=", ".join(MESHES)) + "".join(lines)
+        rows.append((f"`{program.name}`", what, "-" if program.heavy else QUICK_MESH))
+    return with_rows(page, ("program", "what it is", "quick on"), rows)
 
 
-def rows(names: Iterable[str], ran: set[str]) -> str:
-    """Table rows; what is refused or a mere bracket has nothing to execute."""
-    lines = []
-    for name in names:
-        what = how(name)
-        runs = "yes" if name in ran else "no"
-        if what.startswith("refused") or name == "stablehlo.return":
-            runs = "-"
-        lines.append(f"| `{name}` | {what or '**missing**'} | {runs} |\n")
-    return "".join(lines)
+def row(name: str, ran: set[str]) -> tuple[str, str, str]:
+    """A row about an op; what is refused or a mere bracket has nothing to execute."""
+    what = how(name)
+    runs = "yes" if name in ran else "no"
+    if what.startswith("refused") or name == "stablehlo.return":
+        runs = "-"
+    return f"`{name}`", what or "**missing**", runs
 
 
-def ops() -> str:
-    """The page about ops and custom calls."""
+def ops(page: str) -> str:
+    """The page about ops and custom calls, with today's tables."""
     from spmd.frontend.importer.ops import dialect_ops
 
     ran = executed()
-    names = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))})
-    calls = sorted(names_of(("custom_call:",)))
-    return HEAD + rows(names, ran) + CALLS_HEAD + rows(calls, ran)
+    names = {*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))}
+    for what, found in (("op", names), ("call", names_of(("custom_call:",)))):
+        rows = [row(name, ran) for name in sorted(found)]
+        page = with_rows(page, (what, "how", "executed"), rows)
+    return page
 
 
 def make_parser() -> Parser:
@@ -185,8 +126,10 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the pages, or checks them."""
     given = make_parser().parse_args(arguments)
-    for page, text in ((OPS_PAGE, ops()), (PROGRAMS_PAGE, programs())):
+    for page, write in ((OPS_PAGE, ops), (PROGRAMS_PAGE, programs)):
+        old = page.read_text(encoding="utf-8")
+        text = write(old)
         if not given.check:
             page.write_text(text, encoding="utf-8")
-        elif page.read_text(encoding="utf-8") != text:
+        elif text != old:
             sys.exit(f"error: {page.relative_to(ROOT)} is out of date: run tools/run coverage")

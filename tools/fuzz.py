@@ -15,8 +15,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import hypothesis
+
 from benchmarks.environment import xla_flags
 from spmd.cli.flags import Parser, Switch
+from tools.fuzzing.cases import Case, source
+from tools.fuzzing.check import FAILED, UNSUPPORTED, run
+from tools.fuzzing.programs import Settings, cases
+from tools.fuzzing.shrink import shrink
 
 BATCH = 25
 HANGS_AFTER = 240.0
@@ -50,10 +56,6 @@ class Worker:
 
     def batch(self) -> None:
         """One batch of examples from hypothesis."""
-        import hypothesis
-
-        from tools.fuzzing.cases import Case
-        from tools.fuzzing.programs import Settings, cases
 
         @hypothesis.seed(self.seed)
         @hypothesis.settings(
@@ -70,12 +72,8 @@ class Worker:
 
         explore()
 
-    def one(self, case: object) -> None:
+    def one(self, case: Case) -> None:
         """Runs one case and counts what came of it."""
-        from tools.fuzzing.cases import Case, source
-        from tools.fuzzing.check import FAILED, UNSUPPORTED, run
-
-        assert isinstance(case, Case)
         running = self.out / "running.py"
         running.write_text(source(case, "The process ended in the middle of this case."))
         outcome = run(case)
@@ -89,13 +87,8 @@ class Worker:
                 self.report(case, outcome.key)
         self.save()
 
-    def report(self, case: object, key: str) -> None:
+    def report(self, case: Case, key: str) -> None:
         """Shrinks a case that failed, and writes it down."""
-        from tools.fuzzing.cases import Case, source
-        from tools.fuzzing.check import run
-        from tools.fuzzing.shrink import shrink
-
-        assert isinstance(case, Case)
         small = shrink(case, lambda c: run(c).key == key, SHRINK_SECONDS)
         message = run(small).message.replace('"""', "'''").replace("\\", "\\\\")
         number = len(list(self.out.glob("failure_*.py")))

@@ -2,8 +2,7 @@
 
 A checkout is a folder, or a git revision of this repository. Only Python files count, and a folder
 is one that holds such a file itself. Functions count with their docstrings, inner ones on their own
-as well. An op's name is a whole string like `"stablehlo.dot_general"`, outside docstrings. How many
-files and functions a call enters is what `tools/run hops` prints.
+as well. An op's name is a whole string like `"stablehlo.dot_general"`, outside docstrings.
 
 Example:
     tools/run house main~20 .

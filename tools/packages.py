@@ -9,7 +9,7 @@ seconds are of compilation after tracing: all of our stages and XLA's; XLA's wit
 
 Examples:
     tools/run packages
-    tools/run packages --only 'haiku|optax.muon' --nonumbers --topology h200:8
+    tools/run packages --only 'haiku|keras' --nonumbers --topology h200:8
 """
 
 import re
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import spmd
 from benchmarks.byte_rows import Row, first_line, measure
-from benchmarks.byte_table import decimal, geometric_mean, megabytes
+from benchmarks.bytes import decimal, geometric_mean, megabytes
 from benchmarks.corpus.packages.catalog import MODULES, Entry, entries
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch
@@ -38,10 +38,8 @@ def numbers(entry: Entry) -> str:
     return "equal"
 
 
-def line(name: str, found: str, row: Row | None) -> list[str]:
+def line(name: str, found: str, row: Row) -> list[str]:
     """A program's cells."""
-    if row is None:
-        return [name, found, *[""] * (len(HEADER) - 2)]
     ours, given = row.spmd, row.given
     flops = ours.flops / given.flops if ours and given and given.flops else None
     seconds = decimal(row.stages + ours.seconds, 1) if ours else row.errors.get("spmd", "")
@@ -76,7 +74,6 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--only", default="", help="programs whose name this regular expression finds")
     add("--numbers", action=Switch, default=True, help="run the small programs and compare")
-    add("--bytes", action=Switch, default=True, help="compile the large programs and count")
     add("--topology", default="v5e:2x4", help="machine of eight devices to plan for")
     return parser
 
@@ -89,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_head(HEADER)
     for entry in chosen(given.only):
         found = numbers(entry) if given.numbers else ""
-        row = measure(entry.program(), options, guess_trips=True) if given.bytes else None
-        print_line(line(entry.name, found, row))
-        rows += [row] if row else []
+        rows.append(measure(entry.program(), options, guess_trips=True))
+        print_line(line(entry.name, found, rows[-1]))
     print(f"\n{summary(rows)}")

@@ -17,7 +17,6 @@ import math
 import multiprocessing
 import os
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -231,11 +230,10 @@ TOLERANCE = 1.01
 
 
 class Done(NamedTuple):
-    """What came of a seed: what was found in how many seconds of the processor, or why not."""
+    """What came of a seed: what was found, or why nothing was."""
 
     seed: int
     found: Explored | None = None
-    seconds: float = 0.0
     error: str = ""
 
     @property
@@ -244,18 +242,11 @@ class Done(NamedTuple):
         return self.found is not None and self.found.ratio > TOLERANCE
 
 
-def explore(seed: int, draws: int) -> Done:
-    """Tries one program, in this process."""
-    start = time.process_time()
-    found = explored(seed, draws)
-    return Done(seed, found, time.process_time() - start)
-
-
 def in_own_process(seed: int, draws: int) -> Done:
-    """The same in a process that ends with it; whatever goes wrong is the seed's outcome."""
+    """Tries one program in a process that ends with it; whatever goes wrong is the outcome."""
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            return process.submit(explore, seed, draws).result()
+            return Done(seed, process.submit(explored, seed, draws).result())
     except Exception as error:
         return Done(seed, error=f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -276,9 +267,9 @@ def summary(every: Sequence[Done]) -> str:
     draws = sum(one.draws for one in found)
     beaten = sum(done.is_beaten for done in every)
     worst = max((one.ratio for one in found), default=1.0)
-    each = sum(done.seconds for done in every) / max(1, draws + len(found))
-    line = f"{len(found)} programs, {draws} draws: {beaten} beaten by more than 1%, "
-    line += f"worst {worst:.3f}; {each:.2f} s of the processor a plan"
+    line = (
+        f"{len(found)} programs, {draws} draws: {beaten} beaten by more than 1%, worst {worst:.3f}"
+    )
     failed = len(every) - len(found)
     return line + (f"; {failed} failed" if failed else "")
 

@@ -4,10 +4,8 @@ The last signal is a SIGTERM, which has to save and exit with 75; all others are
 them during a save, since there is nearly always one going on. At the end parameters, optimizer
 state and the losses of all steps have to equal, bit for bit, those of the run left alone.
 
-With --faults other things happen to it, too. Before some of the kills its disk fills up, and may
-have space again: it goes on without saving, or ends with an error that says so. And it is started
-as two processes, of which one sees another folder: that has to end with an error, and to harm
-nothing.
+With --faults its disk fills up before some of the kills, and may have space again: it goes on
+without saving, or ends with an error that says so.
 
 Every run is a process of its own. All are forked from one that has imported everything and has
 done nothing else, and share a cache of compiled programs: a run starts in two seconds.
@@ -39,9 +37,9 @@ from spmd.cli.flags import Parser, Switch, positive
 from spmd.models.training.checkpoints.manifest import find_damage
 from spmd.models.training.run.stop import STOPPED_EXIT_CODE
 from spmd.scripts.flags.user_errors import one_message
-from spmd.scripts.jobs.local import free_port, with_device_count
+from spmd.scripts.jobs.local import with_device_count
 
-# Faults for tools/resume_test.py: a disk that fills up, and processes that share no folder.
+# A disk that fills up.
 
 
 DISK_MIB = 48
@@ -114,9 +112,6 @@ CACHED = {
 FULL_SHARE = 0.3
 """So many of the kills come after the disk was filled."""
 
-PRIVATE_EVERY = 25
-"""Before every so many kills, and the second, the run is started in folders that aren't shared."""
-
 
 class Failed(RuntimeError):
     """The resumed run differs from the one left alone."""
@@ -165,13 +160,10 @@ class Runs:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["spmd.scripts.train_llama"])
 
-    def start(
-        self, words: Sequence[str], log: Path, **more: str
-    ) -> multiprocessing.process.BaseProcess:
-        """A new run, which writes what it says to a file; `more` are variables of its own."""
+    def start(self, words: Sequence[str], log: Path) -> multiprocessing.process.BaseProcess:
+        """A new run, which writes what it says to a file."""
         log.unlink(missing_ok=True)
-        env = {**self.env, **more}
-        process = self._context.Process(target=_train, args=(words, env, self.cache, log))
+        process = self._context.Process(target=_train, args=(words, self.env, self.cache, log))
         process.start()
         return process
 
@@ -212,30 +204,6 @@ class Runs:
         if not _told(log):
             raise Failed(f"a run ended with {status} before its first step:\n{log.read_text()}")
         return status, max(_told(log)), _is_saving(words)
-
-    def private(self, folder: Path, other: Path, steps: int, log: Path) -> None:
-        """Start two processes of which each sees a folder of its own: both have to refuse.
-
-        Raises:
-            Failed: one did something else.
-        """
-        logs = [log.with_suffix(f".{process}") for process in range(2)]
-        port = free_port()
-        started = [
-            self.start(
-                [*command(seen, steps, 2), f"--data={log.with_name(TEXT)}"],
-                own_log,
-                JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
-                JAX_NUM_PROCESSES="2",
-                JAX_PROCESS_ID=str(process),
-                XLA_FLAGS=with_device_count(self.env["XLA_FLAGS"], 1),
-            )
-            for process, (seen, own_log) in enumerate(zip((folder, other), logs, strict=True))
-        ]
-        for process, own_log in zip(started, logs, strict=True):
-            status, said = _status(process), own_log.read_text()
-            if status != 1 or "the processes do not share" not in said:
-                raise Failed(f"in a folder of its own a run ended with {status}:\n{said}")
 
 
 def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path) -> None:
@@ -352,7 +320,7 @@ def resume_test(
         if faults and disk is None:
             print("no disk is filled: nothing can be mounted here", flush=True)
         killed = (folder if disk is None else disk.folder) / "killed"
-        what = kill_often(runs, killed, kills, steps, devices, seed, log, disk, private=faults)
+        what = kill_often(runs, killed, kills, steps, devices, seed, log, disk)
         words = [*command(killed, steps, devices), f"--data={folder / TEXT}"]
         runs.to_end(words, log)
         compare(alone, killed, steps)
@@ -371,8 +339,6 @@ def kill_often(
     seed: int,
     log: Path,
     disk: Disk | None,
-    *,
-    private: bool,
 ) -> str:
     """The kills, each at a random moment; says how many of which there were.
 
@@ -381,11 +347,8 @@ def kill_often(
     """
     words = [*command(killed, steps, devices), f"--data={log.with_name(TEXT)}"]
     moments = random.Random(seed)
-    during_saves = filled = refused = 0
+    during_saves = filled = 0
     for number in range(1, kills + 1):
-        if private and (number == 2 or number % PRIVATE_EVERY == 0):
-            runs.private(killed, log.with_name("private"), steps, log)
-            refused += 1
         kind = signal.SIGTERM if number == kills else signal.SIGKILL
         is_full = disk is not None and number < kills and moments.random() < FULL_SHARE
         before = functools.partial(fill_up, disk, moments) if is_full and disk else lambda: None
@@ -402,10 +365,7 @@ def kill_often(
             expected.add(1)  # three saves in a row have failed
         if status not in expected:
             raise Failed(f"{kind.name}: the run ended with {status}:\n{log.read_text()}")
-    return (
-        f"{kills} kills, {during_saves} of them during a save, {filled} with a full disk; "
-        f"{refused} starts in folders that are not shared"
-    )
+    return f"{kills} kills, {during_saves} of them during a save, {filled} with a full disk"
 
 
 def fill_up(disk: Disk, moments: random.Random) -> None:
@@ -423,7 +383,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--kills", type=positive, default=30, help="how often the run is killed")
     add("--seed", type=int, default=0, help="of the moments")
-    add("--faults", action=Switch, default=True, help="full disks and folders that aren't shared")
+    add("--faults", action=Switch, default=True, help="full disks")
     return parser
 
 

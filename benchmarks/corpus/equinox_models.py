@@ -1,6 +1,5 @@
-"""Models of equinox's layers, written for one example and mapped over the batch."""
+"""A model of equinox's layers, written for one example and mapped over the batch."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -9,37 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import cross_entropy, integers, normal
+from benchmarks.corpus.training import cross_entropy, integers
 
 BATCH = 8
-
-
-def training_step(model: Any, loss: Callable[..., Any], batch: tuple[Any, ...]) -> Made:
-    """One AdamW step of the model's arrays; what is no array stays in the closure."""
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
-
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        @eqx.filter_value_and_grad
-        def of_params(params: Any) -> Any:
-            return loss(eqx.combine(params, static), *batch)
-
-        value, grads = of_params(params)
-        updates, state = optimizer.update(grads, state, params)
-        return eqx.apply_updates(params, updates), state, value, grads
-
-    args = (params, optimizer.init(params), *batch)
-    return Made(step, args, ("params", "open", *["batch"] * len(batch)))
-
-
-def mlp() -> Made:
-    """eqx.nn.MLP under vmap: one clipped AdamW step."""
-    model = eqx.nn.MLP(16, 8, 32, 3, activation=jax.nn.silu, key=jax.random.key(0))
-
-    def loss(model: Any, x: Any, y: Any) -> Any:
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    return training_step(model, loss, (normal(0, BATCH, 16), normal(1, BATCH, 8)))
 
 
 class Attention(eqx.Module):
@@ -74,10 +45,19 @@ class Attention(eqx.Module):
 
 def attention() -> Made:
     """eqx.nn.MultiheadAttention with rotary embedding and dropout, a key for each example."""
+    params, static = eqx.partition(Attention(jax.random.key(0)), eqx.is_inexact_array)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
 
-    def loss(model: Any, tokens: Any, keys: Any) -> Any:
-        return cross_entropy(jax.vmap(model)(tokens[:, :-1], keys), tokens[:, 1:])
+    def step(params: Any, state: Any, tokens: Any, keys: Any) -> Any:
+        @eqx.filter_value_and_grad
+        def loss(params: Any) -> Any:
+            model = eqx.combine(params, static)
+            return cross_entropy(jax.vmap(model)(tokens[:, :-1], keys), tokens[:, 1:])
 
-    batch = (integers(0, 64, BATCH, 9), jax.random.split(jax.random.key(2), BATCH))
-    made = training_step(Attention(jax.random.key(0)), loss, batch)
-    return Made(made.fn, made.args, (*made.specs[:-1], "open"))
+        value, grads = loss(params)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(params, updates), state, value, grads
+
+    batch = integers(0, 64, BATCH, 9), jax.random.split(jax.random.key(2), BATCH)
+    args = (params, optimizer.init(params), *batch)
+    return Made(step, args, ("params", "open", "batch", "open"))

@@ -81,31 +81,3 @@ def ring_attention(mesh: Any) -> Made:
     params = {"qkv": normal(0, WIDTH, 3 * WIDTH) * 0.5, "out": normal(1, WIDTH, WIDTH) * 0.5}
     args = (params, normal(2, BATCH, LENGTH, WIDTH))
     return Made(jax.value_and_grad(loss), args, ("params", "batch"))
-
-
-def ring_matmul(mesh: Any) -> Made:
-    """A collective matmul: row blocks go round, each meets the columns that it passes; remat."""
-    size = mesh.shape["model"]
-
-    def body(x: Any, w: Any) -> Any:
-        rows, mine = x.shape[0], lax.axis_index("model")
-
-        def step(i: Any, carry: Any) -> Any:
-            out, x = carry
-            at = ((mine - i) % size) * rows
-            out = lax.dynamic_update_slice_in_dim(out, x @ w, at, 0)
-            return out, lax.ppermute(x, "model", next_one(mesh))
-
-        out = jnp.zeros((rows * size, w.shape[1]), x.dtype) + 0 * mine
-        return lax.fori_loop(0, size, step, (out, x))[0]
-
-    specs = (P("model"), P(None, "model"))
-    matmul = jax.checkpoint(over_model(mesh, body, specs, P(None, "model")))
-
-    def fn(x: Any, w: Any) -> Any:
-        def loss(x: Any, w: Any) -> Any:
-            return jnp.sum(jnp.sin(jax.vmap(matmul, in_axes=(0, None))(x, w)))
-
-        return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
-
-    return Made(fn, (normal(0, BATCH, LENGTH, WIDTH), normal(1, WIDTH, HIDDEN)), ("batch", "open"))

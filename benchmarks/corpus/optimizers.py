@@ -1,4 +1,4 @@
-"""One step of every optax optimizer that a learning rate is enough for, and of chains."""
+"""One step of every optax optimizer that a learning rate is enough for, of chains and wrappers."""
 
 import inspect
 import warnings
@@ -22,7 +22,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return jnp.mean((h @ params["w_out"] - batch["y"]) ** 2)
 
 
-def step_of(optimizer: Any, per_example: bool = False) -> Callable[..., Any]:
+def step_of(optimizer: Any, per_example: bool) -> Callable[..., Any]:
     """A step of an optimizer, which gets what it may ask for; perhaps gradients of each example."""
     extended = optax.with_extra_args_support(optimizer)
 
@@ -40,9 +40,9 @@ def step_of(optimizer: Any, per_example: bool = False) -> Callable[..., Any]:
     return step
 
 
-def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
+def optimizer_step(optimizer: optax.GradientTransformation, per_example: bool) -> Made:
     """The second step of an optimizer on a two-layer network."""
-    step = step_of(optimizer)
+    step = step_of(optimizer, per_example)
     params = {"w_in": normal(0, 16, 32), "b": normal(1, 32), "w_out": normal(2, 32, 8)}
     batch = {"x": normal(3, 8, 16), "y": normal(4, 8, 8)}
     params, state, _ = jax.jit(step)(params, optimizer.init(params), batch)
@@ -97,13 +97,30 @@ CHAINS: dict[str, Callable[[], Any]] = {
     "agc_centralize_lion": lambda: optax.chain(
         optax.adaptive_grad_clip(0.1), optax.centralize(), optax.scale_by_lion(), optax.scale(-0.01)
     ),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(LEARNING_RATE, eps=1e-3), 3),
+    "accumulated": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(LEARNING_RATE, eps=1e-3)), 2
+    ).gradient_transformation(),
+    "freezing": lambda: optax.freeze(lambda params: jax.tree.map(lambda p: p.ndim == 1, params)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+        optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, 2, 10), eps=1e-3
+    ),
+    "partition": lambda: optax.partition(
+        {True: optax.contrib.muon(LEARNING_RATE), False: optax.adam(LEARNING_RATE, eps=1e-3)},
+        matrices,
+    ),
+    "mechanic": lambda: optax.contrib.mechanize(optax.sgd(LEARNING_RATE)),
+    "private": lambda: optax.contrib.differentially_private_aggregate(0.1, 0.5, jax.random.key(0)),
+    "reduce_on_plateau": lambda: optax.chain(
+        optax.sgd(LEARNING_RATE), optax.contrib.reduce_on_plateau(patience=2)
+    ),
 }
 QUICK = {"adafactor", "lamb", "chain.clip_schedule"}
 
 
 def _program(name: str, make: Callable[[], Any]) -> Program:
     def made() -> Made:
-        return optimizer_step(make())
+        return optimizer_step(make(), per_example=name == "chain.private")
 
     made.__doc__ = "The second step of the optimizer on a two-layer network."
     return Program(f"optax.{name}", made, heavy=name not in QUICK)

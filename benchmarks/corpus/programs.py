@@ -14,7 +14,6 @@ from benchmarks.corpus import (
 from benchmarks.corpus.program import Program
 
 MODELS: list[Program] = [
-    Program("equinox.mlp", equinox_models.mlp, heavy=True),
     Program("equinox.attention", equinox_models.attention, heavy=True),
     Program("vision.resnet", vision.resnet, heavy=True),
     Program("vision.unet", vision.unet, heavy=True),
@@ -50,7 +49,6 @@ FUNCTIONS: list[Program] = [
 MANUAL: list[Program] = [
     Program("manual.megatron_mlp", manual.megatron_mlp, on_mesh=True),
     Program("manual.ring_attention", manual.ring_attention, heavy=True, on_mesh=True),
-    Program("manual.ring_matmul", manual.ring_matmul, heavy=True, on_mesh=True),
 ]
 
 PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *MANUAL, *optimizers.programs()]

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 
-def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+def normal(seed: int, *shape: int) -> Any:
     """Deterministic normal numbers."""
-    return jnp.asarray(np.random.RandomState(seed).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.RandomState(seed).standard_normal(shape), np.float32)
 
 
 def integers(seed: int, high: int, *shape: int) -> Any:

@@ -28,9 +28,9 @@ def batch_norm(x: Any, p: Any) -> Any:
     return p["scale"] * (x - mean) * lax.rsqrt(var + 1e-5) + p["bias"]
 
 
-def group_norm(x: Any, groups: int = 4) -> Any:
+def group_norm(x: Any) -> Any:
     b, h, w, c = x.shape
-    y = x.reshape(b, h, w, groups, c // groups)
+    y = x.reshape(b, h, w, 4, c // 4)
     mean, var = y.mean((1, 2, 4), keepdims=True), y.var((1, 2, 4), keepdims=True)
     return ((y - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from benchmarks import byte_table as table
-from benchmarks.byte_rows import Moved, Row, lower_with_jax, measure, placed_arguments
+from benchmarks import bytes as table
+from benchmarks.byte_rows import Moved, Row, measure, placed_arguments
 from benchmarks.environment import xla_flags
 from benchmarks.programs.catalog import program_named, programs
 from benchmarks.programs.program import Built, Program, marked, struct
@@ -76,7 +76,7 @@ def test_a_program_that_fails_is_a_row() -> None:
     row = measure(Program("tiny/wrong", AXES, build), spmd.Options())
     assert (row.spmd, row.alone, row.given, row.ratio) == (None, None, None, None)
     assert row.errors == dict.fromkeys(("alone", "spmd"), "ValueError: no such thing")
-    (line,) = table.program_lines([row], everything=True)
+    (line,) = table.program_lines([row])
     assert line[:3] == ["tiny/wrong", "ValueError: no such thing", "ValueError: no such thing"]
 
 
@@ -85,7 +85,7 @@ def test_open_arguments_are_placed_as_planned() -> None:
     lowered = spmd.jit(built.fn, mesh=mesh).lower(*built.args)
     placed = placed_arguments(lowered, built.args)
     assert tuple(placed[1].sharding.spec) == ("data", "model")  # momentum: a piece each
-    lower_with_jax(built, placed)
+    jax.jit(built.fn, donate_argnums=built.donate).lower(*placed)
 
 
 def test_names_are_unique_and_found() -> None:
@@ -125,13 +125,12 @@ def test_tables() -> None:
         result("reshard/better", 1, 2),
         result("reshard/worse", 4, 2),
     ]
-    lines = table.program_lines(results, everything=False)
+    lines = table.program_lines(results)
     assert [line[0] for line in lines] == ["a/x", "a/y", "reshard/worse"]
     assert lines[0] == [
         "a/x", "1.000", "4.000", "4.000", "0.25", "1", "1", "1.0", "1.0", "1", "1", "1.000",
         "0.50", "1.00",
     ]  # fmt: skip
-    assert len(table.program_lines(results, everything=True)) == 4
     assert table.family_lines(results) == [
         ["a", "2", "1", "1", "0", "0.50"],
         ["reshard", "2", "1", "0", "1", "1.00"],

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from tools.checkout_plans import fingerprint
-from tools.checkout_table import (
+from tools.compare_checkouts import (
+    HERE,
     Measured,
     Pair,
     Verdict,
+    compare,
     fastest,
     last_line,
     plan_lines,
     stage_lines,
     verdict,
 )
-from tools.compare_checkouts import HERE, compare
 from tools.house import (
     comment_lines,
     facts,

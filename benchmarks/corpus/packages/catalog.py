@@ -20,7 +20,6 @@ MODULES = (
     "equinox",
     "haiku",
     "penzai",
-    "optax",
     "quantization",
     "solvers",
     "probability",

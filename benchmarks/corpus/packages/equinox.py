@@ -24,54 +24,6 @@ def of_model(model: Any, loss: Callable[..., Any], *batch: Any) -> Made:
     return made._replace(specs=("params", "open", "open", *["batch"] * len(batch)))
 
 
-class Encoder(eqx.Module):
-    embed: eqx.nn.Embedding
-    rope: eqx.nn.RotaryPositionalEmbedding = eqx.field(static=True)
-    attentions: list[eqx.nn.MultiheadAttention]
-    mlps: list[eqx.nn.MLP]
-    norm: eqx.nn.RMSNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, vocab: int, width: int, layers: int, key: Any) -> None:
-        keys = jax.random.split(key, 2 * layers + 2)
-        heads = max(width // 128, 2)
-        self.embed = eqx.nn.Embedding(vocab, width, key=keys[0])
-        self.rope = eqx.nn.RotaryPositionalEmbedding(width // heads)
-        self.attentions = [
-            eqx.nn.MultiheadAttention(heads, width, key=k) for k in keys[1 : layers + 1]
-        ]
-        self.mlps = [
-            eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=k)
-            for k in keys[layers + 1 : -1]
-        ]
-        self.norm = eqx.nn.RMSNorm(width)
-        self.head = eqx.nn.Linear(width, vocab, key=keys[-1])
-
-    def __call__(self, tokens: Any) -> Any:
-        def rotate(q: Any, k: Any, v: Any) -> Any:
-            turn = jax.vmap(self.rope, in_axes=1, out_axes=1)
-            return turn(q), turn(k), v
-
-        x = jax.vmap(self.embed)(tokens)
-        mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
-        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
-            h = jax.vmap(self.norm)(x)
-            x = x + attention(h, h, h, mask, process_heads=rotate)
-            x = x + jax.vmap(mlp)(jax.vmap(self.norm)(x))
-        return jax.vmap(self.head)(x)
-
-
-def decoder(size: Size) -> Made:
-    """Attention with rotary embedding and an MLP, for one sequence under vmap."""
-    vocab, width, layers, batch, length = size((64, 32, 1, 8, 8), (32000, 2048, 2, 32, 512))
-
-    def loss(model: Any, tokens: Any) -> Any:
-        return cross_entropy(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:])
-
-    model = Encoder(vocab, width, layers, jax.random.key(0))
-    return of_model(model, loss, integers(0, vocab, batch, length + 1))
-
-
 class Convolutions(eqx.Module):
     layers: eqx.nn.Sequential
 
@@ -158,24 +110,6 @@ def recurrent(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, length, inner))
 
 
-def ensemble(size: Size) -> Made:
-    """Eight MLPs made by filter_vmap, trained at once."""
-    width, batch = size((16, 8), (2048, 4096))
-    keys = jax.random.split(jax.random.key(0), 8)
-    models = eqx.filter_vmap(
-        lambda key: eqx.nn.MLP(width, width, 2 * width, 2, jax.nn.silu, key=key)
-    )(keys)
-
-    def loss(models: Any, x: Any, y: Any) -> Any:
-        @eqx.filter_vmap(in_axes=(eqx.if_array(0), None))
-        def predict(model: Any, x: Any) -> Any:
-            return jax.vmap(model)(x)
-
-        return jnp.mean((predict(models, x) - y) ** 2)
-
-    return of_model(models, loss, normal(1, batch, width), normal(2, batch, width))
-
-
 def checkpointed_loop(size: Size) -> Made:
     """Equinox's own reverse-differentiable while loop around a linear layer."""
     width, steps, batch = size((16, 5, 8), (4096, 16, 4096))
@@ -194,4 +128,4 @@ def checkpointed_loop(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, width))
 
 
-PROGRAMS = (decoder, stateful, recurrent, ensemble, checkpointed_loop)
+PROGRAMS = (stateful, recurrent, checkpointed_loop)

@@ -53,15 +53,6 @@ class Attention(linen.Module):
         return layer(graph)
 
 
-class Convolution(linen.Module):
-    @linen.compact
-    def __call__(self, graph: Any) -> Any:
-        width = graph.nodes.shape[-1]
-        for _ in range(2):
-            graph = jraph.GraphConvolution(linen.Dense(width), add_self_edges=True)(graph)
-        return graph
-
-
 def of_graph(model: Any, size: Size) -> Made:
     example = graph(size)
     params = model.init(jax.random.key(0), example)
@@ -80,11 +71,6 @@ def graph_network(size: Size) -> Made:
 def graph_attention(size: Size) -> Made:
     """jraph.GAT: a softmax over each node's edges."""
     return of_graph(Attention(), size)
-
-
-def graph_convolution(size: Size) -> Made:
-    """Two of jraph.GraphConvolution, with self edges."""
-    return of_graph(Convolution(), size)
 
 
 def equivariant(size: Size) -> Made:
@@ -131,4 +117,4 @@ def molecular_dynamics(size: Size) -> Made:
     return Made(simulate, (init(jax.random.key(1), positions),), ("batch",))
 
 
-PROGRAMS = (graph_network, graph_attention, graph_convolution, equivariant, molecular_dynamics)
+PROGRAMS = (graph_network, graph_attention, equivariant, molecular_dynamics)

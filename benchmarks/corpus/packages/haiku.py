@@ -1,4 +1,4 @@
-"""dm-haiku: the networks that it ships, attention and recurrent cores."""
+"""dm-haiku: the networks that it ships, and attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,14 +28,6 @@ def with_state(network: Any, *batch: Any, loss: Callable[..., Any]) -> Made:
 
     args = (params, state, optimizer.init(params), *batch)
     return Made(step, args, ("params", "open", "open", *["batch"] * len(batch)))
-
-
-def resnet18(size: Size) -> Made:
-    """hk.nets.ResNet18 in training mode."""
-    pixels, batch = size((32, 8), (128, 128))
-    network = hk.transform_with_state(lambda x: hk.nets.ResNet18(1000)(x, is_training=True))
-    images, labels = normal(0, batch, pixels, pixels, 3), integers(1, 1000, batch)
-    return with_state(network, images, labels, loss=cross_entropy)
 
 
 def mobilenet(size: Size) -> Made:
@@ -89,23 +81,4 @@ def attention(size: Size) -> Made:
     return training(loss, params, tokens)
 
 
-def deep_lstm(size: Size) -> Made:
-    """hk.deep_rnn_with_skip_connections of LSTMs under hk.dynamic_unroll."""
-    width, batch, length = size((16, 8, 8), (2048, 256, 64))
-
-    def forward(xs: Any) -> Any:
-        core = hk.deep_rnn_with_skip_connections([hk.LSTM(width), hk.LSTM(width)])
-        state = core.initial_state(xs.shape[0])
-        ys, _ = hk.dynamic_unroll(core, xs, state, time_major=False)
-        return hk.BatchApply(hk.Linear(xs.shape[-1]))(ys)
-
-    network = hk.without_apply_rng(hk.transform(forward))
-    xs = normal(1, batch, length, width)
-
-    def loss(params: Any, xs: Any) -> Any:
-        return jnp.mean((network.apply(params, xs)[:, :-1] - xs[:, 1:]) ** 2)
-
-    return training(loss, network.init(jax.random.key(0), xs), xs)
-
-
-PROGRAMS = (resnet18, mobilenet, vector_quantizer, attention, deep_lstm)
+PROGRAMS = (mobilenet, vector_quantizer, attention)

@@ -101,44 +101,6 @@ def scanned_decoder(size: Size) -> Made:
     return Made(step, (state, tokens, jax.random.key(2)), ("params", "batch", "open"))
 
 
-class Residual(linen.Module):
-    width: int
-    stride: int
-
-    @linen.compact
-    def __call__(self, x: Any) -> Any:
-        h = linen.Conv(self.width, (3, 3), self.stride, use_bias=False)(x)
-        h = linen.relu(linen.BatchNorm(use_running_average=False)(h))
-        h = linen.Conv(self.width, (3, 3), use_bias=False)(h)
-        h = linen.BatchNorm(use_running_average=False)(h)
-        skip = linen.Conv(self.width, (1, 1), self.stride, use_bias=False)(x)
-        return linen.relu(skip + h)
-
-
-def resnet(size: Size) -> Made:
-    """Residual blocks with batch statistics, SGD with momentum."""
-    widths, pixels, batch = size(((8, 16), 8, 8), ((64, 128, 256, 512), 64, 256))
-    layers = [Residual(width, 2) for width in widths]
-    model = linen.Sequential([*layers, lambda x: x.mean((1, 2)), linen.Dense(1000)])
-    images, labels = normal(0, batch, pixels, pixels, 3), integers(1, 1000, batch)
-    variables = model.init(jax.random.key(0), images)
-    optimizer = optax.sgd(0.1, momentum=0.9)
-
-    def step(params: Any, stats: Any, state: Any, images: Any, labels: Any) -> Any:
-        def loss(params: Any) -> Any:
-            kept = {"params": params, "batch_stats": stats}
-            logits, new = model.apply(kept, images, mutable=["batch_stats"])
-            return cross_entropy(logits, labels), new["batch_stats"]
-
-        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), new, state, value
-
-    params = variables["params"]
-    args = (params, variables["batch_stats"], optimizer.init(params), images, labels)
-    return Made(step, args, ("params", "open", "open", "batch", "batch"))
-
-
 def bidirectional(size: Size) -> Made:
     """linen.Bidirectional over two linen.RNNs, with lengths."""
     vocab, width, batch, length = size((64, 16, 8, 8), (32000, 1024, 128, 64))
@@ -176,4 +138,4 @@ def decode_step(size: Size) -> Made:
     return Made(step, args, ("params", "batch", "batch"))
 
 
-PROGRAMS = (translator, scanned_decoder, resnet, bidirectional, decode_step)
+PROGRAMS = (translator, scanned_decoder, bidirectional, decode_step)

@@ -1,16 +1,14 @@
-"""penzai: its Llama-like transformers and its MLP, as parameter dictionaries and static parts."""
+"""penzai: its Llama-like transformer, as a parameter dictionary and static parts."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from penzai import pz
-from penzai.models import simple_mlp
 from penzai.models.transformer.variants import llamalike_common as llama
 
-from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers
 from benchmarks.corpus.program import Made
 
 
@@ -31,7 +29,8 @@ def of_model(model: Any, loss: Callable[..., Any], *batch: Any) -> Made:
     return Made(step, args, ("params", "open", "open", *["batch"] * len(batch)))
 
 
-def transformer(size: Size, stacked: bool) -> Made:
+def llamalike_stacked(size: Size) -> Made:
+    """A decoder with grouped-query attention, its layers scanned by pz.nn.LayerStack."""
     vocab, width, layers, batch, length = size((64, 32, 2, 8, 8), (32000, 2048, 2, 32, 512))
     heads = max(width // 128, 4)
     config = llama.LlamalikeTransformerConfig(
@@ -44,7 +43,7 @@ def transformer(size: Size, stacked: bool) -> Made:
         vocab_size=vocab,
         mlp_variant="swiglu",
         tie_embedder_and_logits=False,
-        use_layer_stack=stacked,
+        use_layer_stack=True,
     )
     model = llama.build_llamalike_transformer(config, jax.random.key(0))
     tokens = integers(0, vocab, batch, length + 1)
@@ -58,28 +57,4 @@ def transformer(size: Size, stacked: bool) -> Made:
     return of_model(model, loss, tokens)
 
 
-def llamalike(size: Size) -> Made:
-    """A decoder with grouped-query attention, made of named axes."""
-    return transformer(size, stacked=False)
-
-
-def llamalike_stacked(size: Size) -> Made:
-    """The same, its layers stacked and scanned by pz.nn.LayerStack."""
-    return transformer(size, stacked=True)
-
-
-def mlp(size: Size) -> Made:
-    """penzai.models.simple_mlp with dropout."""
-    width, batch = size((16, 8), (4096, 8192))
-    model = simple_mlp.MLP.from_config(
-        name="mlp", init_base_rng=jax.random.key(0), feature_sizes=[width, 2 * width, width]
-    )
-
-    def loss(model: Any, x: Any, y: Any) -> Any:
-        out = model(pz.nx.wrap(x).tag("batch", "features"))
-        return jnp.mean((out.unwrap("batch", "features") - y) ** 2)
-
-    return of_model(model, loss, normal(0, batch, width), normal(1, batch, width))
-
-
-PROGRAMS = (llamalike, llamalike_stacked, mlp)
+PROGRAMS = (llamalike_stacked,)

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import HMC, SVI, Trace_ELBO, autoguide
-from numpyro.infer.util import initialize_model
+from numpyro.infer import SVI, Trace_ELBO, autoguide
 from tensorflow_probability.substrates import jax as tfp
 
 from benchmarks.corpus.packages.equinox import of_model
@@ -44,52 +43,22 @@ def svi(size: Size) -> Made:
     return Made(inference.update, (state, x, y), ("params", "batch", "batch"))
 
 
-def potential(size: Size) -> Made:
-    """The gradient of a numpyro model's potential."""
-    x, y = observations(size)
-    start = initialize_model(jax.random.key(0), regression, model_args=(x, y), dynamic_args=True)
-
-    def gradient(z: Any, x: Any, y: Any) -> Any:
-        return jax.value_and_grad(start.potential_fn(x, y))(z)
-
-    return Made(gradient, (start.param_info.z, x, y), ("params", "batch", "batch"))
-
-
-def hmc(size: Size) -> Made:
-    """A transition of numpyro's HMC, leapfrog steps in a loop."""
-    x, y = observations(size)
-    kernel = HMC(regression, step_size=1e-2, num_steps=4, adapt_step_size=False)
-    state = kernel.init(jax.random.key(0), 10, None, (x, y), {})
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        return kernel.sample(state, (x, y), {})
-
-    return Made(step, (state, x, y), ("params", "batch", "batch"))
-
-
-def flow(size: Size, make: Any, **options: Any) -> Made:
+@made_eagerly
+def coupling_flow(size: Size) -> Made:
+    """Flowjax's coupling flow of rational quadratic splines, its layers scanned."""
     dims, width, layers, batch = size((4, 8, 2, 16), (64, 2048, 4, 8192))
-    base = flowjax.distributions.Normal(jnp.zeros(dims))
-    options |= {"nn_width": width, "flow_layers": layers}
-    model = make(jax.random.key(0), base_dist=base, **options)
+    model = flowjax.flows.coupling_flow(
+        jax.random.key(0),
+        base_dist=flowjax.distributions.Normal(jnp.zeros(dims)),
+        transformer=flowjax.bijections.RationalQuadraticSpline(knots=4, interval=4),
+        nn_width=width,
+        flow_layers=layers,
+    )
 
     def loss(model: Any, x: Any) -> Any:
         return -model.log_prob(x).mean()
 
     return of_model(model, loss, normal(1, batch, dims))
-
-
-@made_eagerly
-def coupling_flow(size: Size) -> Made:
-    """Flowjax's coupling flow of rational quadratic splines, its layers scanned."""
-    spline = flowjax.bijections.RationalQuadraticSpline(knots=4, interval=4)
-    return flow(size, flowjax.flows.coupling_flow, transformer=spline)
-
-
-@made_eagerly
-def masked_flow(size: Size) -> Made:
-    """Flowjax's masked autoregressive flow."""
-    return flow(size, flowjax.flows.masked_autoregressive_flow)
 
 
 def distrax_flow(size: Size) -> Made:
@@ -178,10 +147,7 @@ def blackjax_nuts(size: Size) -> Made:
 
 PROGRAMS = (
     svi,
-    potential,
-    hmc,
     coupling_flow,
-    masked_flow,
     distrax_flow,
     tfp_joint,
     tfp_hmc,

@@ -42,14 +42,14 @@ def made_eagerly(make: Make) -> Make:
     return make
 
 
-def concrete(make: Make, size: Size = SMALL) -> Made:
-    """The program with arrays as arguments."""
-    return _made(make, size, lambda run: jax.jit(run)())
+def concrete(make: Make) -> Made:
+    """The small program, with arrays as arguments."""
+    return _made(make, SMALL, lambda run: jax.jit(run)())
 
 
-def abstract(make: Make, size: Size = REAL) -> Made:
-    """The program with shapes as arguments."""
-    return _made(make, size, jax.eval_shape)
+def abstract(make: Make) -> Made:
+    """The real program, with shapes as arguments."""
+    return _made(make, REAL, jax.eval_shape)
 
 
 def _made(make: Make, size: Size, evaluate: Callable[[Callable[[], Any]], Any]) -> Made:
@@ -81,26 +81,20 @@ def integers(seed: int, high: int, *shape: int) -> Any:
     return jax.random.randint(jax.random.key(seed), shape, 0, high)
 
 
-def training(
-    loss: Callable[..., Any],
-    params: Any,
-    *batch: Any,
-    optimizer: optax.GradientTransformation | None = None,
-) -> Made:
-    """A training step, of AdamW unless another optimizer is given.
+def training(loss: Callable[..., Any], params: Any, *batch: Any) -> Made:
+    """A training step of AdamW.
 
     Args:
       loss: (params, *batch) -> a number.
       params: a pytree of arrays, two thirds of which get marked.
       batch: pytrees of arrays, which get split by their first dim.
-      optimizer: of optax.
     """
-    chosen = optimizer or optax.adamw(1e-3, eps=1e-3)
+    optimizer = optax.adamw(1e-3, eps=1e-3)
 
     def step(params: Any, state: Any, *batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        updates, state = chosen.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    args = (params, chosen.init(params), *batch)
+    args = (params, optimizer.init(params), *batch)
     return Made(step, args, ("params", "open", *["batch"] * len(batch)))

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import qwix
 from aqt.jax.v2 import config as aqt_config
 from aqt.jax.v2.flax import aqt_flax
-from flax import linen, nnx
+from flax import linen
 
-from benchmarks.corpus.packages.nnx import with_optimizer
 from benchmarks.corpus.packages.program import Size, normal, training
 from benchmarks.corpus.program import Made
 
@@ -67,27 +66,4 @@ def qwix_inference(size: Size) -> Made:
     return Made(model.apply, (model.init(jax.random.key(0), x), x), ("params", "batch"))
 
 
-def qwix_lora(size: Size) -> Made:
-    """qwix.LoraProvider over quantized nnx.Linear layers: only nnx.LoRAParam is trained."""
-    inner, hidden, batch = size((32, 64, 16), (4096, 16384, 4096))
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.up = nnx.Linear(inner, hidden, rngs=rngs)
-            self.down = nnx.Linear(hidden, inner, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.down(nnx.gelu(self.up(x)))
-
-    def loss(model: Any, x: Any, y: Any) -> Any:
-        return jnp.mean((model(x) - y) ** 2)
-
-    x, y = normal(0, batch, inner), normal(1, batch, inner)
-    provider = qwix.LoraProvider(
-        module_path=".*", rank=8, alpha=2.0, weight_qtype=jnp.int8, tile_size=16
-    )
-    model = qwix.apply_lora_to_model(Net(nnx.Rngs(0)), provider, x, rngs=nnx.Rngs(1))
-    return with_optimizer(model, loss, x, y, wrt=nnx.LoRAParam)
-
-
-PROGRAMS = (aqt_int8, aqt_fp8, qwix_training, qwix_inference, qwix_lora)
+PROGRAMS = (aqt_int8, aqt_fp8, qwix_training, qwix_inference)

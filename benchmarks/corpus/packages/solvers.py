@@ -22,23 +22,8 @@ def field(size: Size) -> tuple[Any, int, int]:
     return model, dims, batch
 
 
-def neural_ode(size: Size) -> Made:
-    """diffrax.diffeqsolve with Tsit5 in fixed steps, differentiated by recursive checkpoints."""
-    model, dims, batch = field(size)
-
-    def loss(model: Any, y0: Any, y1: Any) -> Any:
-        def solve(y0: Any) -> Any:
-            term = diffrax.ODETerm(lambda t, y, args: model(y))
-            solver, steps = diffrax.Tsit5(), {"max_steps": 8, "throw": False}
-            return diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.25, y0, **steps).ys
-
-        return jnp.mean((jax.vmap(solve)(y0)[:, 0] - y1) ** 2)
-
-    return of_model(model, loss, normal(1, batch, dims), normal(2, batch, dims))
-
-
 def adaptive_ode(size: Size) -> Made:
-    """The same with a PID controller: examples under vmap take different steps."""
+    """diffrax.diffeqsolve with a PID controller: examples under vmap take different steps."""
     model, dims, batch = field(size)
 
     def loss(model: Any, y0: Any, y1: Any) -> Any:
@@ -138,24 +123,6 @@ def minimize_bfgs(size: Size) -> Made:
     return Made(fit, args, ("open", "batch", "batch"))
 
 
-def conjugate_gradients(size: Size) -> Made:
-    """lineax.CG on a ridge regression, and its gradient."""
-    dims, batch = size((8, 16), (4096, 16384))
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        def ridge(w: Any) -> Any:
-            return x.T @ (x @ w) / batch + jnp.exp(params["penalty"]) * w
-
-        operator = lx.FunctionLinearOperator(
-            ridge, jax.ShapeDtypeStruct((dims,), jnp.float32), lx.positive_semidefinite_tag
-        )
-        solver = lx.CG(rtol=1e-5, atol=1e-5, max_steps=16)
-        w = lx.linear_solve(operator, x.T @ y / batch, solver, throw=False).value
-        return jnp.mean((x @ w - y) ** 2)
-
-    return training(loss, {"penalty": jnp.zeros(())}, normal(1, batch, dims), normal(2, batch))
-
-
 def factorizations(size: Size) -> Made:
     """Lineax's LU, QR and Cholesky for each example, and gradients."""
     dims, batch = size((4, 8), (128, 1024))
@@ -174,19 +141,6 @@ def factorizations(size: Size) -> Made:
     return training(loss, params, 0.1 * normal(1, batch, dims, dims), normal(2, batch, dims))
 
 
-def jaxopt_lbfgs(size: Size) -> Made:
-    """jaxopt.LBFGS, all of its steps in one program."""
-    dims, batch, classes = size((8, 16, 4), (4096, 8192, 128))
-
-    def fit(w: Any, x: Any, labels: Any) -> Any:
-        objective = jaxopt.objective.l2_multiclass_logreg
-        solver = jaxopt.LBFGS(objective, maxiter=3, linesearch="backtracking", tol=0.0)
-        return solver.run(w, 0.1, (x, labels)).params
-
-    args = (jnp.zeros((dims, classes)), normal(1, batch, dims), jnp.arange(batch) % classes)
-    return Made(fit, args, ("params", "batch", "batch"))
-
-
 def jaxopt_proximal(size: Size) -> Made:
     """jaxopt.ProximalGradient with an L1 penalty, differentiated implicitly by the penalty."""
     dims, batch = size((8, 16), (4096, 16384))
@@ -203,14 +157,11 @@ def jaxopt_proximal(size: Size) -> Made:
 
 
 PROGRAMS = (
-    neural_ode,
     adaptive_ode,
     neural_sde,
     equilibrium,
     least_squares,
     minimize_bfgs,
-    conjugate_gradients,
     factorizations,
-    jaxopt_lbfgs,
     jaxopt_proximal,
 )
