@@ -83,6 +83,12 @@ def make_parser() -> Parser:
         default=ServingShape._field_defaults["drafts"],
         help="next tokens of a sequence that a step may guess and try, in rows to spare; 0: none",
     )
+    add(
+        "--turns",
+        type=positive,
+        default=ServingShape._field_defaults["turns"],
+        help="tokens of each sequence that one call may draw where nothing waits: for small models",
+    )
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
@@ -136,6 +142,7 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
         groups=given.groups,
         top_logprobs=min(given.top_logprobs, source.config.vocab_size),
         drafts=given.drafts,
+        turns=given.turns,
         cache_dtype=given.cache_dtype or given.dtype,
     )
 

@@ -112,6 +112,7 @@ def _limits(bundle: Bundle) -> Limits:
         top_logprobs=int(shape["top_logprobs"]),
         vocab_size=int(model["vocab_size"]),
         drafts=most_drafts(int(shape.get("drafts", 0)), shape["page"], shape["max_length"]),
+        turns=int(shape.get("turns", 1)),
     )
     if min(limits.slots, limits.groups, limits.page, *limits.rows) < 1:
         raise ValueError("sizes have to be positive")
@@ -128,10 +129,11 @@ def _limits(bundle: Bundle) -> Limits:
     slots = limits.slots // limits.groups
     for entry in bundle.functions.values():
         kind, tags = entry.tags.get("kind"), entry.tags
-        if kind in ("step", "score"):
+        if kind in ("step", "score", "turns"):
             rows, table = int(tags["rows"]), int(tags["length"]) // limits.page
             shapes = row_shapes(slots, rows, table, scores=kind == "score")
-            wanted = {"inputs/alternatives": (), "inputs/rows": (limits.groups, width(shapes))}
+            wanted: dict[str, Any] = {"inputs/rows": (limits.groups, width(shapes))}
+            wanted |= {} if kind == "turns" else {"inputs/alternatives": ()}
             if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:
                 raise ValueError(f"{entry.name} takes other inputs than {wanted}")
     return limits

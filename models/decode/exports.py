@@ -14,7 +14,7 @@ from spmd.models.decode.model import RowsModel
 from spmd.models.decode.packing import row_shapes, width
 from spmd.models.decode.shape import ServingShape, most_drafts, symbolic_pages
 from spmd.models.decode.state import state_leaves
-from spmd.models.decode.steps import allow, begin, step
+from spmd.models.decode.steps import allow, begin, step, turns
 from spmd.models.function import Function
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
@@ -45,7 +45,8 @@ def functions(
         allow    step_r4_t128    step_r16_t128    score_r16_t128
 
     where `score` is a step that also reports the log-probabilities of given tokens: of the most
-    rows alone, as few ask for it, and each function takes its time to compile.
+    rows alone, as few ask for it, and each function takes its time to compile. With `shape.turns`
+    there are `turns_r4_t64` and its like, too, for rows that all slots may decode in.
 
     Args:
         weights: tree of `jax.ShapeDtypeStruct`s.
@@ -81,34 +82,41 @@ def functions(
         )
         for fn, given in ((begin, request), (allow, masks))
     ]
+    decoding = next((n for n in shape.rows if n >= shape.slots_of_group), shape.rows[-1])
     for length, rows in itertools.product(shape.lengths, shape.rows):
-        kinds = [("step", False), *([("score", True)] if rows == shape.rows[-1] else [])]
-        for kind, scores in kinds:
-            shapes = row_shapes(shape.slots_of_group, rows, length // shape.page, scores=scores)
-            fn = functools.partial(
-                step,
-                shapes=shapes,
-                alternatives=shape.top_logprobs,
-                drafts=most_drafts(shape.drafts, shape.page, shape.max_length),
-                model=model,
+        kinds = ["step", *(["score"] if rows == shape.rows[-1] else [])]
+        kinds += ["turns"] if shape.turns > 1 and rows <= decoding else []
+        for kind in kinds:
+            shapes = row_shapes(
+                shape.slots_of_group, rows, length // shape.page, scores=kind == "score"
             )
-            packed = struct((shape.groups, width(shapes)), np.int32)
+            inputs = {"rows": struct((shape.groups, width(shapes)), np.int32)}
+            if kind == "turns":
+                fn = functools.partial(turns, shapes=shapes, count=shape.turns, model=model)
+            else:
+                inputs["alternatives"] = struct((), np.bool_)
+                fn = functools.partial(
+                    step,
+                    shapes=shapes,
+                    alternatives=shape.top_logprobs,
+                    drafts=most_drafts(shape.drafts, shape.page, shape.max_length),
+                    model=model,
+                )
             found.append(Function(
                 step_name(kind, rows, length),
                 fn,
-                (weights, state, {"rows": packed, "alternatives": struct((), np.bool_)}),
+                (weights, state, inputs),
                 ("weights", "state", "inputs"),
                 ("weights", "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
             ))  # fmt: skip
     # Most steps are those in which all slots decode: weights lie as these want them.
-    decoding = next((n for n in shape.rows if n >= shape.slots_of_group), shape.rows[-1])
     primary = step_name("step", decoding, shape.lengths[-1])
     return found, leaves, _specs(model, {"weights": weights, "state": state}), primary
 
 
 def step_name(kind: str, rows: int, length: int) -> str:
-    """What the function of a kind (`step`, `score`) with these sizes is called."""
+    """What the function of a kind (`step`, `score`, `turns`) with these sizes is called."""
     return f"{kind}_r{rows}_t{length}"
 
 

@@ -30,6 +30,9 @@ class ServingShape(NamedTuple):
     # guesses of next tokens that a step can try for one slot, in rows to spare; 0: none. Where each
     # sequence has one page there are none: its state may have no positions to go back to.
     drafts: int = 7
+    # tokens that a call draws for each slot, one behind the other, where nothing else waits: small
+    # models take less time for one than the host does for a call. 1: there are no such calls.
+    turns: int = 1
 
     @property
     def slots_of_group(self) -> int:

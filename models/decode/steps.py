@@ -18,7 +18,7 @@ The tokens that were drawn stay on the device, too: a step may begin before the 
 of the step before. All shapes are fixed, and nothing here knows of a mesh. The state is donated, so
 XLA updates it in place. Shapes are in the names, as in `spmd.models.decode.model`, and
 
-    D drawn tokens of a group    P alternatives    W words of a mask
+    D drawn tokens of a group    P alternatives    W words of a mask    T turns
 """
 
 from collections.abc import Mapping
@@ -125,6 +125,42 @@ def step(
     if "targets" in rows:
         outputs["scores"] = _scores(weights, x_ARH, rows["targets"], alternatives, model)
     return state, outputs
+
+
+def turns(
+    weights: Any,
+    state: State,
+    inputs: Mapping[str, Any],
+    *,
+    shapes: packing.Shapes,
+    count: int,
+    model: RowsModel,
+) -> tuple[State, dict[str, Any]]:
+    """Runs `count` steps in which all rows decode, each behind what the one before drew.
+
+    Args:
+        state: as `state_leaves` says.
+        inputs: `rows` (A, W), as for the first `step`; no row has drafts.
+        shapes: as for `step`.
+        model: the model.
+
+    Returns:
+        (state, {"drawn": packed report of each turn (T, A, D), without likeliest tokens}).
+    """
+    rows = packing.unpack_rows(inputs["rows"], shapes)
+
+    def turn(number: Any, carry: Any) -> Any:
+        state, made_TAD = carry
+        positions_AR = rows["positions"]
+        positions_AR = jnp.where(positions_AR == NONE, NONE, positions_AR + number)
+        now = {**rows, "positions": positions_AR}
+        x_ARH, state = _run(weights, state, now, model)
+        drawn_AD, state = _draw(weights, state, x_ARH, now, (0, False), 0, model)
+        return state, made_TAD.at[number].set(packing.pack_report(drawn_AD))
+
+    made_TAD = jnp.zeros((count, *rows["draws"].shape, packing.report_width(0)), jnp.int32)
+    state, made_TAD = jax.lax.fori_loop(0, count, turn, (state, made_TAD))
+    return state, {"drawn": made_TAD}
 
 
 def _scores(weights: Any, x_ARH: Any, targets_AR: Any, alternatives: int, model: RowsModel) -> Any:

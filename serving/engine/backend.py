@@ -44,6 +44,7 @@ class Limits:
     top_logprobs: int  # how many of the likeliest tokens are reported beside each one
     vocab_size: int  # number of token ids
     drafts: int = 0  # guesses of next tokens that a step can try for one slot
+    turns: int = 1  # how many a call may have in which all rows decode
     # by how many steps one more guess of the backend's own delays a step; None: it makes none
     draft_cost: float | None = None
 
@@ -113,6 +114,8 @@ class SlotPart(NamedTuple):
     # tokens up to the latest drawn one
     guesses: int = 0
     sequence: Sequence[int] = ()
+    # how many tokens one that decodes draws, one behind the other; all parts of a step the same
+    turns: int = 1
 
     @property
     def rows(self) -> int:
@@ -123,8 +126,8 @@ class SlotPart(NamedTuple):
 
     @property
     def drawn(self) -> int:
-        """How many tokens are drawn: one behind each draft and one more, if any is."""
-        return 1 + (self.guesses or len(self.drafts)) if self.draws else 0
+        """How many tokens are drawn: one behind each draft and one more, or one in each turn."""
+        return self.turns + (self.guesses or len(self.drafts)) if self.draws else 0
 
 
 class Stepped(NamedTuple):
@@ -136,7 +139,8 @@ class Stepped(NamedTuple):
     # for each row
     scores: tuple[Tokens | None, ...]
     rows: int  # that the devices ran for it: those of all parts, and padding
-    # for each part the drafts that were tried: its own, or those that the backend guessed
+    # for each part the drafts that were tried: its own, those that the backend guessed, or all but
+    # the last of those that its turns drew
     drafts: tuple[tuple[int, ...], ...]
 
 
@@ -154,6 +158,10 @@ class Backend(Protocol):
 
         Empty where nothing is predicted; where sizes are added, it is another mapping.
         """
+
+    @property
+    def turns(self) -> Mapping[int, int]:
+        """How many turns a step of one row of each slot may have, by rows of a group."""
 
     @property
     def budget(self) -> int:

@@ -131,8 +131,9 @@ class Calls:
         begun = max(started, self._busy_since or 0.0)
         self._busy_since, self.idle_since = (now, None) if self._under_way else (None, now)
         of_prompts = zip(step.keys[step.decoding :], step.parts[step.decoding :], strict=True)
+        rows, seen = (step.parts[0].turns * count for count in (step.rows, step.seen))
         record = StepRecord(
-            begun, now, now - asked, gap, step.rows, found.rows - step.rows, step.seen, step.keys,
+            begun, now, now - asked, gap, rows, found.rows - rows, seen, step.keys,
             {key: (part.rows, part.draws) for key, part in of_prompts},
             placed=step.placed, chosen=started,
         )  # fmt: skip
@@ -287,11 +288,12 @@ class Core:
             self._changed = False
             if self._seconds is not self.backend.seconds:  # there are steps of more sizes
                 self._seconds = self.backend.seconds
+                known = self._seconds, self.backend.turns
                 if (budget := self._token_budget) is None:
                     sizes = self.backend.budget, self.backend.limits.rows[-1]
-                    self._scheduler.know(self._seconds, *sizes)
+                    self._scheduler.know(*known, *sizes)
                 else:
-                    self._scheduler.know(self._seconds, budget)
+                    self._scheduler.know(*known, budget)
             return self._scheduler.next()
 
     def _finish(self) -> Ran:

@@ -61,6 +61,11 @@ class DraftedBackend:
         return self._model.seconds
 
     @property
+    def turns(self) -> Mapping[int, int]:
+        """See `Backend.turns`: guesses take their place."""
+        return {}
+
+    @property
     def budget(self) -> int:
         """See `Backend.budget`: the model's."""
         return self._model.budget

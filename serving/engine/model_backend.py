@@ -73,6 +73,12 @@ class ModelBackend:
         return self._programs.compile_total
 
     @property
+    def turns(self) -> Mapping[int, int]:
+        """See `Backend.turns`."""
+        longest, count = self.limits.max_length, self.limits.turns
+        return {rows: count for kind, rows, n in self._names if (kind, n) == ("turns", longest)}
+
+    @property
     def budget(self) -> int:
         """See `Backend.budget`."""
         limits = self.limits
@@ -115,10 +121,13 @@ class ModelBackend:
 
     def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         """See `Backend.step`."""
-        limits = self.limits
+        limits, turns = self.limits, parts[0].turns
+        if turns > 1:
+            return self._turns(parts, turns)
         placed = _place(parts, limits)
         is_scored = any(part.targets is not None for part in parts)
-        kind, *size = tags = self._bucket(is_scored, placed.fullest, placed.longest)
+        kinds = ("score",) if is_scored else ("step", "score")
+        kind, *size = tags = self._bucket(kinds, placed.fullest, placed.longest)
         inputs, drawing = self._inputs(kind, (size[0], size[1]), placed, alternatives)
         outputs = self._programs.run(self._names[tags], inputs)
         drawn = _copied(outputs["drawn"])
@@ -138,6 +147,24 @@ class ModelBackend:
                 mine = group, slice(begin, begin + count)
                 found.append(None if part.targets is None else _taken(of_rows, mine))
             return Stepped(made, tuple(found), rows, drafts)
+
+        return results
+
+    def _turns(self, parts: Sequence[SlotPart], turns: int) -> Callable[[], Stepped]:
+        placed = _place([part._replace(turns=1) for part in parts], self.limits)
+        longest = placed.longest + turns - 1
+        for part in parts:
+            _check_pages(part, part.start + turns, self.limits)
+        tags = self._bucket(("turns",), placed.fullest, longest)
+        inputs, (group, number) = self._inputs("turns", tags[1:], placed, False)
+        drawn = _copied(self._programs.run(self._names[tags], inputs)["drawn"])
+
+        def results() -> Stepped:
+            found: list[Any] = [x[:, group, number] for x in drawn()]  # (turns, parts, ...)
+            made = Tokens(*(np.concatenate(np.moveaxis(x, 1, 0)) for x in found))
+            drafts = made.ids.reshape(len(parts), turns)[:, :-1].tolist()
+            rows = tags[1] * self.limits.groups * turns
+            return Stepped(made, (None,) * len(parts), rows, tuple(map(tuple, drafts)))
 
         return results
 
@@ -185,24 +212,25 @@ class ModelBackend:
                     fields["targets"][placed.group[i], begin:end] = part.targets
         slots, table = limits.slots // limits.groups, length // limits.page
         packed = pack_rows(fields, row_shapes(slots, rows, table, scores=is_scored))
-        wanted = np.bool_(alternatives and limits.top_logprobs > 0)
-        return {"rows": packed, "alternatives": wanted}, drawing
+        inputs = {"rows": packed}
+        if kind != "turns":
+            inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
+        return inputs, drawing
 
     def _try_out(self, name: str) -> None:
         """Calls a step on padding, which changes nothing."""
         kind, *size = self._tags(name)
-        if kind not in ("step", "score"):
+        if kind not in ("step", "score", "turns"):
             return
         inputs, _ = self._inputs(kind, (size[0], size[1]), _place((), self.limits), False)
         outputs = self._programs.run(name, inputs)
         _copied(outputs["drawn"])()
 
-    def _bucket(self, is_scored: bool, rows: int, length: int) -> tuple[str, int, int]:
-        """The smallest function that is there for so many rows and positions.
+    def _bucket(self, kinds: Sequence[str], rows: int, length: int) -> tuple[str, int, int]:
+        """The smallest function that is there of the first of some kinds that has one.
 
         While the largest step is still to be compiled, the function that scores takes its place.
         """
-        kinds = ("score",) if is_scored else ("step", "score")
         there = [tags for kind in kinds for tags in self._names if tags[0] == kind]
         found = next((tags for tags in there if tags[1] >= rows and tags[2] >= length), None)
         if found is not None:
@@ -283,14 +311,18 @@ def _place(parts: Sequence[SlotPart], limits: Limits) -> _Placed:
                 f"slot {part.slot}: {rows} rows at position {part.start} do not fit into "
                 f"{limits.max_length}"
             )
-        if len(part.pages) * limits.page < end:
-            raise ValueError(f"slot {part.slot}: {len(part.pages)} pages do not reach {end}")
+        _check_pages(part, end, limits)
     per_slot = np.zeros((limits.groups, slots), np.int32)
     per_slot.reshape(-1)[of_all] = count
     before = np.cumsum(per_slot, axis=1) - per_slot
     return _Placed(
         parts, of_all // slots, of_all % slots, before.reshape(-1)[of_all], count, ends, per_slot
     )
+
+
+def _check_pages(part: SlotPart, end: int, limits: Limits) -> None:
+    if not end <= min(limits.max_length, len(part.pages) * limits.page):
+        raise ValueError(f"slot {part.slot}: {len(part.pages)} pages do not reach {end}")
 
 
 def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:

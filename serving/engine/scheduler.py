@@ -59,6 +59,9 @@ from spmd.serving.engine.groups import Group, Ongoing
 HARDLY = 1.1
 """A step with drafts takes so many times as long at most as one of those who draw alone."""
 
+HOST_SECONDS = 3e-3
+"""A step that takes no longer is one for which the host may take as long."""
+
 FEW = 64
 """So many rows of a step for each request that draws are those of one in which few draw."""
 
@@ -123,7 +126,7 @@ class Scheduler:
             raise ValueError(
                 f"{self._slots} slots of a group cannot draw in steps of {limits.rows[-1]} rows"
             )
-        self.know({}, budget)
+        self.know({}, {}, budget)
         self._ahead = ahead
         self._queue: FairQueue[Ongoing] = FairQueue()
         self._preempted: list[Ongoing] = []  # the oldest first
@@ -163,17 +166,20 @@ class Scheduler:
             self._ongoing[request.key] = ongoing
             self._queue.push(ongoing)
 
-    def know(self, seconds: Mapping[int, float], budget: int, most: int = 0) -> None:
+    def know(
+        self, seconds: Mapping[int, float], turns: Mapping[int, int], budget: int, most: int = 0
+    ) -> None:
         """Says what steps take.
 
         Args:
           seconds: rows of a group in a step -> seconds, of the sizes to which steps are padded;
             empty where that is not known.
+          turns: as of `Backend.turns`.
           budget: as for the scheduler itself.
           most: rows of a step that prompts fill, beside so few that draw (`FEW`) that more rows a
             second are worth more than how often those draw.
         """
-        self._seconds = dict(sorted(seconds.items()))
+        self._seconds, self._turns = dict(sorted(seconds.items())), dict(sorted(turns.items()))
         self._most = most
         # A prompt has a slot itself, so this leaves it one row at least.
         self._budget = min(max(budget, self._slots), self.limits.rows[-1])
@@ -222,7 +228,7 @@ class Scheduler:
         if waiting and waiting * 2 >= len(self._decoding) + tried:
             return None  # as many go further with what comes now, and then all in one step
         draft = _Draft([self._room()] * len(self.groups))
-        self._draw(draft, drafts)
+        self._draw(draft, drafts, 1 if drafts else self._count_turns())
         self._fill(draft)
         if not draft.parts:
             return None
@@ -365,7 +371,32 @@ class Scheduler:
                 found[key] = count if is_known else None
         return found
 
-    def _draw(self, draft: _Draft, drafts: Mapping[int, _Guess]) -> None:
+    def _count_turns(self) -> int:
+        """How many tokens each request draws in the next call; several only if nothing waits.
+
+        Those that are behind the end of a request are dropped.
+        """
+        groups, requests = self.groups, self._decoding.values()
+        size = next((n for n in self._turns if n >= max(self._drawing())), None)
+        if size is None or self._seconds.get(size, 0) > HOST_SECONDS or self._unmasked:
+            return 1
+        if any(g.filling for g in groups) or (self.waiting and any(g.has_room for g in groups)):
+            return 1
+        count = self._turns[size]
+        for request in requests:
+            asked = request.job
+            drawn = asked.max_tokens - request.wanted
+            changes = any(at > drawn for at, _ in asked.masks)
+            if asked.guided or asked.logprobs or changes:
+                return 1
+            while request.room < request.filled + count:
+                group = self._group(request)
+                if request.room == self.limits.longest or not group.pages.available:
+                    return 1
+                group.grow(request)
+        return count
+
+    def _draw(self, draft: _Draft, drafts: Mapping[int, _Guess], turns: int) -> None:
         last = []
         for key, request in self._decoding.items():
             tried = drafts.get(key, ())
@@ -377,7 +408,7 @@ class Scheduler:
                 part = SlotPart(slot, start, None, pages, True, None, (), *guessed)
             else:
                 rows = 1 + len(tried)
-                part = SlotPart(slot, start, None, pages, True, None, tried)
+                part = SlotPart(slot, start, None, pages, True, None, tried, turns=turns)
                 request.agreement.note(0, 0)
             draft.parts.append(part)
             draft.keys.append(key)
@@ -385,9 +416,11 @@ class Scheduler:
             draft.alternatives |= bool(request.job.logprobs)
             draft.seen += start + rows
             draft.rows += rows
-            request.filled += 1
+            request.filled += turns
+            drawn = min(turns, request.wanted)
+            ends = [self._count_draw(draft, request, begins=False) for _ in range(drawn)]
             # Behind drafts it is not known where it goes on.
-            if self._count_draw(draft, request, begins=False) or rows > 1:
+            if ends[-1] or rows > 1:
                 last.append(key)
         draft.decoding = len(draft.parts)
         for key in last:

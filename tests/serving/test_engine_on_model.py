@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -26,7 +27,7 @@ from spmd.serving.grammar.compiler import Grammars
 from spmd.serving.language_backend import first_functions, model_backend
 from tests.serving.conftest import write_tiny
 
-SHAPE = ServingShape(4, 64, (16,), (32, 64), 8, 2, 2, "float32")
+SHAPE = ServingShape(4, 64, (16,), (32, 64), 8, 2, 2, "float32", turns=3)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,24 @@ def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBacke
         if job.score_prompt:
             scores = deltas[0].scores
             assert scores is not None and scores.ids[:-1].tolist() == list(job.prompt[1:])
+
+
+@pytest.mark.thorough
+def test_several_tokens_of_each_from_one_call(bundle: Bundle, backend: ModelBackend) -> None:
+    for name in bundle.arrivals():
+        backend.add(name)
+    jobs = [
+        Job((7, 8, n), 11 + n, Sampling(n % 2, seed=n, frequency_penalty=0.5), logprobs=0)
+        for n in range(4)
+    ]
+    with patch.object(backend, "step", wraps=backend.step) as step:
+        found, counts = ask_all(backend, jobs)
+    turns = [call.args[0][0].turns for call in step.call_args_list]
+    assert turns.count(3) >= 3 and counts.wasted
+    for job, deltas in zip(jobs, found, strict=True):
+        logprobs = [token.logprob or 0.0 for delta in deltas for token in delta.tokens]
+        _, expected = generate(backend, job.prompt, job.max_tokens, job.sampling)
+        assert logprobs == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from spmd.models.llama.decode import LlamaRows
 from tests.compilers import needs_cuda_plugin
 from tests.models.llama.made import structs
 
-SHAPE = decode.ServingShape(16, 256, (64,), (256,), top_logprobs=5)
+SHAPE = decode.ServingShape(16, 256, (64,), (256,), top_logprobs=5, turns=4)
 CONFIG = LlamaConfig(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, dtype="bfloat16",
@@ -47,7 +47,7 @@ def compiled(kind: str) -> str:
 
 
 @needs_cuda_plugin
-@pytest.mark.parametrize("kind", ["step", "score"])
+@pytest.mark.parametrize("kind", ["step", "score", "turns"])
 def test_nothing_copies_a_whole_pool(kind: str) -> None:
     """A kernel or a scatter that wants another layout of the pages would have all of them moved."""
     text = compiled(kind)
@@ -57,8 +57,9 @@ def test_nothing_copies_a_whole_pool(kind: str) -> None:
 
 
 @needs_cuda_plugin
-def test_nothing_in_a_step_keeps_it_out_of_a_cuda_graph() -> None:
+@pytest.mark.parametrize("kind", ["step", "turns"])
+def test_nothing_in_a_step_keeps_it_out_of_a_cuda_graph(kind: str) -> None:
     """XLA has no command for its sort: with one in it a branch asks the host."""
-    text = compiled("step")
-    assert "conditional(" in text
+    text = compiled(kind)
+    assert "conditional(" in text and (kind == "step" or "while(" in text)
     assert " sort(" not in text and "Sort" not in text

@@ -94,6 +94,7 @@ class FakeBackend:
     ) -> None:
         self.limits = limits
         self.seconds: Mapping[int, float] = {}
+        self.turns: Mapping[int, int] = {}
         self.budget = budget
         self.latency = latency
         text = b"abcdefghijklmnopqrstuvwxyz      "
@@ -134,23 +135,27 @@ class FakeBackend:
     def step(self, parts: Sequence[SlotPart], alternatives: bool = True) -> Callable[[], Stepped]:
         with self._calling():
             self._check(parts)
-            ids = []
+            ids, drafts = [], []
             for part in parts:
-                self._write(part)
-                if part.draws:
-                    ids += self._draw(part)
+                made: list[int] = []
+                for turn in range(part.turns):
+                    one = part._replace(start=part.start + turn, turns=1)
+                    self._write(one)
+                    made += self._draw(one) if part.draws else []
+                ids += made
+                drafts.append(tuple(made[:-1]) if part.turns > 1 else part.drafts)
             drawn = self._report(ids)
             if not alternatives:
                 drawn.top_ids[:] = drawn.top_logprobs[:] = 0
             scores = (None if p.targets is None else self._report(p.targets) for p in parts)
             rows = sum(part.rows for part in parts)
-            made = Stepped(drawn, tuple(scores), rows, tuple(part.drafts for part in parts))
+            stepped = Stepped(drawn, tuple(scores), rows * parts[0].turns, tuple(drafts))
 
         def wait() -> Stepped:
             self.gate.wait()
             if self.latency:
                 time.sleep(self.latency)
-            return made
+            return stepped
 
         return wait
 
@@ -180,9 +185,11 @@ class FakeBackend:
         for part in parts:
             group, count = self._group(part), part.rows
             assert not part.guesses, "it makes none"
-            drawn[group] += part.drawn
+            drawn[group] += part.drawn // part.turns
+            assert part.turns == parts[0].turns, "turns"
+            assert part.turns == 1 or (part.tokens is None and not part.drafts), "turns of a chunk"
             assert not part.drafts or (part.draws and part.tokens is None), "drafts of a chunk"
-            end = part.start + count
+            end = part.start + count + part.turns - 1
             pages = part.pages
             rows[group] += count
             assert 0 <= part.slot < limits.slots, f"slot {part.slot}"

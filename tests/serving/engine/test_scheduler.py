@@ -230,10 +230,14 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 6, 9]),
         seconds=st.dictionaries(st.integers(1, 9), st.sampled_from([0.5, 1, 4])),
         few=st.sampled_from([1, 2, 64]),
+        turns=st.dictionaries(st.integers(1, 9), st.just(3)),
     )
-    def start(self, ahead: int, budget: int, seconds: dict[int, float], few: int) -> None:
+    def start(
+        self, ahead: int, budget: int, seconds: dict[int, float], few: int, turns: dict[int, int]
+    ) -> None:
         self.run = Run(self.limits, budget=budget, ahead=ahead)
-        self.run.scheduler.know(seconds, budget, self.limits.rows[-1])
+        seconds = {rows: 1e-3 * took for rows, took in seconds.items()}
+        self.run.scheduler.know(seconds, turns, budget, self.limits.rows[-1])
         self.few = patch.object(scheduler, "FEW", few)
         self.few.start()
 
@@ -398,7 +402,7 @@ def test_drafts_are_tried_once_the_last_token_is_known() -> None:
 )
 def test_drafts_make_a_step_hardly_longer(count: int, known: Any, drafts: int) -> None:
     run = Run(GUESSED, budget=16)
-    run.scheduler.know(known, 16)
+    run.scheduler.know(known, {}, 16)
     run.backend.alphabet = range(1)
     run.submit(*(request(key, [0] * 8, 30) for key in range(count)))
     run.finish()
@@ -439,7 +443,7 @@ def test_a_full_group_leaves_a_prompt_one_row() -> None:
 @pytest.mark.parametrize(("more", "chunks"), [({8: 1.4}, [6]), ({8: 1.6}, [4, 2]), ({}, [4, 2])])
 def test_a_step_is_no_larger_than_is_worth_its_padding(more: Any, chunks: list[int]) -> None:
     run = Run()
-    run.scheduler.know({4: 1.0, **more}, 8)
+    run.scheduler.know({4: 1.0, **more}, {}, 8)
     run.submit(request(0, [1] * 6, 1))
     run.finish()
     assert [len(chunk.tokens or ()) for chunk in run.chunks(0)] == chunks
@@ -451,7 +455,7 @@ def test_many_prompts_fill_a_larger_step_beside_few_that_draw(
 ) -> None:
     monkeypatch.setattr(scheduler, "FEW", few)
     run = Run()
-    run.scheduler.know({4: 1.0, 8: 1.5}, 4, most)
+    run.scheduler.know({4: 1.0, 8: 1.5}, {}, 4, most)
     run.submit(request(0, [1], 20))
     run.step()
     run.submit(request(1, [2] * 7, 1), request(2, [3] * 7, 1))
