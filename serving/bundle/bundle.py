@@ -316,11 +316,13 @@ class _Call:
         """The inputs on the mesh: single numbers, and arrays that nobody can write, stay there."""
         with x64_if(self.program.emitted.needs_x64):
             known = [self._known(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
-            there = [getattr(x, "sharding", s) for x, s in zip(known, self.shardings, strict=True)]
             # To a device that is the only one the call takes what is not there faster.
-            if there == self.shardings and self.program.emitted.mesh.size == 1:
-                return known
-            return put(known, self.shardings)
+            alone = self.program.emitted.mesh.size == 1
+            there = [
+                getattr(x, "sharding", s if alone else None)
+                for x, s in zip(known, self.shardings, strict=True)
+            ]
+            return known if there == self.shardings else put(known, self.shardings)
 
     def _known(self, x: Any, sharding: Sharding) -> Any:
         if isinstance(x, jax.Array) or (x.shape and x.flags.writeable):
