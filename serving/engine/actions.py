@@ -46,6 +46,7 @@ class Job:
     key: int = 0  # a number that no other job of the engine has
     client: str = ""  # who asks; clients get equal shares of the tokens
     user: str = ""  # whom the client asks for; users of a client share what it gets
+    priority: int = 0  # of what a client asks for, those with the lowest are first
 
     @property
     def guided(self) -> bool:

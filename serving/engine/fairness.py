@@ -10,10 +10,13 @@ A client that leaves with a counter above the virtual time is remembered until t
 up: leaving and coming back gains nothing.
 
 It is done twice: clients share what there is, and the users of a client share what it gets. A
+client may say which of its requests matter most: those with the lowest priority number are first.
+It gains nothing over other clients by that. A
 client is who can be told apart from others, by an API key or an address. Users are names that it
 claims, as many as it likes, so they must not gain it anything.
 """
 
+import bisect
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
@@ -21,6 +24,10 @@ from typing import Generic, Protocol, TypeVar
 
 class Queued(Protocol):
     """What waits in the queue belongs to a user of a client."""
+
+    @property
+    def priority(self) -> int:
+        """What of a client has the lowest is first."""
 
     @property
     def client(self) -> str:
@@ -88,7 +95,7 @@ class Shares:
 
 
 class FairQueue(Generic[Item]):
-    """A queue with one line for each user; within a line, first come, first served.
+    """A queue with one line for each user: by priority, then first come, first served.
 
     An item counts as present from `push` until it was handed to `leave`, so while it waits or runs.
 
@@ -116,23 +123,26 @@ class FairQueue(Generic[Item]):
                 yield from line
 
     def push(self, item: Item) -> None:
-        """Adds an item at the end of its user's line."""
+        """Adds an item behind those of its user's line that have its priority, or a lower one."""
         client, user = item.client, item.user
         self._clients.enter(client)
         self._users.setdefault(client, Shares()).enter(user)
-        self._lines.setdefault(client, {}).setdefault(user, deque()).append(item)
+        line = self._lines.setdefault(client, {}).setdefault(user, deque())
+        place = bisect.bisect(line, item.priority, key=lambda waiting: waiting.priority)
+        line.insert(place, item)
         self._length += 1
 
     def first(self) -> Item | None:
-        """The first item of the least served user of the least served client; None if none waits.
+        """The first item of the least served client; None if none waits.
 
-        Of those served equally, the one whose line has been there longest goes first.
+        Of its users it is that whose first item has the lowest priority, and of those the least
+        served one. Of those served equally, the one whose line has been there longest goes first.
         """
         if not self._lines:
             return None
         client = min(self._lines, key=self._clients.served)
-        lines = self._lines[client]
-        return lines[min(lines, key=self._users[client].served)][0]
+        lines, served = self._lines[client], self._users[client].served
+        return lines[min(lines, key=lambda user: (lines[user][0].priority, served(user)))][0]
 
     def remove(self, item: Item) -> None:
         """Removes an item from anywhere in its line; `leave` has still to be called for it."""

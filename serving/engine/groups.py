@@ -157,6 +157,11 @@ class Ongoing:
         return self.job.user
 
     @property
+    def priority(self) -> int:
+        """What of a client has the lowest is first."""
+        return self.job.priority
+
+    @property
     def scores(self) -> bool:
         """Whether chunks that begin now have to give scores."""
         return self.job.score_prompt and len(self.tokens) == len(self.job.prompt)

@@ -246,6 +246,7 @@ def _work(
                 hidden=hidden,
                 reports_ids=ask.token_ids,
                 salt=ask.salt,
+                priority=ask.priority,
             )
             jobs.append(restricted(job, ask, grammar, bad, language))
     notes = () if grammar is None else grammar.left_out

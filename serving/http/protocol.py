@@ -156,7 +156,7 @@ REFUSED: Values = {
     **dict.fromkeys(("documents", "functions", "prompt_embeds"), ([],)),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
     **dict.fromkeys(("length_penalty", "num_beams", "typical_p"), (1,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "priority", "routed_experts_prompt_start"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "routed_experts_prompt_start"), (0,)),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "spaces_between_special_tokens": (True,),
@@ -211,6 +211,7 @@ class Ask:
     usage_always: bool  # whether every event has them
     user: str  # the name of the end user, as the request gives it
     salt: str  # what requests have in common that may use each other's cached prompts
+    priority: int  # of the requests of its client, those with the lowest are first
     # names of fields that have no meaning here
     ignored: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
@@ -401,6 +402,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "skip_special": fields.flag("skip_special_tokens", True),
         "token_ids": fields.flag("return_token_ids"),
         "salt": fields.text("cache_salt"),
+        "priority": fields.integer("priority", -(2**31), 2**31 - 1) or 0,
         "ignore_eos": fields.flag("ignore_eos"),
         "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
         "allowed_ids": allowed,

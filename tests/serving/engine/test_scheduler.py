@@ -603,6 +603,20 @@ def test_results_without_a_step_are_a_mistake() -> None:
         Scheduler(LIMITS, 8).stepped([], [])
 
 
+def test_a_client_says_which_of_its_requests_are_first() -> None:
+    run = Run(dataclasses.replace(LIMITS, slots=1))
+    of_a = [
+        ("a", user, priority) for user, priority in zip("uuvuv", (0, 5, 3, -1, -1), strict=True)
+    ]
+    asked = [*of_a[:4], ("b", "u", 9), of_a[4]]
+    for key, (client, user, priority) in enumerate(asked):
+        run.submit(request(key, [key], 1, client=client, user=user, priority=priority))
+    run.finish()
+    begun = [key for step in run.steps for key, _ in step.placed]
+    assert [key for key in begun if key != 4] == [3, 5, 0, 2, 1]
+    assert begun.index(4) < 2  # it waits for no more than its turn
+
+
 def test_equal_clients_get_equal_shares() -> None:
     run = Run()
     lengths = {"short": 2, "long": 32}
