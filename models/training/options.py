@@ -69,7 +69,7 @@ class TrainerOptions:
     resume: int | str | None = dataclasses.field(default=AUTO, metadata=read_by(resume_step))
     seed: int = 0  # of the first parameters; Llamas' of samples and generated text, too
     microbatches: int = 1  # number of parts that a batch is processed in, one after the other
-    # what a loss or gradient that is not finite does: `"stop"` or `"skip"`
+    # what a loss, gradient or update that is not finite does: `"stop"` or `"skip"`
     on_nonfinite: OnNonfinite = "stop"
     max_skipped: int = 10  # the most steps in a row that may be skipped
     eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only

@@ -191,7 +191,7 @@ class Trainer:
 
         Raises:
             RunError, CheckpointError: the folder holds another run, or cannot be used.
-            TrainingError: loss or gradients are not finite.
+            TrainingError: loss, gradients or an update are not finite.
             LaunchError: processes differ in what they are to do.
         """
         agree(self.options, self.data)

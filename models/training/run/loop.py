@@ -31,6 +31,10 @@ TYPICAL_OF = 1000
 """The time of a typical step is the median of this many of the last steps."""
 
 
+NAMES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "norm of the update"}
+"""Metrics that have to be finite, and what they are called."""
+
+
 class MetricsReader:
     """Reads the metrics of steps, one step late, and collects what an `Outcome` needs.
 
@@ -99,11 +103,11 @@ class MetricsReader:
 
     def _check(self, record: Record) -> None:
         number = int(record["step"])
-        bad = [n for n in ("loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
+        bad = [n for n in NAMES if not math.isfinite(record.get(n, 0.0))]
         if not bad:
             self.skipped_in_a_row = 0
             return
-        name = "loss" if bad[0] == "loss" else "gradient norm"
+        name = NAMES[bad[0]]
         advice = "a lower learning rate, a longer warmup or clipping may help"
         if "skipped" not in record:
             raise TrainingError(f"the {name} of step {number} is {record[bad[0]]}; {advice}")
@@ -207,8 +211,8 @@ def train(
         The state after the last step, and what the steps were like.
 
     Raises:
-        TrainingError: loss or gradients are not finite, and steps may not be skipped, or too many
-            were skipped.
+        TrainingError: loss, gradients or an update are not finite, and steps may not be skipped, or
+            too many were skipped.
     """
     started = time.perf_counter()
     watch = Unwatched() if watch is None else watch
@@ -224,8 +228,13 @@ def train(
         profiler=profiler or Profiler(None),
         should_stop=should_stop,
         watch=watch,
+        saved=state.step if saver else 0,
     )
-    loop.run()
+    try:
+        loop.run()
+    except TrainingError as error:
+        kept = f"; the last good state is the checkpoint of step {loop.saved}" if loop.saved else ""
+        raise TrainingError(f"{error}{kept}") from None
     return Outcome(
         loop.state,
         reader.first,
@@ -253,6 +262,7 @@ class _Loop:
     profiler: Profiler
     should_stop: Callable[[int], bool]
     watch: Watch
+    saved: int  # the step of the latest checkpoint; 0 if there is none
     eval_loss: float | None = None
     is_stopped: bool = False
 
@@ -311,6 +321,7 @@ class _Loop:
             sink.flush()
         with self.watch.may_take("saving"):
             self.saver.save(self.state)
+        self.saved = self.state.step
         self.reader.restart_clock()
 
     def _finish_saving(self) -> None:

@@ -139,9 +139,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
 
 
+def weights_of(variables: Any) -> Any:
+    """What an optimizer updates: all but the model's state, and that of 8-bit products."""
+    return fp8.split(parted(variables)[0])[0]
+
+
 def initial_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """The optimizer's state for all parameters but the model's state, and 8-bit products'."""
-    return optimizer.init(fp8.split(parted(params)[0])[0])
+    """The optimizer's state for `weights_of(params)`."""
+    return optimizer.init(weights_of(params))
 
 
 def updated(

@@ -131,6 +131,19 @@ def test_the_first_step_does_not_count_as_typical(monkeypatch):
 # Evaluations, checkpoints, stops
 
 
+@pytest.mark.parametrize(("begin", "broken", "saved"), [(0, 6, [2, 4]), (4, 5, []), (0, 1, [])])
+def test_broken_parameters_are_not_saved_and_the_last_good_state_is_named(begin, broken, saved):
+    def step(params, opt_state, batch):
+        norm = np.nan if batch + 1 == broken else 1.0
+        return params, opt_state, {"loss": 1.0, "grad_norm": 1.0, "update_norm": norm}
+
+    saver, good = Saver(), (saved or [begin])[-1]
+    end = f"may help; the last good state is the checkpoint of step {good}$" if good else "help$"
+    with pytest.raises(TrainingError, match=f"norm of the update of step {broken} is nan; .*{end}"):
+        run(step, TrainState(0, None, begin), steps=9, save_every=2, saver=saver)
+    assert [number for number, _ in saver.saved] == saved
+
+
 def test_evaluates_and_saves_on_time_and_at_the_end():
     saver = Saver()
     outcome, notes = run(steps=5, eval_every=2, save_every=3, evaluate=float, saver=saver)
