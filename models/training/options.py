@@ -16,7 +16,7 @@ from spmd.models.training.run.step import ON_NONFINITE, OnNonfinite
 METRICS = ("jsonl", "tensorboard")
 """The files of metrics that a run can write."""
 
-POSITIVE = ("steps", "microbatches", "keep_last")
+POSITIVE = ("steps", "microbatches", "keep_last", "data_threads")
 AT_LEAST_ZERO = (
     *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
     *("seed", "watchdog_timeout"),
@@ -68,6 +68,7 @@ class TrainerOptions:
     # where there is none. None starts anew, and refuses a folder that holds a run.
     resume: int | str | None = dataclasses.field(default=AUTO, metadata=read_by(resume_step))
     seed: int = 0  # of the first parameters; Llamas' of samples and generated text, too
+    data_threads: int = 1  # threads that call a `data(step)` of one's own at the same time
     microbatches: int = 1  # number of parts that a batch is processed in, one after the other
     # what a loss, gradient or update that is not finite does: `"stop"` or `"skip"`
     on_nonfinite: OnNonfinite = "stop"

@@ -263,7 +263,7 @@ class Trainer:
         if self.held_out is not None and options.eval_batches:
             evaluate = program.evaluation(self.held_out, options.eval_batches, watch)
         shardings = program.step.in_shardings[2]
-        with open_batches(self.data, shardings, state.step) as batches:
+        with open_batches(self.data, shardings, state.step, options.data_threads) as batches:
             return train(
                 program.step,
                 state,

@@ -37,8 +37,10 @@ def fingerprint(data: Dataset) -> str:
     return hashed.hexdigest()
 
 
-def open_batches(data: Dataset, shardings: Any, start_step: int) -> Loader | Placed:
+def open_batches(
+    data: Dataset, shardings: Any, start_step: int, threads: int = 1
+) -> Loader | Placed:
     """The batches from a step on, read ahead and placed on the devices."""
     if isinstance(data, PackedTokens):
         return Loader(data, shardings=shardings, start_step=start_step)
-    return Placed(data, shardings=shardings, start_step=start_step)
+    return Placed(data, shardings=shardings, start_step=start_step, threads=threads)

@@ -1,5 +1,6 @@
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.models.training.data import corpus
-from spmd.models.training.data.loader import Loader, _HostRows, rows_of_host
+from spmd.models.training.data.loader import Loader, Placed, _HostRows, rows_of_host
 from spmd.models.training.data.samples import PackedTokens
 from tests.waiting import wait_until
 
@@ -52,6 +53,26 @@ def test_closing_ends_the_threads(devices8):
     loader.close()
     loader.close()
     wait_until(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_function_is_called_by_as_many_threads_as_it_may_be(devices8, threads):
+    inside, most, order = [], [], []
+
+    def data(step):
+        order.append(step)
+        inside.append(step)
+        most.append(len(inside))
+        time.sleep(0.002)
+        inside.remove(step)
+        return np.full(8, step)
+
+    where = NamedSharding(jax.sharding.Mesh(np.array(devices8), ("data",)), P("data"))
+    how = {} if threads == 1 else {"threads": threads}
+    with Placed(data, shardings=where, start_step=3, **how) as placed:
+        assert [int(next(placed)[0]) for _ in range(20)] == list(range(3, 23))
+    assert max(most) == threads
+    assert threads > 1 or order == sorted(order)
 
 
 def test_shardings_of_other_leaves(devices8):
