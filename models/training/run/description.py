@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
-import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spmd import launch
 from spmd.models.training.data.source import BYTES, Packing
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
@@ -158,33 +154,6 @@ class RunFolder:
         if isinstance(path, Path):
             return cls(path)
         return cls(Path(tempfile.gettempdir()) / f"run-{secrets.token_hex(8)}", path)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, no other job trains in the folder; process 0 locks it for all.
-
-        Raises:
-            RunError: another job does.
-        """
-        if not launch.is_main_process():
-            yield
-            return
-        with (self.path / ".lock").open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                lock.seek(0)
-                raise RunError(
-                    f"run_dir: another job trains in {self.path} now, {lock.read()}; wait until it "
-                    "has ended, or name another folder"
-                ) from error
-            except OSError:  # a file system without locks
-                yield
-                return
-            lock.truncate(0)
-            lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
-            yield
 
     @contextlib.contextmanager
     def kept_up(self) -> Iterator[None]:

@@ -8,13 +8,17 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
+from spmd.models.training.paths import StorePath
+from spmd.models.training.run import held as held_module
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
+from spmd.models.training.run.held import held
 from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.models.training.run.profile import ProfileRange
 from spmd.models.training.run.start import restart_note
@@ -176,14 +180,39 @@ def test_the_second_sigint_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_folder_is_one_jobs(tmp_path: Path):
+@pytest.fixture(params=["disk", "disk without locks", "memory", "s3"])
+def folder(request, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(held_module, "BEAT_S", 0.1)
+    if request.param == "disk without locks":
+        monkeypatch.setattr(held_module.fcntl, "flock", Mock(side_effect=OSError("no locks here")))
+    stores = {
+        "s3": lambda: request.getfixturevalue("s3"),
+        "memory": lambda: StorePath("memory", "a/run"),
+    }
+    return stores.get(request.param, lambda: tmp_path)()
+
+
+def test_a_folder_is_one_jobs(folder):
     """A second one by mistake would write over what the first one saves."""
-    folder = RunFolder(tmp_path)
-    who = rf"trains in .* now, pid {os.getpid()} on "
-    with folder.held(), pytest.raises(RunError, match=who), folder.held():
+    who = rf"trains in .* now, pid {os.getpid()} on [^,]+; wait"
+    with held(folder):
+        for _ in range(2):
+            with pytest.raises(RunError, match=who), held(folder):
+                pass
+    with held(folder):
         pass
-    with folder.held():  # a job that was killed leaves its file, and no lock
-        pass
+
+
+@pytest.mark.parametrize("folder", ["disk without locks", "memory"], indirect=True)
+def test_a_lock_that_nobody_writes_anew_was_left_by_a_job_that_was_killed(folder, monkeypatch):
+    stopped, lock = Mock(), folder / (".lock-beats" if isinstance(folder, Path) else ".lock")
+    monkeypatch.setattr(held_module.os, "kill", stopped)
+    lock.write_text("pid 1 on another, beat 7 0.0")
+    with held(folder):
+        assert f"pid {os.getpid()}" in lock.read_text()
+        lock.write_text("pid 1 on another, beat 7 1.0")  # it was not killed, but slept
+        wait_until(lambda: stopped.called)
+    assert "pid 1 on another" in lock.read_text()
 
 
 @pytest.mark.parametrize(
