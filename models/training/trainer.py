@@ -25,6 +25,7 @@ from spmd import launch
 from spmd.models.training.checkpoints.found import CheckpointError, Found
 from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.data.batches import Dataset, open_batches, structs_of
+from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError, RunError, TrainingError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
@@ -228,6 +229,12 @@ class Trainer:
         found = find_checkpoint(checkpoints, self.options.resume, self.console)
         for change in self.hooks.before(found):
             self.console.print(f"changed since the checkpoint: {change}")
+        if isinstance(self.data, PackedTokens):
+            if found is not None:
+                batch = found.meta.get("config", {}).get("global_batch", self.data.batch_size)
+                seen = found.meta.get("samples", found.step * batch)
+                self.data = self.data.going_on(found.step, seen)
+            checkpoints.samples = self.data.first
         return found
 
     def _compiled(self, watch: launch.Watch) -> TrainingProgram:

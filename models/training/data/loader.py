@@ -99,7 +99,7 @@ class _HostRows:
     rows: npt.NDArray[np.int64]
 
     def __call__(self, step: Any) -> Batch:
-        return self.dataset.rows(int(step) * self.dataset.batch_size + self.rows)
+        return self.dataset.rows(self.dataset.first(int(step)) + self.rows)
 
 
 def _read_ahead(read: Callable[[int], Any], start_step: int, threads: int) -> Any:

@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 
 import numpy as np
@@ -68,6 +69,21 @@ def test_smallest_corpus():
 def test_what_makes_no_batches(more, message):
     with pytest.raises(DataError, match=message):
         packed(**more)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), max_size=5))
+def test_batches_of_any_sizes_have_each_sample_once(parts):
+    """As a run that is resumed with other batches asks for them."""
+    dataset, step, seen = packed(batch_size=1), 0, []
+    for batch, steps in parts:
+        number = dataset.first(step)
+        dataset = dataclasses.replace(dataset, batch_size=batch).going_on(step, number)
+        for _ in range(steps):
+            seen += list(dataset(step)["inputs"])
+            step += 1
+    assert len(seen) == sum(batch * steps for batch, steps in parts)
+    if seen:
+        np.testing.assert_array_equal(seen, packed().rows(range(len(seen)))["inputs"])
 
 
 # Mixtures
