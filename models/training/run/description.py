@@ -58,6 +58,12 @@ class RunConfig:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
         if self.z_loss < 0:
             raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self.model, name, None) == "float16":
+                raise RunError(
+                    f"{name}: gradients are too small for float16, as losses are not scaled; train "
+                    "in bfloat16 (--export_dtype float16 is possible)"
+                )
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
