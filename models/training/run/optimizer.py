@@ -150,16 +150,30 @@ def initial_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
 
 
 def updated(
-    optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+    optimizer: optax.GradientTransformation, loss: Any, grads: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
     """Parameters and optimizer state after an update.
 
     States are replaced by what stands in their places in the gradients, the next states: that of a
     `Stateful`, and those of 8-bit products (`spmd.ops.fp8_dot`).
+
+    Raises:
+        OptimizerError: the optimizer wants to compute losses itself.
     """
     (trained, _), (grads, state) = parted(params), parted(grads)
     (weights, _), (grads, states) = fp8.split(trained), fp8.split(grads)
-    updates, opt_state = optimizer.update(grads, opt_state, weights)
+    for extra in ({}, {"value": loss}):  # what a rule takes cannot be asked
+        try:
+            updates, opt_state = optimizer.update(grads, opt_state, weights, **extra)
+            break
+        except (TypeError, ValueError) as error:
+            if "value_fn" in str(error) or "obj_fn" in str(error):
+                raise OptimizerError(
+                    "the optimizer computes losses of its own in a step, as L-BFGS, line searches "
+                    f"and Sophia do, which is not supported: {error}"
+                ) from error
+            if extra or "'value'" not in str(error):
+                raise
     trained = fp8.merge(optax.apply_updates(weights, updates), states)
     return joined(trained, state, params), opt_state
 

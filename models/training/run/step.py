@@ -55,7 +55,7 @@ def make_train_step(
         metrics = {"loss": loss, "grad_norm": _norm(weights_of(grads))}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
-        new_params, new_state = updated(optimizer, grads, opt_state, params)
+        new_params, new_state = updated(optimizer, loss, grads, opt_state, params)
         change = jax.tree.map(_difference, weights_of(new_params), weights_of(params))
         metrics["update_norm"] = _norm(change)
         if on_nonfinite == "stop":

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
@@ -8,10 +9,12 @@ from spmd.models.training.run.optimizer import (
     OPTIMIZERS,
     SCHEDULES,
     OptimizerConfig,
+    OptimizerError,
     decay_mask,
     default_learning_rate,
     make_optimizer,
     make_schedule,
+    updated,
 )
 
 
@@ -40,6 +43,33 @@ def test_short_runs_have_a_schedule(total_steps, schedule):
         OptimizerConfig(name="adamw", total_steps=total_steps, learning_rate=0.5, schedule=schedule)
     )
     assert all(0 < float(rate(step)) < 1 for step in range(total_steps))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optax.polyak_sgd(),
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+        optax.MultiSteps(optax.polyak_sgd(), 2),
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),  # takes no other argument
+    ],
+)
+def test_optimizers_get_the_loss_if_they_want_it(rule):
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
+    state = rule.init(params)
+    moved, _ = updated(rule, jnp.float32(2.0), grads, state, params)
+    try:
+        wanted = rule.update(grads, state, params, value=2.0)[0]
+    except TypeError:
+        wanted = rule.update(grads, state, params)[0]
+    np.testing.assert_allclose(moved["w"], params["w"] + wanted["w"])
+
+
+@pytest.mark.parametrize("rule", [optax.lbfgs(), optax.contrib.sophia(0.1)])
+def test_optimizers_that_compute_losses_are_refused(rule):
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(OptimizerError, match="as L-BFGS, line searches and Sophia do"):
+        updated(rule, jnp.float32(0), params, rule.init(params), params)
 
 
 @pytest.mark.parametrize(
