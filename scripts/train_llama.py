@@ -40,6 +40,7 @@ from spmd.models.llama.config import ConfigError
 from spmd.models.llama.parameters import without_states
 from spmd.models.llama.program import LlamaProgram, sample_text
 from spmd.models.llama.weights.load import WeightsError
+from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import RunError
@@ -98,7 +99,10 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
             trainer.folder.write_config(run)
             settings = make_parser(None).settings_text(given)
             trainer.folder.settings.write_text(settings, encoding="utf-8")
-            weight_flags.write_tokenizer(tokenizer, trainer.folder.tokenizer)
+            with weight_flags.tokenizer_files(tokenizer, given.init_from) as files:
+                if files is not None:
+                    trainer.folder.tokenizer.mkdir(exist_ok=True)
+                    copy_small_files(files, trainer.folder.tokenizer)
         return changes
 
     def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
