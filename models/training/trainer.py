@@ -31,7 +31,7 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
 from spmd.models.training.run import output
 from spmd.models.training.run.description import RunFolder
-from spmd.models.training.run.loop import Outcome, Schedule, TrainState, train
+from spmd.models.training.run.loop import Loop, Outcome, Schedule, TrainState
 from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
 from spmd.models.training.run.profile import ProfileError, Profiler
 from spmd.models.training.run.sinks import Sinks
@@ -271,7 +271,7 @@ class Trainer:
             evaluate = program.evaluation(self.held_out, options.eval_batches, watch)
         shardings = program.step.in_shardings[2]
         with open_batches(self.data, shardings, state.step, options.data_threads) as batches:
-            return train(
+            loop = Loop(
                 program.step,
                 state,
                 batches,
@@ -280,10 +280,11 @@ class Trainer:
                 sinks=sinks,
                 evaluate=evaluate,
                 saver=checkpoints,
-                profiler=Profiler(options.profile, folder.profile) if folder else None,
+                profiler=Profiler(options.profile, folder.profile) if folder else Profiler(None),
                 should_stop=stop.is_requested,
                 watch=watch,
             )
+            return loop.run()
 
     def write_report(self, program: TrainingProgram, path: Path, *, prices: bool) -> None:
         """The page on the partitioning; with what other decisions would have cost takes a while."""

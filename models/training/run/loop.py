@@ -175,98 +175,54 @@ class Outcome:
     is_stopped: bool  # whether the run was asked to stop before its last step
 
 
-def train(
-    step: TrainStep,
-    state: TrainState,
-    batches: Iterator[Any],
-    schedule: Schedule,
-    *,
-    cost: StepCost,
-    sinks: Sequence[Sink] = (),
-    evaluate: Callable[[Any], float] | None = None,
-    saver: Saver | None = None,
-    profiler: Profiler | None = None,
-    should_stop: Callable[[int], bool] = lambda step: False,
-    watch: Watch | None = None,
-) -> Outcome:
+@dataclasses.dataclass
+class Loop:
     """Takes steps until the schedule's end, or until it is asked to stop.
 
     A step's metrics are read after the next step was dispatched, so that the devices do not wait
     for the host. Before an evaluation, a checkpoint and the end they are read at once.
-
-    Args:
-        step: the (compiled) training step; may donate its first two arguments.
-        state: where to start. Do not use it afterwards if `step` donates.
-        batches: iterates over the batches, beginning with that of the next step.
-        schedule: what happens after which step.
-        cost: turns seconds into rates.
-        evaluate: parameters -> held-out loss.
-        saver: saves checkpoints, also before a stop.
-        profiler: traces some steps.
-        should_stop: called with the step's number, before the first step and after each. If it
-            returns True, the loop saves and ends.
-        watch: gets a beat for each step whose metrics have arrived, and hears what takes longer.
-
-    Returns:
-        The state after the last step, and what the steps were like.
-
-    Raises:
-        TrainingError: loss, gradients or an update are not finite, and steps may not be skipped, or
-            too many were skipped.
     """
-    started = time.perf_counter()
-    watch = Unwatched() if watch is None else watch
-    reader = MetricsReader(cost, schedule.max_skipped, sinks, watch)
-    loop = _Loop(
-        step,
-        state,
-        batches,
-        schedule,
-        reader=reader,
-        evaluate=evaluate,
-        saver=saver,
-        profiler=profiler or Profiler(None),
-        should_stop=should_stop,
-        watch=watch,
-        saved=state.step if saver else 0,
-    )
-    try:
-        loop.run()
-    except TrainingError as error:
-        kept = f"; the last good state is the checkpoint of step {loop.saved}" if loop.saved else ""
-        raise TrainingError(f"{error}{kept}") from None
-    return Outcome(
-        loop.state,
-        reader.first,
-        reader.last,
-        loop.eval_loss,
-        reader.typical_seconds,
-        time.perf_counter() - started,
-        reader.skipped,
-        loop.is_stopped,
-    )
 
-
-@dataclasses.dataclass
-class _Loop:
-    """What `train` was given, the state so far, and what is done between steps."""
-
-    step: TrainStep
-    state: TrainState
-    batches: Iterator[Any]
-    schedule: Schedule
+    step: TrainStep  # the (compiled) training step; may donate its first two arguments
+    state: TrainState  # where to start. Do not use it afterwards if `step` donates.
+    batches: Iterator[Any]  # iterates over the batches, beginning with that of the next step
+    schedule: Schedule  # what happens after which step
     _: dataclasses.KW_ONLY
-    reader: MetricsReader
-    evaluate: Callable[[Any], float] | None
-    saver: Saver | None
-    profiler: Profiler
-    should_stop: Callable[[int], bool]
-    watch: Watch
-    saved: int  # the step of the latest checkpoint; 0 if there is none
+    cost: dataclasses.InitVar[StepCost]  # turns seconds into rates
+    sinks: dataclasses.InitVar[Sequence[Sink]] = ()
+    evaluate: Callable[[Any], float] | None = None  # parameters -> held-out loss
+    saver: Saver | None = None  # saves checkpoints, also before a stop
+    profiler: Profiler = dataclasses.field(default_factory=lambda: Profiler(None))
+    # called with the step's number, before the first step and after each. If it returns True, the
+    # loop saves and ends.
+    should_stop: Callable[[int], bool] = lambda step: False
+    # gets a beat for each step whose metrics have arrived, and hears what takes longer
+    watch: Watch = dataclasses.field(default_factory=Unwatched)
     eval_loss: float | None = None
     is_stopped: bool = False
 
-    def run(self) -> None:
+    def __post_init__(self, cost: StepCost, sinks: Sequence[Sink]) -> None:
+        self.started = time.perf_counter()
+        self.reader = MetricsReader(cost, self.schedule.max_skipped, sinks, self.watch)
+        self.saved = self.state.step if self.saver else 0  # the latest checkpoint's; 0 is none
+
+    def run(self) -> Outcome:
+        """Returns the state after the last step, and what the steps were like.
+
+        Raises:
+            TrainingError: loss, gradients or an update are not finite, and steps may not be
+                skipped, or too many were skipped.
+        """
+        try:
+            self._run()
+        except TrainingError as error:
+            good = f"; the last good state is the checkpoint of step {self.saved}"
+            raise TrainingError(f"{error}{good if self.saved else ''}") from None
+        reader, seconds = self.reader, time.perf_counter() - self.started
+        steps = (reader.first, reader.last, self.eval_loss, reader.typical_seconds)
+        return Outcome(self.state, *steps, seconds, reader.skipped, self.is_stopped)
+
+    def _run(self) -> None:
         if not self._is_over():
             self._hear_stop()
         with self.profiler:

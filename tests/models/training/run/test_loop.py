@@ -14,7 +14,7 @@ from spmd.models.llama import objective
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import TrainingError
-from spmd.models.training.run.loop import Schedule, TrainState, train
+from spmd.models.training.run.loop import Loop, Schedule, TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
 from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
@@ -65,7 +65,7 @@ def run(step=counting_step, state=None, batches=None, *, steps, **options):
     notes = Notes()
     batches = itertools.count(state.step) if batches is None else iter(batches)
     when = Schedule(steps=steps, **schedule)
-    return train(step, state, batches, when, cost=COST, sinks=[notes], **options), notes
+    return Loop(step, state, batches, when, cost=COST, sinks=[notes], **options).run(), notes
 
 
 def test_llama_learns_in_a_few_steps():
@@ -212,10 +212,10 @@ def test_what_keeps_records_is_flushed_before_a_save():
             events.append(f"save {state.step}")
             super().save(state)
 
-    train(
+    Loop(
         counting_step, TrainState(0, None), itertools.count(), Schedule(steps=2, save_every=1),
         cost=COST, sinks=[Sink()], saver=Noting(),
-    )  # fmt: skip
+    ).run()  # fmt: skip
     assert events == ["flush after 1", "save 1", "flush after 2", "save 2"]
 
 
