@@ -95,7 +95,7 @@ class TrainerOptions:
             if getattr(self, name) < 1:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
         for name in AT_LEAST_ZERO:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise RunError(f"{name} must not be negative, and is {getattr(self, name)}")
         if self.on_nonfinite not in ON_NONFINITE:
             raise RunError(

@@ -24,7 +24,7 @@ import spmd
 from spmd import launch
 from spmd.models.training.checkpoints.found import CheckpointError, Found
 from spmd.models.training.checkpoints.store import Checkpoints
-from spmd.models.training.data.batches import Dataset, open_batches, structs_of
+from spmd.models.training.data.batches import Dataset, checked, open_batches, structs_of
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError, RunError, TrainingError
 from spmd.models.training.options import TrainerOptions
@@ -268,7 +268,8 @@ class Trainer:
         )
         evaluate = None
         if self.held_out is not None and options.eval_batches:
-            evaluate = program.evaluation(self.held_out, options.eval_batches, watch)
+            held_out = checked(self.held_out, "held_out")
+            evaluate = program.evaluation(held_out, options.eval_batches, watch)
         shardings = program.step.in_shardings[2]
         with open_batches(self.data, shardings, state.step, options.data_threads) as batches:
             loop = Loop(

@@ -56,7 +56,7 @@ class RunConfig:
         for name in ("seq_len", "global_batch"):
             if getattr(self, name) < 1:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.z_loss < 0:
+        if not 0 <= self.z_loss < math.inf:
             raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
         for name in ("dtype", "param_dtype"):
             if getattr(self.model, name, None) == "float16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -55,6 +56,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise OptimizerError(f"{name} must be a finite number, not {value}")
         if self.total_steps is not None and self.total_steps < 1:
             raise OptimizerError(f"total_steps must be positive, not {self.total_steps}")
         if self.learning_rate <= 0:
