@@ -46,30 +46,25 @@ def test_short_runs_have_a_schedule(total_steps, schedule):
 
 
 @pytest.mark.parametrize(
-    "rule",
+    ("rule", "wanted"),
     [
-        optax.polyak_sgd(),
-        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
-        optax.MultiSteps(optax.polyak_sgd(), 2),
-        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),  # takes no other argument
+        (optax.polyak_sgd(), {"value": 2.0}),
+        (optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()), {"value": 2.0}),
+        (optax.MultiSteps(optax.polyak_sgd(), 2), {"value": 2.0}),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), {}),  # takes no other argument
+        (optax.lbfgs(), None),
+        (optax.contrib.sophia(0.1), None),
     ],
 )
-def test_optimizers_get_the_loss_if_they_want_it(rule):
-    params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
+def test_optimizers_get_the_loss_if_they_want_it_and_no_function(rule, wanted):
+    params, grads = jnp.ones(3), jnp.full(3, 0.5)
     state = rule.init(params)
+    if wanted is None:
+        with pytest.raises(OptimizerError, match="as L-BFGS, line searches and Sophia do"):
+            updated(rule, jnp.float32(2.0), grads, state, params)
+        return
     moved, _ = updated(rule, jnp.float32(2.0), grads, state, params)
-    try:
-        wanted = rule.update(grads, state, params, value=2.0)[0]
-    except TypeError:
-        wanted = rule.update(grads, state, params)[0]
-    np.testing.assert_allclose(moved["w"], params["w"] + wanted["w"])
-
-
-@pytest.mark.parametrize("rule", [optax.lbfgs(), optax.contrib.sophia(0.1)])
-def test_optimizers_that_compute_losses_are_refused(rule):
-    params = {"w": jnp.ones(3)}
-    with pytest.raises(OptimizerError, match="as L-BFGS, line searches and Sophia do"):
-        updated(rule, jnp.float32(0), params, rule.init(params), params)
+    np.testing.assert_allclose(moved, params + rule.update(grads, state, params, **wanted)[0])
 
 
 @pytest.mark.parametrize(

@@ -187,16 +187,12 @@ def test_the_second_sigint_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture(params=["disk", "disk without locks", "memory", "s3"])
+@pytest.fixture(params=["disk", "disk without locks", "store"])
 def folder(request, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(held_module, "BEAT_S", 0.1)
     if request.param == "disk without locks":
-        monkeypatch.setattr(held_module.fcntl, "flock", Mock(side_effect=OSError("no locks here")))
-    stores = {
-        "s3": lambda: request.getfixturevalue("s3"),
-        "memory": lambda: StorePath("memory", "a/run"),
-    }
-    return stores.get(request.param, lambda: tmp_path)()
+        monkeypatch.setattr(held_module.fcntl, "flock", Mock(side_effect=OSError))
+    return StorePath("memory", "a/run") if request.param == "store" else tmp_path
 
 
 def test_a_folder_is_one_jobs(folder):
@@ -210,7 +206,7 @@ def test_a_folder_is_one_jobs(folder):
         pass
 
 
-@pytest.mark.parametrize("folder", ["disk without locks", "memory"], indirect=True)
+@pytest.mark.parametrize("folder", ["disk without locks", "store"], indirect=True)
 def test_a_lock_that_nobody_writes_anew_was_left_by_a_job_that_was_killed(folder, monkeypatch):
     stopped, lock = Mock(), folder / (".lock-beats" if isinstance(folder, Path) else ".lock")
     monkeypatch.setattr(held_module.os, "kill", stopped)

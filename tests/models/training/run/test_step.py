@@ -136,36 +136,20 @@ def test_gradients_alone_may_be_infinite(params):
     np.testing.assert_array_equal(kept["v"], huge["v"])
 
 
-BREAKING = {
-    "0 / 0": optax.rmsprop(1e-3, eps=0.0, eps_in_sqrt=False),
-    "infinite rate": optax.sgd(np.inf),
-    "parameters too large for float16": optax.sgd(6e4),
-}
-
-
-@pytest.mark.parametrize("name", BREAKING)
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
-def test_updates_break_parameters_where_loss_and_gradients_are_fine(name, on_nonfinite):
-    params, batch = jnp.full(3, -3e4, jnp.float16), jnp.array([1, 1, 0], jnp.float16)
-
-    def loss(params, batch):
-        return jnp.sum((params * batch).astype(jnp.float32))
-
-    step = jax.jit(make_train_step(loss, BREAKING[name], on_nonfinite=on_nonfinite))
-    state = BREAKING[name].init(params)
-    moved, kept_state, metrics = step(params, state, batch)
+@pytest.mark.parametrize(
+    "rule",
+    # 0 / 0, an infinite rate, parameters that are too large for float16
+    [optax.rmsprop(1e-3, eps=0.0, eps_in_sqrt=False), optax.sgd(np.inf), optax.sgd(200.0)],
+)
+def test_updates_break_parameters_where_loss_and_gradients_are_fine(rule, on_nonfinite):
+    params, batch = jnp.full(3, -3e4, jnp.float16), jnp.array([300.0, 300, 0])
+    step = jax.jit(make_train_step(lambda p, b: jnp.sum(p * b), rule, on_nonfinite=on_nonfinite))
+    moved, state, metrics = step(params, rule.init(params), batch)
     assert np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
     assert not np.isfinite(metrics["update_norm"])
     if on_nonfinite == "skip":
-        assert metrics["skipped"] == 1
-        jax.tree.map(np.testing.assert_array_equal, (moved, kept_state), (params, state))
-
-
-def test_norms_of_float16_are_finite():
-    step = make_train_step(lambda p, b: jnp.sum(p * b), optax.sgd(1.0))
-    params, batch = jnp.zeros(3, jnp.float16), jnp.full(3, 300, jnp.float16)
-    _, _, metrics = step(params, optax.sgd(1.0).init(params), batch)
-    np.testing.assert_allclose([metrics["grad_norm"], metrics["update_norm"]], 300 * 3**0.5)
+        jax.tree.map(np.testing.assert_array_equal, (moved, state), (params, rule.init(params)))
 
 
 def test_without_skipping_the_update_is_made(params):
