@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,15 @@ NOT_DECAYED = ("norm", "bias")
 
 NOT_DECAYED_NAMES = ("scale", "embedding")
 """Nor those of these names: flax's norms and embeddings."""
+
+
+RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("total_steps", "learning_rate", "clip_norm"), lambda x: 0 < x < math.inf, "positive"),
+    (("warmup_steps", "weight_decay"), lambda x: 0 <= x < math.inf, "at least 0"),
+    (("final_fraction", "decay_fraction"), lambda x: 0 <= x <= 1, "in [0, 1]"),
+    (("beta1", "beta2"), lambda x: 0 <= x < 1, "in [0, 1)"),
+)
+"""Names of numbers -> what they have to be."""
 
 
 class OptimizerError(ValueError):
@@ -56,29 +66,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise OptimizerError(f"{name} must be a finite number, not {value}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise OptimizerError(f"total_steps must be positive, not {self.total_steps}")
-        if self.learning_rate <= 0:
-            raise OptimizerError(f"learning_rate must be positive, not {self.learning_rate}")
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise OptimizerError(f"warmup_steps must not be negative, not {self.warmup_steps}")
         if self.schedule not in SCHEDULES:
             raise OptimizerError(
                 f"no schedule is called {self.schedule!r}; there are {', '.join(SCHEDULES)}"
             )
-        for name in ("final_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise OptimizerError(f"{name} must be in [0, 1], not {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise OptimizerError(f"{name} must be in [0, 1), not {getattr(self, name)}")
-        if self.weight_decay < 0:
-            raise OptimizerError(f"weight_decay must not be negative, not {self.weight_decay}")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise OptimizerError(f"clip_norm must be positive, not {self.clip_norm}")
+        for names, is_good, wanted in RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not is_good(value):
+                    raise OptimizerError(f"{name} must be {wanted}, not {value}")
 
     def ending_at(self, steps: int) -> OptimizerConfig:
         """The same, whose schedule ends with a run of so many steps unless it says where."""

@@ -73,7 +73,7 @@ def test_optimizers_get_the_loss_if_they_want_it_and_no_function(rule, wanted):
         ({"name": "sgdw"}, "no optimizer is called 'sgdw'; there are adamw, adafactor"),
         ({"total_steps": 0}, "total_steps must be positive"),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
-        ({"learning_rate": np.nan}, "learning_rate must be a finite number, not nan"),
+        ({"learning_rate": np.nan}, "learning_rate must be positive, not nan"),
         ({"schedule": "sine"}, "no schedule is called 'sine'; there are cosine, linear, const"),
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), not 1.0"),
         ({"decay_fraction": 2.0}, r"decay_fraction must be in \[0, 1\], not 2.0"),
