@@ -136,15 +136,32 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Within:
+    """A file or folder in a run's folder, as an attribute of that."""
+
+    name: str
+
+    def __get__(self, folder: RunFolder, kind: type) -> Path:
+        return folder.path / self.name
+
+
+@dataclasses.dataclass(frozen=True)
 class RunFolder:
     """Where a run's results are."""
 
     CHECKPOINTS: ClassVar[str] = "checkpoints"
     TOKENIZER: ClassVar[str] = "tokenizer"
 
-    # the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and the
-    # folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`
-    path: Path
+    config = Within("config.json")  # the run's configuration
+    settings = Within("settings.yaml")  # what was asked for, as a program reads it again
+    metrics = Within("metrics.jsonl")  # one JSON object for each record
+    report = Within("report.html")  # on how the program was partitioned
+    tensorboard = Within("tensorboard")  # event files
+    tokenizer = Within(TOKENIZER)  # that is trained with; not there if tokens are bytes
+    compiled = Within("compiled")  # compiled programs, which a restart finds there
+    profile = Within("profile")  # traces
+
+    path: Path  # the folder
     # for a run on an object store, its folder there, with the same files; `path` is then a
     # temporary folder
     kept: StorePath | None = None
@@ -180,44 +197,9 @@ class RunFolder:
         return self.kept / path.relative_to(self.path).as_posix()
 
     @property
-    def config(self) -> Path:
-        """The run's configuration, as JSON."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object for each record."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
     def checkpoints(self) -> AnyPath:
         """The folder of checkpoints."""
         return (self.kept or self.path) / self.CHECKPOINTS
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer that is trained with; not there if tokens are bytes."""
-        return self.path / self.TOKENIZER
-
-    @property
-    def compiled(self) -> Path:
-        """Compiled programs, which a restart finds there."""
-        return self.path / "compiled"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of traces."""
-        return self.path / "profile"
-
-    @property
-    def report(self) -> Path:
-        """The report on how the program was partitioned."""
-        return self.path / "report.html"
 
     def make(self) -> None:
         """Makes the folder.
@@ -232,11 +214,6 @@ class RunFolder:
             probe.unlink(missing_ok=True)  # all processes try, at the same moment
         except OSError as error:
             raise RunError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
-
-    @property
-    def settings(self) -> Path:
-        """What was asked for, as a program reads it again."""
-        return self.path / "settings.yaml"
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.json`."""
