@@ -52,12 +52,11 @@ def make_train_step(
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
         loss, grads = loss_and_grads(loss_fn, params, batch, microbatches)
-        metrics = {"loss": loss, "grad_norm": _norm(weights_of(grads))}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(_wide(grads))}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
         new_params, new_state = updated(optimizer, loss, grads, opt_state, params)
-        change = jax.tree.map(_difference, weights_of(new_params), weights_of(params))
-        metrics["update_norm"] = _norm(change)
+        metrics["update_norm"] = optax.tree.norm(optax.tree.sub(_wide(new_params), _wide(params)))
         if on_nonfinite == "stop":
             return new_params, new_state, metrics
         is_good = jnp.isfinite(loss)
@@ -74,17 +73,11 @@ def make_train_step(
     return train_step
 
 
-def _wide(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    return _wide(new) - _wide(old)
-
-
-def _norm(tree: Any) -> jax.Array:
-    """In float32: squares of 256 are infinite in float16."""
-    return jnp.asarray(optax.tree.norm(jax.tree.map(_wide, tree)))
+def _wide(variables: Any) -> Any:
+    """What is trained, in float32: squares of 256 are infinite in float16."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), weights_of(variables)
+    )
 
 
 def loss_and_grads(
