@@ -19,7 +19,7 @@ METRICS = ("jsonl", "tensorboard")
 POSITIVE = ("steps", "microbatches", "keep_last", "data_threads")
 AT_LEAST_ZERO = (
     *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
-    *("seed", "watchdog_timeout"),
+    *("audit_every", "seed", "watchdog_timeout"),
 )
 
 
@@ -79,6 +79,7 @@ class TrainerOptions:
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
     keep_last: int = 3  # how many of the latest checkpoints are kept
     keep_every: int = 0  # those of every n-th step are kept too; 0 keeps none of them
+    audit_every: int = 0  # steps between comparisons of devices' copies of the state; 0 makes none
     log_every: int = 0  # steps between lines of progress; 0 prints about twenty lines in all
     # which of `METRICS` are written into `run_dir`
     metrics: tuple[str, ...] = dataclasses.field(default=METRICS, metadata=read_by(metrics_words))

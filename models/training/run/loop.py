@@ -19,6 +19,7 @@ import jax
 
 from spmd.launch import Unwatched, Watch
 from spmd.models.training.errors import TrainingError
+from spmd.models.training.run.audit import check_copies
 from spmd.models.training.run.metrics import StepCost, memory_in_use
 from spmd.models.training.run.profile import Profiler
 from spmd.models.training.run.sinks import Record, Sink
@@ -107,17 +108,17 @@ class MetricsReader:
         if not bad:
             self.skipped_in_a_row = 0
             return
-        name = NAMES[bad[0]]
-        advice = "a lower learning rate, a longer warmup or clipping may help"
-        if "skipped" not in record:
-            raise TrainingError(f"the {name} of step {number} is {record[bad[0]]}; {advice}")
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.max_skipped:
-            raise TrainingError(
-                f"the {name} of step {number} is {record[bad[0]]}, and so it was in the "
-                f"{self.max_skipped} steps before, all skipped; {advice}"
-            )
+        also = ""
+        if "skipped" in record:
+            if self.skipped_in_a_row <= self.max_skipped:
+                return
+            also = f", and so it was in the {self.max_skipped} steps before, all skipped"
+        raise TrainingError(
+            f"the {NAMES[bad[0]]} of step {number} is {record[bad[0]]}{also}; a lower learning "
+            "rate, a longer warmup or clipping may help"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,7 @@ class Schedule:
     steps: int  # total number of steps, counted from the very first
     eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
+    audit_every: int = 0  # steps between comparisons of copies; 0 makes none
     evaluates_first: bool = False  # whether to evaluate before the first step that is taken
     max_skipped: int = 10  # the most steps in a row that may be skipped; one more ends the run
 
@@ -255,6 +257,10 @@ class Loop:
             self.profiler.after(number)
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
+        if self.schedule.audit_every and self.schedule.is_due(number, self.schedule.audit_every):
+            self.reader.flush()
+            check_copies({"params": params, "opt_state": opt_state}, number)
+            self.reader.restart_clock()
         if self.schedule.is_due(number, self.schedule.eval_every) and not self.is_stopped:
             self._evaluate()
         if self.schedule.is_due(number, self.schedule.save_every) or self.is_stopped:
