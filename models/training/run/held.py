@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spmd import launch
 from spmd.models.training.errors import RunError
-from spmd.models.training.paths import AnyPath
+from spmd.models.training.paths import AnyPath, StorePath
 from spmd.models.training.run.background import say
 
 BEAT_S = 5.0
@@ -63,7 +63,10 @@ def _beating(lock: AnyPath, who: str) -> Iterator[None]:
     mine, end = f"{who}, beat {secrets.token_hex(8)}", threading.Event()
 
     def write() -> None:
-        lock.write_text(f"{mine} {time.time()}", encoding="utf-8")
+        part = lock if isinstance(lock, StorePath) else lock.with_name(f"{lock.name}-{os.getpid()}")
+        part.write_text(f"{mine} {time.time()}", encoding="utf-8")
+        if isinstance(part, Path):  # whole, for those who read it meanwhile, as a store does it
+            part.replace(str(lock))
 
     def check(before: str, patience_s: float) -> None:
         until = time.monotonic() + patience_s

@@ -14,7 +14,7 @@ from spmd.models.llama import objective
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import TrainingError
-from spmd.models.training.run.loop import Loop, Schedule, TrainState
+from spmd.models.training.run.loop import NAMES, Loop, Schedule, TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
 from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
@@ -209,11 +209,9 @@ def test_what_keeps_records_is_flushed_before_a_save():
 # What is not finite
 
 
-@pytest.mark.parametrize("name", ["loss", "gradient norm", "norm of the update"])
+@pytest.mark.parametrize(("key", "name"), NAMES.items())
 @pytest.mark.parametrize(("begin", "broken", "saved"), [(0, 6, [2, 4]), (4, 5, []), (0, 1, [])])
-def test_what_is_not_finite_ends_the_run_and_is_not_saved(name, begin, broken, saved):
-    key = {"gradient norm": "grad_norm", "norm of the update": "update_norm"}.get(name, name)
-
+def test_what_is_not_finite_ends_the_run_and_is_not_saved(key, name, begin, broken, saved):
     def step(params, opt_state, batch):
         return params, opt_state, {"loss": 1.0, key: np.nan if batch + 1 == broken else 1.0}
 

@@ -187,35 +187,27 @@ def test_the_second_sigint_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture(params=["disk", "disk without locks", "store"])
-def folder(request, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(held_module, "BEAT_S", 0.1)
-    if request.param == "disk without locks":
-        monkeypatch.setattr(held_module.fcntl, "flock", Mock(side_effect=OSError))
-    return StorePath("memory", "a/run") if request.param == "store" else tmp_path
+LOCKS = {"disk": ".lock", "disk without locks": ".lock-beats", "store": ".lock"}
 
 
-def test_a_folder_is_one_jobs(folder):
+@pytest.mark.parametrize("where", LOCKS)
+def test_a_folder_is_one_jobs(where, tmp_path: Path, monkeypatch):
     """A second one by mistake would write over what the first one saves."""
-    who = rf"trains in .* now, pid {os.getpid()} on [^,]+; wait"
+    folder = StorePath("memory", "a/run") if where == "store" else tmp_path
+    stopped, lock = Mock(), folder / LOCKS[where]
+    monkeypatch.setattr(held_module, "BEAT_S", 0.1)
+    if where == "disk without locks":
+        monkeypatch.setattr(held_module.fcntl, "flock", Mock(side_effect=OSError))
+    lock.write_text("pid 1 on another, beat 7 0.0")  # of a job that was killed
     with held(folder):
-        for _ in range(2):
-            with pytest.raises(RunError, match=who), held(folder):
-                pass
-    with held(folder):
-        pass
-
-
-@pytest.mark.parametrize("folder", ["disk without locks", "store"], indirect=True)
-def test_a_lock_that_nobody_writes_anew_was_left_by_a_job_that_was_killed(folder, monkeypatch):
-    stopped, lock = Mock(), folder / (".lock-beats" if isinstance(folder, Path) else ".lock")
-    monkeypatch.setattr(held_module.os, "kill", stopped)
-    lock.write_text("pid 1 on another, beat 7 0.0")
-    with held(folder):
-        assert f"pid {os.getpid()}" in lock.read_text()
-        lock.write_text("pid 1 on another, beat 7 1.0")  # it was not killed, but slept
-        wait_until(lambda: stopped.called)
-    assert "pid 1 on another" in lock.read_text()
+        who = rf"trains in .* now, pid {os.getpid()} on [^,]+; wait"
+        with pytest.raises(RunError, match=who), held(folder):
+            pass
+        if where != "disk":
+            monkeypatch.setattr(held_module.os, "kill", stopped)
+            lock.write_text("pid 1 on another, beat 7 1.0")  # it was not killed, but slept
+            wait_until(lambda: stopped.called)
+    assert lock.read_text().startswith(f"pid {os.getpid()}" if where == "disk" else "pid 1 on")
 
 
 @pytest.mark.parametrize(

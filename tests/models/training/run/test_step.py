@@ -134,7 +134,6 @@ def test_gradients_or_updates_alone_may_be_infinite(rule, slope, broken, on_nonf
     if on_nonfinite == "skip":
         jax.tree.map(np.testing.assert_array_equal, (moved, state), (params, rule.init(params)))
     else:
-        assert "skipped" not in metrics
         assert not np.isfinite(moved).all()
 
 
