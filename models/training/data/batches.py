@@ -52,9 +52,7 @@ def checked(data: Dataset, called: str = "data") -> Dataset:
             ) from error
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch) or [((), batch)]:
             kind = getattr(leaf, "dtype", None)
-            is_number = kind is not None and any(
-                jnp.issubdtype(kind, known) for known in (np.number, np.bool_)
-            )
+            is_number = kind is not None and (jnp.issubdtype(kind, np.number) or kind == np.bool_)
             if is_number and leaf.ndim:
                 continue
             what = f"{'a scalar' if is_number else 'an array'} of {kind}" if kind else f"{leaf}"

@@ -12,14 +12,15 @@ from spmd.models.training.checkpoints import tables
 from spmd.models.training.errors import TrainingError
 
 
-def check_copies(state: Any, step: int) -> None:
+def check_copies(params: Any, opt_state: Any, step: int) -> None:
     """Compares sums of the bits of all copies of a state's parts; all processes have to call it.
 
     Raises:
         TrainingError: some differ; names the devices that are in the minority, of two both.
     """
     held: dict[str, dict[str, jax.Array]] = collections.defaultdict(dict)
-    for path, leaf in tables.without_keys(tables.by_path(state)).items():
+    state = tables.by_path({"params": params, "opt_state": opt_state})
+    for path, leaf in tables.without_keys(state).items():
         for shard in leaf.addressable_shards:
             held[str(shard.device)][f"{path} {shard.index}"] = shard.data
     sums = {device: _sums(parts) for device, parts in held.items()}

@@ -17,7 +17,6 @@ from spmd.models.training.paths import AnyPath, StorePath
 from spmd.models.training.run.background import say
 
 BEAT_S = 5.0
-SILENT_BEATS = 4
 
 
 @contextlib.contextmanager
@@ -89,7 +88,7 @@ def _beating(lock: AnyPath, who: str) -> Iterator[None]:
 
     if found := _read(lock):
         say(lock, f"{found.partition(', beat')[0]} trains here or was killed, which takes a moment")
-        check(found, SILENT_BEATS * BEAT_S)
+        check(found, 4 * BEAT_S)
     write()
     check(mine, BEAT_S / 5)
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)

@@ -150,7 +150,7 @@ class Schedule:
     steps: int  # total number of steps, counted from the very first
     eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
-    audit_every: int = 0  # steps between comparisons of copies; 0 makes none
+    audit_every: int = 0  # steps between comparisons of copies, also before saves; 0 makes none
     evaluates_first: bool = False  # whether to evaluate before the first step that is taken
     max_skipped: int = 10  # the most steps in a row that may be skipped; one more ends the run
 
@@ -257,10 +257,8 @@ class Loop:
             self.profiler.after(number)
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
-        if self.schedule.audit_every and self.schedule.is_due(number, self.schedule.audit_every):
-            self.reader.flush()
-            check_copies({"params": params, "opt_state": opt_state}, number)
-            self.reader.restart_clock()
+        if self.schedule.is_due(number, self.schedule.audit_every):
+            self._audit()
         if self.schedule.is_due(number, self.schedule.eval_every) and not self.is_stopped:
             self._evaluate()
         if self.schedule.is_due(number, self.schedule.save_every) or self.is_stopped:
@@ -275,10 +273,16 @@ class Loop:
         self.reader.tell({"step": self.state.step, "eval_loss": self.eval_loss})
         self.reader.restart_clock()
 
+    def _audit(self) -> None:
+        self.reader.flush()
+        if self.schedule.audit_every:
+            check_copies(self.state.params, self.state.opt_state, self.state.step)
+            self.reader.restart_clock()
+
     def _save(self) -> None:
         if self.saver is None:
             return
-        self.reader.flush()
+        self._audit()
         for sink in self.reader.sinks:  # a resumed run does not take the steps before again
             sink.flush()
         with self.watch.may_take("saving"):

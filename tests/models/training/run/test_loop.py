@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd.models.llama import objective
 from spmd.models.llama.named import CONFIGS
@@ -59,7 +61,7 @@ class Saver:
 
 
 def run(step=counting_step, state=None, batches=None, *, steps, **options):
-    schedule_names = ("eval_every", "save_every", "max_skipped", "evaluates_first")
+    schedule_names = ("eval_every", "save_every", "max_skipped", "evaluates_first", "audit_every")
     schedule = {name: options.pop(name) for name in schedule_names if name in options}
     state = state or TrainState(0, None)
     notes = Notes()
@@ -232,6 +234,22 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run():
     assert [record["skipped"] for record in notes] == [0, 1, 1, 0, 1, 0]
     with pytest.raises(TrainingError, match="step 4 is nan, and so it was in the 2 steps before"):
         run(skipping_step, batches=[1.0, nan, nan, nan, 1.0], steps=5, max_skipped=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("spec", "named"), [(P(), [5]), (P(None, "b"), [5]), (P("a"), [4, 5])])
+def test_a_flipped_bit_of_a_copy_is_found_and_its_device_named(devices8, spec, named, dtype):
+    mesh = jax.sharding.Mesh(np.array(devices8).reshape(4, 2), ("a", "b"))
+    array = jax.device_put(np.ones((8, 4), dtype), NamedSharding(mesh, spec))
+    state = {"key": jax.device_put(jax.random.key(0), NamedSharding(mesh, P())), "w": array}
+    run(lambda *_: (state, None, {"loss": 1.0}), steps=2, audit_every=1)
+    parts = [np.array(shard.data) for shard in array.addressable_shards]
+    parts[5].view(np.uint8)[-1, -1] ^= 0x80
+    arrays = [jax.device_put(*pair) for pair in zip(parts, devices8, strict=True)]
+    state["w"] = jax.make_array_from_single_device_arrays((8, 4), array.sharding, arrays)
+    who = ", ".join(str(devices8[number]) for number in named)
+    with pytest.raises(TrainingError, match=f"after step 2 .* params/w, and {who} another one"):
+        run(lambda *_: (state, None, {"loss": 1.0}), steps=9, audit_every=2)
 
 
 # Traces
