@@ -16,7 +16,6 @@ from spmd.models.llama.named import CONFIGS
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.paths import StorePath
-from spmd.models.training.run import held as held_module
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
 from spmd.models.training.run.held import held
 from spmd.models.training.run.optimizer import OptimizerConfig
@@ -195,16 +194,16 @@ def test_a_folder_is_one_jobs(where, tmp_path: Path, monkeypatch):
     """A second one by mistake would write over what the first one saves."""
     folder = StorePath("memory", "a/run") if where == "store" else tmp_path
     stopped, lock = Mock(), folder / LOCKS[where]
-    monkeypatch.setattr(held_module, "BEAT_S", 0.1)
+    monkeypatch.setattr("spmd.models.training.run.held.BEAT_S", 0.1)
     if where == "disk without locks":
-        monkeypatch.setattr(held_module.fcntl, "flock", Mock(side_effect=OSError))
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError))
     lock.write_text("pid 1 on another, beat 7 0.0")  # of a job that was killed
     with held(folder):
         who = rf"trains in .* now, pid {os.getpid()} on [^,]+; wait"
         with pytest.raises(RunError, match=who), held(folder):
             pass
         if where != "disk":
-            monkeypatch.setattr(held_module.os, "kill", stopped)
+            monkeypatch.setattr("os.kill", stopped)
             lock.write_text("pid 1 on another, beat 7 1.0")  # it was not killed, but slept
             wait_until(lambda: stopped.called)
     assert lock.read_text().startswith(f"pid {os.getpid()}" if where == "disk" else "pid 1 on")
