@@ -40,6 +40,7 @@ from spmd.models.llama.config import ConfigError
 from spmd.models.llama.parameters import without_states
 from spmd.models.llama.program import LlamaProgram, sample_text
 from spmd.models.llama.weights.load import WeightsError
+from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import RunError
@@ -55,32 +56,20 @@ from spmd.scripts.flags.user_errors import one_message
 PROMPT = "def "
 
 
-# Data
-
-
-def data_config(run: RunConfig) -> data.DataConfig:
-    """What the flags name to train on."""
-    return data.DataConfig(run.data, run.tokenizer, run.packing)
-
-
-def load_data(run: RunConfig) -> tuple[data.PackedTokens, data.PackedTokens]:
-    """(training, held-out) batches of what the flags name."""
-    return data.load_datasets(
-        data_config(run),
-        seq_len=run.seq_len,
-        batch_size=run.global_batch,
-        seed=run.options.seed,
-        vocab_size=run.model.vocab_size,
-    )
-
-
 # The run
 
 
 def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> Trainer:
     """The trainer that the flags ask for, with what is done before and after its steps."""
-    train_data, held_out = load_data(run)
-    tokenizer = data.tokenizer_of(data_config(run))
+    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing)
+    train_data, held_out = data.load_datasets(
+        of_flags,
+        seq_len=run.seq_len,
+        batch_size=run.global_batch,
+        seed=run.options.seed,
+        vocab_size=run.model.vocab_size,
+    )
+    tokenizer = data.tokenizer_of(of_flags)
     launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
     of_data = {
         "seed": run.options.seed,
@@ -98,11 +87,23 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
             trainer.folder.write_config(run)
             settings = make_parser(None).settings_text(given)
             trainer.folder.settings.write_text(settings, encoding="utf-8")
-            weight_flags.write_tokenizer(tokenizer, trainer.folder.tokenizer)
+            with weight_flags.tokenizer_files(tokenizer, given.init_from) as files:
+                if files is not None:
+                    trainer.folder.tokenizer.mkdir(exist_ok=True)
+                    copy_small_files(files, trainer.folder.tokenizer)
         return changes
 
     def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
-        finish(run, given, trainer, program, outcome, tokenizer, watch)
+        console, params = trainer.console, outcome.state.params
+        with watch.may_take("exporting"):
+            export(given, outcome, run, tokenizer, trainer.folder, console)
+        if given.sample_tokens:
+            with watch.may_take("writing a sample"):
+                text = sample_text(run, mesh, params, PROMPT, given.sample_tokens, tokenizer)
+            console.print(f"--- a sample\n{text}\n---")
+        if given.report:
+            with watch.may_take("writing the report"):
+                trainer.write_report(program, Path(given.report), prices=True)
 
     trainer = Trainer.of(
         lambda: LlamaProgram(run, mesh, train_data.struct()),
@@ -132,28 +133,6 @@ def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> l
     if text["fingerprint"] != of_data["fingerprint"]:
         changes.append("the text that is trained on")
     return changes
-
-
-def finish(
-    run: RunConfig,
-    given: argparse.Namespace,
-    trainer: Trainer,
-    program: TrainingProgram,
-    outcome: Outcome,
-    tokenizer: data.Tokenizer,
-    watch: launch.Watch,
-) -> None:
-    """What comes after the last step: the export, a sample, the report with prices."""
-    console, params = trainer.console, outcome.state.params
-    with watch.may_take("exporting"):
-        export(given, outcome, run, tokenizer, trainer.folder, console)
-    if given.sample_tokens:
-        with watch.may_take("writing a sample"):
-            text = sample_text(run, program.mesh, params, PROMPT, given.sample_tokens, tokenizer)
-        console.print(f"--- a sample\n{text}\n---")
-    if given.report:
-        with watch.may_take("writing the report"):
-            trainer.write_report(program, Path(given.report), prices=True)
 
 
 def export(

@@ -59,7 +59,7 @@ def train_step(
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        return *updated(optimizer, grads, opt_state, params), loss
+        return *updated(optimizer, loss, grads, opt_state, params), loss
 
     return step
 

@@ -10,4 +10,4 @@ class RunError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on: loss or gradients are not finite."""
+    """A run that cannot go on: loss, gradients or an update are not finite."""

@@ -16,10 +16,10 @@ from spmd.models.training.run.step import ON_NONFINITE, OnNonfinite
 METRICS = ("jsonl", "tensorboard")
 """The files of metrics that a run can write."""
 
-POSITIVE = ("steps", "microbatches", "keep_last")
+POSITIVE = ("steps", "microbatches", "keep_last", "data_threads")
 AT_LEAST_ZERO = (
     *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
-    *("seed", "watchdog_timeout"),
+    *("audit_every", "seed", "watchdog_timeout"),
 )
 
 
@@ -68,8 +68,9 @@ class TrainerOptions:
     # where there is none. None starts anew, and refuses a folder that holds a run.
     resume: int | str | None = dataclasses.field(default=AUTO, metadata=read_by(resume_step))
     seed: int = 0  # of the first parameters; Llamas' of samples and generated text, too
+    data_threads: int = 1  # threads that call a `data(step)` of one's own at the same time
     microbatches: int = 1  # number of parts that a batch is processed in, one after the other
-    # what a loss or gradient that is not finite does: `"stop"` or `"skip"`
+    # what a loss, gradient or update that is not finite does: `"stop"` or `"skip"`
     on_nonfinite: OnNonfinite = "stop"
     max_skipped: int = 10  # the most steps in a row that may be skipped
     eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
@@ -78,6 +79,7 @@ class TrainerOptions:
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
     keep_last: int = 3  # how many of the latest checkpoints are kept
     keep_every: int = 0  # those of every n-th step are kept too; 0 keeps none of them
+    audit_every: int = 0  # steps between comparisons of devices' copies of the state; 0 makes none
     log_every: int = 0  # steps between lines of progress; 0 prints about twenty lines in all
     # which of `METRICS` are written into `run_dir`
     metrics: tuple[str, ...] = dataclasses.field(default=METRICS, metadata=read_by(metrics_words))
@@ -94,7 +96,7 @@ class TrainerOptions:
             if getattr(self, name) < 1:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
         for name in AT_LEAST_ZERO:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise RunError(f"{name} must not be negative, and is {getattr(self, name)}")
         if self.on_nonfinite not in ON_NONFINITE:
             raise RunError(

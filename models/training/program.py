@@ -42,7 +42,7 @@ class TrainingProgram:
         mesh: where it runs; its axes have any names.
         optimizer: which one, or one of optax.
         microbatches: number of parts that a batch is processed in, one after the other.
-        on_nonfinite: what a loss or gradient that is not finite does.
+        on_nonfinite: what a loss, gradient or update that is not finite does.
         eval_loss: what an evaluation computes; `loss` if left out. A state that it returns is
             dropped.
         cost: what a step processes; its rows, if left out.

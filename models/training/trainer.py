@@ -24,16 +24,16 @@ import spmd
 from spmd import launch
 from spmd.models.training.checkpoints.found import CheckpointError, Found
 from spmd.models.training.checkpoints.store import Checkpoints
-from spmd.models.training.data.batches import Dataset, open_batches, structs_of
+from spmd.models.training.data.batches import Dataset, checked, open_batches, structs_of
+from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError, RunError, TrainingError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
 from spmd.models.training.run import output
 from spmd.models.training.run.description import RunFolder
-from spmd.models.training.run.loop import Outcome, Schedule, TrainState, train
+from spmd.models.training.run.loop import Loop, Outcome, Schedule
 from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
 from spmd.models.training.run.profile import ProfileError, Profiler
-from spmd.models.training.run.sinks import Sinks
 from spmd.models.training.run.start import (
     agree,
     find_checkpoint,
@@ -191,16 +191,17 @@ class Trainer:
 
         Raises:
             RunError, CheckpointError: the folder holds another run, or cannot be used.
-            TrainingError: loss or gradients are not finite.
+            TrainingError: loss, gradients or an update are not finite.
             LaunchError: processes differ in what they are to do.
         """
-        agree(self.options, self.data)
-        if note := restart_note(self.options):
+        options, folder = self.options, self.folder
+        agree(options, self.data)
+        if note := restart_note(options):
             self.console.print(note)
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(watched(self.options.watchdog_timeout, self.folder))
+            watch = stack.enter_context(watched(options.watchdog_timeout, folder))
             stop = stack.enter_context(StopSignals(lambda: watch.doing))
-            checkpoints = stack.enter_context(opened(self.folder, self.options, self.about))
+            checkpoints = stack.enter_context(opened(folder, options, self.about))
             found = self._found(checkpoints)
             program = self._compiled(watch)
             with watch.may_take("making the first state"):
@@ -209,18 +210,45 @@ class Trainer:
                     checkpoints,
                     found,
                     self.hooks.first_params,
-                    seed=self.options.seed,
+                    seed=options.seed,
                     console=self.console,
                 )
-            with output.make_sinks(self.options, self.folder, self.console, state.step) as sinks:
-                outcome = self._train(program, state, stop, watch, sinks, checkpoints, found)
-            for line in output.ending(outcome, self.options, program.cost, stop.name, self.folder):
+            evaluate = None
+            if self.held_out is not None and options.eval_batches:
+                held_out = checked(self.held_out, "held_out")
+                evaluate = program.evaluation(held_out, options.eval_batches, watch)
+            schedule = Schedule(
+                steps=options.steps,
+                eval_every=options.eval_every,
+                save_every=options.save_every,
+                audit_every=options.audit_every,
+                evaluates_first=options.eval_first and found is None,
+                max_skipped=options.max_skipped,
+            )
+            profiler = Profiler(options.profile, folder.profile) if folder else Profiler(None)
+            shardings = program.step.in_shardings[2]
+            with (
+                output.make_sinks(options, folder, self.console, state.step) as sinks,
+                open_batches(self.data, shardings, state.step, options.data_threads) as batches,
+            ):
+                outcome = Loop(
+                    program.step,
+                    state,
+                    batches,
+                    schedule,
+                    cost=program.cost,
+                    sinks=sinks,
+                    evaluate=evaluate,
+                    saver=checkpoints,
+                    profiler=profiler,
+                    should_stop=stop.is_requested,
+                    watch=watch,
+                ).run()
+            for line in output.ending(outcome, options, program.cost, stop.name, folder):
                 self.console.print(line)
             if not outcome.is_stopped:
                 self.hooks.after(program, outcome, watch)
         return outcome
-
-    # The parts of a run, in order.
 
     def _found(self, checkpoints: Checkpoints | None) -> Found | None:
         if checkpoints is None:
@@ -228,6 +256,12 @@ class Trainer:
         found = find_checkpoint(checkpoints, self.options.resume, self.console)
         for change in self.hooks.before(found):
             self.console.print(f"changed since the checkpoint: {change}")
+        if isinstance(self.data, PackedTokens):
+            if found is not None:
+                batch = found.meta.get("config", {}).get("global_batch", self.data.batch_size)
+                seen = found.meta.get("samples", found.step * batch)
+                self.data = self.data.going_on(found.step, seen)
+            checkpoints.samples = self.data.first
         return found
 
     def _compiled(self, watch: launch.Watch) -> TrainingProgram:
@@ -240,43 +274,6 @@ class Trainer:
         if self.folder is not None:
             self.write_report(program, self.folder.report, prices=False)
         return program
-
-    def _train(
-        self,
-        program: TrainingProgram,
-        state: TrainState,
-        stop: StopSignals,
-        watch: launch.Watch,
-        sinks: Sinks,
-        checkpoints: Checkpoints | None,
-        found: Found | None,
-    ) -> Outcome:
-        options, folder = self.options, self.folder
-        schedule = Schedule(
-            steps=options.steps,
-            eval_every=options.eval_every,
-            save_every=options.save_every,
-            evaluates_first=options.eval_first and found is None,
-            max_skipped=options.max_skipped,
-        )
-        evaluate = None
-        if self.held_out is not None and options.eval_batches:
-            evaluate = program.evaluation(self.held_out, options.eval_batches, watch)
-        shardings = program.step.in_shardings[2]
-        with open_batches(self.data, shardings, state.step) as batches:
-            return train(
-                program.step,
-                state,
-                batches,
-                schedule,
-                cost=program.cost,
-                sinks=sinks,
-                evaluate=evaluate,
-                saver=checkpoints,
-                profiler=Profiler(options.profile, folder.profile) if folder else None,
-                should_stop=stop.is_requested,
-                watch=watch,
-            )
 
     def write_report(self, program: TrainingProgram, path: Path, *, prices: bool) -> None:
         """The page on the partitioning; with what other decisions would have cost takes a while."""

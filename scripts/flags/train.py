@@ -137,8 +137,9 @@ def _training(add: Add) -> None:
     of_fields(add, RunConfig)(
         "--z_loss", help="weight of the squared log-normalizer of the softmax"
     )
-    of_options("--on_nonfinite", help="what a loss or gradient that is not finite does")
+    of_options("--on_nonfinite", help="what a loss, gradient or update that is not finite does")
     of_options("--max_skipped", help="so many steps in a row may be skipped")
+    of_options("--audit_every", help="steps between comparisons of devices' copies; 0: none")
     of_options("--seed", help="of parameters, samples and generated text")
 
 

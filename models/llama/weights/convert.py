@@ -9,14 +9,13 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from spmd.models.llama.weights.config import CONFIG_FILE, to_hf
+from spmd.models.llama.weights.config import to_hf
 from spmd.models.llama.weights.files import (
     INDEX_FILE,
     Array,
@@ -29,10 +28,9 @@ from spmd.models.llama.weights.files import (
 )
 from spmd.models.llama.weights.ranks import SHARDING_FILE, cuts, describe, rank_file, shard
 from spmd.models.llama.weights.save import (
-    GENERATION_CONFIG_FILE,
     MAX_SHARD_BYTES,
-    TOKENIZER_FILES,
     check_can_save,
+    write_beside,
 )
 from spmd.models.llama.weights.tensors import Source, Tensor
 from spmd.models.progress import Advance, bytes_bar
@@ -115,7 +113,6 @@ def _write(
     folder = folder.absolute()
     check_can_save(folder)
     dtype = next(iter(source.tensors.values())).dtype
-    beside = {CONFIG_FILE: to_hf(source.config, dtype), **beside}
     identity = _identity(source, plan)
     with _unfinished(folder, identity) as (unfinished, done):
         noted = unfinished / f"{PROGRESS_FILE}.part"
@@ -132,9 +129,7 @@ def _write(
                 made(name)
         for name, content in beside.items():
             write_json(unfinished / name, content)
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG_FILE):
-            if source.tokenizer_from and (source.tokenizer_from / name).is_file():
-                shutil.copyfile(source.tokenizer_from / name, unfinished / name)
+        write_beside(unfinished, to_hf(source.config, dtype), source.tokenizer_from)
         (unfinished / PROGRESS_FILE).unlink()
         unfinished.rename(folder)
 

@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def save(
                 )
                 with arriving as unfinished:
                     write_files(unfinished, plan, arrays)
-                    _write_beside(unfinished, description, tokenizer_from)
+                    write_beside(unfinished, description, tokenizer_from)
             except (OSError, WeightsError) as error:
                 failure = str(error)
         for _ in arrays:  # gathering takes every process, also when writing has failed
@@ -205,18 +206,32 @@ def _appearing_on_store(folder: StorePath) -> Iterator[AnyPath]:
         raise
 
 
-def _write_beside(
-    folder: AnyPath, description: dict[str, Any], tokenizer_from: str | AnyPath | None
+def write_beside(
+    folder: AnyPath, description: Mapping[str, Any], tokenizer_from: str | AnyPath | None
 ) -> None:
-    """Writes the files of a checkpoint other than weights."""
-    write_json(folder / CONFIG_FILE, description)
+    """Writes the files of a checkpoint other than weights.
+
+    Args:
+        description: what goes into `config.json`.
+        tokenizer_from: a folder with a tokenizer, and what its model knows of tokens: the padding,
+            and how they are drawn.
+    """
     tokens = {key: description[key] for key in ("bos_token_id", "eos_token_id")}
     if any(token is not None for token in tokens.values()):
         write_json(folder / GENERATION_CONFIG_FILE, {"_from_model_config": True, **tokens})
-    for name in TOKENIZER_FILES if tokenizer_from is not None else ():
-        file = as_path(tokenizer_from or "") / name
-        if file.is_file():
-            (folder / name).write_bytes(file.read_bytes())
+    if tokenizer_from is not None:
+        copy_small_files(as_path(tokenizer_from), folder)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            description = {**description, "pad_token_id": known["pad_token_id"]}
+    write_json(folder / CONFIG_FILE, description)
+
+
+def copy_small_files(source: AnyPath, folder: AnyPath) -> None:
+    """Copies what is not about weights in a model's folder."""
+    for name in (*TOKENIZER_FILES, CONFIG_FILE, GENERATION_CONFIG_FILE):
+        if (source / name).is_file():
+            (folder / name).write_bytes((source / name).read_bytes())
 
 
 @contextlib.contextmanager
@@ -226,7 +241,5 @@ def local_tokenizer(folder: AnyPath) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory() as made:
-        for name in (*TOKENIZER_FILES, CONFIG_FILE, GENERATION_CONFIG_FILE):
-            if (folder / name).is_file():
-                (Path(made) / name).write_bytes((folder / name).read_bytes())
+        copy_small_files(folder, Path(made))
         yield Path(made)

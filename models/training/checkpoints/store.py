@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -65,6 +65,7 @@ class Checkpoints:
         pieces: whether `Pieces` are saved instead of arrays.
 
     Attributes:
+        samples: step -> how many samples have been seen after it; 0 is not written down.
         notes: a sentence for each interrupted or damaged save that was found in the folder.
 
     Raises:
@@ -93,6 +94,7 @@ class Checkpoints:
             f"the save of step {step} was interrupted; what it had written is removed"
             for step, _ in unfinished(self.folder)
         ]
+        self.samples: Callable[[int], int] = lambda step: 0
         self._keep, self._pieces = (keep_last, keep_every), pieces
         self._saving: Saving | None = None
         self._ended: list[Record] = []
@@ -131,6 +133,8 @@ class Checkpoints:
         shardings = [leaf.sharding for leaf in leaves.values()]
         mesh = next((dict(s.mesh.shape) for s in shardings if hasattr(s, "mesh")), {})
         meta = {"schema": SCHEMA, "step": state.step, "mesh": mesh, "jax": jax.__version__}
+        if seen := self.samples(state.step):
+            meta["samples"] = seen
         meta |= {**self.about, "arrays": tables.describe(leaves)}
         saving = self._saving = Saving(state.step, meta, started, self._together)
         try:

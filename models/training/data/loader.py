@@ -16,7 +16,7 @@ LAST_STEP = 2**48
 """Larger than any step: grain wants sequences to have an end."""
 
 AHEAD = 4
-"""So many batches are made ahead, by as many threads."""
+"""So many batches are made ahead; those of packed tokens by as many threads."""
 
 
 class _Ahead(Iterator[Any]):
@@ -41,11 +41,14 @@ class Placed(_Ahead):
     Args:
         dataset: step -> the whole batch, a tree of numpy arrays, the same on every process.
         shardings: how each leaf of a batch is split over the devices.
+        threads: how many call `dataset` at once; one does so step after step.
     """
 
-    def __init__(self, dataset: Callable[[int], Any], *, shardings: Any, start_step: int) -> None:
+    def __init__(
+        self, dataset: Callable[[int], Any], *, shardings: Any, start_step: int, threads: int = 1
+    ) -> None:
         self._shardings = shardings
-        self._batches = _read_ahead(lambda step: dataset(int(step)), start_step)
+        self._batches = _read_ahead(lambda step: dataset(int(step)), start_step, threads)
 
     def __next__(self) -> Any:
         return place(next(self._batches), self._shardings)
@@ -78,7 +81,7 @@ class Loader(_Ahead):
         if set(structs) != set(shardings):
             raise ValueError(f"shardings of {sorted(shardings)}, batches of {sorted(structs)}")
         self._rows = rows_of_host((dataset.batch_size, dataset.seq_len), self._shardings)
-        self._batches = _read_ahead(_HostRows(dataset, self._rows), start_step)
+        self._batches = _read_ahead(_HostRows(dataset, self._rows), start_step, AHEAD)
 
     def __next__(self) -> dict[str, jax.Array]:
         batch = next(self._batches)
@@ -96,12 +99,12 @@ class _HostRows:
     rows: npt.NDArray[np.int64]
 
     def __call__(self, step: Any) -> Batch:
-        return self.dataset.rows(int(step) * self.dataset.batch_size + self.rows)
+        return self.dataset.rows(self.dataset.first(int(step)) + self.rows)
 
 
-def _read_ahead(read: Callable[[int], Any], start_step: int) -> Any:
+def _read_ahead(read: Callable[[int], Any], start_step: int, threads: int) -> Any:
     steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(read)
-    options = grain.ReadOptions(num_threads=AHEAD, prefetch_buffer_size=AHEAD)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
     return iter(steps.to_iter_dataset(options))
 
 

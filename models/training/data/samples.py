@@ -4,6 +4,8 @@ There is no state, such as a position in a file or a random generator. A run tha
 1000, or on another number of hosts, sees the same batches as one that never stopped.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import hashlib
@@ -146,7 +148,7 @@ def describe_documents(is_first: npt.NDArray[np.bool_], mask_boundaries: bool) -
 class PackedTokens:
     """Batches of packed documents.
 
-    Row `b` of step `s` is sample number `s * batch_size + b`. Sample numbers go through the windows
+    Row `b` of step `s` is sample number `first(s) + b`. Sample numbers go through the windows
     of each part in a pseudo-random order, a new one in each epoch. Nothing is dropped at an epoch's
     end: a batch may hold the last samples of one epoch and the first of the next. Several parts are
     mixed by `shares`, and each has its own epochs.
@@ -171,6 +173,7 @@ class PackedTokens:
     shares: Sequence[float] | None = None
     boundaries: bool = False  # whether batches say which document a token belongs to
     mask_boundaries: bool = True  # whether a target that begins another document has weight 0
+    before: int = 0  # samples seen before, less those of as many steps with this `batch_size`
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.batch_size < 1:
@@ -203,9 +206,17 @@ class PackedTokens:
         shares = MixtureShares(self.shares or [1.0] * len(orders), sys.maxsize)
         return grain.MapDataset.select_from_datasets(orders, shares)
 
+    def first(self, step: int) -> int:
+        """The number of a step's first sample: so many are seen before the step."""
+        return self.before + step * self.batch_size
+
+    def going_on(self, step: int, seen: int) -> PackedTokens:
+        """The same after so many steps that have seen so many samples, in batches of any size."""
+        return dataclasses.replace(self, before=seen - step * self.batch_size)
+
     def __call__(self, step: int) -> Batch:
         """The whole batch of a step; every leaf is (B, S)."""
-        start = step * self.batch_size
+        start = self.first(step)
         return self.rows(range(start, start + self.batch_size))
 
     def rows(self, numbers: Iterable[int]) -> Batch:

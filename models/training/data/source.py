@@ -49,7 +49,6 @@ MEMORY_BYTES = 2**30
 """The most text that is tokenized in memory."""
 
 Packing = Literal["boundaries", "none"]
-PACKINGS: tuple[Packing, ...] = ("boundaries", "none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
-import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spmd import launch
 from spmd.models.training.data.source import BYTES, Packing
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
@@ -60,8 +56,14 @@ class RunConfig:
         for name in ("seq_len", "global_batch"):
             if getattr(self, name) < 1:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.z_loss < 0:
+        if not 0 <= self.z_loss < math.inf:
             raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self.model, name, None) == "float16":
+                raise RunError(
+                    f"{name}: gradients are too small for float16, as losses are not scaled; train "
+                    "in bfloat16 (--export_dtype float16 is possible)"
+                )
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)
@@ -134,15 +136,32 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Within:
+    """A file or folder in a run's folder, as an attribute of that."""
+
+    name: str
+
+    def __get__(self, folder: RunFolder, kind: type) -> Path:
+        return folder.path / self.name
+
+
+@dataclasses.dataclass(frozen=True)
 class RunFolder:
     """Where a run's results are."""
 
     CHECKPOINTS: ClassVar[str] = "checkpoints"
     TOKENIZER: ClassVar[str] = "tokenizer"
 
-    # the folder, with `config.json`, `settings.yaml`, `metrics.jsonl`, `report.html`, and the
-    # folders `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`
-    path: Path
+    config = Within("config.json")  # the run's configuration
+    settings = Within("settings.yaml")  # what was asked for, as a program reads it again
+    metrics = Within("metrics.jsonl")  # one JSON object for each record
+    report = Within("report.html")  # on how the program was partitioned
+    tensorboard = Within("tensorboard")  # event files
+    tokenizer = Within(TOKENIZER)  # that is trained with; not there if tokens are bytes
+    compiled = Within("compiled")  # compiled programs, which a restart finds there
+    profile = Within("profile")  # traces
+
+    path: Path  # the folder
     # for a run on an object store, its folder there, with the same files; `path` is then a
     # temporary folder
     kept: StorePath | None = None
@@ -158,33 +177,6 @@ class RunFolder:
         if isinstance(path, Path):
             return cls(path)
         return cls(Path(tempfile.gettempdir()) / f"run-{secrets.token_hex(8)}", path)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, no other job trains in the folder; process 0 locks it for all.
-
-        Raises:
-            RunError: another job does.
-        """
-        if not launch.is_main_process():
-            yield
-            return
-        with (self.path / ".lock").open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                lock.seek(0)
-                raise RunError(
-                    f"run_dir: another job trains in {self.path} now, {lock.read()}; wait until it "
-                    "has ended, or name another folder"
-                ) from error
-            except OSError:  # a file system without locks
-                yield
-                return
-            lock.truncate(0)
-            lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
-            yield
 
     @contextlib.contextmanager
     def kept_up(self) -> Iterator[None]:
@@ -205,44 +197,9 @@ class RunFolder:
         return self.kept / path.relative_to(self.path).as_posix()
 
     @property
-    def config(self) -> Path:
-        """The run's configuration, as JSON."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object for each record."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
     def checkpoints(self) -> AnyPath:
         """The folder of checkpoints."""
         return (self.kept or self.path) / self.CHECKPOINTS
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer that is trained with; not there if tokens are bytes."""
-        return self.path / self.TOKENIZER
-
-    @property
-    def compiled(self) -> Path:
-        """Compiled programs, which a restart finds there."""
-        return self.path / "compiled"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of traces."""
-        return self.path / "profile"
-
-    @property
-    def report(self) -> Path:
-        """The report on how the program was partitioned."""
-        return self.path / "report.html"
 
     def make(self) -> None:
         """Makes the folder.
@@ -257,11 +214,6 @@ class RunFolder:
             probe.unlink(missing_ok=True)  # all processes try, at the same moment
         except OSError as error:
             raise RunError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
-
-    @property
-    def settings(self) -> Path:
-        """What was asked for, as a program reads it again."""
-        return self.path / "settings.yaml"
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.json`."""

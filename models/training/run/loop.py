@@ -19,6 +19,7 @@ import jax
 
 from spmd.launch import Unwatched, Watch
 from spmd.models.training.errors import TrainingError
+from spmd.models.training.run.audit import check_copies
 from spmd.models.training.run.metrics import StepCost, memory_in_use
 from spmd.models.training.run.profile import Profiler
 from spmd.models.training.run.sinks import Record, Sink
@@ -29,6 +30,10 @@ from spmd.models.training.run.step import StepMetrics, TrainStep
 
 TYPICAL_OF = 1000
 """The time of a typical step is the median of this many of the last steps."""
+
+
+NAMES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "norm of the update"}
+"""Metrics that have to be finite, and what they are called."""
 
 
 class MetricsReader:
@@ -99,21 +104,21 @@ class MetricsReader:
 
     def _check(self, record: Record) -> None:
         number = int(record["step"])
-        bad = [n for n in ("loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
+        bad = [n for n in NAMES if not math.isfinite(record.get(n, 0.0))]
         if not bad:
             self.skipped_in_a_row = 0
             return
-        name = "loss" if bad[0] == "loss" else "gradient norm"
-        advice = "a lower learning rate, a longer warmup or clipping may help"
-        if "skipped" not in record:
-            raise TrainingError(f"the {name} of step {number} is {record[bad[0]]}; {advice}")
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.max_skipped:
-            raise TrainingError(
-                f"the {name} of step {number} is {record[bad[0]]}, and so it was in the "
-                f"{self.max_skipped} steps before, all skipped; {advice}"
-            )
+        also = ""
+        if "skipped" in record:
+            if self.skipped_in_a_row <= self.max_skipped:
+                return
+            also = f", and so it was in the {self.max_skipped} steps before, all skipped"
+        raise TrainingError(
+            f"the {NAMES[bad[0]]} of step {number} is {record[bad[0]]}{also}; a lower learning "
+            "rate, a longer warmup or clipping may help"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +150,7 @@ class Schedule:
     steps: int  # total number of steps, counted from the very first
     eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
+    audit_every: int = 0  # steps between comparisons of copies, also before saves; 0 makes none
     evaluates_first: bool = False  # whether to evaluate before the first step that is taken
     max_skipped: int = 10  # the most steps in a row that may be skipped; one more ends the run
 
@@ -171,92 +177,54 @@ class Outcome:
     is_stopped: bool  # whether the run was asked to stop before its last step
 
 
-def train(
-    step: TrainStep,
-    state: TrainState,
-    batches: Iterator[Any],
-    schedule: Schedule,
-    *,
-    cost: StepCost,
-    sinks: Sequence[Sink] = (),
-    evaluate: Callable[[Any], float] | None = None,
-    saver: Saver | None = None,
-    profiler: Profiler | None = None,
-    should_stop: Callable[[int], bool] = lambda step: False,
-    watch: Watch | None = None,
-) -> Outcome:
+@dataclasses.dataclass
+class Loop:
     """Takes steps until the schedule's end, or until it is asked to stop.
 
     A step's metrics are read after the next step was dispatched, so that the devices do not wait
     for the host. Before an evaluation, a checkpoint and the end they are read at once.
-
-    Args:
-        step: the (compiled) training step; may donate its first two arguments.
-        state: where to start. Do not use it afterwards if `step` donates.
-        batches: iterates over the batches, beginning with that of the next step.
-        schedule: what happens after which step.
-        cost: turns seconds into rates.
-        evaluate: parameters -> held-out loss.
-        saver: saves checkpoints, also before a stop.
-        profiler: traces some steps.
-        should_stop: called with the step's number, before the first step and after each. If it
-            returns True, the loop saves and ends.
-        watch: gets a beat for each step whose metrics have arrived, and hears what takes longer.
-
-    Returns:
-        The state after the last step, and what the steps were like.
-
-    Raises:
-        TrainingError: loss or gradients are not finite, and steps may not be skipped, or too many
-            were skipped.
     """
-    started = time.perf_counter()
-    watch = Unwatched() if watch is None else watch
-    reader = MetricsReader(cost, schedule.max_skipped, sinks, watch)
-    loop = _Loop(
-        step,
-        state,
-        batches,
-        schedule,
-        reader=reader,
-        evaluate=evaluate,
-        saver=saver,
-        profiler=profiler or Profiler(None),
-        should_stop=should_stop,
-        watch=watch,
-    )
-    loop.run()
-    return Outcome(
-        loop.state,
-        reader.first,
-        reader.last,
-        loop.eval_loss,
-        reader.typical_seconds,
-        time.perf_counter() - started,
-        reader.skipped,
-        loop.is_stopped,
-    )
 
-
-@dataclasses.dataclass
-class _Loop:
-    """What `train` was given, the state so far, and what is done between steps."""
-
-    step: TrainStep
-    state: TrainState
-    batches: Iterator[Any]
-    schedule: Schedule
+    step: TrainStep  # the (compiled) training step; may donate its first two arguments
+    state: TrainState  # where to start. Do not use it afterwards if `step` donates.
+    batches: Iterator[Any]  # iterates over the batches, beginning with that of the next step
+    schedule: Schedule  # what happens after which step
     _: dataclasses.KW_ONLY
-    reader: MetricsReader
-    evaluate: Callable[[Any], float] | None
-    saver: Saver | None
-    profiler: Profiler
-    should_stop: Callable[[int], bool]
-    watch: Watch
+    cost: dataclasses.InitVar[StepCost]  # turns seconds into rates
+    sinks: dataclasses.InitVar[Sequence[Sink]] = ()
+    evaluate: Callable[[Any], float] | None = None  # parameters -> held-out loss
+    saver: Saver | None = None  # saves checkpoints, also before a stop
+    profiler: Profiler = dataclasses.field(default_factory=lambda: Profiler(None))
+    # called with the step's number, before the first step and after each. If it returns True, the
+    # loop saves and ends.
+    should_stop: Callable[[int], bool] = lambda step: False
+    # gets a beat for each step whose metrics have arrived, and hears what takes longer
+    watch: Watch = dataclasses.field(default_factory=Unwatched)
     eval_loss: float | None = None
     is_stopped: bool = False
 
-    def run(self) -> None:
+    def __post_init__(self, cost: StepCost, sinks: Sequence[Sink]) -> None:
+        self.started = time.perf_counter()
+        self.reader = MetricsReader(cost, self.schedule.max_skipped, sinks, self.watch)
+        self.saved = self.state.step if self.saver else 0  # the latest checkpoint's; 0 is none
+
+    def run(self) -> Outcome:
+        """Returns the state after the last step, and what the steps were like.
+
+        Raises:
+            TrainingError: loss, gradients or an update are not finite, and steps may not be
+                skipped, or too many were skipped.
+        """
+        try:
+            self._run()
+        except TrainingError as error:
+            good = f"; the last good state is the checkpoint of step {self.saved}"
+            raise TrainingError(f"{error}{good if self.saved else ''}") from None
+        reader, seconds = self.reader, time.perf_counter() - self.started
+        steps = (reader.first, reader.last, self.eval_loss, reader.typical_seconds)
+        return Outcome(self.state, *steps, seconds, reader.skipped, self.is_stopped)
+
+    def _run(self) -> None:
         if not self._is_over():
             self._hear_stop()
         with self.profiler:
@@ -289,6 +257,8 @@ class _Loop:
             self.profiler.after(number)
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
+        if self.schedule.is_due(number, self.schedule.audit_every):
+            self._audit()
         if self.schedule.is_due(number, self.schedule.eval_every) and not self.is_stopped:
             self._evaluate()
         if self.schedule.is_due(number, self.schedule.save_every) or self.is_stopped:
@@ -303,14 +273,21 @@ class _Loop:
         self.reader.tell({"step": self.state.step, "eval_loss": self.eval_loss})
         self.reader.restart_clock()
 
+    def _audit(self) -> None:
+        self.reader.flush()
+        if self.schedule.audit_every:
+            check_copies(self.state.params, self.state.opt_state, self.state.step)
+            self.reader.restart_clock()
+
     def _save(self) -> None:
         if self.saver is None:
             return
-        self.reader.flush()
+        self._audit()
         for sink in self.reader.sinks:  # a resumed run does not take the steps before again
             sink.flush()
         with self.watch.may_take("saving"):
             self.saver.save(self.state)
+        self.saved = self.state.step
         self.reader.restart_clock()
 
     def _finish_saving(self) -> None:

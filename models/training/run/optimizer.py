@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +26,15 @@ NOT_DECAYED = ("norm", "bias")
 
 NOT_DECAYED_NAMES = ("scale", "embedding")
 """Nor those of these names: flax's norms and embeddings."""
+
+
+RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("total_steps", "learning_rate", "clip_norm"), lambda x: 0 < x < math.inf, "positive"),
+    (("warmup_steps", "weight_decay"), lambda x: 0 <= x < math.inf, "at least 0"),
+    (("final_fraction", "decay_fraction"), lambda x: 0 <= x <= 1, "in [0, 1]"),
+    (("beta1", "beta2"), lambda x: 0 <= x < 1, "in [0, 1)"),
+)
+"""Names of numbers -> what they have to be."""
 
 
 class OptimizerError(ValueError):
@@ -55,26 +66,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        if self.total_steps is not None and self.total_steps < 1:
-            raise OptimizerError(f"total_steps must be positive, not {self.total_steps}")
-        if self.learning_rate <= 0:
-            raise OptimizerError(f"learning_rate must be positive, not {self.learning_rate}")
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise OptimizerError(f"warmup_steps must not be negative, not {self.warmup_steps}")
         if self.schedule not in SCHEDULES:
             raise OptimizerError(
                 f"no schedule is called {self.schedule!r}; there are {', '.join(SCHEDULES)}"
             )
-        for name in ("final_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise OptimizerError(f"{name} must be in [0, 1], not {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise OptimizerError(f"{name} must be in [0, 1), not {getattr(self, name)}")
-        if self.weight_decay < 0:
-            raise OptimizerError(f"weight_decay must not be negative, not {self.weight_decay}")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise OptimizerError(f"clip_norm must be positive, not {self.clip_norm}")
+        for names, is_good, wanted in RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not is_good(value):
+                    raise OptimizerError(f"{name} must be {wanted}, not {value}")
 
     def ending_at(self, steps: int) -> OptimizerConfig:
         """The same, whose schedule ends with a run of so many steps unless it says where."""
@@ -139,22 +139,41 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
 
 
+def weights_of(variables: Any) -> Any:
+    """What an optimizer updates: all but the model's state, and that of 8-bit products."""
+    return fp8.split(parted(variables)[0])[0]
+
+
 def initial_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """The optimizer's state for all parameters but the model's state, and 8-bit products'."""
-    return optimizer.init(fp8.split(parted(params)[0])[0])
+    """The optimizer's state for `weights_of(params)`."""
+    return optimizer.init(weights_of(params))
 
 
 def updated(
-    optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+    optimizer: optax.GradientTransformation, loss: Any, grads: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
     """Parameters and optimizer state after an update.
 
     States are replaced by what stands in their places in the gradients, the next states: that of a
     `Stateful`, and those of 8-bit products (`spmd.ops.fp8_dot`).
+
+    Raises:
+        OptimizerError: the optimizer wants to compute losses itself.
     """
     (trained, _), (grads, state) = parted(params), parted(grads)
     (weights, _), (grads, states) = fp8.split(trained), fp8.split(grads)
-    updates, opt_state = optimizer.update(grads, opt_state, weights)
+    for extra in ({}, {"value": loss}):  # what a rule takes cannot be asked
+        try:
+            updates, opt_state = optimizer.update(grads, opt_state, weights, **extra)
+            break
+        except (TypeError, ValueError) as error:
+            if "value_fn" in str(error) or "obj_fn" in str(error):
+                raise OptimizerError(
+                    "the optimizer computes losses of its own in a step, as L-BFGS, line searches "
+                    f"and Sophia do, which is not supported: {error}"
+                ) from error
+            if extra or "'value'" not in str(error):
+                raise
     trained = fp8.merge(optax.apply_updates(weights, updates), states)
     return joined(trained, state, params), opt_state
 

@@ -22,6 +22,7 @@ from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunFolder
+from spmd.models.training.run.held import held
 from spmd.models.training.run.loop import TrainState
 
 
@@ -83,7 +84,7 @@ def opened(
     # A restart compiles nothing again; where the user keeps programs, they stay.
     has_place = getattr(jax.config, "jax_compilation_cache_dir", None) is not None
     with (
-        folder.held(),
+        held(folder.kept or folder.path),
         folder.kept_up(),
         contextlib.nullcontext() if has_place else keeping_compiled(folder.compiled.absolute()),
         Checkpoints(

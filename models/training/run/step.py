@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.models.training.run.optimizer import updated, updates_taken
+from spmd.models.training.run.optimizer import updated, updates_taken, weights_of
 from spmd.models.training.run.stateful import joined, loss_and_state, parted
 from spmd.ops import fp8
 
@@ -37,13 +37,14 @@ def make_train_step(
         loss_fn: mean loss of a batch.
         microbatches: number of parts that a batch is processed in, one after the other, to need
             less memory. Their gradients are summed in float32. It has to divide the batch.
-        on_nonfinite: with `"skip"`, parameters and optimizer state stay as they were if loss or
-            gradients are not finite. With `"stop"`, the loop ends the run.
+        on_nonfinite: with `"skip"`, parameters and optimizer state stay as they were if loss,
+            gradients or the update are not finite. With `"stop"`, the loop ends the run.
         schedule: step -> learning rate, to have that among the metrics.
 
     Returns:
         The step. Its metrics are `loss`, `grad_norm` (before clipping) and `learning_rate`, all
-        from before the update, and `skipped` (0 or 1) if steps may be skipped.
+        from before the update, `update_norm` (of what it changes in the parameters: finite only if
+        they are before and after it), and `skipped` (0 or 1) if steps may be skipped.
 
     Raises:
         ValueError: (when traced) the microbatches do not divide the batch.
@@ -51,13 +52,16 @@ def make_train_step(
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
         loss, grads = loss_and_grads(loss_fn, params, batch, microbatches)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(fp8.split(parted(grads)[0])[0])}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(_wide(grads))}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
-        new_params, new_state = updated(optimizer, grads, opt_state, params)
+        new_params, new_state = updated(optimizer, loss, grads, opt_state, params)
+        metrics["update_norm"] = optax.tree.norm(optax.tree.sub(_wide(new_params), _wide(params)))
         if on_nonfinite == "stop":
             return new_params, new_state, metrics
-        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        is_good = jnp.isfinite(loss)
+        for name in ("grad_norm", "update_norm"):
+            is_good &= jnp.isfinite(metrics[name])
         metrics["skipped"] = 1.0 - is_good.astype(jnp.float32)
         kept = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old),
@@ -67,6 +71,13 @@ def make_train_step(
         return *kept, metrics
 
     return train_step
+
+
+def _wide(variables: Any) -> Any:
+    """What is trained, in float32: squares of 256 are infinite in float16."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), weights_of(variables)
+    )
 
 
 def loss_and_grads(

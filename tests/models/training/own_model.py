@@ -57,7 +57,8 @@ def main() -> None:
     mesh = spmd.make_mesh(across=2, up=2)
     told = {}
     for steps in (3, 6):
-        outcome = make_trainer(mesh, steps=steps, run_dir=folder, eval_batches=2).run()
+        options = {"eval_batches": 2, "audit_every": 1}
+        outcome = make_trainer(mesh, steps=steps, run_dir=folder, **options).run()
         assert outcome.last is not None
         told[f"loss {steps}"] = outcome.last["loss"]
         told[f"held out {steps}"] = outcome.eval_loss

@@ -36,7 +36,8 @@ def assert_same(state, expected):
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, expected.opt_state)
 
 
-def test_a_run_that_is_killed_in_a_save_and_resumed_is_the_same(on_a_disk, s3, tmp_path, capsys):
+def test_killed_in_a_save_and_resumed_it_is_the_same(on_a_disk, s3, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("spmd.models.training.run.held.BEAT_S", 0.2)
     killed = Forked(Path(__file__), ["alone", "0", str(s3)], tmp_path / "said.txt", {})
     assert killed.wait() == -signal.SIGKILL, killed.said
     assert (s3 / "checkpoints/4/state/manifest.ocdbt").is_file()

@@ -1,17 +1,22 @@
 """A trainer of one's own model: the same run as plain jax, on any mesh, broken off or not."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import spmd
+from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.data.source import from_documents, whole
 from spmd.models.training.errors import RunError
 from spmd.models.training.run.optimizer import OptimizerConfig
-from spmd.models.training.trainer import exit_code
+from spmd.models.training.trainer import Trainer, TrainerOptions, exit_code
 from tests.models.llama.made import assert_close
 from tests.models.training.own_model import data, init, loss, make_trainer
 from tests.two_processes import run_both
@@ -66,6 +71,19 @@ def test_parts_of_a_batch_and_named_optimizers(alone):
     assert_close(outcome.state.params, alone[0], rtol=2e-4, atol=2e-6)
     assert outcome.last["learning_rate"] == pytest.approx(1e-2)
     assert outcome.last["rows_per_s"] > 0
+
+
+def test_a_run_of_packed_tokens_goes_on_behind_the_samples_that_it_has_seen(tmp_path: Path):
+    corpus = whole(from_documents([np.arange(400)], 400))
+    for batch, steps, samples in ((4, 2, 8), (2, 5, 14), (4, 6, 18)):
+        Trainer(
+            lambda key: jnp.ones(400), lambda params, batch: jnp.mean(params[batch["inputs"]]), {},
+            PackedTokens([corpus], 4, batch), mesh=spmd.make_mesh(data=2),
+            batch_marks={"*": ("data",)}, optimizer=optax.sgd(1.0),
+            options=TrainerOptions(steps=steps, run_dir=tmp_path, metrics=()),
+        ).run()  # fmt: skip
+        meta = json.loads((tmp_path / f"checkpoints/{steps}/meta.json").read_text())
+        assert meta["samples"] == samples
 
 
 def test_sigterm_saves_and_says_so(alone, tmp_path: Path):

@@ -65,7 +65,7 @@ def test_of_an_export_that_fails_nothing_is_left_and_a_killed_one_is_replaced(
         raise OSError("the bucket is full")
 
     with monkeypatch.context() as broken:
-        broken.setattr(save, "_write_beside", fail)
+        broken.setattr(save, "write_beside", fail)
         with pytest.raises(WeightsError, match="the bucket is full"):
             weights.save(tiny_params, TINY, s3)
     assert not file_sizes(s3)

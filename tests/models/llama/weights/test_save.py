@@ -137,6 +137,19 @@ def test_tokenizer_files_come_along(tmp_path):
     ]  # fmt: skip
 
 
+def test_what_a_model_knows_of_tokens_comes_along(tmp_path):
+    known: dict[str, dict[str, float]] = {
+        "config.json": {"pad_token_id": 7},
+        "generation_config.json": {"temperature": 0.6},
+    }
+    for name, content in known.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    params, config = fresh(TINY), dataclasses.replace(TINY, eos_token_id=2)
+    weights.save(params, config, tmp_path / "to", tokenizer_from=tmp_path)
+    for name, content in known.items():
+        assert content.items() <= json.loads((tmp_path / "to" / name).read_text()).items()
+
+
 # Failures
 
 

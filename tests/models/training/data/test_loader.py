@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.models.training.data import corpus
-from spmd.models.training.data.loader import Loader, _HostRows, rows_of_host
+from spmd.models.training.data.loader import Loader, Placed, _HostRows, rows_of_host
 from spmd.models.training.data.samples import PackedTokens
 from tests.waiting import wait_until
 
@@ -54,6 +54,22 @@ def test_closing_ends_the_threads(devices8):
     wait_until(lambda: threading.active_count() <= before)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
+    together, callers = threading.Barrier(threads, timeout=20), set()
+
+    def data(step):
+        callers.add(threading.get_ident())
+        together.wait()
+        return np.full(8, step)
+
+    where = SingleDeviceSharding(jax.devices()[0])
+    with Placed(data, shardings=where, start_step=3, threads=threads) as placed:
+        assert [int(next(placed)[0]) for _ in range(20)] == list(range(3, 23))
+        together.abort()
+    assert len(callers) == threads
+
+
 def test_shardings_of_other_leaves(devices8):
     with pytest.raises(ValueError, match="batches of"):
         Loader(dataset(boundaries=False), shardings=shardings(devices8))
@@ -83,7 +99,7 @@ class HostSharding:
     times=st.integers(1, 3),
 )
 def test_hosts_share_the_global_batch(seed, step, hosts, copies, times):
-    data = dataset(seed=seed, batch_size=hosts * times)
+    data = dataset(seed=seed, batch_size=hosts * times, before=seed % 7)
     batch = data(step)
     seen = np.zeros(data.batch_size, int)
     for host in range(hosts * copies):

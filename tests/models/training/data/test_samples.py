@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 
 import numpy as np
@@ -68,6 +69,19 @@ def test_smallest_corpus():
 def test_what_makes_no_batches(more, message):
     with pytest.raises(DataError, match=message):
         packed(**more)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), max_size=5))
+def test_batches_of_any_sizes_have_each_sample_once(parts):
+    """As a run that is resumed with other batches asks for them."""
+    dataset, step, seen = packed(), 0, []
+    for batch, steps in parts:
+        dataset = dataclasses.replace(dataset, batch_size=batch).going_on(step, dataset.first(step))
+        for _ in range(steps):
+            seen += list(dataset(step)["inputs"])
+            step += 1
+    wanted = packed().rows(range(len(seen) + 1))["inputs"]
+    assert [row.tolist() for row in seen] == wanted[:-1].tolist()
 
 
 # Mixtures

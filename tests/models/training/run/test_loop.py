@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd.models.llama import objective
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import TrainingError
-from spmd.models.training.run.loop import Schedule, TrainState, train
+from spmd.models.training.run.loop import NAMES, Loop, Schedule, TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
 from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
@@ -59,13 +61,13 @@ class Saver:
 
 
 def run(step=counting_step, state=None, batches=None, *, steps, **options):
-    schedule_names = ("eval_every", "save_every", "max_skipped", "evaluates_first")
+    schedule_names = ("eval_every", "save_every", "max_skipped", "evaluates_first", "audit_every")
     schedule = {name: options.pop(name) for name in schedule_names if name in options}
     state = state or TrainState(0, None)
     notes = Notes()
     batches = itertools.count(state.step) if batches is None else iter(batches)
     when = Schedule(steps=steps, **schedule)
-    return train(step, state, batches, when, cost=COST, sinks=[notes], **options), notes
+    return Loop(step, state, batches, when, cost=COST, sinks=[notes], **options).run(), notes
 
 
 def test_llama_learns_in_a_few_steps():
@@ -199,28 +201,27 @@ def test_what_keeps_records_is_flushed_before_a_save():
             events.append(f"save {state.step}")
             super().save(state)
 
-    train(
+    Loop(
         counting_step, TrainState(0, None), itertools.count(), Schedule(steps=2, save_every=1),
         cost=COST, sinks=[Sink()], saver=Noting(),
-    )  # fmt: skip
+    ).run()  # fmt: skip
     assert events == ["flush after 1", "save 1", "flush after 2", "save 2"]
 
 
 # What is not finite
 
 
-def test_losses_and_gradients_that_are_not_finite_end_the_run():
-    saver = Saver()
-    batches = [0.0, float("nan"), 0.0, 0.0]
-    with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
-        run(state=TrainState(0.0, None), batches=batches, steps=4, saver=saver, save_every=2)
-    assert saver.saved == []  # what is broken is never saved
-
+@pytest.mark.parametrize(("key", "name"), NAMES.items())
+@pytest.mark.parametrize(("begin", "broken", "saved"), [(0, 6, [2, 4]), (4, 5, []), (0, 1, [])])
+def test_what_is_not_finite_ends_the_run_and_is_not_saved(key, name, begin, broken, saved):
     def step(params, opt_state, batch):
-        return params, opt_state, {"loss": 1.0, "grad_norm": float("inf")}
+        return params, opt_state, {"loss": 1.0, key: np.nan if batch + 1 == broken else 1.0}
 
-    with pytest.raises(TrainingError, match="the gradient norm of step 1 is inf"):
-        run(step, steps=2)
+    saver, good = Saver(), (saved or [begin])[-1]
+    end = f"may help; the last good state is the checkpoint of step {good}$" if good else "help$"
+    with pytest.raises(TrainingError, match=f"the {name} of step {broken} is nan; .*{end}"):
+        run(step, TrainState(0, None, begin), steps=9, save_every=2, saver=saver)
+    assert [number for number, _ in saver.saved] == saved
 
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run():
@@ -233,6 +234,22 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run():
     assert [record["skipped"] for record in notes] == [0, 1, 1, 0, 1, 0]
     with pytest.raises(TrainingError, match="step 4 is nan, and so it was in the 2 steps before"):
         run(skipping_step, batches=[1.0, nan, nan, nan, 1.0], steps=5, max_skipped=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("spec", "named"), [(P(), [5]), (P(None, "b"), [5]), (P("a"), [4, 5])])
+def test_a_flipped_bit_of_a_copy_is_found_and_its_device_named(devices8, spec, named, dtype):
+    mesh = jax.sharding.Mesh(np.array(devices8).reshape(4, 2), ("a", "b"))
+    array = jax.device_put(np.ones((8, 4), dtype), NamedSharding(mesh, spec))
+    state = {"key": jax.device_put(jax.random.key(0), NamedSharding(mesh, P())), "w": array}
+    run(lambda *_: (state, None, {"loss": 1.0}), steps=2, audit_every=1)
+    parts = [np.array(shard.data) for shard in array.addressable_shards]
+    parts[5].view(np.uint8)[-1, -1] ^= 0x80
+    arrays = [jax.device_put(*pair) for pair in zip(parts, devices8, strict=True)]
+    state["w"] = jax.make_array_from_single_device_arrays((8, 4), array.sharding, arrays)
+    who = ", ".join(str(devices8[number]) for number in named)
+    with pytest.raises(TrainingError, match=f"after step 2 .* params/w, and {who} another one"):
+        run(lambda *_: (state, None, {"loss": 1.0}), steps=9, audit_every=2)
 
 
 # Traces

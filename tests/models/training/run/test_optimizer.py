@@ -1,17 +1,21 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
 from spmd.models.training.run.optimizer import (
     OPTIMIZERS,
+    RANGES,
     SCHEDULES,
     OptimizerConfig,
+    OptimizerError,
     decay_mask,
     default_learning_rate,
     make_optimizer,
     make_schedule,
+    updated,
 )
 
 
@@ -43,18 +47,34 @@ def test_short_runs_have_a_schedule(total_steps, schedule):
 
 
 @pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (optax.polyak_sgd(), {"value": 2.0}),
+        (optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()), {"value": 2.0}),
+        (optax.MultiSteps(optax.polyak_sgd(), 2), {"value": 2.0}),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), {}),  # takes no other argument
+        (optax.lbfgs(), None),
+    ],
+)
+def test_optimizers_get_the_loss_if_they_want_it_and_no_function(rule, wanted):
+    params, grads = jnp.ones(3), jnp.full(3, 0.5)
+    given = grads, rule.init(params), params
+    if wanted is None:
+        with pytest.raises(OptimizerError, match="as L-BFGS, line searches and Sophia do"):
+            updated(rule, jnp.float32(2.0), *given)
+    else:
+        moved, _ = updated(rule, jnp.float32(2.0), *given)
+        np.testing.assert_allclose(moved, params + rule.update(*given, **wanted)[0])
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"name": "sgdw"}, "no optimizer is called 'sgdw'; there are adamw, adafactor"),
-        ({"total_steps": 0}, "total_steps must be positive"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive"),
         ({"schedule": "sine"}, "no schedule is called 'sine'; there are cosine, linear, const"),
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), not 1.0"),
-        ({"decay_fraction": 2.0}, r"decay_fraction must be in \[0, 1\], not 2.0"),
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-        ({"final_fraction": 2.0}, "final_fraction"),
-        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive, not 0.0"),
+        *(({name: np.nan}, f"{name} must be") for names, *_ in RANGES for name in names),
     ],
 )
 def test_bad_configurations(changes, message):

@@ -8,13 +8,16 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from spmd.models.llama.named import CONFIGS
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
+from spmd.models.training.paths import StorePath
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
+from spmd.models.training.run.held import held
 from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.models.training.run.profile import ProfileRange
 from spmd.models.training.run.start import restart_note
@@ -37,6 +40,13 @@ RUN = RunConfig(
     [
         ({"seq_len": 0}, "seq_len must be positive, not 0"),
         ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
+        *(
+            (
+                {"model": dataclasses.replace(RUN.model, **{name: "float16"})},
+                f"^{name}: .*float16",
+            )
+            for name in ("dtype", "param_dtype")
+        ),
         ({"global_batch": 6}, "6 sequences do not divide over data=4; the next that do are 8"),
         (
             {"options": TrainerOptions(steps=1, microbatches=3)},
@@ -176,14 +186,27 @@ def test_the_second_sigint_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_folder_is_one_jobs(tmp_path: Path):
+LOCKS = {"disk": ".lock", "disk without locks": ".lock-beats", "store": ".lock"}
+
+
+@pytest.mark.parametrize("where", LOCKS)
+def test_a_folder_is_one_jobs(where, tmp_path: Path, monkeypatch):
     """A second one by mistake would write over what the first one saves."""
-    folder = RunFolder(tmp_path)
-    who = rf"trains in .* now, pid {os.getpid()} on "
-    with folder.held(), pytest.raises(RunError, match=who), folder.held():
-        pass
-    with folder.held():  # a job that was killed leaves its file, and no lock
-        pass
+    folder = StorePath("memory", "a/run") if where == "store" else tmp_path
+    stopped, lock = Mock(), folder / LOCKS[where]
+    monkeypatch.setattr("spmd.models.training.run.held.BEAT_S", 0.1)
+    if where == "disk without locks":
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError))
+    lock.write_text("pid 1 on another, beat 7 0.0")  # of a job that was killed
+    with held(folder):
+        who = rf"trains in .* now, pid {os.getpid()} on [^,]+; wait"
+        with pytest.raises(RunError, match=who), held(folder):
+            pass
+        if where != "disk":
+            monkeypatch.setattr("os.kill", stopped)
+            lock.write_text("pid 1 on another, beat 7 1.0")  # it was not killed, but slept
+            wait_until(lambda: stopped.called)
+    assert lock.read_text().startswith(f"pid {os.getpid()}" if where == "disk" else "pid 1 on")
 
 
 @pytest.mark.parametrize(
