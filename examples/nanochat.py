@@ -138,8 +138,8 @@ def rates(c):
     }
 
 
-def adamw(p, g, state, count, rate):
-    lr, beta1, beta2, decay = rate
+def adamw(p, g, state, count, rate, share):
+    lr, beta1, beta2, decay = share * rate[0], *rate[1:]
     mean = state["mean"] + (1 - beta1) * (g - state["mean"])
     square = state["square"] + (1 - beta2) * (g * g - state["square"])
     step = lr / (1 - beta1**count) * mean / (jnp.sqrt(square / (1 - beta2**count)) + 1e-10)
@@ -150,7 +150,7 @@ def size(x, axis=(-2, -1)):
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis, keepdims=True))
 
 
-def muon(p_OI, g_OI, state, dtype, lr=0.02, momentum=0.95, beta2=0.9):
+def muon(p_OI, g_OI, state, dtype, lr, momentum=0.95, beta2=0.9):
     outputs, inputs = p_OI.shape
     mean = state["mean"] + (1 - momentum) * (g_OI - state["mean"])
     x = (g_OI + momentum * (mean - g_OI)).astype(dtype)
@@ -186,7 +186,8 @@ def start(params):
     }
 
 
-def train_step(params, state, ids_BT, targets_BT, c, dtype=jnp.float32):
+def train_step(params, state, ids_BT, targets_BT, c, share=1.0, dtype=jnp.float32):
+    """A step with this share of the learning rates."""
     loss, grads = jax.value_and_grad(loss_of)(params, ids_BT, targets_BT, c, dtype)
     count, new, kept = state["count"] + 1, {}, {}
     for name, p in params.items():
@@ -194,7 +195,7 @@ def train_step(params, state, ids_BT, targets_BT, c, dtype=jnp.float32):
         leaves, tree = jax.tree.flatten(p)
         mine = jax.tree.leaves(state[name], is_leaf=lambda x: "mean" in x)
         found = [
-            muon(*each, dtype) if rate is None else adamw(*each, count, rate)
+            muon(*each, dtype, 0.02 * share) if rate is None else adamw(*each, count, rate, share)
             for each in zip(leaves, jax.tree.leaves(grads[name]), mine, strict=True)
         ]
         new[name], kept[name] = (jax.tree.unflatten(tree, x) for x in zip(*found, strict=True))

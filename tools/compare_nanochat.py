@@ -3,8 +3,8 @@
 `--nanochat` is a checkout of karpathy/nanochat (of July 2026). Both train on one CPU device in
 float32, on text that comes with Python, from the weights that the example makes, but without
 matrices of zeros: with them the first gradients of scalars are rounding errors, of which AdamW
-makes whole steps. Printed are losses of training steps and of held-out batches. Status 1 if the
-last held-out losses differ by 1%.
+makes whole steps. In the second half learning rates fall to 0. Printed are losses of training steps
+and of held-out batches. Status 1 if the last held-out losses differ by 1%.
 
 Example:
     tools/run compare_nanochat --nanochat ~/nanochat --steps 500
@@ -88,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_head(("step", "ours", "nanochat", "held out: ours", "nanochat"))
     for number in range(given.steps):
         batch = nanochat.batch(number, learned, c)
-        params, state, loss = step(params, state, *batch)
+        share = min(1.0, 2 * (1 - number / given.steps))  # down to 0 in the second half
+        params, state, loss = step(params, state, *batch, share=share)
+        for group in optimizer.param_groups:
+            group["lr"] = share * group["initial_lr"]
         their_loss = torch_loss(*batch)
         optimizer.zero_grad()
         their_loss.backward()
