@@ -21,10 +21,11 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         found = "nothing" if value is None else show(value)
         raise invalid(f"messages: a list of messages is needed, not {found}", "messages")
-    return tuple(_message(one, f"messages[{i}]") for i, one in enumerate(value))
+    return tuple(parse_message(one, f"messages[{i}]") for i, one in enumerate(value))
 
 
-def _message(value: Any, place: str) -> Message:
+def parse_message(value: Any, place: str) -> Message:
+    """One message; `place` is where the request has it. What it returns is parsed to the same."""
     if not isinstance(value, dict):
         raise invalid(f"{place}: an object is needed, not {show(value)}", "messages")
     role = value.get("role")
@@ -47,7 +48,7 @@ def _message(value: Any, place: str) -> Message:
         where = f"{place}.tool_calls"
         if not isinstance(calls, list):
             raise invalid(f"{where}: a list is needed, not {show(calls)}", "messages")
-        message["tool_calls"] = [_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
+        message["tool_calls"] = [parse_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
     if role == "tool":
         message["tool_call_id"] = _text(value.get("tool_call_id"), f"{place}.tool_call_id")
     if value.get("name") is not None:
@@ -55,7 +56,8 @@ def _message(value: Any, place: str) -> Message:
     return message
 
 
-def _call(value: Any, place: str) -> dict[str, Any]:
+def parse_call(value: Any, place: str) -> dict[str, Any]:
+    """A call of a tool, with its arguments as an object; `place` is where the request has it."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise invalid(f"{place}.function: an object is needed, not {show(function)}", "messages")
