@@ -17,7 +17,7 @@ from spmd.serving.http.limits import Bounds
 from spmd.serving.http.messages import Message, parse_message
 from spmd.serving.http.openai_routes import Dialect, Json, complete
 from spmd.serving.http.protocol import ChatAsk, Values, parse_chat, refuse
-from spmd.serving.http.retold import Block, Retold, rest_of
+from spmd.serving.http.retold import AnswerBlock, Retold, rest_of
 
 INSTEAD = {
     "messages": "input",
@@ -224,7 +224,7 @@ def _choice(choice: Any) -> Any:
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
-class Told(Retold):
+class ResponseAnswer(Retold):
     """The answer to a request for a response, or its events."""
 
     def __init__(self, model: str, ask: ResponseAsk, *given: Any) -> None:
@@ -238,17 +238,17 @@ class Told(Retold):
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
-    def opened(self, block: Block) -> Iterator[Json]:
+    def opened(self, block: AnswerBlock) -> Iterator[Json]:
         """The events with which a block begins."""
         yield self._event("output_item.added", output_index=block.index, item=self._item(block))
         if block.kind != "call":
             yield self._event("content_part.added", **self._place(block), part=_part(block))
 
-    def grown(self, block: Block, text: str) -> Iterator[Json]:
+    def grown(self, block: AnswerBlock, text: str) -> Iterator[Json]:
         """The event for a next piece of a block."""
         yield self._event(f"{_SAID[block.kind]}.delta", **self._place(block), delta=text)
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def closed(self, block: AnswerBlock) -> Iterator[Json]:
         """The events with which a block ends."""
         key = "arguments" if block.kind == "call" else "text"
         name = {"name": block.name} if block.kind == "call" else {}
@@ -309,14 +309,14 @@ class Told(Retold):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _place(self, block: Block) -> Json:
+    def _place(self, block: AnswerBlock) -> Json:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: AnswerBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._id}{block.index:02d}"
 
-    def _item(self, block: Block) -> Json:
+    def _item(self, block: AnswerBlock) -> Json:
         status = "incomplete" if block.is_cut else "completed"
         item = {"id": self._item_id(block), "status": "in_progress" if block.is_open else status}
         if block.kind == "call":
@@ -332,7 +332,7 @@ _SAID = {"call": "function_call_arguments", "text": "output_text", "thought": "r
 _PREFIXES = {"call": "fc", "text": "msg", "thought": "rs"}
 
 
-def _part(block: Block) -> Json:
+def _part(block: AnswerBlock) -> Json:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
@@ -340,7 +340,7 @@ def _part(block: Block) -> Json:
 
 async def responses(request: Request) -> Response:
     """`POST /v1/responses`: answers a conversation, in items."""
-    return await complete(request, Dialect(parse_response, chat_work, Told, NAMES))
+    return await complete(request, Dialect(parse_response, chat_work, ResponseAnswer, NAMES))
 
 
 ROUTES = [Route("/v1/responses", responses, methods=["POST"])]

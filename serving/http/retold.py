@@ -47,7 +47,7 @@ def rest_of(body: Json, taken: Collection[str], instead: Mapping[str, str]) -> J
 
 
 @dataclasses.dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer."""
 
     kind: Literal["thought", "text", "call"]
@@ -75,7 +75,7 @@ class Retold(Answer):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.finish: str | None = None
         self.stop = ""
         self._begun = False
@@ -84,15 +84,15 @@ class Retold(Answer):
         """The events before all blocks."""
         raise NotImplementedError
 
-    def opened(self, block: Block) -> Iterator[Json]:
+    def opened(self, block: AnswerBlock) -> Iterator[Json]:
         """The events with which a block begins, which is empty still."""
         raise NotImplementedError
 
-    def grown(self, block: Block, text: str) -> Iterator[Json]:
+    def grown(self, block: AnswerBlock, text: str) -> Iterator[Json]:
         """The events for a next piece of a block."""
         raise NotImplementedError
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def closed(self, block: AnswerBlock) -> Iterator[Json]:
         """The events with which a block ends."""
         raise NotImplementedError
 
@@ -146,16 +146,20 @@ class Retold(Answer):
     def _take(self, message: Json) -> Iterator[Json]:
         """Takes a chat's message, or a delta of one."""
         if message.get("reasoning_content"):
-            yield from self._grow(Block("thought", len(self.blocks)), message["reasoning_content"])
+            yield from self._grow(
+                AnswerBlock("thought", len(self.blocks)), message["reasoning_content"]
+            )
         if message.get("content"):
-            yield from self._grow(Block("text", len(self.blocks)), message["content"])
+            yield from self._grow(AnswerBlock("text", len(self.blocks)), message["content"])
         for call in message.get("tool_calls", ()):
             function = call["function"]
             # Only the first delta of a call has its id.
-            block = Block("call", len(self.blocks), call.get("id", ""), function.get("name", ""))
+            block = AnswerBlock(
+                "call", len(self.blocks), call.get("id", ""), function.get("name", "")
+            )
             yield from self._grow(block, function["arguments"])
 
-    def _grow(self, block: Block, text: str) -> Iterator[Json]:
+    def _grow(self, block: AnswerBlock, text: str) -> Iterator[Json]:
         """Adds a text to the last block, or to a new one if that is of another kind or call."""
         last = self.blocks[-1] if self.blocks else None
         if last is None or last.kind != block.kind or block.id:

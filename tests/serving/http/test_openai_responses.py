@@ -184,9 +184,7 @@ def test_unknown_fields_failures_and_clients_that_leave(chat: Any, monkeypatch: 
     with begin(live, "/v1/responses", {**body, "max_output_tokens": 4000}) as one:
         assert one.recv(100)
     live.wait_idle()
-    assert (
-        "/v1/responses" in post(f"{live.url}/nowhere").text + live.service.traffic.render().decode()
-    )
+    assert "/v1/responses" in live.service.traffic.render().decode()
 
     def fail(*_: Any) -> int:
         raise RuntimeError("burnt")
