@@ -85,7 +85,7 @@ def parse_response(body: Json, bounds: Bounds) -> ResponseAsk:
     include = fields.get("include") or []
     if not isinstance(include, list) or "message.output_text.logprobs" in include:
         raise invalid("include: log-probabilities are served at /v1/chat/completions", "include")
-    text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
+    text, reasoning = fields.object("text"), fields.object("reasoning")
     refuse(reasoning, REFUSED_OF_REASONING, "not served; thoughts are shown whole", "reasoning.")
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
@@ -115,13 +115,6 @@ def parse_response(body: Json, bounds: Bounds) -> ResponseAsk:
         "user": body.get("user"),
     }
     return ResponseAsk(**vars(ask), echoed=echoed)
-
-
-def _object(fields: Fields, name: str) -> Fields:
-    value = fields.get(name) or {}
-    if not isinstance(value, dict):
-        raise invalid(f"{name}: an object is needed, not {show(value)}", name)
-    return Fields(value)
 
 
 def _messages(given: Any, instructions: str) -> list[Message]:

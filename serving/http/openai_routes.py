@@ -407,8 +407,11 @@ class Dialect(NamedTuple):
 
     def _named(self, place: str) -> str:
         for theirs, ours in self.names:
-            if theirs in place:
-                return place.replace(theirs, ours, 1)
+            named, found = re.subn(
+                rf"(?<![a-z_]){re.escape(theirs)}(?![a-z_])", ours, place, count=1
+            )
+            if found:
+                return named
         return place
 
 

@@ -371,7 +371,8 @@ def refuse(
     for name, harmless in table.items():
         value = fields.get(name)
         if value is not None and not any(value == one for one in harmless):
-            raise invalid(f"{place}{name}: {why}", name, "unsupported_parameter")
+            name = f"{place}{name}"
+            raise invalid(f"{name}: {why}", name, "unsupported_parameter")
 
 
 def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
