@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from spmd.serving.errors import ApiError, invalid
+from spmd.serving.errors import invalid
 from spmd.serving.grammar.compiler import Grammar
 from spmd.serving.http.fields import Fields, check_text, show
 from spmd.serving.http.jobs import Work, chat_work
@@ -21,50 +21,30 @@ from spmd.serving.http.messages import Message, parse_call, parse_message
 from spmd.serving.http.openai_routes import Dialect, Json, complete, run_on_text
 from spmd.serving.http.protocol import ChatAsk, Values, parse_chat, refuse
 from spmd.serving.http.requests import message_error
-from spmd.serving.http.retold import AnswerBlock, Retold, rest_of
-
-INSTEAD = {
-    "max_completion_tokens": "max_tokens",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-    "stream_options": "the counts in message_delta",
-    "thinking_token_budget": "thinking.budget_tokens",
-    "user": "metadata.user_id",
-}
+from spmd.serving.http.retold import AnswerBlock, Moment, Retold, functions, rest_of
 
 NAMES = (
-    (".function.parameters", ".input_schema"),
-    (".function.arguments", ".input"),
-    (".function", ""),
-    (".tool_call_id", ".tool_use_id"),
-    ("continue_final_message", "messages"),
-    ("max_completion_tokens", "max_tokens"),
-    ("reasoning_effort", "output_config.effort"),
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
-    ("stop", "stop_sequences"),
+    (".function.parameters", ".input_schema"), (".function.arguments", ".input"), (".function", ""),
+    (".tool_call_id", ".tool_use_id"), ("continue_final_message", "messages"),
+    ("max_completion_tokens", "max_tokens"), ("reasoning_effort", "output_config.effort"),
+    ("response_format.json_schema", "output_config.format"), ("stop", "stop_sequences"),
+    ("response_format", "output_config.format"), ("user", "metadata.user_id"),
     ("thinking_token_budget", "thinking.budget_tokens"),
-)
+    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+)  # fmt: skip
 
 REFUSED: Values = {
     **dict.fromkeys(("container", "context_management", "output_format"), ()),
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
-REFUSED_OF_TOOLS: Values = {
-    "allowed_callers": (["direct"],),
-    "defer_loading": (False,),
-    "input_examples": ([],),
-}
-
-TAKEN = (
-    "system", "messages", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
-    "output_config", "metadata", "cache_control", "diagnostics", "inference_geo",
-    "user_profile_id", "workspace_id", *REFUSED,
+NO_EFFECT = (
+    "cache_control", "diagnostics", "inference_geo", "stream_options", "user_profile_id",
+    "workspace_id",
 )  # fmt: skip
 """Prompts are cached whatever `cache_control` says."""
+
+CHOICES = {None: None, "auto": "auto", "any": "required", "none": "none", "tool": "tool"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +54,7 @@ class MessageAsk(ChatAsk):
     thinks: bool | None  # what it says of thoughts; None if nothing
 
 
-def parse_request(body: Json, bounds: Bounds, counts: bool = False) -> MessageAsk:
+def parse_request(body: Mapping[str, Any], bounds: Bounds, counts: bool = False) -> MessageAsk:
     """Checks a request for a message.
 
     Args:
@@ -86,37 +66,48 @@ def parse_request(body: Json, bounds: Bounds, counts: bool = False) -> MessageAs
     """
     fields = Fields(body)
     refuse(fields, REFUSED)
-    chat = rest_of(body, TAKEN, INSTEAD)
     if fields.get("max_tokens") is None and not counts:
         raise invalid("max_tokens: an integer is needed, not nothing", "max_tokens")
     thinking, output = fields.object("thinking"), fields.object("output_config")
-    kind, form = thinking.get("type"), output.get("format")
+    kind, form, effort = thinking.get("type"), output.get("format"), output.get("effort")
     if kind not in (None, "enabled", "disabled", "adaptive"):
         raise invalid(f"thinking.type: enabled, disabled or adaptive, not {show(kind)}", "thinking")
     thinks = None if kind is None else kind != "disabled"
-    if output.get("effort") is not None and not thinks:
+    if effort is not None and not thinks:
         raise invalid("output_config.effort: only with thinking", "output_config")
     refuse(output, dict.fromkeys(output.left(), ()), place="output_config.")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    choice = fields.object("tool_choice")
+    given = fields.object("tool_choice")
+    choice: Any = given.get("type")
+    if choice not in tuple(CHOICES):
+        raise invalid(
+            f"tool_choice.type: auto, any, tool or none, not {show(choice)}", "tool_choice"
+        )
+    if choice == "tool":
+        choice = {"type": "function", "function": {"name": given.get("name")}}
+    else:
+        choice = CHOICES[choice]
     messages = _messages(fields.get("system"), fields.get("messages"))
-    chat |= {
+    chat = {
         "messages": messages,
         # An answer that the request begins goes on.
-        "continue_final_message": messages[-1]["role"] == "assistant" or None,
+        "continue_final_message": messages[-1]["role"] == "assistant",
         "max_completion_tokens": fields.get("max_tokens"),
         "stop": fields.get("stop_sequences"),
-        "tools": _tools(fields.get("tools")),
-        "tool_choice": _choice(choice),
-        "parallel_tool_calls": not choice.flag("disable_parallel_tool_use"),
+        "tools": functions(fields.get("tools"), (None, "custom"), "input_schema"),
+        "tool_choice": choice,
+        "parallel_tool_calls": not given.flag("disable_parallel_tool_use"),
         "response_format": form,
-        "reasoning_effort": output.get("effort"),
+        "reasoning_effort": effort,
         "thinking_token_budget": thinking.get("budget_tokens"),
         "include_reasoning": bool(thinks) and thinking.get("display") != "omitted",
         "user": fields.object("metadata").get("user_id"),
     }
-    return MessageAsk(**vars(parse_chat(chat, bounds)), thinks=thinks)
+    for name in NO_EFFECT:
+        fields.get(name)
+    ask = parse_chat({**rest_of(body, fields, NAMES), **chat}, bounds)
+    return MessageAsk(**vars(ask), thinks=thinks)
 
 
 def message_work(ask: MessageAsk, language: Language, grammar: Grammar | None = None) -> Work:
@@ -193,36 +184,6 @@ def _result(block: Json, place: str) -> Message:
     return message
 
 
-def _tools(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    made = []
-    for i, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
-            raise invalid(
-                f"tools[{i}].type: there are no built-in tools here; describe what you call "
-                "yourself by name and input_schema",
-                "tools",
-                "unsupported_parameter",
-            )
-        refuse(Fields(tool), REFUSED_OF_TOOLS, place=f"tools[{i}].")
-        names = {"name": "name", "description": "description", "strict": "strict"}
-        names["parameters"] = "input_schema"
-        function = {key: tool[name] for key, name in names.items() if name in tool}
-        made.append({"type": "function", "function": function})
-    return made
-
-
-def _choice(choice: Fields) -> Any:
-    kind = choice.get("type")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    kinds: dict[Any, Any] = {None: None, "auto": "auto", "any": "required", "none": "none"}
-    if not isinstance(kind, str | None) or kind not in kinds:
-        raise invalid(f"tool_choice.type: auto, any, tool or none, not {show(kind)}", "tool_choice")
-    return kinds[kind]
-
-
 class MessageAnswer(Retold):
     """The answer to a request for a message, or its events."""
 
@@ -231,34 +192,27 @@ class MessageAnswer(Retold):
         self._model, self._stops = model, ask.stops
         self._id = f"msg_{uuid.uuid4().hex}"
 
-    def begin(self) -> Iterator[Json]:
-        """The events before all blocks."""
-        yield {"type": "message_start", "message": self.told()}
-        yield {"type": "ping"}
-
-    def opened(self, block: AnswerBlock) -> Iterator[Json]:
-        """The event with which a block begins."""
-        yield {"type": "content_block_start", "index": block.index, "content_block": _told(block)}
-
-    def grown(self, block: AnswerBlock, text: str) -> Iterator[Json]:
-        """The event for a next piece of a block."""
-        kind, key = _DELTAS[block.kind]
-        yield _delta(block, {"type": kind, key: text})
-
-    def closed(self, block: AnswerBlock) -> Iterator[Json]:
-        """The events with which a block ends; thoughts are signed, by nobody here."""
-        if block.kind == "thought":
-            yield _delta(block, {"type": "signature_delta", "signature": ""})
-        yield {"type": "content_block_stop", "index": block.index}
-
-    def end(self) -> Iterator[Json]:
-        """The events behind all blocks."""
-        yield {"type": "message_delta", "delta": self._reason(), "usage": self._counts()}
-        yield {"type": "message_stop"}
-
-    def broken(self, error: ApiError) -> Iterator[Json]:
-        """The last event of an answer that goes no further."""
-        yield message_error(error)
+    def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
+        """The events of a moment."""
+        if moment == "begin":
+            return [{"type": "message_start", "message": self.told()}, {"type": "ping"}]
+        if moment == "end":
+            end = {"type": "message_delta", "delta": self._reason(), "usage": self._counts()}
+            return [end, {"type": "message_stop"}]
+        if moment == "broken":
+            return [message_error(self.error)]
+        at: Json = {"index": block.index}
+        if moment == "opened":
+            return [{"type": "content_block_start", **at, "content_block": _told(block)}]
+        kind, key = DELTAS[block.kind]
+        grown = {"type": kind, key: new}
+        if moment == "closed":  # nobody signs thoughts here
+            grown = {"type": "signature_delta", "signature": ""}
+        delta = {"type": "content_block_delta", **at, "delta": grown}
+        stop = {"type": "content_block_stop", **at}
+        return (
+            [delta] if moment == "grown" else [delta, stop] if block.kind == "thought" else [stop]
+        )
 
     def told(self) -> Json:
         """The message."""
@@ -273,7 +227,7 @@ class MessageAnswer(Retold):
         }
 
     def _reason(self) -> Json:
-        reason = _REASONS.get(self.finish or "")
+        reason = REASONS.get(self.finish or "")
         stop = self.stop if reason == "end_turn" and self.stop in self._stops else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
@@ -288,16 +242,12 @@ class MessageAnswer(Retold):
         }
 
 
-_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_DELTAS = {
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = {
     "call": ("input_json_delta", "partial_json"),
     "text": ("text_delta", "text"),
     "thought": ("thinking_delta", "thinking"),
 }
-
-
-def _delta(block: AnswerBlock, delta: Json) -> Json:
-    return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
 
 def _told(block: AnswerBlock) -> Json:
@@ -325,7 +275,7 @@ async def count_tokens(request: Request) -> Response:
     """`POST /v1/messages/count_tokens`: how many tokens a conversation has."""
 
     def work(body: Mapping[str, Any], language: Language) -> Json:
-        made = message_work(parse_request(dict(body), language.bounds, counts=True), language)
+        made = message_work(parse_request(body, language.bounds, counts=True), language)
         return {"input_tokens": len(made.prompts[0].ids)}
 
     with DIALECT.naming():

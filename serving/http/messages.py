@@ -40,7 +40,7 @@ def parse_message(value: Any, place: str) -> Message:
         raise invalid(f"{place}.tool_calls: only of assistants", "messages")
     # Assistants may call a tool, or have been cut in a thought, and say nothing.
     silent = role == "assistant" and content is None
-    message["content"] = "" if silent else _content(content, f"{place}.content")
+    message["content"] = "" if silent else parse_content(content, f"{place}.content")
     thought = value.get("reasoning_content", value.get("reasoning"))
     if role == "assistant" and thought is not None:
         message["reasoning_content"] = check_text(thought, f"{place}.reasoning_content")
@@ -93,7 +93,7 @@ def _text(value: Any, place: str) -> str:
     return check_text(value, place)
 
 
-def _content(value: Any, place: str) -> str:
+def parse_content(value: Any, place: str) -> str:
     """A message's text: a string, or a list of text parts, which are joined by newlines."""
     if isinstance(value, str):
         return check_text(value, place)

@@ -383,15 +383,17 @@ MOST_NAMES = 8
 NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.,:$ -]")
 
 
+Names = tuple[tuple[str, str], ...]
+"""What chats call a part of a request, and what another API calls it."""
+
+
 class Dialect(NamedTuple):
     """How an API asks for texts, and how it tells them."""
 
     parse: Callable[[Mapping[str, Any], Bounds], Ask]
     make_work: Callable[[Any, Language, Grammar | None], Work]
     answer: Callable[[str, Any, Work, Texts, Mapping[int, int]], Answer] = Answer
-    # What chats call the parts of a request -> what this API calls them, for errors. The first that
-    # is found counts.
-    names: tuple[tuple[str, str], ...] = ()
+    names: Names = ()  # for errors; the first that is found counts
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -406,13 +408,11 @@ class Dialect(NamedTuple):
             raise
 
     def _named(self, place: str) -> str:
-        for theirs, ours in self.names:
-            named, found = re.subn(
-                rf"(?<![a-z_]){re.escape(theirs)}(?![a-z_])", ours, place, count=1
-            )
-            if found:
-                return named
-        return place
+        tried = (
+            re.subn(rf"(?<![a-z_]){re.escape(theirs)}(?![a-z_])", ours, place, count=1)
+            for theirs, ours in self.names
+        )
+        return next((named for named, found in tried if found), place)
 
 
 async def models(request: Request) -> Response:

@@ -230,10 +230,9 @@ def dump(value: Any) -> bytes:
     return orjson.dumps(value)
 
 
-def event(value: Any, *, typed: bool = False) -> bytes:
-    """A server-sent event of a value as JSON; `typed` ones have its `type` as their name."""
-    name = b"event: %b\n" % value["type"].encode() if typed else b""
-    return b"%bdata: %b\n\n" % (name, dump(value))
+def event(value: Any) -> bytes:
+    """A server-sent event of a value as JSON."""
+    return b"data: %b\n\n" % dump(value)
 
 
 def failure(error: Failed) -> ApiError:

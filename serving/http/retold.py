@@ -8,42 +8,71 @@ These APIs tell an answer as blocks, one behind the other: a thought, a text, a 
 
 import dataclasses
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from spmd.serving.engine.choice import Delta
 from spmd.serving.errors import ApiError, invalid
-from spmd.serving.http.fields import Fields
-from spmd.serving.http.openai_routes import Answer, Json
+from spmd.serving.http.fields import Fields, show
+from spmd.serving.http.openai_routes import Answer, Json, Names
 from spmd.serving.http.protocol import Values, refuse
 from spmd.serving.http.requests import event
 
 ONLY_CHATS: Values = {
     **dict.fromkeys(("logprobs", "continue_final_message", "return_token_ids"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "top_logprobs": (0,),
+    **{"n": (1,), "prompt_logprobs": (), "top_logprobs": (0,)},
 }
 """Fields of chats for which answers in blocks have no place."""
 
+OF_TOOLS: Values = {
+    "allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)
+}  # fmt: skip
 
-def rest_of(body: Json, taken: Collection[str], instead: Mapping[str, str]) -> Json:
-    """The fields of a request that mean what they mean in chats.
+
+def rest_of(body: Mapping[str, Any], fields: Fields, names: Names) -> Json:
+    """The fields of a request that nobody has read: they mean what they mean in chats.
 
     Args:
-      taken: fields that the API has in its own way.
-      instead: fields of chats -> what this API has for them.
+      names: what chats call a field -> what this API calls it, where that is not the same.
 
     Raises:
       ApiError: a field has no place in this API.
     """
-    fields = Fields(body)
-    for name, here in instead.items():
-        if fields.get(name) is not None:
+    for name, here in names:
+        if body.get(name) is not None:
             raise invalid(f"use {here} instead of {name}", name, "unsupported_parameter")
-    refuse(fields, ONLY_CHATS)
-    return {name: value for name, value in body.items() if name not in taken}
+    refuse(Fields(body), ONLY_CHATS)
+    return {name: body[name] for name in fields.left()}
+
+
+def functions(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
+    """Tools as chats have them.
+
+    Args:
+      kinds: the types of those that clients call themselves.
+      schema: the name of the field with the schema of a tool.
+    """
+    if not isinstance(tools, list):
+        return tools
+    made, renamed = [], {"name": "name", "description": "description", "strict": "strict"}
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        if not isinstance(tool, dict) or kind not in kinds:
+            raise invalid(
+                f"tools[{i}].type: there are no built-in tools here, such as {show(kind)}; give "
+                f"functions that you call yourself, by name and {schema}",
+                "tools",
+                "unsupported_parameter",
+            )
+        refuse(Fields(tool), OF_TOOLS, place=f"tools[{i}].")
+        pairs = {**renamed, "parameters": schema}.items()
+        function = {key: tool[name] for key, name in pairs if tool.get(name) is not None}
+        made.append({"type": "function", "function": function})
+    return made
+
+
+Moment = Literal["begin", "opened", "grown", "closed", "end", "broken"]
 
 
 @dataclasses.dataclass
@@ -51,17 +80,12 @@ class AnswerBlock:
     """A part of an answer."""
 
     kind: Literal["thought", "text", "call"]
-    index: int  # among those of the answer
     id: str = ""  # of a call
     name: str = ""  # of the function that is called
-    pieces: list[str] = dataclasses.field(default_factory=list)
+    text: str = ""  # so far; of a call its arguments
+    index: int = 0  # among those of the answer
     is_open: bool = True
     is_cut: bool = False  # whether the answer had no more room
-
-    @property
-    def text(self) -> str:
-        """The text so far; of a call its arguments."""
-        return "".join(self.pieces)
 
 
 class Retold(Answer):
@@ -71,6 +95,7 @@ class Retold(Answer):
       blocks: all so far; only the last one may be open.
       finish: why the chat ended, once it has.
       stop: the stop string that ended it, if one did.
+      error: why it goes no further.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -78,30 +103,15 @@ class Retold(Answer):
         self.blocks: list[AnswerBlock] = []
         self.finish: str | None = None
         self.stop = ""
+        self.error = ApiError(500, "")
         self._begun = False
 
-    def begin(self) -> Iterator[Json]:
-        """The events before all blocks."""
-        raise NotImplementedError
+    def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
+        """The events of a moment: of a block, or before and behind all blocks.
 
-    def opened(self, block: AnswerBlock) -> Iterator[Json]:
-        """The events with which a block begins, which is empty still."""
-        raise NotImplementedError
-
-    def grown(self, block: AnswerBlock, text: str) -> Iterator[Json]:
-        """The events for a next piece of a block."""
-        raise NotImplementedError
-
-    def closed(self, block: AnswerBlock) -> Iterator[Json]:
-        """The events with which a block ends."""
-        raise NotImplementedError
-
-    def end(self) -> Iterator[Json]:
-        """The events behind all blocks."""
-        raise NotImplementedError
-
-    def broken(self, error: ApiError) -> Iterator[Json]:
-        """The last events of an answer that goes no further."""
+        Args:
+          new: the text with which a block has grown.
+        """
         raise NotImplementedError
 
     def told(self) -> Json:
@@ -110,69 +120,67 @@ class Retold(Answer):
 
     def events(self, delta: Delta) -> Iterator[bytes]:
         """What a stream has of one delta."""
-        for one in (*self._first(), *self._retell(delta)):
-            yield event(one, typed=True)
+        yield from self._begin()
+        self.stop = delta.stop
+        for chunk in self.chunks(delta):
+            (choice,) = chunk["choices"]
+            yield from typed(self._take(choice["delta"]))
+            self.finish = choice["finish_reason"]
 
     def last(self) -> Iterator[bytes]:
         """The end of a stream."""
-        for one in (*self._close(), *self.end()):
-            yield event(one, typed=True)
+        yield from typed([*self._close(), *self.tell("end")])
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The end of a stream that goes no further."""
-        for one in (*self._first(), *self.broken(error)):
-            yield event(one, typed=True)
+        yield from self._begin()
+        self.error = error
+        yield from typed(self.tell("broken"))
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer in one object."""
         (choice,) = super().whole(deltas)["choices"]
         deque(self._take(choice["message"]), 0)
         self.finish, self.stop = choice["finish_reason"], deltas[-1].stop
-        deque(self._close(), 0)
+        self._close()
         return self.told()
 
-    def _first(self) -> Iterator[Json]:
+    def _begin(self) -> Iterator[bytes]:
         if not self._begun:
             self._begun = True
-            yield from self.begin()
-
-    def _retell(self, delta: Delta) -> Iterator[Json]:
-        self.stop = delta.stop
-        for chunk in self.chunks(delta):
-            (choice,) = chunk["choices"]
-            yield from self._take(choice["delta"])
-            self.finish = choice["finish_reason"]
+            yield from typed(self.tell("begin"))
 
     def _take(self, message: Json) -> Iterator[Json]:
         """Takes a chat's message, or a delta of one."""
         if message.get("reasoning_content"):
-            yield from self._grow(
-                AnswerBlock("thought", len(self.blocks)), message["reasoning_content"]
-            )
+            yield from self._grow(AnswerBlock("thought"), message["reasoning_content"])
         if message.get("content"):
-            yield from self._grow(AnswerBlock("text", len(self.blocks)), message["content"])
+            yield from self._grow(AnswerBlock("text"), message["content"])
         for call in message.get("tool_calls", ()):
-            function = call["function"]
+            called = call["function"]
             # Only the first delta of a call has its id.
-            block = AnswerBlock(
-                "call", len(self.blocks), call.get("id", ""), function.get("name", "")
-            )
-            yield from self._grow(block, function["arguments"])
+            block = AnswerBlock("call", call.get("id", ""), called.get("name", ""))
+            yield from self._grow(block, called["arguments"])
 
     def _grow(self, block: AnswerBlock, text: str) -> Iterator[Json]:
         """Adds a text to the last block, or to a new one if that is of another kind or call."""
-        last = self.blocks[-1] if self.blocks else None
-        if last is None or last.kind != block.kind or block.id:
+        if not self.blocks or self.blocks[-1].kind != block.kind or block.id:
             yield from self._close()
+            block.index = len(self.blocks)
             self.blocks.append(block)
-            yield from self.opened(block)
-            last = block
+            yield from self.tell("opened", block)
+        self.blocks[-1].text += text
         if text:
-            last.pieces.append(text)
-            yield from self.grown(last, text)
+            yield from self.tell("grown", self.blocks[-1], text)
 
-    def _close(self) -> Iterator[Json]:
-        if self.blocks and self.blocks[-1].is_open:
-            last = self.blocks[-1]
-            last.is_open, last.is_cut = False, self.finish == "length"
-            yield from self.closed(last)
+    def _close(self) -> list[Json]:
+        if not self.blocks or not self.blocks[-1].is_open:
+            return []
+        self.blocks[-1].is_open, self.blocks[-1].is_cut = False, self.finish == "length"
+        return self.tell("closed", self.blocks[-1])
+
+
+def typed(events: Iterable[Json]) -> Iterator[bytes]:
+    """Server-sent events whose names are their types."""
+    for one in events:
+        yield b"event: %b\n%b" % (one["type"].encode(), event(one))
