@@ -8,6 +8,9 @@ from spmd.serving.http.fields import check_text, show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+TEXTS = ("text", "input_text", "output_text", "reasoning_text")
+"""Parts that are texts: those of chats, and what OpenAI's responses call them."""
+
 Message = dict[str, Any]
 """`role`, `content`, and perhaps `name`, `tool_calls` or `tool_call_id`, as templates want them."""
 
@@ -105,7 +108,7 @@ def parse_content(value: Any, place: str) -> str:
 
 def _part(value: Any, place: str) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
+    if kind not in TEXTS:
         raise invalid(
             f"{place}: parts of type text are served, not {show(kind or value)}", "messages"
         )

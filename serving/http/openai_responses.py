@@ -48,8 +48,6 @@ ECHOED: Json = {
 }  # fmt: skip
 """What a response shows again of its request, and what stands there if the request has nothing."""
 
-TEXTS = ("input_text", "output_text", "reasoning_text", "text")
-
 
 @dataclasses.dataclass(frozen=True)
 class ResponseAsk(ChatAsk):
@@ -128,37 +126,22 @@ def _message(item: Any, place: str) -> Json:
     """What a chat has for an item, unchecked."""
     kind = (item.get("type") or "message") if isinstance(item, dict) else show(item)
     if kind == "message":
-        return {"role": item.get("role"), "content": _texts(item.get("content"))}
+        return {"role": item.get("role"), "content": item.get("content")}
     if kind == "reasoning":  # what others have encrypted is passed over
-        parts = _texts(item.get("content") or "")
-        return {
-            "role": "assistant",
-            "reasoning_content": parse_content(parts, f"{place}.content"),
-        }
+        thought = parse_content(item.get("content") or "", f"{place}.content")
+        return {"role": "assistant", "reasoning_content": thought}
     if kind == "function_call":
         function = {key: item.get(key) for key in ("name", "arguments")}
         call = {"id": item.get("call_id"), "function": function}
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
-        output = _texts(item.get("output"))
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        given = {"role": "tool", "tool_call_id": item.get("call_id")}
+        return {**given, "content": item.get("output")}
     raise invalid(
         f"{place}.type: message, function_call, function_call_output and reasoning are served, "
         f"not {show(kind)}; nothing is kept here that another item could refer to",
         "input",
     )
-
-
-def _texts(content: Any) -> Any:
-    """A content with its parts as chats have them; others are left for chats to refuse."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in TEXTS
-        else part
-        for part in content
-    ]
 
 
 class ResponseAnswer(Retold):
