@@ -45,6 +45,7 @@ class Delta(NamedTuple):
     scores: Tokens | None = None
     # if asked for: the ids drawn since the delta before, whether their text is shown or not
     ids: tuple[int, ...] = ()
+    stop: str = ""  # the stop string that ended the completion, if one did
 
 
 NAN = "the model's logits are not numbers (NaN): its weights may be damaged"
@@ -124,7 +125,8 @@ class CompletionText:
         self._shown += len(text)
         tokens = self._release(finish is not None, stopped) if self._tokens else ()
         ids = (int(drawn.ids[row]),) if row is not None and self.job.reports_ids else ()
-        return Delta(self.index, text, tokens, self.generated, finish, scores, ids)
+        stop = self._matcher.found if stopped else ""
+        return Delta(self.index, text, tokens, self.generated, finish, scores, ids, stop)
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
         """Takes one token: (text that can be shown now, whether a stop string is complete)."""

@@ -108,6 +108,9 @@ class StopMatcher:
     Args:
       stops: the stop strings; none of them is empty.
 
+    Attributes:
+      found: the one that has ended the text; empty until then.
+
     Example:
       >>> matcher = StopMatcher(["\n\n"])
       >>> matcher.push("one\n"), matcher.push("two\n"), matcher.push("\nthree")
@@ -117,19 +120,21 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.found = ""
 
     def push(self, text: str) -> Matched:
         """Takes the next piece of text; after a match it must not be called again."""
         if not self._stops:
             return Matched(text, False)
         held = self._held + text
-        found = [(held.find(stop), len(stop)) for stop in self._stops]
+        found = [(held.find(stop), stop) for stop in self._stops]
         # The stop string that is complete first wins, whichever begins first: so the result is the
         # same whether the text comes in one piece or character by character.
-        cuts = [(start + length, start) for start, length in found if start >= 0]
+        cuts = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if cuts:
             self._held = ""
-            return Matched(held[: min(cuts)[1]], True)
+            _, start, self.found = min(cuts)
+            return Matched(held[:start], True)
         keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return Matched(held[: len(held) - keep], False)

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http import kserve, openai_routes
+from spmd.serving.http import anthropic_messages, kserve, openai_responses, openai_routes
 from spmd.serving.http.connections import Refusing
 from spmd.serving.http.limits import ANY, HttpOptions
 from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
@@ -176,6 +176,8 @@ def make_app(
         Route("/requests", requests),
         *(Route(path, page) for path in PAGE),
         *openai_routes.ROUTES,
+        *openai_responses.ROUTES,
+        *anthropic_messages.ROUTES,
         *kserve.ROUTES,
     ]
     app = Starlette(

@@ -150,6 +150,13 @@ class Fields:
             raise invalid(f"{name}: a number {bounds} is needed, not {show(value)}", name)
         return float(value)
 
+    def object(self, name: str) -> "Fields":
+        """A field that is an object; empty if it is absent."""
+        value = self.get(name) or {}
+        if not isinstance(value, dict):
+            raise invalid(f"{name}: an object is needed, not {show(value)}", name)
+        return Fields(value)
+
     def text(self, name: str, default: str = "") -> str:
         """A field that is a string."""
         value = self.get(name)

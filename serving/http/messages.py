@@ -8,6 +8,9 @@ from spmd.serving.http.fields import check_text, show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+TEXTS = ("text", "input_text", "output_text", "reasoning_text")
+"""Parts that are texts: those of chats, and what OpenAI's responses call them."""
+
 Message = dict[str, Any]
 """`role`, `content`, and perhaps `name`, `tool_calls` or `tool_call_id`, as templates want them."""
 
@@ -21,10 +24,11 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         found = "nothing" if value is None else show(value)
         raise invalid(f"messages: a list of messages is needed, not {found}", "messages")
-    return tuple(_message(one, f"messages[{i}]") for i, one in enumerate(value))
+    return tuple(parse_message(one, f"messages[{i}]") for i, one in enumerate(value))
 
 
-def _message(value: Any, place: str) -> Message:
+def parse_message(value: Any, place: str) -> Message:
+    """One message; `place` is where the request has it. What it returns is parsed to the same."""
     if not isinstance(value, dict):
         raise invalid(f"{place}: an object is needed, not {show(value)}", "messages")
     role = value.get("role")
@@ -39,7 +43,7 @@ def _message(value: Any, place: str) -> Message:
         raise invalid(f"{place}.tool_calls: only of assistants", "messages")
     # Assistants may call a tool, or have been cut in a thought, and say nothing.
     silent = role == "assistant" and content is None
-    message["content"] = "" if silent else _content(content, f"{place}.content")
+    message["content"] = "" if silent else parse_content(content, f"{place}.content")
     thought = value.get("reasoning_content", value.get("reasoning"))
     if role == "assistant" and thought is not None:
         message["reasoning_content"] = check_text(thought, f"{place}.reasoning_content")
@@ -47,7 +51,7 @@ def _message(value: Any, place: str) -> Message:
         where = f"{place}.tool_calls"
         if not isinstance(calls, list):
             raise invalid(f"{where}: a list is needed, not {show(calls)}", "messages")
-        message["tool_calls"] = [_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
+        message["tool_calls"] = [parse_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
     if role == "tool":
         message["tool_call_id"] = _text(value.get("tool_call_id"), f"{place}.tool_call_id")
     if value.get("name") is not None:
@@ -55,7 +59,8 @@ def _message(value: Any, place: str) -> Message:
     return message
 
 
-def _call(value: Any, place: str) -> dict[str, Any]:
+def parse_call(value: Any, place: str) -> dict[str, Any]:
+    """A call of a tool, with its arguments as an object; `place` is where the request has it."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise invalid(f"{place}.function: an object is needed, not {show(function)}", "messages")
@@ -91,7 +96,7 @@ def _text(value: Any, place: str) -> str:
     return check_text(value, place)
 
 
-def _content(value: Any, place: str) -> str:
+def parse_content(value: Any, place: str) -> str:
     """A message's text: a string, or a list of text parts, which are joined by newlines."""
     if isinstance(value, str):
         return check_text(value, place)
@@ -103,7 +108,7 @@ def _content(value: Any, place: str) -> str:
 
 def _part(value: Any, place: str) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
+    if kind not in TEXTS:
         raise invalid(
             f"{place}: parts of type text are served, not {show(kind or value)}", "messages"
         )

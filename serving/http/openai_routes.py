@@ -1,12 +1,13 @@
 """OpenAI's endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
 
 import asyncio
+import contextlib
 import functools
 import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,6 +17,7 @@ from spmd.serving.engine.actions import Finish, Job
 from spmd.serving.engine.backend import Tokens
 from spmd.serving.engine.choice import Delta, Token
 from spmd.serving.engine.stream import Failed, Stream
+from spmd.serving.errors import ApiError
 from spmd.serving.grammar.compiler import Grammar, Grammars
 from spmd.serving.grammar.guide import GrammarError, TooHard
 from spmd.serving.grammar.place import find_problem
@@ -37,6 +39,7 @@ from spmd.serving.http.requests import (
     EventStream,
     check_key,
     dump,
+    event,
     failure,
     service_of,
     visiting,
@@ -140,7 +143,7 @@ class Texts(Protocol):
 
 
 class Answer:
-    """The answer to one request: either `chunks` of each delta, or the `whole` of all deltas.
+    """The answer to one request: either the `events` of each delta, or the `whole` of all deltas.
 
     Args:
       work: its prompts and jobs.
@@ -185,11 +188,19 @@ class Answer:
             choice |= self._ids(delta.choice, delta.ids)
             yield self._chunk({**choice, "finish_reason": delta.finish})
 
-    def last_chunk(self) -> Json | None:
-        """The chunk with the token counts that ends a stream; None if it was not asked for."""
-        if not self._ask.include_usage:
-            return None
-        return {**self._head, **self._kind(), "choices": [], "usage": self._usage()}
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        """What a stream has of one delta."""
+        yield from map(event, self.chunks(delta))
+
+    def last(self) -> Iterator[bytes]:
+        """The end of a stream, with the token counts if they were asked for."""
+        if self._ask.include_usage:
+            yield event({**self._head, **self._kind(), "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """The end of a stream that goes no further."""
+        yield from (event(error.body()), DONE)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer in one object."""
@@ -203,7 +214,7 @@ class Answer:
             tokens = [token for delta in mine for token in delta.tokens]
             made = self._choice(index, text, tokens, mine[-1].finish)
             choices.append(made | self._ids(index, [one for delta in mine for one in delta.ids]))
-        answer = {**self._head, "choices": choices, "usage": self._usage()}
+        answer = {**self._head, "choices": choices, "usage": self.usage()}
         answer |= self._prompt_ids(0) if self._is_chat else {}
         return answer if self._ask.prompt_logprobs is None else self._with_prompts(answer, deltas)
 
@@ -228,7 +239,7 @@ class Answer:
             chunk["prompt_token_ids"] = choice.pop("prompt_token_ids")
         if not self._ask.include_usage:
             return chunk
-        return {**chunk, "usage": self._usage() if self._ask.usage_always else None}
+        return {**chunk, "usage": self.usage() if self._ask.usage_always else None}
 
     def _chat_chunks(self, delta: Delta) -> Iterator[Json]:
         """The role in a chunk of its own, then the text, then the reason of the end."""
@@ -298,7 +309,8 @@ class Answer:
         self._started[delta.choice] = True
         return delta._replace(text=text, tokens=(*before, *behind))
 
-    def _usage(self) -> Json:
+    def usage(self) -> Json:
+        """The counts of tokens so far."""
         prompt = sum(len(prompt.ids) for prompt in self._work.prompts)
         generated = sum(self._generated)
         firsts = range(0, len(self._work.jobs), self._ask.n)  # of choices of the same prompt
@@ -315,6 +327,7 @@ def _moved(token: Token, by: int) -> Token:
 
 
 KIND = "text_completion"
+DONE = b"data: [DONE]\n\n"
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
@@ -369,8 +382,37 @@ MOST_NAMES = 8
 
 NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.,:$ -]")
 
-Parse = Callable[[Mapping[str, Any], Bounds], Ask]
-MakeWork = Callable[[Any, Language, Grammar | None], Work]
+
+Names = tuple[tuple[str, str], ...]
+"""What chats call a part of a request, and what another API calls it."""
+
+
+class Dialect(NamedTuple):
+    """How an API asks for texts, and how it tells them."""
+
+    parse: Callable[[Mapping[str, Any], Bounds], Ask]
+    make_work: Callable[[Any, Language, Grammar | None], Work]
+    answer: Callable[[str, Any, Work, Texts, Mapping[int, int]], Answer] = Answer
+    names: Names = ()  # for errors; the first that is found counts
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors that are raised in the block have the places of this API's requests."""
+        try:
+            yield
+        except ApiError as error:
+            place, colon, rest = error.message.partition(": ")
+            if " " not in place:
+                error.message = f"{self._named(place)}{colon}{rest}"
+            error.param = error.param and self._named(error.param)
+            raise
+
+    def _named(self, place: str) -> str:
+        tried = (
+            re.subn(rf"(?<![a-z_]){re.escape(theirs)}(?![a-z_])", ours, place, count=1)
+            for theirs, ours in self.names
+        )
+        return next((named for named, found in tried if found), place)
 
 
 async def models(request: Request) -> Response:
@@ -404,12 +446,12 @@ def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
 
 async def completions(request: Request) -> Response:
     """`POST /v1/completions`: continues prompts."""
-    return await _complete(request, parse_completion, completion_work)
+    return await complete(request, Dialect(parse_completion, completion_work))
 
 
 async def chat_completions(request: Request) -> Response:
     """`POST /v1/chat/completions`: answers a conversation."""
-    return await _complete(request, parse_chat, chat_work)
+    return await complete(request, Dialect(parse_chat, chat_work))
 
 
 async def tokenize(request: Request) -> Response:
@@ -425,7 +467,7 @@ async def tokenize(request: Request) -> Response:
         ids, longest = made.prompts[0].ids, language.bounds.max_length
         return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None}
 
-    return await _texts(request, work)
+    return await run_on_text(request, work)
 
 
 async def detokenize(request: Request) -> Response:
@@ -434,10 +476,12 @@ async def detokenize(request: Request) -> Response:
     def work(body: Mapping[str, Any], language: Language) -> Json:
         return {"prompt": language.decode(token_ids(body.get("tokens"), "tokens", language.bounds))}
 
-    return await _texts(request, work)
+    return await run_on_text(request, work)
 
 
-async def _texts(request: Request, work: Callable[[Mapping[str, Any], Language], Json]) -> Response:
+async def run_on_text(
+    request: Request, work: Callable[[Mapping[str, Any], Language], Json]
+) -> Response:
     """What is answered to a body on a thread for texts."""
     service = service_of(request)
     async with visiting(request) as visit:
@@ -451,11 +495,17 @@ async def _texts(request: Request, work: Callable[[Mapping[str, Any], Language],
         return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
 
 
-async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Response:
+async def complete(request: Request, dialect: Dialect) -> Response:
+    """Answers a request for texts in some dialect, as a whole or as a stream."""
+    with dialect.naming():
+        return await _complete(request, dialect)
+
+
+async def _complete(request: Request, dialect: Dialect) -> Response:
     service = service_of(request)
     async with visiting(request) as visit:
         loaded, language = service.require(), service.language()
-        read = functools.partial(_read, service, loaded, visit.body, parse, make_work)
+        read = functools.partial(_read, service, loaded, visit.body, dialect)
         try:
             texts = service.texts(len(visit.body))
             ask, work = await texts.run(read, visit.client)
@@ -464,12 +514,12 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             if work is None:
                 compile = functools.partial(compile_grammar, ask, language)
                 grammar = await service.grammars.run(compile, visit.client)
-                make = functools.partial(make_work, ask, language, grammar)
+                make = functools.partial(dialect.make_work, ask, language, grammar)
                 work = await texts.run(make, visit.client)
             stream = _submit(language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
             request.state.exchange.generates(loaded.name, prompt_tokens, stream, ask.stream)
-            answer = Answer(loaded.name, ask, work, language.engine, stream.cached)
+            answer = dialect.answer(loaded.name, ask, work, language.engine, stream.cached)
             if ask.stream:
                 response: Response = EventStream(_events(stream, answer), stream.close)
             else:
@@ -501,13 +551,13 @@ def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
 
 
 def _read(
-    service: Service, loaded: Loaded, body: bytes, parse: Parse, make_work: MakeWork
+    service: Service, loaded: Loaded, body: bytes, dialect: Dialect
 ) -> tuple[Ask, Work | None]:
     """Reads a request, which takes seconds if it is long; with a grammar there is no work yet."""
     language = service.language()
-    ask = parse(parse_object(body), language.bounds)
+    ask = dialect.parse(parse_object(body), language.bounds)
     service.check_name(loaded, ask.model)
-    return ask, None if asks_for_grammar(ask) else make_work(ask, language, None)
+    return ask, None if asks_for_grammar(ask) else dialect.make_work(ask, language, None)
 
 
 def _submit(language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
@@ -534,7 +584,7 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
 
 
 async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
-    """The events of a stream, in batches; a failure is the last event before `[DONE]`."""
+    """The events of a stream, in batches; a failure is the last of them."""
     try:
         async for batch in stream.batches():
             if any(delta.scores is not None for delta in batch):
@@ -542,15 +592,13 @@ async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
             else:
                 yield _write(batch, answer)
     except Failed as error:
-        yield [dump(failure(error).body())]
+        yield [*answer.failed(failure(error))]
     else:
-        last = answer.last_chunk()
-        yield [] if last is None else [dump(last)]
-    yield [b"[DONE]"]
+        yield [*answer.last()]
 
 
 def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
-    return [dump(chunk) for delta in batch for chunk in answer.chunks(delta)]
+    return [event for delta in batch for event in answer.events(delta)]
 
 
 ROUTES = [

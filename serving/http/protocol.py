@@ -250,7 +250,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(fields, {**REFUSED, **REFUSED_IN_COMPLETIONS})
+    refuse(fields, {**REFUSED, **REFUSED_IN_COMPLETIONS})
     prompts = _prompts(fields.get("prompt"), bounds)
     max_tokens = fields.integer("max_tokens", 0, bounds.max_length)
     ask = CompletionAsk(
@@ -277,7 +277,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(fields, {**REFUSED, **REFUSED_IN_CHATS})
+    refuse(fields, {**REFUSED, **REFUSED_IN_CHATS})
     limits = [
         fields.integer(name, 1, bounds.max_length)
         for name in ("max_completion_tokens", "max_tokens")
@@ -356,11 +356,23 @@ def _ignored(fields: Fields) -> tuple[str, ...]:
     return tuple(name for name in fields.left() if name not in NO_EFFECT)
 
 
-def _refuse(fields: Fields, table: Values) -> None:
+def refuse(
+    fields: Fields, table: Values, why: str = "not served; leave it out", place: str = ""
+) -> None:
+    """Refuses fields of which the answer would not heed what they say.
+
+    Args:
+      table: name -> the values that change nothing.
+      place: where in the request these fields are; empty for the request itself.
+
+    Raises:
+      ApiError: a field has another value; the error has its name.
+    """
     for name, harmless in table.items():
         value = fields.get(name)
         if value is not None and not any(value == one for one in harmless):
-            raise invalid(f"{name}: not served; leave it out", name, "unsupported_parameter")
+            name = f"{place}{name}"
+            raise invalid(f"{name}: {why}", name, "unsupported_parameter")
 
 
 def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:

@@ -133,6 +133,8 @@ def check_key(request: Request, options: ServerOptions, *, basic: bool = False) 
     if not options.api_keys:
         return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if not scheme:  # Anthropic's clients have a header of their own
+        scheme, given = "bearer", request.headers.get("x-api-key", "")
     # Starlette decodes headers as latin-1; encoding gives the bytes that were sent.
     said = given.strip().encode("latin-1")
     if basic and scheme.lower() == "basic":
@@ -189,10 +191,10 @@ async def until_gone(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """An answer of server-sent events, one for each text.
+    """An answer of server-sent events.
 
     Args:
-      events: batches of texts; those of a batch are sent in one message, which costs less.
+      events: batches of what `event` makes; a batch is sent in one message, which costs less.
       close: is called at the end, however that comes.
     """
 
@@ -213,8 +215,8 @@ class EventStream(Response):
             with contextlib.suppress(OSError, ApiError):  # the client has left
                 async with until_gone(receive):
                     await send({"type": "http.response.start", **start})
-                    async for texts in self._events:
-                        body = b"".join(b"data: %b\n\n" % text for text in texts)
+                    async for events in self._events:
+                        body = b"".join(events)
                         if body:
                             piece = {"type": "http.response.body", "body": body, "more_body": True}
                             await send(piece)
@@ -226,6 +228,11 @@ class EventStream(Response):
 def dump(value: Any) -> bytes:
     """JSON on one line, without spaces."""
     return orjson.dumps(value)
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event of a value as JSON."""
+    return b"data: %b\n\n" % dump(value)
 
 
 def failure(error: Failed) -> ApiError:
@@ -242,8 +249,22 @@ def failure(error: Failed) -> ApiError:
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
-    """An error in the form that the path's protocol has for errors: OpenAI's or KServe's."""
+    """An error in the form that the path's protocol has: OpenAI's, Anthropic's or KServe's."""
     service_of(request).traffic.refused(error)
-    is_kserve = route_path(request.scope).startswith("/v2")
-    body = {"error": error.message} if is_kserve else error.body()
+    path = route_path(request.scope)
+    body = {"error": error.message} if path.startswith("/v2") else error.body()
+    if path.startswith("/v1/messages"):
+        body = {**message_error(error), "request_id": request.state.exchange.request_id}
     return JSONResponse(body, error.status, headers=error.headers)
+
+
+def message_error(error: ApiError) -> dict[str, Any]:
+    """An error in the form of Anthropic's."""
+    kind = _MESSAGE_ERRORS.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+_MESSAGE_ERRORS = {
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
