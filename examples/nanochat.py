@@ -139,7 +139,8 @@ def rates(c):
 
 
 def adamw(p, g, state, count, rate, share):
-    lr, beta1, beta2, decay = share * rate[0], *rate[1:]
+    lr, beta1, beta2, decay = rate
+    lr *= share
     mean = state["mean"] + (1 - beta1) * (g - state["mean"])
     square = state["square"] + (1 - beta2) * (g * g - state["square"])
     step = lr / (1 - beta1**count) * mean / (jnp.sqrt(square / (1 - beta2**count)) + 1e-10)
