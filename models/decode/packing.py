@@ -78,11 +78,6 @@ def pack_report(report: Report) -> Any:
     return jnp.concatenate(parts, axis=-1)
 
 
-def report_width(alternatives: int) -> int:
-    """How many numbers a packed report has of each token."""
-    return 2 + 2 * alternatives
-
-
 def unpack_report(packed: Any) -> Report:
     """On the host: one array (..., 2 + 2P) -> a report (..., P)."""
     ids, logprobs = packed[..., 0], packed[..., 1].view(np.float32)

@@ -149,17 +149,15 @@ def turns(
     """
     rows = packing.unpack_rows(inputs["rows"], shapes)
 
-    def turn(number: Any, carry: Any) -> Any:
-        state, made_TAD = carry
+    def turn(state: State, number: Any) -> tuple[State, Any]:
         positions_AR = rows["positions"]
         positions_AR = jnp.where(positions_AR == NONE, NONE, positions_AR + number)
         now = {**rows, "positions": positions_AR}
         x_ARH, state = _run(weights, state, now, model)
         drawn_AD, state = _draw(weights, state, x_ARH, now, (0, False), 0, model)
-        return state, made_TAD.at[number].set(packing.pack_report(drawn_AD))
+        return state, packing.pack_report(drawn_AD)
 
-    made_TAD = jnp.zeros((count, *rows["draws"].shape, packing.report_width(0)), jnp.int32)
-    state, made_TAD = jax.lax.fori_loop(0, count, turn, (state, made_TAD))
+    state, made_TAD = jax.lax.scan(turn, state, jnp.arange(count, dtype=jnp.int32))
     return state, {"drawn": made_TAD}
 
 

@@ -54,8 +54,8 @@ Placed = Mapping[str, NamedSharding]
 
 Aim = Literal["fit", "fill", "guess"]
 """What a plan does about memory: `fit` keeps to what a device has; `fill` is the fastest plan, as a
-symbol takes the memory that it leaves; of `guess` only its memory is asked, about, so the quick
-planner does."""
+symbol takes the memory that it leaves; `guess` is made by the quick planner, to
+say about how much memory a plan needs."""
 
 UNLIMITED = 1 << 62  # bytes
 

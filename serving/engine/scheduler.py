@@ -60,10 +60,10 @@ HARDLY = 1.1
 """A step with drafts takes so many times as long at most as one of those who draw alone."""
 
 HOST_SECONDS = 3e-3
-"""A step that takes no longer is one for which the host may take as long."""
+"""About how long the host takes for a call: turns gain nothing where a step takes longer."""
 
 FEW = 64
-"""So many rows of a step for each request that draws are those of one in which few draw."""
+"""Few draw in a step that has so many rows for each of them: at most 64 in one of 4,096 rows."""
 
 _Guess = tuple[int, ...] | int | None
 """Drafts of what a request draws next, or of how many the backend guesses; None: none yet."""

@@ -75,7 +75,7 @@ class _Call:
     arrived: float
     began: float | None = None
     share: float = 1.0
-    priority: int = 0  # of all
+    priority: int = 0  # the same of all calls
 
 
 class Workers:
