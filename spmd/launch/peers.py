@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmd.launch.doing import ALIVE, LEFT, Sign, all_signs, sign_of
+from spmd.launch.doing import ALIVE, LEFT, WHO, Sign, all_signs, sign_of
 from spmd.launch.restart import exit_code, hear_news
 from spmd.launch.store import JobStore, connected_to, listed, this_process
 
@@ -165,13 +165,22 @@ class Peers:
         self.form: Callable[[str], str] = str
         self.on_abort: Any = None
         self.vote = StopVote(store, self.process, self.processes)
-        self.known: dict[int, Sign] = {}  # the first sign of process 0, kept for its end
+        self.known = self._meet()
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._stopping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
         self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
+
+    def _meet(self) -> dict[int, Sign]:
+        """Returns the first sign of process 0, which it gives here, for the end of its store."""
+        if self.process == 0:
+            self._say(json.dumps(Sign(0, WHO, "", 0)))
+        else:
+            self.store.get(f"{ALIVE}/0", self.timeout_s)
+        first = sign_of(self.store, 0)
+        return {} if first is None else {0: first}
 
     def _run(self) -> None:
         seen = Signs(self.processes, self.timeout_s, time.monotonic())
@@ -199,8 +208,6 @@ class Peers:
                 how = f"no sign of life for {min(silent.values()):.0f} s"
                 told = lost(how, silent, all_signs(self.store))
                 self.store.claim(VERDICT, f"{told}; its output or the scheduler's log says why")
-        if not self.known and (first := sign_of(self.store, 0)):
-            self.known = {0: first}
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
