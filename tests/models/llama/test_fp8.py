@@ -44,6 +44,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(trainer, tmp_path):
     assert not jax.tree.leaves(fp8.split(whole.opt_state)[1])  # no optimizer's business
 
 
+@pytest.mark.thorough
 def test_parameters_of_others_get_states(trainer):
     fresh = trainer.fresh_state().params
     given = jax.tree.map(jnp.copy, parameters.without_states(fresh))
