@@ -6,12 +6,12 @@ several as `data+model`, `None` (or `-`) for a dim that is not split, `...` for 
 the compiler.
 
 Examples:
-    spmd-explain model.mlir --mesh data=4,model=2
-    spmd-explain model.mlir --arg_spec 0=data,None --arg_spec params/w=None,model
-    spmd-explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
-    spmd-explain model.mlir --mesh data=8 --value params/w     # why one value is sharded so
-    spmd-explain model.mlir --mesh data=8 --value model.py:12  # all values made by this line
-    spmd-explain model.mlir --mesh data=8 --stage local        # the program of one device
+    spmd explain model.mlir --mesh data=4,model=2
+    spmd explain model.mlir --arg_spec 0=data,None --arg_spec params/w=None,model
+    spmd explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
+    spmd explain model.mlir --mesh data=8 --value params/w     # why one value is sharded so
+    spmd explain model.mlir --mesh data=8 --value model.py:12  # all values made by this line
+    spmd explain model.mlir --mesh data=8 --stage local        # the program of one device
 
 Exit status: 0, or 2 for flags, files and specs that cannot be used.
 """
@@ -28,8 +28,8 @@ STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the flags of `spmd-explain`."""
-    made = Parser("spmd-explain", __doc__)
+    """Returns the parser of the flags of `spmd explain`."""
+    made = Parser("spmd explain", __doc__)
     add_module_flags(made)
     add = made.add_argument
     add("--topology", help="the machine to plan for, as v5e:4x4, v4:4x4x8 or h200:8 (CPUs)")
@@ -55,7 +55,7 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `spmd-explain` with these flags (None: `sys.argv`) and returns its exit status."""
+    """Runs `spmd explain` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus()
     try:

@@ -1,5 +1,6 @@
 """Writes the report as one self-contained HTML page: the largest costs, then sections to unfold."""
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 from spmd.explain import costs
@@ -39,6 +40,11 @@ def render(facts: Facts) -> str:
         lead += "share one machine, and take longer."
     first = _first_screen(facts)
     lines = [lead, *(f"{part}." for part in w.parts_of_axes("".join([first, *parts]), plan.mesh))]
+    return whole(title, lines, first, tag("nav", *links), tag("main", *parts))
+
+
+def whole(title: str, lead: Sequence[str], *parts: Html) -> str:
+    """Returns a page in one file: its title, lines below that, and parts."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -46,15 +52,9 @@ def render(facts: Facts) -> str:
         tag("title", title),
         tag("style", _resource("report.css"), _resource("first.css")),
     )
-    body = tag(
-        "body.spmd",
-        pictures.HATCH,
-        tag("header", tag("h1", title), *(tag("p.lead", line) for line in lines)),
-        first,
-        tag("nav", *links),
-        tag("main", *parts),
-        tag("script", _resource("report.js")),
-    )
+    header = tag("header", tag("h1", title), *(tag("p.lead", line) for line in lead))
+    script = tag("script", _resource("report.js"))
+    body = tag("body.spmd", pictures.HATCH, header, *parts, script)
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
