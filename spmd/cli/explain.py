@@ -16,8 +16,10 @@ Examples:
 Exit status: 0, or 2 for flags, files and specs that cannot be used.
 """
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import spmd
 from spmd.cli.flags import Parser, Switch
@@ -44,6 +46,7 @@ def make_parser() -> Parser:
         "as in %%12, or a source line as in model.py:12 (repeatable)",
     )
     one("--stage", choices=STAGES, help="print the program after a stage instead")
+    add("--json", metavar="FILE", help="also write the plan as data, for spmd diff and spmd check")
     add("--report", metavar="FILE", help="also write the report as an HTML page")
     add(
         "--prices",
@@ -75,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             text = lowered.explain(prices=given.prices)
         print(text.rstrip())
+        if given.json:
+            data = json.dumps(lowered.to_json(prices=given.prices))
+            Path(given.json).write_text(data, encoding="utf-8")
         if given.report:
             lowered.report(given.report, prices=given.prices)
             print(f"\nreport: {given.report}", file=sys.stderr)

@@ -3,6 +3,8 @@
     spmd plan      the fastest mesh of a machine for a program
     spmd explain   how a StableHLO file is sharded, why, and what that costs
     spmd verify    whether it computes the same on a mesh as on one device
+    spmd diff      how one plan differs from another
+    spmd check     whether a program still keeps to the plan that it had
 
 `spmd COMMAND --help` lists a command's flags.
 """
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 
 from spmd.cli.flags import Parser
 
-COMMANDS = ("plan", "explain", "verify")
+COMMANDS = ("plan", "explain", "verify", "diff", "check")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

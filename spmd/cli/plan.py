@@ -22,6 +22,7 @@ Exit status: 0; 1 if nothing that was planned fits; 2 for flags and programs tha
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,6 +54,7 @@ def make_parser() -> Parser:
     add("--top", type=int, default=10, help="so many rows of the table")
     add("--report", metavar="FILE", help="also write a page that compares the candidates")
     add("--out", metavar="FILE", help="write the best: settings (.yaml), or its specs as code")
+    add("--json", metavar="FILE", help="write the best plan as data, for spmd diff and spmd check")
     add("--compile", type=int, default=0, metavar="N", help="have the machine's compiler confirm N")
     return made
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default_to_cpus()
     try:
         build, axes = program(given.program)
-        choices = _choices(build, rest)
+        choices = read_choices(build, rest)
         found = spmd.plan(
             build,
             given.machines,
@@ -80,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.report:
             found.report(given.report)
             print(f"\nreport: {given.report}", file=sys.stderr)
+        if given.json:
+            data = json.dumps(found.best.lowered.to_json())
+            Path(given.json).write_text(data, encoding="utf-8")
         if given.out:
             Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
     except (SpmdError, OSError, ValueError) as error:
@@ -134,7 +139,7 @@ def _stablehlo(path: str, mesh: Any) -> spmd.Lowered:
     return spmd.lower_stablehlo(module, mesh, auto_specs(module, mesh, open_), None, options)
 
 
-def _choices(build: Callable[..., Any], words_: Sequence[str]) -> dict[str, Any]:
+def read_choices(build: Callable[..., Any], words_: Sequence[str]) -> dict[str, Any]:
     """Reads `--batch 256,512 --remat=full` as parameters of a build."""
     given: dict[str, Any] = {}
     rest = list(words_)
