@@ -34,12 +34,10 @@ class Settings(NamedTuple):
     Attributes:
       most_lines: length of the longest program.
       uneven_marks: marks inside the program may name axes that do not divide a dim.
-      loops: allow scan, fori_loop, while_loop, cond and switch.
     """
 
     most_lines: int = 10
     uneven_marks: bool = False
-    loops: bool = True
 
 
 class Var(NamedTuple):
@@ -811,7 +809,7 @@ def cases(draw: Any, settings: Settings = Settings()) -> Case:  # noqa: B008
     m = Maker(draw, mesh, settings, gradient)
     for _ in range(m.integer(1, 3)):
         m.argument(m.shape(), m.pick(("float32", "float32", "int32", "bfloat16")))
-    m.grow(m.integer(2, settings.most_lines), ALL if settings.loops else SIMPLE)
+    m.grow(m.integer(2, settings.most_lines), ALL)
     read = {name for line in m.lines for name in line.reads}
     unread = [v.name for v in reversed(m.pool) if v.name not in read]
     results = tuple(unread[: m.integer(1, 4)])
