@@ -146,7 +146,9 @@ async def ask_one(client: httpx.AsyncClient, load: Load, model: str, ask: Ask) -
             if response.status_code == 200:
                 await _read(response, answer, started)
             else:
-                await _read_refusal(response, answer)
+                text = (await response.aread()).decode(errors="replace")
+                answer.outcome = "refused" if response.status_code in (429, 503) else "failed"
+                answer.problem = f"HTTP {response.status_code}: {text[:200]}"
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         answer.outcome, answer.problem = "failed", f"{type(error).__name__}: {error}"
     answer.total = time.perf_counter() - started
@@ -154,12 +156,6 @@ async def ask_one(client: httpx.AsyncClient, load: Load, model: str, ask: Ask) -
         answer.problem = find_problem(answer, load)
         answer.outcome = "failed" if answer.problem else "done"
     return answer
-
-
-async def _read_refusal(response: httpx.Response, answer: Answer) -> None:
-    text = (await response.aread()).decode(errors="replace")
-    answer.outcome = "refused" if response.status_code in (429, 503) else "failed"
-    answer.problem = f"HTTP {response.status_code}: {text[:200]}"
 
 
 async def _read(response: httpx.Response, answer: Answer, started: float) -> None:

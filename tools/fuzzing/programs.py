@@ -395,20 +395,15 @@ def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
     elif is_float(v):
         m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
     elif m.flag() or math.prod(v.shape[d] for d in dims) == 1:  # as above
-        _reduce_pairs(m, v, dims[0])
+        w = m.value(v.shape, v.dtype)
+        target = m.name("t")
+        body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
+        inits = "(np.int32(1), np.int32(0))"
+        text = f"{target} = lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dims[0]},))"
+        m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
     else:
         op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
         m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
-
-
-def _reduce_pairs(m: Maker, v: Var, dim: int) -> None:
-    """Composes `t -> v t + w` along a dim: a body that is no one op, and does not commute."""
-    w = m.value(v.shape, v.dtype)
-    target = m.name("t")
-    body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
-    inits = "(np.int32(1), np.int32(0))"
-    text = f"{target} = lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dim},))"
-    m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
 
 
 @on(lambda v: is_number(v) and v.rank > 0)
