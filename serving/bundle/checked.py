@@ -64,11 +64,11 @@ class Checked:
             return self.value
         if origin is Annotated:
             return self.read(kind.__metadata__[0])
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             names = [field.name for field in dataclasses.fields(kind)]
             self.only(*names)
             given: Any = {name: self[name].read(_types(kind)[name]) for name in names}
-            return kind(**given)  # type: ignore[operator]
+            return kind(**given)
         if origin is Mapping:
             named = (
                 (Checked(key, self.where).read(inner[0]), member) for key, member in self.items()
