@@ -1,4 +1,8 @@
-"""The paths below `/v2`."""
+"""The paths below `/v2`: KServe's open inference protocol, version 2, with Triton's extensions.
+
+POST /v2/models/NAME/infer
+{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}]}
+"""
 
 import importlib.metadata
 from collections.abc import Awaitable, Callable
