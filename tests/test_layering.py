@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from spmd.installed import USERS_OF_IT
+from tests.imports import imports_of, module_graph, module_name
 from tools.house import PRODUCT, shared_names
-from tools.imports import imports_of, module_graph, module_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ LAYERS = (
     ("spmd.compiler", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
     # "spmd" is spmd/__init__.py, and importing it is using the public names.
-    ("spmd.api", "spmd.auto", "spmd"),
+    ("spmd.api", "spmd.auto", "spmd.plan", "spmd"),
     ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"),
     ("spmd.models",),
     ("spmd.serving",),

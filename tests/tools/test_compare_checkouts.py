@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.imports import imports_of
 from tools.checkout_plans import fingerprint
 from tools.compare_checkouts import (
     HERE,
@@ -21,7 +22,6 @@ from tools.compare_checkouts import (
 from tools.house import (
     read,
 )
-from tools.imports import imports_of
 
 OLD = Measured({"planned": "a", "emitted": "b"}, 2.0, 1.0, 8, {"plan": 3.0, "emit": 1.0})
 TEXT = OLD._replace(texts={"planned": "a", "emitted": "c"})
