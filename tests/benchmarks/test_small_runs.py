@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compiled_ahead, decode, experts, long, placed, stages
+from benchmarks import compiled_ahead, decode, experts, long, paged, placed, products, stages
 from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 from spmd.ir.dialect import rule
 
@@ -25,6 +25,27 @@ def test_decode(capsys: Capture) -> None:
     (row,) = table(capsys)
     shown = [row[name] for name in ("weights", "batch", "chunk", "devices")]
     assert shown == ["none", "2", "5", "1"] and float(row["ms/step"]) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.heavy), "int8"])
+def test_paged(dtype: str, capsys: Capture) -> None:
+    sizes = "--slots 3 --context 64 --key_heads 2 --groups 2 --width 16 --page 16 --chunk 20"
+    paged.main([*sizes.split(), "--dtype", dtype, "--calls", "2", "--steps", "1"])
+    said = capsys.readouterr().out.splitlines()[3:]
+    assert [line.split(" | ")[0] for line in said] == ["| pages", "| pages, chunk"]
+    wanted = 3 * 64 * 2 * 2 * 16 * (4 if dtype == "float32" else 1.25) / 1e6
+    assert said[0].split(" | ")[2] == f"{wanted:.1f}"
+
+
+@pytest.mark.thorough
+def test_products(capsys: Capture) -> None:
+    sizes = "--width 256 --inner 256 --rows 1,3 --calls 1 --steps 1"
+    products.main(sizes.split())
+    rows = table(capsys)
+    kinds = [(row["weights"], row["rows"]) for row in rows]
+    assert kinds == [(kind, count) for kind in products.KINDS for count in ("1", "3")]
+    assert all(float(row["ours, us"]) > 0 for row in rows)
 
 
 @pytest.mark.heavy
