@@ -175,10 +175,14 @@ def _run(
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not is_whole:
         return reference(*tensors, *masks, **attributes)
-    return _composite(name, reference, attributes, int(spec.causal), len(tensors))(*tensors, *masks)
+    return batched_composite(name, reference, attributes, int(spec.causal), len(tensors))(
+        *tensors, *masks
+    )
 
 
-def _composite(name: str, reference: Kernel, attributes: Any, positions: int, tensors: int) -> Any:
+def batched_composite(
+    name: str, reference: Kernel, attributes: Any, positions: int, tensors: int
+) -> Any:
     """Returns `reference` as a composite, which under `jax.vmap` is one with a larger batch.
 
     Its operands are `tensors` of (B, ...), `positions` (0 or 1) of (S,), and segments (B, ...).
@@ -203,7 +207,7 @@ def _composite(name: str, reference: Kernel, attributes: Any, positions: int, te
                 continue
             whole = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             merged.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
-        again = _composite(name, reference, attributes, positions, tensors)
+        again = batched_composite(name, reference, attributes, positions, tensors)
         results = again(*merged)
         parts = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
         return parts, tuple(True for _ in parts)
