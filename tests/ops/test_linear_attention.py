@@ -14,7 +14,6 @@ from spmd.ops import linear_attention
 from spmd.ops.linear_attention_chunks import _inverse
 from tests.ops.test_attention import EVERY_FLOP_COUNTS
 
-
 NAMES = ("q", "k", "v", "decay", "beta", "state")
 
 
