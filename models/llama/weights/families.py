@@ -288,12 +288,10 @@ def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> dict
         given = (values.get(key) for key in PATTERN[1:3])
         default = family.defaults["sliding_window_pattern"]
         pattern = typed(PATTERN[1], next((x for x in given if x is not None), None), default)
-        if types is not None and FULL in types:
-            pattern = list(types).index(FULL) + 1
-        elif types is not None:
-            pattern = layers + 1
+        if types is not None:
+            pattern = [*types, FULL].index(FULL) + 1
         wanted = layer_types(layers, pattern)
-        if types is not None and list(types) != wanted:
+        if types not in (None, wanted):
             raise ConfigError(
                 f"layer_types has to be {FULL} for every so many layers and {SLIDING} for the "
                 f"others, {json.dumps(wanted)} for instance, not {json.dumps(types)}"
