@@ -75,4 +75,3 @@ for tokens_BS in tokens:
     losses.append(float(loss))
 np.testing.assert_allclose(losses[0], jax.jit(loss_fn)(params, tokens[0]), rtol=1e-5)
 print(f"loss {losses[0]:.2f} at first, as jax.jit computes it, {losses[-1]:.0f} after 100 steps")
-print("heads of a device:", marked["layers"][0]["qkvz"].addressable_shards[0].data.shape[2])

@@ -108,7 +108,7 @@ def test_chunks_are_the_recurrence(delta: bool, packed: bool, chunk: int) -> Non
         close(found, jax.jit(of_all(plain))(x), 1e-11)
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (2, 40, 2, 3, 4, 4))),
     delta=st.booleans(), packed=st.booleans(), chunk=st.integers(1, 20),
