@@ -41,7 +41,7 @@ def forward(
     scores = jnp.einsum("bzikd,bzjkd->bzkij", q, chunks.k)[:, :, :, None] * chunks.pairs
     out = jnp.einsum("bzkgij,bzjkgp->bzikgp", scores, u)
     out += jnp.einsum("bzikd,bzikg,bzkgdp->bzikgp", q, chunks.before, states)
-    out_BSNP = (scale * out).reshape(len(out), -1, *v_BSNP.shape[2:])[:, : v_BSNP.shape[1]]
+    out_BSNP = jax.lax.collapse(scale * out, 1, 3)[:, : v_BSNP.shape[1]].reshape(v_BSNP.shape)
     return out_BSNP.astype(v_BSNP.dtype), last_BNDP.astype(state_BNDP.dtype)
 
 
@@ -132,7 +132,8 @@ class _Chunks(NamedTuple):
 
         def heads(x_BSN: Any) -> Any:
             x = _cut(x_BSN, size).astype(dtype)
-            return x.reshape(*x.shape[:3], k_BSKD.shape[2], -1, *x_BSN.shape[3:])
+            groups = x.shape[3] // k_BSKD.shape[2]
+            return x.reshape(*x.shape[:3], k_BSKD.shape[2], groups, *x_BSN.shape[3:])
 
         k, v = _cut(k_BSKD, size).astype(dtype), heads(v_BSNP)
         sums = jnp.cumsum(heads(decay_BSN), axis=2)
@@ -190,7 +191,8 @@ def _wide(x: Any) -> Any:
 def _cut(x_BS: Any, size: int) -> Any:
     """(B, S, ...) -> (B, Z, C, ...), padded by zeros, which write nothing and decay nothing."""
     padding = [(0, 0), (0, -x_BS.shape[1] % size), *((0, 0) for _ in x_BS.shape[2:])]
-    return jnp.pad(x_BS, padding).reshape(len(x_BS), -1, size, *x_BS.shape[2:])
+    x_BS = jnp.pad(x_BS, padding)
+    return x_BS.reshape(len(x_BS), x_BS.shape[1] // size, size, *x_BS.shape[2:])
 
 
 @jax.custom_vjp
