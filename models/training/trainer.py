@@ -253,7 +253,7 @@ class Trainer:
                 patience=options.patience,
             )
             if checkpoints is not None and program.frozen.patterns:
-                checkpoints.about["frozen"] = program.frozen.sample(state.params)
+                checkpoints.about["frozen"] = program.frozen.sums(state.params)
             profiler = Profiler(options.profile, folder.profile) if folder else Profiler(None)
             best = found and found.meta.get("best")
 
