@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from spmd.installed import USERS_OF_IT
+from tests.imports import imports_of, module_graph, module_name
 from tools.house import PRODUCT, shared_names
-from tools.imports import imports_of, module_graph, module_name
 
 ROOT = Path(__file__).parents[1]
 
