@@ -56,12 +56,11 @@ def parts_of_loss(result: Any, variables: Any) -> tuple[Any, Any, dict[str, Any]
     metrics = rest.pop() if rest else {}
     is_dict = isinstance(metrics, dict)
     wrong = [n for n, x in metrics.items() if n in TAKEN or jnp.shape(x)] if is_dict else [metrics]
-    if rest or wrong or jnp.shape(loss):
+    wrong += rest
+    if wrong or jnp.shape(loss):
         raise ArgumentError(
             f"the loss of a model with{'' if has_state else 'out'} a state returned another thing",
-            actual=f"metrics with {wrong[0]!r}"
-            if wrong
-            else f"shape {loss.shape}, {len(rest)} more",
+            actual=f"metrics with {wrong[0]!r}" if wrong else f"a loss of shape {jnp.shape(loss)}",
             required=f"the mean loss{', the next state' * has_state}, and perhaps metrics: scalars "
             f"by names other than {', '.join(sorted(TAKEN))}",
             fix="let `init` return `Stateful(params, state)` if the model has a state",
