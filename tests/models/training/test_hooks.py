@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,8 @@ def alone(steps):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_all_of_it_as_plain_jax_has_it_also_broken_off(tmp_path: Path, microbatches):
     """Frozen parameters, a mean of the others, metrics, batches of two sizes, and two meshes."""
-    noted, evaluated = [], []
+    noted: list[Any] = []
+    evaluated: list[Any] = []
     hooks = Hooks(
         after_step=noted.append,
         after_eval=lambda record, params: evaluated.append((record, jax.device_get(params))),
@@ -163,9 +165,9 @@ def test_ends_early_and_keeps_the_best(tmp_path: Path):
 
 @pytest.mark.parametrize("hook", ["after_step", "after_eval"])
 def test_a_hook_ends_the_run_as_its_last_step_would(tmp_path: Path, hook):
-    hooks = Hooks(**{hook: lambda record, params=None: record["step"] >= 4})
+    hook_of: dict[str, Any] = {hook: lambda record, _=None: record["step"] >= 4}
     outcome = make_trainer(
-        hooks=hooks, steps=50, eval_every=2, run_dir=tmp_path, data=lambda s: data(0)
+        hooks=Hooks(**hook_of), steps=50, eval_every=2, run_dir=tmp_path, data=lambda s: data(0)
     )
     outcome = outcome.run()
     assert (outcome.is_done, outcome.state.step) == (True, 5 if hook == "after_step" else 4)
