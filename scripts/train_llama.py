@@ -61,7 +61,7 @@ PROMPT = "def "
 
 def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> Trainer:
     """The trainer that the flags ask for, with what is done before and after its steps."""
-    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing)
+    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing, run.valid_data)
     train_data, held_out = data.load_datasets(
         of_flags,
         seq_len=run.seq_len,
@@ -186,9 +186,8 @@ def print_run(
         f"{train_data.token_count:,} tokens of "
         f"{', '.join(run.data) or 'the Python standard library'}"
     )
-    for part in train_data.parts if run.data else ():
-        for note in part.corpus.notes:
-            console.print(f"note: {note}")
+    for note in train_data.notes if run.data else ():
+        console.print(f"note: {note}")
     for sentence in notices(run):
         console.print(sentence)
 

@@ -110,8 +110,9 @@ def _data(add: Add) -> None:
     )
     of_run(
         "--packing",
-        help="whether documents that share a sequence are kept apart: by attention, positions and "
-        "loss",
+        help="whether documents that share a sequence are kept apart, by attention, positions and "
+        "loss (boundaries), and whole (documents); auto: documents where only answers are learned, "
+        "else none",
     )
     of_run("--seq_len", default=128, help="tokens of a sequence")
     of_run("--global_batch", default=16, help="sequences of a step, on all devices")
@@ -150,6 +151,11 @@ def _evaluation(add: Add) -> None:
         "--eval_first",
         default=None,
         help="evaluate before the first step, too (default: with --init_from)",
+    )
+    of_fields(add, RunConfig)(
+        "--valid_data",
+        help="what is evaluated on, named as in --data (default: a 20th of --data, which is then "
+        "not trained on)",
     )
     of_options("--eval_batches", help="held-out batches of an evaluation; 0: none")
     add(

@@ -50,7 +50,10 @@ class RunConfig:
     z_loss: float = 0.0  # weight of the squared log-normalizer in the loss; 0 leaves it out
     data: tuple[str, ...] = ()  # names of the data, see `DataConfig.sources`
     tokenizer: str = BYTES  # for text that is not tokenized yet
-    packing: Packing = "none"  # whether documents that share a sequence are kept apart
+    packing: Packing = "auto"  # whether documents that share a sequence are kept apart, and whole
+    valid_data: tuple[
+        str, ...
+    ] = ()  # what is evaluated on, as `data`; empty holds out a part of it
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -116,7 +119,7 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
     learned = (
         *("optimizer.", "seq_len", "tokenizer", "global_batch"),
-        *("seed", "data", "packing", "z_loss"),
+        *("seed", "data", "z_loss"),  # and of packing tells the hash of the data
     )
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(learned)]
 
