@@ -10,8 +10,8 @@ import pytest
 
 from spmd.models.training.data import chat, documents
 from spmd.models.training.data.documents import DocumentSource
-from spmd.models.training.data.source import DataConfig, load_datasets
 from spmd.models.training.data.shard_jobs import encoded
+from spmd.models.training.data.source import DataConfig, load_datasets
 from spmd.models.training.data.token_folder import damages, open_folder
 from spmd.models.training.data.tokenizer import load_tokenizer
 from spmd.models.training.errors import DataError
