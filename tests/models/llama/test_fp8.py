@@ -79,7 +79,7 @@ def test_microbatches_take_the_maximum_of_their_maxima():
     def loss(params, batch):
         return jnp.mean(fp8.fp8_dot(batch, params["w"], params["s"]))
 
-    _, grads = loss_and_grads(loss, params, x, microbatches=4)
+    _, _, grads = loss_and_grads(loss, params, x, microbatches=4)
     maxima = grads["s"].maxima
     np.testing.assert_array_equal(maxima[:2, 0], [np.abs(x).max(), 1.0])
     np.testing.assert_array_equal(maxima[:, 1], params["s"].maxima[:, 0])

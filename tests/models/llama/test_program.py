@@ -124,7 +124,7 @@ def test_evaluates_what_the_loss_is(whole):
     options = dataclasses.replace(trainer.run.options, seed=9)
     dataset = windows(dataclasses.replace(trainer.run, options=options))
     state, _ = take(trainer, trainer.fresh_state(), 1)
-    got = trainer.evaluation(dataset, 2)(state.params)
+    got = trainer.evaluation(dataset, 2)(state.params)["loss"]
     params = jax.device_get(state.params)
     loss = jax.jit(lambda p, b: objective.loss(p, b["inputs"], b["targets"], SMALL))
     expected = [loss(params, dataset(0)), loss(params, dataset(1))]
