@@ -19,6 +19,8 @@ longer than --watchdog_timeout; 78 in place of 1 where a launcher must not start
 """
 
 import argparse
+import dataclasses
+import io
 import logging
 import sys
 import tempfile
@@ -30,6 +32,7 @@ if not __package__:  # run as a file of a checkout, which need not be installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
+import numpy as np
 from absl import logging as absl_logging
 from rich.console import Console
 
@@ -38,8 +41,8 @@ from spmd import launch
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.parameters import without_states
-from spmd.models.llama.program import LlamaProgram, sample_text
-from spmd.models.llama.weights.load import WeightsError
+from spmd.models.llama.program import TEACHER, LlamaProgram, sample_text, student
+from spmd.models.llama.weights.load import WeightsError, load
 from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
@@ -77,12 +80,46 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         "tokenizer": data.identity(tokenizer),
     }
 
-    def first_params(program: TrainingProgram) -> Any:
+    teacher = weight_flags.teacher_config(run)
+    if train_data.is_preferences and (teacher or not given.init_from):
+        raise RunError(
+            "the data are preferences: name the model that is tuned, and compared with, with "
+            "--init_from" + (", and no --teacher" if teacher else "")
+        )
+
+    def first_params(program: Any) -> Any:
         shardings = without_states(program.step.in_shardings[0])
-        return weight_flags.load_params(given, run.model, shardings, trainer.console)
+        params = weight_flags.load_params(given, run.model, student(shardings), trainer.console)
+        if train_data.is_preferences:
+            parts = {"data": train_data, "held_out": held_out}
+            found = {
+                f"{name}.{number:03d}": array
+                for name, part in parts.items()
+                for number, array in enumerate(program.reference(params, part))
+            }
+            refer(found)
+            if trainer.folder is not None and launch.is_main_process():
+                np.savez(trainer.folder.reference, **found)
+            trainer.console.print("computed the log-probabilities of all pairs under --init_from")
+        if teacher:
+            params = params or program.make_params(jax.random.key(run.options.seed))
+            theirs = load(run.teacher, teacher, shardings[TEACHER], console=trainer.console)
+            params = {**params, TEACHER: theirs}
+        return params
+
+    def refer(found: Mapping[str, Any]) -> None:
+        """Gives both data sets their references."""
+        for name in ("data", "held_out"):
+            arrays = [found[key] for key in sorted(found) if key.startswith(name)]
+            each = getattr(trainer, name)
+            setattr(trainer, name, dataclasses.replace(each, references=arrays))
 
     def before(found: Found | None) -> list[str]:
         changes = changes_since(found, run, of_data) if found else []
+        if found and train_data.is_preferences and trainer.folder is not None:
+            kept = (trainer.folder.kept or trainer.folder.path) / trainer.folder.reference.name
+            with np.load(io.BytesIO(kept.read_bytes())) as arrays:
+                refer(dict(arrays))
         if trainer.folder is not None and launch.is_main_process():
             trainer.folder.write_config(run)
             settings = make_parser(None).settings_text(given)
@@ -94,7 +131,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         return changes
 
     def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
-        console, params = trainer.console, outcome.state.params
+        console, params = trainer.console, student(outcome.state.params)
         with watch.may_take("exporting"):
             export(given, outcome, run, tokenizer, trainer.folder, console)
         if given.sample_tokens:
@@ -106,7 +143,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
                 trainer.write_report(program, Path(given.report), prices=True)
 
     trainer = Trainer.of(
-        lambda: LlamaProgram(run, mesh, train_data.struct()),
+        lambda: LlamaProgram(run, mesh, train_data.struct(), teacher),
         train_data,
         held_out=held_out,
         options=run.options,
@@ -148,7 +185,7 @@ def export(
     Raises:
         WeightsError: it failed.
     """
-    params = outcome.state.params
+    params = student(outcome.state.params)
     try:
         weight_flags.export_params(given, params, run.model, tokenizer, console)
     except WeightsError as error:

@@ -135,9 +135,12 @@ def _training(add: Add) -> None:
     of_optimizer("--warmup_steps", help="(default: a tenth of the run, at most 100)")
     of_optimizer("--weight_decay", help="AdamW's; norms and biases are not")
     of_optimizer("--clip_norm", help="largest global norm of the gradients; 0 does not clip")
-    of_fields(add, RunConfig)(
-        "--z_loss", help="weight of the squared log-normalizer of the softmax"
-    )
+    of_run = of_fields(add, RunConfig)
+    of_run("--z_loss", help="weight of the squared log-normalizer of the softmax")
+    of_run("--dpo_beta", help="where data are preferences: how much it costs to leave --init_from")
+    of_run("--teacher", help="folder or URL of weights, of which the distribution is learned, too")
+    of_run("--distill_temperature", help="divides the logits of both for that")
+    of_run("--distill_share", help="of the divergence from the teacher in the loss; else data's")
     of_options("--on_nonfinite", help="what a loss, gradient or update that is not finite does")
     of_options("--max_skipped", help="so many steps in a row may be skipped")
     of_options("--audit_every", help="steps between comparisons of devices' copies; 0: none")

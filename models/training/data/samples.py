@@ -236,6 +236,12 @@ class PackedTokens:
             )
         if self.is_preferences and not self.documents:
             raise DataError("preferences are packed as pairs alone: leave out --packing")
+        lengths = [len(windows) for windows in self.windows] if self.references else []
+        if lengths != [len(array) for array in self.references or ()]:
+            raise DataError(
+                f"{self.parts[0].corpus.name}: these are other pairs than those whose "
+                "log-probabilities the run has computed before its first step; begin a new run"
+            )
         for part in self.parts:
             if self.documents and not len(part):
                 raise DataError(f"{part.corpus.name}: there is no document in this part of it")
@@ -321,7 +327,11 @@ class PackedTokens:
             samples = at_once(self.samples.__getitem__, chosen)
         else:
             samples = [self.samples[number] for number in chosen]
-        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        return self.stacked(samples)
+
+    def stacked(self, samples: Sequence[Batch]) -> Batch:
+        """A batch of samples."""
+        return {name: np.stack([sample[name] for sample in samples]) for name in self.leaves}
 
     def struct(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch."""
