@@ -38,15 +38,16 @@ from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.models.llama import sharding
+from spmd.models.llama import lora, sharding
 from spmd.models.llama.config import ConfigError
-from spmd.models.llama.parameters import without_states
-from spmd.models.llama.program import TEACHER, LlamaProgram, sample_text, student
+from spmd.models.llama.parameters import TEACHER
+from spmd.models.llama.program import LlamaProgram, sample_text
 from spmd.models.llama.weights.load import WeightsError, load
 from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import RunError
+from spmd.models.training.paths import as_path
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
 from spmd.models.training.run.loop import Outcome
@@ -87,39 +88,31 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
             "--init_from" + (", and no --teacher" if teacher else "")
         )
 
-    def first_params(program: Any) -> Any:
-        shardings = without_states(program.step.in_shardings[0])
-        params = weight_flags.load_params(given, run.model, student(shardings), trainer.console)
-        if train_data.is_preferences:
-            parts = {"data": train_data, "held_out": held_out}
-            found = {
-                f"{name}.{number:03d}": array
-                for name, part in parts.items()
-                for number, array in enumerate(program.reference(params, part))
-            }
-            refer(found)
-            if trainer.folder is not None and launch.is_main_process():
-                np.savez(trainer.folder.reference, **found)
+    def first_params(program: TrainingProgram) -> Any:
+        assert isinstance(program, LlamaProgram)
+        shardings = program.base_shardings()
+        params = weight_flags.load_params(given, run.model, shardings, trainer.console)
+        if train_data.is_preferences and not getattr(trainer.data, "references", None):
+            refer(program.reference(params, {"data": train_data, "held_out": held_out}))
             trainer.console.print("computed the log-probabilities of all pairs under --init_from")
         if teacher:
-            params = params or program.make_params(jax.random.key(run.options.seed))
-            theirs = load(run.teacher, teacher, shardings[TEACHER], console=trainer.console)
-            params = {**params, TEACHER: theirs}
+            shardings = program.step.in_shardings[0][TEACHER]
+            theirs = load(run.teacher, teacher, shardings, console=trainer.console)
+            params = program.fresh_params(params, seed=run.options.seed) | {TEACHER: theirs}
         return params
 
     def refer(found: Mapping[str, Any]) -> None:
-        """Gives both data sets their references."""
-        for name in ("data", "held_out"):
-            arrays = [found[key] for key in sorted(found) if key.startswith(name)]
-            each = getattr(trainer, name)
-            setattr(trainer, name, dataclasses.replace(each, references=arrays))
+        """Gives both data sets the log-probabilities of their pairs, and keeps these."""
+        trainer.data = dataclasses.replace(train_data, references=found["data"])
+        trainer.held_out = dataclasses.replace(held_out, references=found["held_out"])
+        if trainer.folder is not None and launch.is_main_process():
+            np.savez(trainer.folder.reference, **found)
 
     def before(found: Found | None) -> list[str]:
         changes = changes_since(found, run, of_data) if found else []
         if found and train_data.is_preferences and trainer.folder is not None:
             kept = (trainer.folder.kept or trainer.folder.path) / trainer.folder.reference.name
-            with np.load(io.BytesIO(kept.read_bytes())) as arrays:
-                refer(dict(arrays))
+            refer(dict(np.load(io.BytesIO(kept.read_bytes()))))
         if trainer.folder is not None and launch.is_main_process():
             trainer.folder.write_config(run)
             settings = make_parser(None).settings_text(given)
@@ -131,9 +124,13 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         return changes
 
     def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
-        console, params = trainer.console, student(outcome.state.params)
+        assert isinstance(program, LlamaProgram)
+        console, params = trainer.console, program.whole(outcome.params)
         with watch.may_take("exporting"):
-            export(given, outcome, run, tokenizer, trainer.folder, console)
+            if given.export_lora:
+                lora.save(outcome.params["lora"], run.lora, given.export_lora, given.init_from)
+                console.print(f"exported: {as_path(given.export_lora).absolute()}")
+            export(given, outcome, params, run, tokenizer, trainer.folder, console)
         if given.sample_tokens:
             with watch.may_take("writing a sample"):
                 text = sample_text(run, mesh, params, PROMPT, given.sample_tokens, tokenizer)
@@ -175,6 +172,7 @@ def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> l
 def export(
     given: argparse.Namespace,
     outcome: Outcome,
+    params: Any,
     run: RunConfig,
     tokenizer: data.Tokenizer,
     folder: RunFolder | None,
@@ -185,7 +183,6 @@ def export(
     Raises:
         WeightsError: it failed.
     """
-    params = student(outcome.state.params)
     try:
         weight_flags.export_params(given, params, run.model, tokenizer, console)
     except WeightsError as error:
@@ -211,6 +208,7 @@ def print_run(
         f"{name}: {model.parameter_count():,} parameters, "
         f"{model.num_hidden_layers} layers {'scanned' if model.scan_layers else 'unrolled'}, "
         f"{model.dtype}, {run.optimizer.name}"
+        + (f"; trained are adapters alone: {run.lora}" if run.lora else "")
     )
     console.print(
         f"mesh {format_axes(mesh.shape)}: {mesh.size} of {jax.device_count()} "

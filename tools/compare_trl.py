@@ -28,7 +28,8 @@ from spmd.cli.flags import Parser, positive
 from spmd.cli.specs import mesh_axes
 from spmd.models.llama import fresh
 from spmd.models.llama.named import CONFIGS, named_config
-from spmd.models.llama.program import TEACHER, LlamaProgram, student
+from spmd.models.llama.parameters import TEACHER
+from spmd.models.llama.program import LlamaProgram
 from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.load import load
 from spmd.models.llama.weights.save import save
@@ -107,16 +108,16 @@ def our_numbers(
     data, _ = load_datasets(config, seq_len=SEQ_LEN, batch_size=BATCH)
     other = read_config(teacher) if kind == "distillation" else None
     program = LlamaProgram(run, mesh, data.struct(), other)
-    shardings = program.step.in_shardings[0]
-    params = load(folder, model, student(shardings))
+    params = load(folder, model, program.base_shardings())
     if other:
-        params[TEACHER] = load(teacher, other, shardings[TEACHER])
+        params[TEACHER] = load(teacher, other, program.step.in_shardings[0][TEACHER])
     if kind == "preferences":
-        data = dataclasses.replace(data, references=program.reference(params, data))
+        data = dataclasses.replace(data, references=program.reference(params, {kind: data})[kind])
     state = program.fresh_state(params)
     params, rule = state.params, state.opt_state
-    numbers = {row["inputs"].tobytes(): number for number, row in enumerate(data.windows[0])}
-    assert len(numbers) == ROWS, "a sample holds more than a row"
+    windows = data.windows[0]
+    assert len(windows) == ROWS, "a sample holds more than a row"
+    numbers = {windows[number]["inputs"].tobytes(): number for number in range(ROWS)}
     found, order = [], []
     for step in range(steps):
         batch = data(step)

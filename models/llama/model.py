@@ -242,7 +242,17 @@ def project(
         found = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
     else:
         found = tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
-    return tuple(add_bias(x, weights[name]) for x, name in zip(found, names, strict=True))
+    return tuple(
+        add_low_rank(add_bias(x, weights[name]), x_BSI, weights[name])
+        for x, name in zip(found, names, strict=True)
+    )
+
+
+def add_low_rank(x_BSO: jax.Array, x_BSI: jax.Array, projection: Params) -> jax.Array:
+    """The product of a projection's adapters (see `lora.py`) added to its output, if it has any."""
+    if "lora_A" not in projection:
+        return x_BSO
+    return x_BSO + linear(linear(x_BSI, projection["lora_A"]), projection["lora_B"])
 
 
 def add_bias(x: jax.Array, projection: Params) -> jax.Array:

@@ -15,7 +15,7 @@ from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.experts import balance
 from spmd.models.llama.marks import Mark, no_marks
 from spmd.models.llama.model import logits_and_loads
-from spmd.models.llama.parameters import Params
+from spmd.models.llama.parameters import TEACHER, Params
 
 Batch = Mapping[str, jax.Array]
 """The leaves of a batch, by name."""
@@ -154,7 +154,6 @@ def preference_loss(
 
 def distillation_loss(
     params: Params,
-    teacher: Params,
     batch: Batch,
     config: LlamaConfig,
     teacher_config: LlamaConfig,
@@ -170,12 +169,14 @@ def distillation_loss(
     gradients of a size (Hinton et al. 2015, section 2).
 
     Args:
-        teacher: is not trained.
+        params: with those of the teacher, which are not trained, as `TEACHER`.
         teacher_config: as many tokens, and the same `zigzag`.
         marks: of the two models.
     """
     logits_BSV, given, added = _predicted(params, batch, config, marks[0])
-    theirs_BSV, _, _ = _predicted(jax.lax.stop_gradient(teacher), batch, teacher_config, marks[1])
+    theirs_BSV, _, _ = _predicted(
+        jax.lax.stop_gradient(params[TEACHER]), batch, teacher_config, marks[1]
+    )
     ours_BSV, theirs_BSV = (
         jax.nn.log_softmax(x.astype(jnp.float32) / temperature) for x in (logits_BSV, theirs_BSV)
     )

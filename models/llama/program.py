@@ -14,20 +14,26 @@ import numpy as np
 import numpy.typing as npt
 
 import spmd
-from spmd.models.llama import sharding
+from spmd.models.llama import lora, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from spmd.models.llama.fresh import init, init_keys, init_layer, init_outer
+from spmd.models.llama.lora import LoraConfig
 from spmd.models.llama.model import forward
 from spmd.models.llama.objective import distillation_loss, pair_logps, preference_loss
-from spmd.models.llama.parameters import Params, with_states
+from spmd.models.llama.parameters import (
+    TEACHER,
+    Params,
+    with_states,
+    without_states,
+    without_teacher,
+)
 from spmd.models.llama.step import batch_loss
 from spmd.models.training.data import source as data
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunConfig
-from spmd.models.training.run.loop import TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
 
 NextLogits = Callable[[Any, Any, Any], Any]
@@ -97,23 +103,6 @@ def sample(
     return int(np.argmax(logits_V / temperature + generator.gumbel(size=logits_V.shape)))
 
 
-STUDENT, TEACHER = "student", "teacher"
-
-
-def student(params: Params) -> Params:
-    """The parameters without those of a teacher, which stand among them as `TEACHER`."""
-    return {name: part for name, part in params.items() if name != TEACHER}
-
-
-def _parts(params: Params) -> dict[str, Params]:
-    parts = {STUDENT: student(params), TEACHER: params.get(TEACHER)}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def _whole(parts: Mapping[str, Params]) -> Params:
-    return {**parts[STUDENT], **{name: part for name, part in parts.items() if name == TEACHER}}
-
-
 class LlamaProgram(TrainingProgram):
     """The compiled training step of a Llama: of texts, or of preferences if batches are such.
 
@@ -129,56 +118,66 @@ class LlamaProgram(TrainingProgram):
         self.run = run
         self.model: LlamaConfig = run.model
         table = sharding.table_named(run.sharding)
-        models = {STUDENT: self.model} | ({TEACHER: teacher} if teacher else {})
-        points = {name: sharding.activation_marks(mesh, c, table) for name, c in models.items()}
+        points = sharding.activation_marks(mesh, self.model, table)
         # Held-out losses are of texts alone.
         evaluated = dataclasses.replace(self.model, router_aux_loss_coef=0.0)
-        mark = points[STUDENT]
-        loss: Any = batch_loss(self.model, mark, run.z_loss)
-        eval_loss: Any = batch_loss(evaluated, mark)
-        if "answers" in batch:
-            loss, eval_loss = (
-                functools.partial(preference_loss, config=config, mark=mark, beta=run.dpo_beta)
-                for config in (self.model, evaluated)
+        losses: tuple[Any, ...] = tuple(
+            functools.partial(preference_loss, config=config, mark=points, beta=run.dpo_beta)
+            if "answers" in batch
+            else batch_loss(config, points, run.z_loss if config is self.model else 0.0)
+            for config in (self.model, evaluated)
+        )
+        if teacher is not None:
+            taught = functools.partial(
+                distillation_loss,
+                config=self.model,
+                teacher_config=teacher,
+                marks=(points, sharding.activation_marks(mesh, teacher, table)),
+                temperature=run.distill_temperature,
+                share=run.distill_share,
+                z_loss=run.z_loss,
             )
-        elif teacher:
+            losses = (taught, losses[1])
+        rules = sharding.parameter_rules(self.model, mesh.shape, table)
+        first: Callable[[jax.Array], Any] = functools.partial(init, config=self.model)
+        frozen = ["base/*"] if run.lora else []
+        adapters: LoraConfig | None = run.lora
+        if adapters is not None:
+            # Frozen weights need no states of 8-bit products.
+            self._base = dataclasses.replace(self.model, matmul="dtype")
+            losses = tuple(map(self._adapted, losses))
+            first = self._with_adapters
+            own = {f"lora/{path}": spec for path, spec in lora.rules(rules, adapters).items()}
+            rules = own | {f"base/{path}": spec for path, spec in rules.items()}
+        init_all = first
+        if teacher is not None:
 
-            def loss(params: Any, batch: Any) -> Any:
-                return distillation_loss(
-                    params,
-                    params[TEACHER],
-                    batch,
-                    self.model,
-                    teacher,
-                    (mark, points[TEACHER]),
-                    temperature=run.distill_temperature,
-                    share=run.distill_share,
-                    z_loss=run.z_loss,
-                )
+            def init_all(key: jax.Array) -> Any:
+                return {**first(key), TEACHER: init(key, teacher)}
 
-        self._mark = mark
+            frozen.append(f"{TEACHER}/*")
+            of_teacher = sharding.parameter_rules(teacher, mesh.shape, table)
+            rules |= {f"{TEACHER}/{path}": spec for path, spec in of_teacher.items()}
+        self._mark = points
         super().__init__(
-            lambda key: _whole({name: init(key, config) for name, config in models.items()}),
-            loss,
-            lambda structs: _whole(
-                {
-                    name: sharding.mark_params(part, mesh, models[name], table)
-                    for name, part in _parts(structs).items()
-                }
-            ),
+            init_all,
+            losses[0],
+            rules,
             batch,
             lambda structs: sharding.mark_batch(structs, mesh, table),
             mesh=mesh,
             optimizer=run.optimizer.ending_at(run.options.steps),
             microbatches=run.options.microbatches,
             on_nonfinite=run.options.on_nonfinite,
-            eval_loss=eval_loss,
-            frozen=(f"{TEACHER}/*",) if teacher else (),
+            eval_loss=losses[1],
+            frozen=frozen,
             cost=StepCost(
                 tokens=run.global_batch * run.seq_len,
                 devices=mesh.size,
+                # Frozen weights have no gradients: a third of what conventions credit is not done.
                 flops_per_token={
-                    c: flops_per_token(self.model, run.seq_len, c) for c in FLOP_CONVENTIONS
+                    c: flops_per_token(self.model, run.seq_len, c)
+                    for c in (() if adapters else FLOP_CONVENTIONS)
                 },
                 peak_flops=peak_flops(str(jax.devices()[0].device_kind), self.model.dtype),
             ),
@@ -186,9 +185,14 @@ class LlamaProgram(TrainingProgram):
 
     def make_params(self, key: jax.Array) -> Any:
         """Draws parameters, each array shard by shard and layer by layer; none of the teacher."""
-        return init_params(self.model, key, student(self.step.in_formats[0]))
+        formats = without_teacher(self.step.in_formats[0])
+        if self.run.lora is None:
+            return init_params(self.model, key, formats)
+        return self._beside(init_params(self._base, key, formats["base"]), key)
 
-    def reference(self, params: Any, data: PackedTokens) -> list[npt.NDArray[np.float32]]:
+    def reference(
+        self, params: Any, data: Mapping[str, PackedTokens]
+    ) -> dict[str, npt.NDArray[np.float32]]:
         """Log-probabilities of pairs under parameters, as `PackedTokens.references` has them."""
 
         def logps(params: Any, batch: Any) -> jax.Array:
@@ -197,27 +201,55 @@ class LlamaProgram(TrainingProgram):
         # Whole on every device, so that every process can read them.
         jitted = spmd.jit(logps, mesh=self.mesh, out_specs=(None, None))
         compiled = jitted.compile(params, self._batch)
-        found = []
-        for windows in data.windows:
-            numbers = np.arange(-(-len(windows) // data.batch_size) * data.batch_size)
-            each = []
-            for rows in numbers.reshape(-1, data.batch_size) % len(windows):
-                batch = data.stacked([windows[int(row)] for row in rows])
-                each.append(compiled(params, place(batch, compiled.in_shardings[1])))
-            found.append(np.concatenate(jax.device_get(each))[: len(windows)])
+        found = {}
+        for name, pairs in data.items():
+            batches = (place(batch, compiled.in_shardings[1]) for batch in pairs.in_order())
+            each = [jax.device_get(compiled(params, batch)) for batch in batches]
+            found[name] = np.concatenate(each)[: pairs.count]
         return found
 
-    def fresh_state(self, params: Any = None, step: int = 0, *, seed: int = 0) -> TrainState:
-        """As `TrainingProgram.fresh_state`.
+    def _adapted(self, loss: Any) -> Any:
+        def adapted(params: Any, batch: Any) -> Any:
+            teacher = {name: part for name, part in params.items() if name == TEACHER}
+            return loss(lora.applied(params, self.run.lora) | teacher, batch)
 
-        Parameters that are given may lack states of 8-bit products; these are then added, and the
-        arrays given up.
+        return adapted
+
+    def _with_adapters(self, key: jax.Array) -> Any:
+        base = init(key, self._base)
+        return {"base": base, "lora": lora.init(key, base, self.run.lora)}
+
+    def _beside(self, base: Any, key: jax.Array) -> Any:
+        draw = jax.jit(
+            lambda key: lora.init(key, self._params["base"], self.run.lora),
+            out_shardings=self.step.in_formats[0]["lora"],
+        )
+        return {"base": base, "lora": draw(key)}
+
+    def whole(self, params: Any) -> Any:
+        """The model's own parameters: with adapters, merged into what they adapt."""
+        params = without_teacher(params)
+        return params if self.run.lora is None else lora.merged(params, self.run.lora)
+
+    def base_shardings(self) -> Any:
+        """Where weights go that are loaded: a tree like the model's parameters, without states."""
+        shardings = without_teacher(self.step.in_shardings[0])
+        return without_states(shardings if self.run.lora is None else shardings["base"])
+
+    def fresh_params(self, params: Any = None, *, seed: int = 0) -> Any:
+        """As `TrainingProgram.fresh_params`.
+
+        Parameters that are given may lack adapters, or states of 8-bit products; these are then
+        added, and the arrays given up.
         """
-        if params is not None and len(jax.tree.leaves(params)) < len(jax.tree.leaves(self._params)):
+        if params is not None and self.run.lora is not None:
+            return params if "lora" in params else self._beside(params, jax.random.key(seed))
+        wanted = without_teacher(self.step.in_formats[0])
+        if params is not None and len(jax.tree.leaves(params)) < len(jax.tree.leaves(wanted)):
             add = functools.partial(with_states, config=self.model)
-            make = jax.jit(add, out_shardings=self.step.in_formats[0], donate_argnums=0)
+            make = jax.jit(add, out_shardings=wanted, donate_argnums=0)
             params = make(params)
-        return super().fresh_state(params, step, seed=seed)
+        return super().fresh_params(params, seed=seed)
 
 
 def sample_text(

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -219,8 +219,8 @@ class PackedTokens:
     mask_boundaries: bool = True  # whether a target that begins another document has weight 0
     before: int = 0  # samples seen before, less those of as many steps with this `batch_size`
     documents: bool = False  # whether documents are never cut, and are kept apart (`Windows`)
-    # of preferences, for each part: as `Windows.reference`; None: zeros
-    references: Sequence[npt.NDArray[np.float32]] | None = None
+    # of preferences: as `Windows.reference`, of one part after the other; None: zeros
+    references: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.batch_size < 1:
@@ -236,8 +236,7 @@ class PackedTokens:
             )
         if self.is_preferences and not self.documents:
             raise DataError("preferences are packed as pairs alone: leave out --packing")
-        lengths = [len(windows) for windows in self.windows] if self.references else []
-        if lengths != [len(array) for array in self.references or ()]:
+        if self.references is not None and len(self.references) != self.count:
             raise DataError(
                 f"{self.parts[0].corpus.name}: these are other pairs than those whose "
                 "log-probabilities the run has computed before its first step; begin a new run"
@@ -272,11 +271,25 @@ class PackedTokens:
     def windows(self) -> list[Windows]:
         """The samples of each part, in order."""
         masked = self.documents or (self.boundaries and self.mask_boundaries)
-        references = self.references or itertools.repeat(None, len(self.parts))
-        return [
-            Windows(part, self.seq_len, self.leaves, masked, self.documents, reference)
-            for part, reference in zip(self.parts, references, strict=True)
-        ]
+        how = self.seq_len, self.leaves, masked, self.documents
+        made = [Windows(part, *how) for part in self.parts]
+        if self.references is None:
+            return made
+        each = np.split(self.references, np.cumsum([len(windows) for windows in made])[:-1])
+        pairs = zip(made, each, strict=True)
+        return [dataclasses.replace(windows, reference=array) for windows, array in pairs]
+
+    @property
+    def count(self) -> int:
+        """How many samples all parts have together."""
+        return sum(len(part_windows) for part_windows in self.windows)
+
+    def in_order(self) -> Iterator[Batch]:
+        """All samples once, of one part after the other; the last batch is filled up with some."""
+        samples = (windows[number] for windows in self.windows for number in range(len(windows)))
+        while batch := list(itertools.islice(samples, self.batch_size)):
+            missing = self.batch_size - len(batch)
+            yield self.stacked([*batch, *itertools.repeat(batch[0], missing)])
 
     @property
     def notes(self) -> list[str]:

@@ -12,7 +12,8 @@ import spmd
 from spmd.models.llama import fresh, objective
 from spmd.models.llama.model import forward
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.program import TEACHER, LlamaProgram
+from spmd.models.llama.parameters import TEACHER
+from spmd.models.llama.program import LlamaProgram
 from spmd.models.training.data.source import DataConfig, load_datasets
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.description import RunConfig
@@ -60,12 +61,12 @@ def program(data, **more):
 def test_preferences_are_as_written_down_and_as_on_a_mesh(data):
     made = program(data.struct())
     params = jax.device_put(OTHERS, made.step.in_shardings[0])
-    data = dataclasses.replace(data, references=made.reference(params, data))
+    data = dataclasses.replace(data, references=made.reference(params, {"it": data})["it"])
     reference, found = (
         np.stack([logps(params, kind) for kind in ("chosen", "rejected")], axis=1)
         for params in (OTHERS, PARAMS)
     )
-    np.testing.assert_allclose(data.references[0], reference, rtol=1e-5)
+    np.testing.assert_allclose(data.references, reference, rtol=1e-5)
     rewards = 0.3 * (found - reference)
     margins = rewards[:, 0] - rewards[:, 1]
     batch = data(0)

@@ -172,7 +172,7 @@ def test_preferences_are_pairs(tmp_path):
     )
     assert len(train.windows[0]) == len(held_out.windows[0]) == 60
     reference = np.arange(120, dtype=np.float32).reshape(60, 2)
-    with_reference = dataclasses.replace(train, references=[reference])
+    with_reference = dataclasses.replace(train, references=reference)
     batch = with_reference(0)
     assert {name: x.shape for name, x in batch.items()} == {
         name: x.shape for name, x in train.struct().items()
