@@ -92,7 +92,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         assert isinstance(program, LlamaProgram)
         shardings = program.base_shardings()
         params = weight_flags.load_params(given, run.model, shardings, trainer.console)
-        if train_data.is_preferences and not getattr(trainer.data, "references", None):
+        if train_data.is_preferences and getattr(trainer.data, "references", None) is None:
             refer(program.reference(params, {"data": train_data, "held_out": held_out}))
             trainer.console.print("computed the log-probabilities of all pairs under --init_from")
         if teacher:

@@ -39,7 +39,7 @@ from spmd.models.training.run.description import RunConfig
 from spmd.models.training.run.optimizer import OptimizerConfig
 
 KINDS = ("chats", "preferences", "distillation")
-ROWS, BATCH, SEQ_LEN = 200, 8, 360
+ROWS, BATCH, SEQ_LEN = 200, 8, 400
 BETA, TEMPERATURE, SHARE = 0.1, 1.0, 0.5
 OPTIMIZER = OptimizerConfig(
     name="adamw", learning_rate=1e-3, warmup_steps=0, schedule="constant", clip_norm=None
@@ -49,43 +49,25 @@ TEMPLATE = (
     "{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ("</s>", "<|user|>", "<|assistant|>")
 
 Numbers = dict[str, float]
-
-
-def write_tokenizer(folder: Path) -> int:
-    """A tokenizer of bytes with a chat template; returns how many tokens it knows."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({x: n for n, x in enumerate(letters)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(list(SPECIAL))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="</s>")
-    theirs.chat_template = TEMPLATE
-    theirs.save_pretrained(folder)
-    return len(theirs)
 
 
 def rows_of(kind: str) -> list[dict[str, Any]]:
     """Rows as TRL has them; of each, one alone fits into a sample of `SEQ_LEN` tokens."""
     text, draw = "".join(topics.topics.values()), random.Random(0)
 
-    def said(role: str, least: int, most: int) -> dict[str, str]:
-        start = draw.randrange(len(text) - most)
-        return {"role": role, "content": text[start : start + draw.randint(least, most)].strip()}
+    def said(role: str) -> dict[str, str]:
+        start, length = draw.randrange(len(text) - 100), draw.randint(70, 90)
+        return {"role": role, "content": text[start : start + length].strip()}
 
-    def answer() -> dict[str, str]:
-        return said("assistant", 80, 100)
+    def row() -> dict[str, Any]:
+        a, b, c, d = map(said, ("user", "assistant", "user", "assistant"))
+        if kind == "preferences":
+            return {"prompt": [a], "chosen": [b], "rejected": [d]}
+        return {"messages": [a, b, c, d]}
 
-    if kind == "preferences":
-        asked = [said("user", 40, 60) for _ in range(ROWS)]
-        return [{"prompt": [q], "chosen": [answer()], "rejected": [answer()]} for q in asked]
-    ask = functools.partial(said, "user", 40, 60)
-    return [{"messages": [ask(), answer(), ask(), answer()]} for _ in range(ROWS)]
+    return [row() for _ in range(ROWS)]
 
 
 def our_numbers(
@@ -134,7 +116,7 @@ def their_numbers(
     import torch
     import trl
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl.experimental.gkd import GKDTrainer
 
     def model(where: Path) -> Any:
@@ -159,15 +141,10 @@ def their_numbers(
             losses.append(loss.item())
             return loss
 
-    options: dict[str, Any] = (
-        {
-            "beta": BETA,
-            "precompute_ref_log_probs": True,
-        }
-        if kind == "preferences"
-        else {"assistant_only_loss": True}
-    )
-    config = (trl.DPOConfig if kind == "preferences" else trl.SFTConfig)(
+    make: Any = functools.partial(trl.SFTConfig, assistant_only_loss=True)
+    if kind == "preferences":
+        make = functools.partial(trl.DPOConfig, beta=BETA, precompute_ref_log_probs=True)
+    config = make(
         output_dir=str(folder / "trl"),
         max_steps=steps,
         per_device_train_batch_size=BATCH,
@@ -186,7 +163,6 @@ def their_numbers(
         gradient_checkpointing=False,
         save_strategy="no",
         disable_tqdm=True,
-        **options,
     )
     trainer = Recording(
         model=model(folder),
@@ -194,21 +170,31 @@ def their_numbers(
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
     return [{**record, "loss": loss} for record, loss in zip(logged, losses, strict=True)]
 
 
 def write_models(root: Path, name: str) -> tuple[Path, Path]:
-    """Folders of a model and of a teacher with other weights, both with the tokenizer."""
-    made = root / "model", root / "teacher"
-    for seed, folder in enumerate(made):
-        folder.mkdir(parents=True)
-        vocabulary = write_tokenizer(root / "tokenizer")
-        config = dataclasses.replace(named_config(name), vocab_size=vocabulary)
+    """Folders of a model and of a teacher with other weights, both with a tokenizer of bytes."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    text = tokenizers.Tokenizer(tokenizers.models.BPE({x: n for n, x in enumerate(letters)}, []))
+    text.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = tokenizers.decoders.ByteLevel()
+    text.add_special_tokens(["</s>", "<|user|>", "<|assistant|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=text, eos_token="</s>", pad_token="</s>")
+    fast.chat_template = TEMPLATE
+    config = dataclasses.replace(named_config(name), vocab_size=len(fast))
+    folders = root / "model", root / "teacher"
+    for seed, folder in enumerate(folders):
         params = jax.jit(functools.partial(fresh.init, config=config))(jax.random.key(seed))
-        save(params, config, folder, tokenizer_from=root / "tokenizer")
-    return made
+        save(params, config, folder)
+        fast.save_pretrained(folder)
+    return folders
 
 
 def compared(kind: str, name: str, steps: int, mesh: spmd.Mesh) -> list[tuple[Numbers, Numbers]]:

@@ -137,41 +137,35 @@ class Template:
         except Exception as error:  # templates can fail in any way
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
+    def _text(self, messages: Messages, row: Mapping[str, Any], opens: bool = False) -> str:
+        return _unmarked(self.render(messages, row, opens))[0] if messages else ""
+
     def chat(self, messages: Messages, row: Mapping[str, Any]) -> Answered:
         """A chat, of which the assistant's messages are learned.
 
-        Where the template marks these, as for `apply_chat_template(return_assistant_tokens_mask=
-        True)` of transformers, as it does. Else an answer is what a message adds to the messages
-        before it and the opening of the assistant's.
+        Where the template marks these, what is marked, as transformers' `apply_chat_template` masks
+        it. Else what each adds to the messages before it and the opening of the assistant's.
 
         Raises:
-            ValueError: there is no such message, or the template writes messages otherwise where
-                others follow.
+            ValueError: nothing is learned, or a message is written otherwise where others follow.
         """
-        text, spans = _unmarked(self.render(messages, row))
-        if not spans:
-            spans = tuple(
-                self._added(messages[:place], messages[: place + 1], text, row)
-                for place, message in enumerate(messages)
-                if message["role"] == "assistant"
-            )
+        text, marked = _unmarked(self.render(messages, row))
+        spans = list(marked)
+        for place, message in enumerate(messages if not marked else ()):
+            if message["role"] == "assistant":
+                head = self._text(messages[:place], row, opens=True)
+                whole = self._text(messages[: place + 1], row)
+                if not (whole.startswith(head) and text.startswith(whole)):
+                    raise ValueError(
+                        f"the chat template writes the first {place + 1} messages otherwise where "
+                        "others follow, so answers cannot be told from the rest; put {% generation "
+                        "%} and {% endgeneration %} around the assistant's words in a copy, and "
+                        "give that with --chat_template"
+                    )
+                spans.append((len(head), len(whole)))
         if not any(start < stop for start, stop in spans):
             raise ValueError("no message of the assistant has a word: nothing can be learned")
-        return Answered(text, spans, True)
-
-    def _added(
-        self, before: Messages, until: Messages, text: str, row: Mapping[str, Any]
-    ) -> tuple[int, int]:
-        head, _ = _unmarked(self.render(before, row, opens=True))
-        whole, _ = _unmarked(self.render(until, row))
-        if not (whole.startswith(head) and text.startswith(whole)):
-            raise ValueError(
-                f"the chat template writes the first {len(until)} messages otherwise where others "
-                "follow, so the answers cannot be told from the rest; put {% generation %} and "
-                "{% endgeneration %} around the assistant's words in a copy, and give that with "
-                "--chat_template"
-            )
-        return len(head), len(whole)
+        return Answered(text, tuple(spans), True)
 
     def answered(self, prompt: Messages, answer: Messages, row: Mapping[str, Any]) -> Answered:
         """A prompt and what follows it, which is learned.
@@ -179,15 +173,11 @@ class Template:
         Raises:
             ValueError: the answer has no word, or changes how the prompt is written.
         """
-        text, _ = _unmarked(self.render(prompt + answer, row))
-        asked, _ = _unmarked(self.render(prompt, row)) if prompt else ("", ())
-        opened, _ = _unmarked(self.render(prompt, row, opens=True)) if prompt else ("", ())
-        if not text.startswith(asked):
-            raise ValueError(
-                "the chat template writes the prompt otherwise where an answer follows"
-            )
+        text = self._text(prompt + answer, row)
+        if not text.startswith(self._text(prompt, row)):
+            raise ValueError("the chat template writes prompts otherwise where an answer follows")
         # An opening may have what this answer has not, such as an empty thought.
-        start = _alike(opened, text)
+        start = _alike(self._text(prompt, row, opens=True), text)
         if start == len(text):
             raise ValueError("the answer is empty")
         return Answered(text, ((start, len(text)),), True)
@@ -234,15 +224,13 @@ def read(row: Mapping[str, Any], template: Template | None) -> list[Answered]:
 
 
 def _answered(prompt: Any, answer: Any, row: Mapping[str, Any], template: Any) -> Answered:
-    if isinstance(prompt, str) and isinstance(answer, str):
-        if not answer:
-            raise ValueError("the answer is empty")
-        return Answered(prompt + answer, ((len(prompt), len(prompt + answer)),), False)
-    if isinstance(prompt, str) and prompt:
-        raise ValueError("the prompt is a text and the answer messages: both have to be the same")
-    if isinstance(answer, str):
-        raise ValueError("the prompt is messages and the answer a text: both have to be the same")
-    return _needed(template).answered(prompt or [], answer, row)
+    if isinstance(answer, list) and (not prompt or isinstance(prompt, list)):
+        return _needed(template).answered(prompt or [], answer, row)
+    if isinstance(answer, list) or isinstance(prompt, list):
+        raise ValueError("a prompt and what follows are both texts, or both messages")
+    if not answer:
+        raise ValueError("the answer is empty")
+    return Answered(prompt + answer, ((len(prompt), len(prompt + answer)),), False)
 
 
 def _value(row: Mapping[str, Any], name: str) -> str | Messages:

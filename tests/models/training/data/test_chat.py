@@ -95,7 +95,10 @@ def test_masks_are_those_of_transformers(source, bpe):
         ({"messages": [{"role": "user"}]}, "message 0 has no content"),
         ({"prompt": "a", "completion": ""}, "the answer is empty"),
         ({"prompt": "a", "completion": 3}, "'completion' is no text and no list of messages"),
-        ({"prompt": "a", "completion": said("b")}, "the prompt is a text and the answer messages"),
+        (
+            {"prompt": "a", "completion": said("b")},
+            "a prompt and what follows are both texts, or both",
+        ),
         ({"prompt": "a", "chosen": "b"}, "no field 'text', only prompt, chosen; name one with"),
     ],
 )
