@@ -32,6 +32,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
 from spmd.options import Options
+from spmd.plan import Plans, Task, plan
 
 __version__ = "0.1.0"
 
@@ -51,8 +52,10 @@ __all__ = [
     "MeshError",
     "Options",
     "PlanError",
+    "Plans",
     "SpecError",
     "SpmdError",
+    "Task",
     "Topology",
     "UnsupportedOpError",
     "auto",
@@ -66,6 +69,7 @@ __all__ = [
     "mark_tree",
     "ops",
     "pipeline",
+    "plan",
     "register_composite",
     "register_rule",
 ]

@@ -4,6 +4,8 @@ The planner solves the same problem as for any plan, with more to choose from: a
 any sharding over whole axes that divide its dims, an op may split every factor over every axis.
 """
 
+from __future__ import annotations
+
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +15,7 @@ from typing import Any
 
 import jax
 
-from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
+from spmd.api import Jitted, Lowered, jit, like_parameters, mark_sharding, module_request
 from spmd.compiler import Request, Trial, plan_problem, problem_for
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
@@ -28,40 +30,26 @@ from spmd.progress import doing, progress
 
 
 @dataclass(frozen=True)
-class AutoSharding:
-    """Holds the mesh and the specs that `auto` chose; printed, it is code to paste.
+class ChosenSpecs:
+    """Holds the specs of a planned program's arguments; printed, they are code to paste.
 
     Attributes:
-      mesh: the chosen mesh.
+      mesh: the mesh.
       specs: path of an argument's leaf (`params/w`) -> spec, for all leaves, also those with marks.
       seconds: predicted seconds of one call.
-      considered: every mesh that `auto` tried: its axes as a name, its predicted seconds, or why no
-        plan was found.
-      jitted: `spmd.jit` of the function on the mesh; call it with what `mark` returns.
     """
 
     mesh: Mesh
     specs: Mapping[str, tuple[Any, ...]]
     seconds: float
-    considered: tuple[Weighed, ...]
-    jitted: Jitted[..., Any]
     _inferred: frozenset[str]
 
-    def mark(self, *args: Any) -> tuple[Any, ...]:
-        """Returns a call's arguments marked with the chosen specs, static ones as they are."""
-        given = self.jitted.recipe.arguments(args, {})  # those that are not static
-        leaves, tree = jax.tree.flatten([argument.value for argument in given])
-        if len(leaves) != len(self.specs):
-            raise SpmdError(
-                "these arguments are not those that the specs were chosen for",
-                actual=f"{len(leaves)} leaves",
-                required=f"{len(self.specs)}: {', '.join(list(self.specs)[:8])}",
-                fix="pass arguments of the structure that spmd.auto was given",
-            )
-        pairs = zip(leaves, self.specs.values(), strict=True)
-        marked = [mark_sharding(leaf, self.mesh, spec) for leaf, spec in pairs]
-        values = zip([a.key for a in given], jax.tree.unflatten(tree, marked), strict=True)
-        return tuple((dict(enumerate(args)) | dict(values)).values())
+    @staticmethod
+    def of(lowered: Lowered) -> ChosenSpecs:
+        """Returns those of a planned program."""
+        names, plan = lowered.request.arg_names, lowered.stages.plan
+        specs = dict(zip(names, _specs(plan, lowered.mesh), strict=False))
+        return ChosenSpecs(lowered.mesh, specs, lowered.cost, _inferred(names, plan))
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
         """Returns an argument's `mark_tree` rules, pattern -> spec; {} if inferred, or one leaf."""
@@ -97,6 +85,41 @@ class AutoSharding:
                 lines.append(f"{argument} = spmd.mark_sharding({argument}, mesh, {spec!r})")
             else:
                 lines.append(f"# {argument}: inferred from the arguments above")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class AutoSharding(ChosenSpecs):
+    """Holds the mesh and the specs that `auto` chose; printed, it is code to paste.
+
+    Attributes:
+      considered: every mesh that `auto` tried: its axes as a name, its predicted seconds, or why no
+        plan was found.
+      jitted: `spmd.jit` of the function on the mesh; call it with what `mark` returns.
+    """
+
+    considered: tuple[Weighed, ...]
+    jitted: Jitted[..., Any]
+
+    def mark(self, *args: Any) -> tuple[Any, ...]:
+        """Returns a call's arguments marked with the chosen specs, static ones as they are."""
+        given = self.jitted.recipe.arguments(args, {})  # those that are not static
+        leaves, tree = jax.tree.flatten([argument.value for argument in given])
+        if len(leaves) != len(self.specs):
+            raise SpmdError(
+                "these arguments are not those that the specs were chosen for",
+                actual=f"{len(leaves)} leaves",
+                required=f"{len(self.specs)}: {', '.join(list(self.specs)[:8])}",
+                fix="pass arguments of the structure that spmd.auto was given",
+            )
+        pairs = zip(leaves, self.specs.values(), strict=True)
+        marked = [mark_sharding(leaf, self.mesh, spec) for leaf, spec in pairs]
+        values = zip([a.key for a in given], jax.tree.unflatten(tree, marked), strict=True)
+        return tuple((dict(enumerate(args)) | dict(values)).values())
+
+    def __str__(self) -> str:
+        """Returns code to paste, and what other meshes would have taken."""
+        lines = [super().__str__()]
         for other in self.considered:
             if other.name != str(self.mesh):
                 took = other.refusal if other.seconds is None else f"{other.seconds * 1e3:.3g} ms"
@@ -160,7 +183,7 @@ def auto(
     own, plan, names = requests[place].mesh, best.plan, requests[place].arg_names
     specs = dict(zip(names, _specs(plan, own), strict=False))  # constants are behind them
     inferred = _inferred(names, plan)
-    return AutoSharding(own, specs, best.seconds, search.weighed, jitted[place], inferred)
+    return AutoSharding(own, specs, best.seconds, inferred, search.weighed, jitted[place])
 
 
 def auto_specs(

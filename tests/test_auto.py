@@ -160,7 +160,7 @@ def test_printed_rules_give_each_leaf_its_spec(tree: Any) -> None:
     mesh = spmd.Mesh(None, (8,), ("data",))
     named = {f"params/{name}": spec for name, spec in specs.items()}
     others = (Weighed("data=4", 0.0, 0.0, "another one is faster"),)
-    found = AutoSharding(mesh, named, 0.0, others, Any, frozenset())  # type: ignore[arg-type]
+    found = AutoSharding(mesh, named, 0.0, frozenset(), others, Any)  # type: ignore[arg-type]
     rules = found.rules("params")
     matched = match_patterns(rules, tuple(specs), what="leaf")
     assert [rules[pattern or ""] for pattern in matched] == list(specs.values())

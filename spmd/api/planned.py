@@ -27,6 +27,7 @@ from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline
 
 if TYPE_CHECKING:
+    from spmd.explain.data import PlanReport
     from spmd.explain.facts import Facts
     from spmd.explain.measured import Measured
 
@@ -108,6 +109,17 @@ class Planned:
             self.measured,
         )
 
+    def _report(self, prices: bool = False) -> PlanReport:
+        return self._facts(prices).report()
+
+    def to_json(self, *, prices: bool = False) -> dict[str, Any]:
+        """Returns the plan as data for `json.dump`: all that `explain` and `report` show.
+
+        `docs/plan_json.md` describes it; `spmd.explain.from_json` reads it. `prices` is as for
+        `explain`.
+        """
+        return self._report(prices).to_json()
+
     def __repr__(self) -> str:
         from spmd.explain.text import brief
 
@@ -116,7 +128,7 @@ class Planned:
     def _repr_html_(self) -> str:
         from spmd.explain.page.page import notebook_cell
 
-        return notebook_cell(self._facts())
+        return notebook_cell(self._report())
 
     def explain(self, value: str | None = None, *, prices: bool = True) -> str:
         """Returns a text: how values are sharded, why, and what it costs; or all about one value.
@@ -134,7 +146,7 @@ class Planned:
 
         if value is not None:
             return explain_value(self.stages, value, self.prices if prices else None)
-        return explain_program(self._facts(prices))
+        return explain_program(self._report(prices))
 
     def summary(self) -> str:
         """Returns the short form of `explain`, for a terminal."""
@@ -151,7 +163,7 @@ class Planned:
         """
         from spmd.explain.page.page import render
 
-        Path(path).write_text(render(self._facts(prices)), encoding="utf-8")
+        Path(path).write_text(render(self._report(prices)), encoding="utf-8")
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the predicted timeline as a trace, and the measured one where there is one.
@@ -166,7 +178,8 @@ class Planned:
         """
         from spmd.explain.trace import trace_of
 
-        Path(path).write_text(json.dumps(trace_of(self._facts())), encoding="utf-8")
+        step = () if self.measured is None else self.measured.step
+        Path(path).write_text(json.dumps(trace_of(self._report(), step)), encoding="utf-8")
 
     def as_text(self, stage: str = "planned") -> str:
         """Returns the program as text after a stage of `spmd.api.STAGES`, the same in each process.

@@ -6,18 +6,20 @@ several as `data+model`, `None` (or `-`) for a dim that is not split, `...` for 
 the compiler.
 
 Examples:
-    spmd-explain model.mlir --mesh data=4,model=2
-    spmd-explain model.mlir --arg_spec 0=data,None --arg_spec params/w=None,model
-    spmd-explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
-    spmd-explain model.mlir --mesh data=8 --value params/w     # why one value is sharded so
-    spmd-explain model.mlir --mesh data=8 --value model.py:12  # all values made by this line
-    spmd-explain model.mlir --mesh data=8 --stage local        # the program of one device
+    spmd explain model.mlir --mesh data=4,model=2
+    spmd explain model.mlir --arg_spec 0=data,None --arg_spec params/w=None,model
+    spmd explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
+    spmd explain model.mlir --mesh data=8 --value params/w     # why one value is sharded so
+    spmd explain model.mlir --mesh data=8 --value model.py:12  # all values made by this line
+    spmd explain model.mlir --mesh data=8 --stage local        # the program of one device
 
 Exit status: 0, or 2 for flags, files and specs that cannot be used.
 """
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import spmd
 from spmd.cli.flags import Parser, Switch
@@ -28,8 +30,8 @@ STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the flags of `spmd-explain`."""
-    made = Parser("spmd-explain", __doc__)
+    """Returns the parser of the flags of `spmd explain`."""
+    made = Parser("spmd explain", __doc__)
     add_module_flags(made)
     add = made.add_argument
     add("--topology", help="the machine to plan for, as v5e:4x4, v4:4x4x8 or h200:8 (CPUs)")
@@ -44,6 +46,7 @@ def make_parser() -> Parser:
         "as in %%12, or a source line as in model.py:12 (repeatable)",
     )
     one("--stage", choices=STAGES, help="print the program after a stage instead")
+    add("--json", metavar="FILE", help="also write the plan as data, for spmd diff and spmd check")
     add("--report", metavar="FILE", help="also write the report as an HTML page")
     add(
         "--prices",
@@ -55,7 +58,7 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `spmd-explain` with these flags (None: `sys.argv`) and returns its exit status."""
+    """Runs `spmd explain` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus()
     try:
@@ -75,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             text = lowered.explain(prices=given.prices)
         print(text.rstrip())
+        if given.json:
+            data = json.dumps(lowered.to_json(prices=given.prices))
+            Path(given.json).write_text(data, encoding="utf-8")
         if given.report:
             lowered.report(given.report, prices=given.prices)
             print(f"\nreport: {given.report}", file=sys.stderr)

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     With `settings` a flag `--settings FILE` reads flags from YAML files (`spmd.cli.settings`).
 
     Example:
-      >>> flags = Parser("spmd-explain", "Explains a program.")
+      >>> flags = Parser("spmd explain", "Explains a program.")
       >>> _ = flags.add_argument("--dry_run", action=Switch, help="start nothing")
       >>> flags.parse_args(["--dry-run"]).dry_run
       True

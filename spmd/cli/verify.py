@@ -5,9 +5,9 @@ Arguments are random. A spec has an entry for each dim, separated by commas: an 
 compiler. It runs on virtual devices of this machine's CPU, unless JAX_PLATFORMS is set.
 
 Examples:
-    spmd-verify model.mlir --mesh data=4,model=2
-    spmd-verify model.mlir --mesh data=4,model=2 --arg_spec 0=data,- --arg_spec 1=-,model
-    spmd-verify model.mlirbc --mesh data=8 --result_spec 0=data --rtol 1e-3 --high 1000
+    spmd verify model.mlir --mesh data=4,model=2
+    spmd verify model.mlir --mesh data=4,model=2 --arg_spec 0=data,- --arg_spec 1=-,model
+    spmd verify model.mlirbc --mesh data=8 --result_spec 0=data --rtol 1e-3 --high 1000
 
 Exit status: 0 if every result agrees, 1 if one differs, 2 if the file or a flag cannot be used.
 """
@@ -28,8 +28,8 @@ from spmd.ir.types import TensorType, numpy_dtype
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the flags of `spmd-verify`."""
-    made = Parser("spmd-verify", __doc__)
+    """Returns the parser of the flags of `spmd verify`."""
+    made = Parser("spmd verify", __doc__)
     add_module_flags(made)
     add = made.add_argument
     add("--seed", type=int, default=0, help="of the random arguments")
@@ -52,7 +52,7 @@ def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `spmd-verify` with these flags (None: `sys.argv`) and returns its exit status."""
+    """Runs `spmd verify` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus(math.prod(given.mesh.values()))
     try:

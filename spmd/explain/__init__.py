@@ -2,7 +2,10 @@
 
 from typing import Any
 
-__all__ = ["diff"]
+from spmd.explain.contract import Budget, assert_plan
+from spmd.explain.data import PlanReport, from_json
+
+__all__ = ["Budget", "PlanReport", "assert_plan", "diff", "from_json"]
 
 
 def diff(a: Any, b: Any) -> str:
@@ -24,4 +27,4 @@ def diff(a: Any, b: Any) -> str:
     # Loaded when asked for: training and serving go without reports.
     from spmd.explain.text import diff_text
 
-    return diff_text(a._facts(), b._facts())
+    return diff_text(*(each if hasattr(each, "sections") else each._report() for each in (a, b)))

@@ -8,13 +8,12 @@ same source lines, so their costs are summed.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain import words as w
 from spmd.explain.words import K
-from spmd.ir.control_flow import UNKNOWN_TRIPS, Index
+from spmd.ir.control_flow import Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
 from spmd.measure.labels import layer_of
@@ -130,31 +129,6 @@ def traffic_section(collectives: Iterable[Collective]) -> w.Section:
     return w.Section("totals by kind and axes", "", table)
 
 
-def occurrences(slots: Sequence[Slot], whole: bool) -> Iterator[tuple[Slot, float, float]]:
-    """Yields (slot, start, seconds) each time that an op runs; a loop comes before what it runs.
-
-    Unless `whole`, only the first iteration of a loop is there, stretched to the time of all.
-    """
-    heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
-    for at, end in pairwise([*heads, len(slots)]):
-        slot, inside = slots[at], slots[at + 1 : end]
-        yield slot, slot.start, slot.seconds
-        runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
-        for turn in range(runs if whole else min(runs, 1)):
-            for inner, start, seconds in occurrences(inside, whole):
-                if whole:
-                    yield inner, start + turn * slot.seconds / runs, seconds
-                else:
-                    yield inner, slot.start + (start - slot.start) * runs, seconds * runs
-
-
-def loop_text(slot: Slot) -> str:
-    """Returns how often a loop runs: `loop ×4`, or `loop, taken as ×16`; else `conditional`."""
-    if not slot.op.is_loop:
-        return "conditional"
-    return f"loop, taken as ×{UNKNOWN_TRIPS}" if slot.runs is None else f"loop ×{slot.runs}"
-
-
 class Spent(NamedTuple):
     """Holds by how many seconds an op makes a run longer, all of its executions together."""
 
@@ -267,8 +241,12 @@ def seconds_by_kind(found: Iterable[Cost]) -> dict[str, float]:
     return {kind: seconds for kind, seconds in by_kind.items() if seconds}
 
 
-def code_lines(cost: Cost) -> tuple[tuple[str, str], ...]:
+def code_of(found: Iterable[Cost]) -> dict[str, str]:
+    """Maps `file:line (function)` to the code in that line, of the frames of costs."""
+    frames = dict.fromkeys(frame for cost in found for frame in cost.frames)
+    return {str(f): linecache.getline(f.file, f.line).strip() for f in frames}
+
+
+def code_lines(cost: Cost, code: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Returns (`file:line (function)`, code in that line) of a cost's frames; code may be ""."""
-    return tuple(
-        (str(frame), linecache.getline(frame.file, frame.line).strip()) for frame in cost.frames
-    )
+    return tuple((str(frame), code.get(str(frame), "")) for frame in cost.frames)

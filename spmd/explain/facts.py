@@ -5,27 +5,36 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from spmd.compiler import Stages
 from spmd.explain import words as w
-from spmd.explain.costs import Collective, Cost, collective_section, costs, traffic_section
+from spmd.explain.costs import (
+    MOST,
+    Collective,
+    Cost,
+    code_of,
+    collective_section,
+    costs,
+    traffic_section,
+)
+from spmd.explain.data import Inside, Leaf, Machine, PlanReport, PlanSlot, PlanTimeline
 from spmd.explain.measured import Measured
-from spmd.explain.memory import Memory, recomputed
+from spmd.explain.memory import Memory, memory_curve, recomputed
 from spmd.explain.prices import Prices, conflicts
 from spmd.explain.steps import pipeline_rows, rings
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
+from spmd.measure.labels import label_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.planning.exact import TOGETHER
 from spmd.planning.plan import Plan
 from spmd.predict.backends import room_for
 from spmd.predict.memory import MemoryUse
-from spmd.predict.timeline import Timeline, least_seconds
+from spmd.predict.timeline import COMPUTE, Timeline, least_seconds
 
 CLOSE = 5e-4  # relative difference of two times that a report does not show
 MOST_VALUES = 12  # intermediate values that a report shows, the largest
@@ -78,7 +87,14 @@ class Facts:
     def _leaves(self) -> list[Leaf]:
         plan, types = self.plan, self.plan.program.types
         return [
-            Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), _origin(plan, v, s))
+            Leaf(
+                name,
+                types[v],
+                w.spec_text(s, plan.mesh),
+                s,
+                local_type(types[v], s, plan.mesh),
+                _origin(plan, v, s),
+            )
             for _, name, v, s in boundary(plan)
         ]
 
@@ -134,6 +150,40 @@ class Facts:
             rows.append(("planned in", f"{whole}: {said}"))
         return w.Section("program", self.title, [w.Item("", "", rows)])
 
+    def report(self) -> PlanReport:
+        """Returns all that is shown of the program, as data."""
+        plan, topology = self.plan, self.plan.topology
+        line, machine = self.timeline, Machine(topology.name, topology.platform, topology.hbm_bytes)
+        times = (*line[1:], line.scheduled_seconds)
+        inside = [
+            Inside(op, type_, w.spec_text(s, plan.mesh), local_type(type_, s, plan.mesh), trail, n)
+            for (op, type_, s, trail), n in values_inside(plan).items()
+        ]
+        return PlanReport(
+            self.name,
+            self.title,
+            plan.mesh,
+            machine,
+            proof_text(plan),
+            PlanTimeline(*times, tuple(plan_slots(line, plan.mesh))),
+            self.least_seconds,
+            self.use.peak,
+            room_for(self.use.peak, topology),
+            self.sent_bytes,
+            self.measured.seconds if self.measured is not None else None,
+            tuple(self.arguments),
+            tuple(self.constants),
+            tuple(self.results),
+            tuple(inside),
+            tuple(self.collectives),
+            self.costs,
+            code_of(self.costs[:MOST]),
+            self.memory,
+            memory_curve(self.use, self.stages.optimized.program),
+            tuple(pipeline_rows(self.stages)),
+            self.sections(),
+        )
+
     def sections(self) -> tuple[w.Section, ...]:
         """Returns all parts of the report but the largest costs, in order."""
         plan, notes = self.plan, Counter(map(w.source_text, self.plan.notes))
@@ -181,9 +231,30 @@ class Facts:
         ends = {"arguments": self.arguments, "results": self.results}
         ends |= {"constants": self.constants} if self.constants else {}
         return [
-            w.Section(what, split_text(leaves), _leaf_table(leaves, self.plan.mesh), "none")
+            w.Section(what, split_text(leaves), _leaf_table(leaves), "none")
             for what, leaves in ends.items()
         ]
+
+
+def plan_slots(timeline: Timeline, mesh: Mesh) -> Iterator[PlanSlot]:
+    """Yields the slots of a timeline as data."""
+    for slot in timeline.slots:
+        op, label = slot.op, label_of(slot.op, mesh)
+        yield PlanSlot(
+            slot.lane,
+            slot.kind,
+            op.label if slot.lane == COMPUTE else f"{slot.kind} over {slot.lane}",
+            op.loc.trail,
+            slot.start,
+            slot.seconds,
+            slot.depth,
+            slot.trips,
+            slot.runs,
+            ("loop" if op.is_loop else "conditional") if op.regions else "",
+            label.layer,
+            label.kind,
+            op.loc.note if op.collective else "",
+        )
 
 
 def proof_text(plan: Plan) -> str:
@@ -213,16 +284,6 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
 
 # ---------------------------------------------------------------------------------------------
 # How arguments, results and intermediate values are sharded and why, equal ones together.
-
-
-class Leaf(NamedTuple):
-    """Holds how one leaf of the arguments, results or constants is sharded, and why."""
-
-    name: str  # its path in the user's pytree
-    type: TensorType
-    sharding: Sharding
-    local: TensorType  # one device's piece
-    origin: str  # `marked`, or the mark that its sharding comes from, or that none reaches it
 
 
 def boundary(plan: Plan) -> list[tuple[str, str, Value, Sharding]]:
@@ -255,11 +316,11 @@ def split_text(leaves: Sequence[Leaf]) -> str:
     return f"{len(leaves)}, {split} of them split"
 
 
-def _leaf_table(leaves: Sequence[Leaf], mesh: Mesh) -> w.Table:
+def _leaf_table(leaves: Sequence[Leaf]) -> w.Table:
     rows = []
     for group in group_leaves(leaves):
         leaf, name = group[0], pattern(leaf.name for leaf in group)
-        types = w.type_text(leaf.type), w.spec_text(leaf.sharding, mesh), w.type_text(leaf.local)
+        types = w.type_text(leaf.type), leaf.spec, w.type_text(leaf.local)
         held = sum(leaf.local.bytes for leaf in group)
         rows.append((name, len(group), *types, held, pattern(leaf.origin for leaf in group)))
     heads = ("name", "n", "type", "sharding", "local", "per device", "origin")

@@ -9,16 +9,8 @@ from spmd.compiler import Stages
 from spmd.errors import ArgumentError
 from spmd.explain import costs
 from spmd.explain import words as w
-from spmd.explain.facts import (
-    CLOSE,
-    Facts,
-    Leaf,
-    boundary,
-    group_leaves,
-    pattern,
-    split_text,
-    values_inside,
-)
+from spmd.explain.data import Leaf, PlanReport
+from spmd.explain.facts import CLOSE, Facts, boundary, group_leaves, pattern, split_text
 from spmd.explain.memory import recomputed
 from spmd.explain.prices import Prices, Relief, costly_text, mark_groups, relief_of
 from spmd.explain.steps import pipeline_rows
@@ -37,10 +29,10 @@ MOST_CHANGES = 12  # rows of each part of a difference that are shown, the large
 # A program.
 
 
-def explain_program(facts: Facts) -> str:
+def explain_program(report: PlanReport) -> str:
     """Returns the long report on a program: what costs most, shardings and why, traffic, memory."""
-    whole = facts.timeline.seconds
-    title, most = costs.largest(facts.costs, whole)
+    whole = report.timeline.seconds
+    title, most = costs.largest(report.costs, whole)
     rows = [
         (w.share_text(cost.seconds, whole), w.seconds_text(cost.seconds), cost.title, cost.remark)
         for cost in most
@@ -48,10 +40,11 @@ def explain_program(facts: Facts) -> str:
     opening: list[str] = []
     for head, cost in zip(w.aligned(rows, right=(0, 1)), most, strict=True):
         why = [w.source_text(cost.reason)] if cost.reason else []
-        why += w.aligned([(w.source_text(place), text) for place, text in costs.code_lines(cost)])
+        lines = costs.code_lines(cost, report.code)
+        why += w.aligned([(w.source_text(place), text) for place, text in lines])
         opening += [head, *(f"    {line}" for line in why)]
-    parts = (w.section(title, opening), *(part.lines() for part in facts.sections()))
-    return _joined([line for lines in parts for line in lines], facts.plan.mesh)
+    parts = (w.section(title, opening), *(part.lines() for part in report.sections))
+    return _joined([line for lines in parts for line in lines], report.mesh)
 
 
 def _joined(lines: Sequence[str], *meshes: Mesh) -> str:
@@ -66,7 +59,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     # The shardings of which each device holds the most, with how many arguments have them.
-    alike = w.grouped(facts.arguments, lambda leaf: w.spec_text(leaf.sharding, plan.mesh))
+    alike = w.grouped(facts.arguments, lambda leaf: leaf.spec)
     sized = [(sum(x.local.bytes for x in leaves), spec, leaves) for spec, leaves in alike.items()]
     shardings = [
         (spec, f"{len(leaves)} arguments", f"{w.bytes_text(held)} per device")
@@ -311,22 +304,22 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
 # Two plans side by side: what changed, and what that costs.
 
 
-def diff_text(a: Facts, b: Facts) -> str:
+def diff_text(a: PlanReport, b: PlanReport) -> str:
     """Returns what differs between two plans, as text; see `spmd.explain.diff`."""
     both = (a, b)
     changes = (
-        _changed_leaves("arguments", both, [f.arguments for f in both]),
-        _changed_leaves("results", both, [f.results for f in both]),
+        _changed_leaves("arguments", [f.arguments for f in both]),
+        _changed_leaves("results", [f.results for f in both]),
         _changed("values inside", _inside(a), _inside(b), MOST_CHANGES // 2),
         _changed("collectives", _sent(a), _sent(b)),
     )
     lines = [line for lines in changes for line in lines] or ["nothing changed"]
-    return _joined([*_changed_costs(a, b), *lines], a.plan.mesh, b.plan.mesh)
+    return _joined([*_changed_costs(a, b), *lines], a.mesh, b.mesh)
 
 
-def _changed_costs(a: Facts, b: Facts) -> w.Lines:
+def _changed_costs(a: PlanReport, b: PlanReport) -> w.Lines:
     named = (("a", a), ("b", b))
-    about = [(key, f.title, f"{f.plan.mesh} on {f.plan.topology}") for key, f in named]
+    about = [(key, f.title, f"{f.mesh} on {f.machine}") for key, f in named]
     rows = [("", "a", "b", "b - a")]
 
     def compare(what: str, old: float, new: float, text: Callable[[float], str]) -> None:
@@ -335,10 +328,10 @@ def _changed_costs(a: Facts, b: Facts) -> w.Lines:
         rows.append((what, text(old), text(new), "the same" if old == new else change))
 
     compare("predicted time", a.timeline.seconds, b.timeline.seconds, w.seconds_text)
-    if a.measured and b.measured:
-        compare("measured time", a.measured.seconds, b.measured.seconds, w.seconds_text)
+    if a.measured_seconds and b.measured_seconds:
+        compare("measured time", a.measured_seconds, b.measured_seconds, w.seconds_text)
     compare("sent by each device", a.sent_bytes, b.sent_bytes, w.bytes_text)
-    compare("peak memory, predicted", a.use.peak, b.use.peak, w.bytes_text)
+    compare("peak memory, predicted", a.peak_bytes, b.peak_bytes, w.bytes_text)
     return w.section("programs", [*w.aligned(about), *w.aligned(rows, right=(1, 2, 3))])
 
 
@@ -359,13 +352,10 @@ def _changed(title: str, before: Lying, after: Lying, most: int = MOST_CHANGES) 
     return w.section(heading, w.aligned(rows[:most]) + more)
 
 
-def _changed_leaves(what: str, facts: Sequence[Facts], leaves: Sequence[Sequence[Leaf]]) -> w.Lines:
+def _changed_leaves(what: str, leaves: Sequence[Sequence[Leaf]]) -> w.Lines:
     """Yields lines on leaves whose sharding differs; the title has `what`: arguments or results."""
     before, after = ({leaf.name: leaf for leaf in own} for own in leaves)
-    specs = [
-        {leaf.name: w.spec_text(leaf.sharding, f.plan.mesh) for leaf in own}
-        for f, own in zip(facts, leaves, strict=True)
-    ]
+    specs = [{leaf.name: leaf.spec for leaf in own} for own in leaves]
 
     def look(leaf: Leaf) -> object:
         return leaf.type, *(own.get(leaf.name) for own in specs)
@@ -381,28 +371,27 @@ def _changed_leaves(what: str, facts: Sequence[Facts], leaves: Sequence[Sequence
     return _changed(what, *found)
 
 
-def _inside(facts: Facts) -> Lying:
+def _inside(report: PlanReport) -> Lying:
     """Maps (op, type, source line) to (its results' shardings as text, largest local bytes)."""
-    plan = facts.plan
     # What copies cost is among the collectives. How many there are may differ by what is computed
     # twice: only their shardings are compared.
-    inside = [value for value in values_inside(plan) if not value[0].startswith("copy for ")]
+    inside = [value for value in report.inside if not value.op.startswith("copy for ")]
     alike = w.grouped(
-        inside, lambda v: (v[0], w.type_text(v[1]), w.source_text(v[3]).partition(" <- ")[0])
+        inside, lambda v: (v.op, w.type_text(v.type), w.source_text(v.source).partition(" <- ")[0])
     )
     return {
         key: (
-            " and ".join(sorted({w.spec_text(s, plan.mesh) for _, _, s, _ in values})),
-            max(local_type(type_, s, plan.mesh).bytes for _, type_, s, _ in values),
+            " and ".join(sorted({value.spec for value in values})),
+            max(value.local.bytes for value in values),
         )
         for key, values in alike.items()
     }
 
 
-def _sent(facts: Facts) -> Lying:
+def _sent(report: PlanReport) -> Lying:
     """Maps (kind and axes, layer, source line) to (collectives' runs and bytes as text, bytes)."""
     alike = costs.totals(
-        (c for c in facts.collectives if c.count),  # what never runs is not there
+        (c for c in report.collectives if c.count),  # what never runs is not there
         lambda c: (f"{c.kind} over {', '.join(c.axes)}", c.layer, w.source_text(c.source)),
     )
     return {

@@ -7,13 +7,10 @@ are processes of the trace; compute, links and loops (lanes) are threads.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from spmd.explain.costs import loop_text, occurrences
-from spmd.explain.facts import Facts
+from spmd.explain.data import PlanReport, PlanSlot, loop_text, occurrences
 from spmd.explain.measured import Worked
 from spmd.explain.words import plural, seconds_text
-from spmd.measure.labels import COLLECTIVES, label_of
-from spmd.mesh.mesh import Mesh
-from spmd.predict.timeline import Slot
+from spmd.measure.labels import COLLECTIVES
 
 MOST_SLOTS = 100_000
 """Of a run of more ops than this, all iterations counted, the first ones are written, stretched."""
@@ -31,15 +28,14 @@ class Slice(NamedTuple):
     more: dict[str, Any]
 
 
-def trace_of(facts: Facts) -> dict[str, Any]:
-    """Returns a program's trace as data for `json.dump`: predicted and, if it was, measured."""
-    on, slots = f"{facts.title} on {facts.plan.mesh}", facts.timeline.slots
-    seconds = seconds_text(facts.timeline.scheduled_seconds)
-    whole = sum(slot.trips for slot in slots if not slot.op.regions) <= MOST_SLOTS
+def trace_of(report: PlanReport, step: Sequence[Worked] = ()) -> dict[str, Any]:
+    """Returns a program's trace as data for `json.dump`: predicted, and a measured `step`."""
+    on, slots = f"{report.title} on {report.mesh}", report.timeline.slots
+    seconds = seconds_text(report.timeline.scheduled_seconds)
+    whole = sum(slot.trips for slot in slots if not slot.opens) <= MOST_SLOTS
     title = f"predicted: {on}, {seconds}" + ", loops as long as all iterations" * (not whole)
-    events = _process(PREDICTED, title, list(_predicted(slots, facts.plan.mesh, whole)))
-    if facts.measured is not None and facts.measured.step:
-        step = facts.measured.step
+    events = _process(PREDICTED, title, list(_predicted(slots, whole)))
+    if step:
         title = f"measured: {on}, device {step[0].event.device}"
         events += _process(MEASURED, title, list(_measured(step)))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -61,20 +57,18 @@ def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, An
     return events
 
 
-def _predicted(slots: Sequence[Slot], mesh: Mesh, whole: bool) -> Iterator[Slice]:
+def _predicted(slots: Sequence[PlanSlot], whole: bool) -> Iterator[Slice]:
     """Yields rectangles of slots: all iterations of loops if `whole`, else one, stretched."""
-    labels = {id(slot.op): label_of(slot.op, mesh) for slot in slots}
     for slot, start, seconds in occurrences(slots, whole):
-        op, end = slot.op, start + seconds
-        if op.regions:
+        end = start + seconds
+        if slot.opens:
             lane = "loops" if slot.depth == 0 else f"loops in {plural(slot.depth, 'loop')}"
-            yield Slice(lane, loop_text(slot), start, end, {"source": op.loc.trail})
+            yield Slice(lane, loop_text(slot), start, end, {"source": slot.source})
             continue
-        label = labels[id(op)]
-        more = {"source": op.loc.trail, "layer": label.layer, "kind": label.kind}
-        if op.collective:
-            more["reason"] = op.loc.note
-        yield Slice(slot.lane, label.collective or op.label, start, end, more)
+        more = {"source": slot.source, "layer": slot.layer, "kind": slot.work}
+        if slot.reason:
+            more["reason"] = slot.reason
+        yield Slice(slot.lane, slot.label, start, end, more)
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:

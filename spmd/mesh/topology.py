@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -97,6 +97,9 @@ _ICI_LATENCY = 1e-6
 #   layers are predicted within 5% (docs/benchmarks/training.md). cuDNN's attention, both ways
 #   together, reaches 63% of what products do: heads of width 128, 4096 causal tokens. Of other
 #   chips' kernels nothing is known.
+#   B200: the DGX B200 data sheet, an eighth of it, dense. MI300X: AMD's data sheet, dense; of its
+#   seven links to the others of a host one way each. Nothing was measured on either: what they
+#   reach of these figures is less.
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
 _HOPPER = tuple(
@@ -144,6 +147,8 @@ _ALL = (
     _gpu("a100", (156, 312, 624, 312), 80 * _GB, 2.039e12, 300e9, 25e9),
     _gpu("h100", (345, 690, 1380, 1380), 80 * _GB, 3.02e12, 450e9, 50e9, **_MEASURED),
     _gpu("h200", (345, 690, 1380, 1380), 141 * _GB, 4.32e12, 450e9, 50e9, **_MEASURED),
+    _gpu("b200", (1125, 2250, 4500, 4500), 180 * _GB, 8e12, 900e9, 50e9),
+    _gpu("mi300x", (654, 1307, 2615, 2615), 192 * _GB, 5.3e12, 448e9, 50e9),
     Chip(
         "cpu",
         _peaks((0.1,) * 4),
@@ -201,8 +206,9 @@ class Topology:
     """A machine, for predictions of time and memory: devices of one kind, and how they are wired.
 
     Args:
-      name: `chip:shape`, as `v5e:4x4`, `v4:4x4x8` or `h200:8`; or a slice of TPUs as clouds name
-        it, where v4 and v5p count cores, two of a chip: `v5p-256` is `v5p:4x4x8`.
+      name: `chip:shape`, as `v5e:4x4`, `v4:4x4x8` or `h200:8`, or `h200:16x4` for 16 hosts of 4
+        GPUs, where 8 share a host otherwise; or a slice of TPUs as clouds name it, where v4 and v5p
+        count cores, two of a chip: `v5p-256` is `v5p:4x4x8`.
       chip: the figures of a chip that is not in the table, or a correction of one that is.
 
     Raises:
@@ -239,6 +245,8 @@ class Topology:
         fits = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) is not None
         sizes = tuple(int(part) for part in shape.split("x")) if fits else ()
         dims = chip.torus_dims
+        if not dims and len(sizes) == 2:
+            chip, sizes = replace(chip, per_host=sizes[1]), (math.prod(sizes),)
         if len(sizes) != max(dims, 1):
             example = "x".join("444"[:dims]) if dims else "8"
             raise MeshError(
@@ -266,13 +274,13 @@ class Topology:
 
     @property
     def platform(self) -> str | None:
-        """The devices' platform: `tpu`, `cuda` or `cpu`; None if the chip's name is not known."""
+        """`tpu`, `cuda`, `rocm` or `cpu`: the devices' platform; None if the chip is unknown."""
         kind = self.name.partition(":")[0]
         if kind not in CHIPS:
             return None
         if self.chip.torus_dims:
             return "tpu"
-        return "cpu" if kind == "cpu" else "cuda"
+        return {"cpu": "cpu", "mi300x": "rocm"}.get(kind, "cuda")
 
     @property
     def hbm_bytes(self) -> int:

@@ -71,8 +71,9 @@ _TPU = XlaBackend(
 
 
 def backend_of(platform: str | None) -> XlaBackend:
-    """Returns the `XlaBackend` of `cpu`, `cuda` or `tpu`; for anything else one of defaults."""
-    return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", XlaBackend())
+    """Returns the `XlaBackend` of a platform of jax; for an unknown one that of defaults."""
+    known = {"cpu": _CPU, "cuda": _GPU, "rocm": _GPU, "tpu": _TPU}
+    return known.get(platform or "", XlaBackend())
 
 
 def memory_for(topology: Topology, limit: int | None) -> int:

@@ -1,4 +1,4 @@
-"""`spmd-explain`: a StableHLO file in, an explanation out, on no device at all."""
+"""`spmd explain`: a StableHLO file in, an explanation out, on no device at all."""
 
 import os
 import subprocess
@@ -120,7 +120,7 @@ def test_flags_that_cannot_be_read_end_it(module: str, capsys: Any) -> None:
         assert stop.value.code == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
-        assert error.endswith("; spmd-explain --help lists the flags\n")
+        assert error.endswith("; spmd explain --help lists the flags\n")
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""`spmd-verify`: a StableHLO file, partitioned, beside itself on one device."""
+"""`spmd verify`: a StableHLO file, partitioned, beside itself on one device."""
 
 import os
 import subprocess

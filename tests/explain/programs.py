@@ -34,7 +34,7 @@ def trained(is_scanned: bool) -> spmd.Lowered:
 def assert_text_and_page_have(items: Any, of: spmd.Lowered, section: str) -> None:
     """The title and all figures of each item."""
     text = of.explain(prices=False).partition(f"\n{section}\n")[2]
-    page = render(of._facts())
+    page = render(of._report())
     for item in items:
         assert item.title in text and item.title in page
         for what, figures in item.rows:

@@ -13,6 +13,7 @@ from spmd.explain.costs import (
     Collective,
     Cost,
     code_lines,
+    code_of,
     collective_rows,
     costs,
     seconds_by_kind,
@@ -64,13 +65,14 @@ def test_layers_count_together_and_costs_add_up_to_the_predicted_time(
 
 def test_the_text_of_source_lines_stands_beside_them_if_it_is_here(found: tuple[Cost, ...]) -> None:
     gather = next(cost for cost in found if cost.kind == "all_gather")
-    (place, text), (caller, called) = code_lines(gather)
+    (place, text), (caller, called) = code_lines(gather, code_of(found))
     assert "test_costs.py" in place and "(layer)" in place.replace("lowered.<locals>.", "")
     assert text == "return jnp.tanh(x @ w)"
     assert "forward" in caller
     assert called == "x = layer(x, w)"
     frame = found[0].frames[0]._replace(file="/nowhere/model.py")
-    assert code_lines(found[0]._replace(frames=(frame,))) == ((str(frame), ""),)
+    moved = found[0]._replace(frames=(frame,))
+    assert code_lines(moved, code_of([moved])) == ((str(frame), ""),)
 
 
 def test_the_report_opens_with_them(lowered: Any) -> None:
@@ -95,7 +97,7 @@ def test_a_notebook_shows_the_first_screen_and_escapes_names(lowered: Any) -> No
     selectors = [s.strip() for rule in rules for s in rule.split(",")]
     assert selectors
     assert all(s.startswith((".spmd ", ".spmd-cell", ".spmd")) for s in selectors), selectors
-    lambdas = notebook_cell(replace(lowered._facts(), name="<lambda>"))
+    lambdas = notebook_cell(replace(lowered._facts(), name="<lambda>").report())
     assert "<lambda>" not in lambdas
     assert "&lt;lambda&gt;" in lambdas
 

@@ -14,14 +14,14 @@ from tests.explain.programs import lowered
 
 
 def test_the_bars_take_the_scheduled_time_and_lanes_do_one_thing_at_a_time(training: Any) -> None:
-    bars, timeline = bars_of(training.timeline), training.timeline
+    bars, timeline = bars_of(training._report().timeline), training.timeline
     assert timeline.scheduled_seconds <= timeline.seconds
     assert max(bar.end for bar in bars) == pytest.approx(timeline.scheduled_seconds, rel=1e-6)
     compute = sum(bar.seconds for bar in bars if bar.kind == COMPUTE)
     assert compute == pytest.approx(timeline.compute_seconds, rel=1e-6)
     moved = sum(bar.seconds for bar in bars if bar.kind != COMPUTE)
     assert moved == pytest.approx(timeline.comm_seconds, rel=1e-6)
-    bars = sorted(bars_of(training.timeline), key=lambda bar: bar.start)
+    bars = sorted(bars_of(training._report().timeline), key=lambda bar: bar.start)
     for lane in (COMPUTE, "data"):
         own = [bar for bar in bars if bar.lane == lane]
         assert own
@@ -30,7 +30,7 @@ def test_the_bars_take_the_scheduled_time_and_lanes_do_one_thing_at_a_time(train
 
 
 def test_merging_keeps_the_time(training: Any) -> None:
-    bars = bars_of(training.timeline)
+    bars = bars_of(training._report().timeline)
     least = training.timeline.scheduled_seconds / 50
     fewer = merged(bars, least)
     assert len(fewer) < len(bars)
@@ -46,12 +46,12 @@ def test_a_loop_takes_the_time_of_all_iterations() -> None:
 
     specs = (("data", None), (None, "model"))
     low = lowered(looped, (64, 64), (64, 64), specs=specs)
-    bars = bars_of(low.timeline)
+    bars = bars_of(low._report().timeline)
     (loop,) = [slot for slot in low.timeline.slots if slot.op.is_loop]
     inside = [s for s in low.timeline.slots if s.depth > loop.depth]
     assert sum(b.seconds for b in bars) >= 5 * sum(s.seconds for s in inside) * (1 - 1e-9) > 0
     assert max(bar.end for bar in bars) >= loop.end * (1 - 1e-9)
-    assert "loop ×5" in timeline_svg(low.timeline)
+    assert "loop ×5" in timeline_svg(low._report().timeline)
 
 
 def test_memory_over_a_chain_of_products() -> None:

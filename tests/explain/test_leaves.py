@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from spmd.explain.facts import Leaf, group_leaves, pattern
+from spmd.explain.data import Leaf
+from spmd.explain.facts import group_leaves, pattern
 from spmd.ir.types import TensorType
 from spmd.mesh.sharding import Sharding
 
 
 def leaf(name: str, dims: Any = ((0,), ()), origin: str = "marked") -> Leaf:
     type_ = TensorType((8, 8), "f32")
-    return Leaf(name, type_, Sharding(dims), type_, origin)
+    return Leaf(name, type_, str(dims), Sharding(dims), type_, origin)
 
 
 def test_leaves_that_are_alike_are_one_group_with_a_pattern() -> None:

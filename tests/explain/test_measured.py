@@ -58,7 +58,7 @@ def test_reports_show_it(compiled: Any, measured: Measured) -> None:
         assert part.name in text
     assert measured.title in compiled.summary()
     assert all(line in compiled.explain(prices=False) for line in text.splitlines() if line)
-    assert measured.title in render(compiled._facts())
+    assert measured.title in render(compiled._report())
 
 
 def test_arguments_stay_and_no_steps_are_an_error(compiled: Any, args: tuple[Any, ...]) -> None:

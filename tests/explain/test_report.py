@@ -28,7 +28,7 @@ from tests.programs import mlp
 
 @pytest.fixture(scope="module")
 def text(compiled: Any) -> str:
-    return explain_program(compiled._facts(prices=True))
+    return explain_program(compiled._report(prices=True))
 
 
 def test_text_names_every_argument_result_and_collective_and_where_shardings_come_from(
@@ -82,11 +82,11 @@ def test_parts_of_axes_are_explained_where_they_are_named() -> None:
     assert said in lowered.explain(prices=False)
     value = next(op.results[0] for op in lowered.stages.plan.program.walk())
     assert said in lowered.explain(f"%{value}", prices=False)
-    assert f"{said}." in render(lowered._facts())
+    assert f"{said}." in render(lowered._report())
     whole = spmd.jit(lambda x: x * 2, mesh=mesh, in_specs=(("data", None),)).lower(
         np.zeros((4, 64), np.float32), topology=spmd.Topology("h200:8")
     )
-    assert "part of axis" not in whole.explain(prices=False) + render(whole._facts())
+    assert "part of axis" not in whole.explain(prices=False) + render(whole._report())
 
 
 def test_parts_of_axes_by_where_they_are() -> None:
@@ -109,11 +109,11 @@ def test_figures_print_in_a_line_and_times_on_cpus_are_for_devices_of_their_own(
     assert repr(use).startswith(f"<MemoryUse: peak {bytes_text(use.peak)} (arguments {given}, ")
     assert repr(timeline).startswith(f"<Timeline: {seconds_text(timeline.seconds)} (")
     assert f"{len(timeline.slots)} slots" in repr(timeline)
-    assert "Times are predicted for 8 devices of their own." in render(compiled._facts())
+    assert "Times are predicted for 8 devices of their own." in render(compiled._report())
     there = spmd.jit(lambda x: x + 1, mesh=compiled.mesh).lower(
         np.ones(8, np.float32), topology=spmd.Topology("h200:8")
     )
-    assert "of their own" not in render(there._facts())
+    assert "of their own" not in render(there._report())
 
 
 def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
@@ -137,7 +137,7 @@ def test_the_summary_is_short_and_one_number_is_the_peak(compiled: Any) -> None:
         assert re.search(rf"{row.like.kind} +{row.like.axes[0]} +{row.ops} +{row.runs} ", short)
     peak = bytes_text(compiled.predicted_memory.peak)
     assert compiled.predicted_memory.peak != compiled.memory.peak_bytes
-    page = render(compiled._facts())
+    page = render(compiled._report())
     allocated = f"XLA allocates {bytes_text(compiled.memory.peak_bytes)}"
     assert all(s in compiled.summary() for s in (f"{peak} of 8 GiB predicted", allocated))
     assert re.search(rf"peak, predicted +{peak} of 8 GiB", compiled.explain(prices=False))
@@ -208,7 +208,7 @@ class _Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
-    return render(compiled._facts(prices=True))
+    return render(compiled._report(prices=True))
 
 
 def test_page_is_well_formed_needs_nothing_else_and_is_written(

@@ -30,7 +30,7 @@ def test_what_is_sent_is_what_the_collectives_send(gpipe: Any) -> None:
 
 
 def test_a_program_without_pipelines_has_no_section(compiled: Any) -> None:
-    page = render(compiled._facts())
+    page = render(compiled._report())
     assert 'id="pipelines"' not in page and 'id="rings"' not in page
 
 

@@ -11,7 +11,18 @@ from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import DTYPES, Chip, Link, Topology
 
-NAMES = ["v4:4x4x8", "v5e:4x4", "v5p:4x4x4", "v6e:2x4", "a100:8", "h100:16", "h200:8", "cpu:8"]
+NAMES = [
+    "v4:4x4x8",
+    "v5e:4x4",
+    "v5p:4x4x4",
+    "v6e:2x4",
+    "a100:8",
+    "h100:16",
+    "h200:8",
+    "b200:16",
+    "mi300x:8",
+    "cpu:8",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,6 +42,7 @@ def test_counts_and_peaks():
     h200 = Topology("h200:8")
     assert h200.peak_flops("f8E4M3FN") == h200.peak_flops("fp8") > h200.peak_flops("bf16")
     assert h200.peak_flops("ui8") == h200.peak_flops("i8")
+    assert (Topology("h200:4x2").count, Topology("h200:4x2").chip.per_host) == (8, 2)
     assert h200.peak_flops("f64") == h200.peak_flops("f32")
 
 
@@ -57,13 +69,15 @@ def test_slices_that_there_are_not():
 
 
 @pytest.mark.parametrize(
-    "name", ["v9:4x4", "v9-8", "h200-8", "", "h200", "h200:2x4", "v5e:16", "v5e:4x0", "v4:axb"]
+    "name", ["v9:4x4", "v9-8", "h200-8", "", "h200", "h200:2x4x2", "v5e:16", "v5e:4x0", "v4:axb"]
 )
 def test_unknown_topologies_say_what_is_known(name: str):
     with pytest.raises(MeshError) as caught:
         Topology(name)
     assert caught.value.required
-    with pytest.raises(MeshError, match="v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, cpu"):
+    with pytest.raises(
+        MeshError, match="v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, mi300x, cpu"
+    ):
         Topology("tpu:8")
 
 

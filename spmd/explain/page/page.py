@@ -1,11 +1,12 @@
 """Writes the report as one self-contained HTML page: the largest costs, then sections to unfold."""
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 from spmd.explain import costs
 from spmd.explain import words as w
-from spmd.explain.facts import Facts, proof_text
-from spmd.explain.memory import KINDS, memory_curve
+from spmd.explain.data import PlanReport
+from spmd.explain.memory import KINDS
 from spmd.explain.page import html as h
 from spmd.explain.page import pictures
 from spmd.explain.page.html import Html, joined, tag
@@ -21,24 +22,36 @@ UNFOLDED = (
 TOP_VALUES = 15  # rows of the table of what is alive at the peak
 
 
-def render(facts: Facts) -> str:
+def render(report: PlanReport) -> str:
     """Returns the whole page: what `explain_program` reports, with pictures, in one file."""
-    plan = facts.plan
     links, parts = [], []
-    for title, remark, shown, is_open in _parts(facts):
+    for title, remark, shown, is_open in _parts(report):
         if shown:
             anchor = title.lower().replace(" ", "-")
             links.append(tag("a", title, href=f"#{anchor}"))
             summary = tag("summary", tag("h2", title, tag("small", remark), id=anchor))
             parts.append(tag("section", tag("details.part", summary, shown, open=is_open)))
-    devices = w.plural(plan.mesh.size, "device")
-    title = f"{facts.title} on {devices}"
-    lead = f"Mesh {plan.mesh} on {plan.topology}. The solver: {proof_text(plan)}. "
-    if plan.topology.platform == "cpu":
+    devices = w.plural(report.mesh.size, "device")
+    title = f"{report.title} on {devices}"
+    lead = f"Mesh {report.mesh} on {report.machine}. The solver: {report.solver}. "
+    if report.machine.platform == "cpu":
         lead += f"Times are predicted for {devices} of their own. CPU devices are threads that "
         lead += "share one machine, and take longer."
-    first = _first_screen(facts)
-    lines = [lead, *(f"{part}." for part in w.parts_of_axes("".join([first, *parts]), plan.mesh))]
+    first = _first_screen(report)
+    lines = [lead, *(f"{part}." for part in w.parts_of_axes("".join([first, *parts]), report.mesh))]
+    return whole(title, lines, first, tag("nav", *links), tag("main", *parts))
+
+
+def diff_page(a: PlanReport, b: PlanReport, text: str) -> str:
+    """Returns a page with what differs between two plans, `text`, and how each takes its time."""
+    pictures_ = [joined(tag("p.head", tag("b", f"{of.mesh} on {of.machine}")), _first_screen(of),
+                        _timeline(of)) for of in (a, b)]  # fmt: skip
+    said = tag("div.scroll", tag("pre", tag("code", text)))
+    return whole(f"{a.title} and {b.title}", (), said, *pictures_)
+
+
+def whole(title: str, lead: Sequence[str], *parts: Html) -> str:
+    """Returns a page in one file: its title, lines below that, and parts."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -46,26 +59,20 @@ def render(facts: Facts) -> str:
         tag("title", title),
         tag("style", _resource("report.css"), _resource("first.css")),
     )
-    body = tag(
-        "body.spmd",
-        pictures.HATCH,
-        tag("header", tag("h1", title), *(tag("p.lead", line) for line in lines)),
-        first,
-        tag("nav", *links),
-        tag("main", *parts),
-        tag("script", _resource("report.js")),
-    )
+    header = tag("header", tag("h1", title), *(tag("p.lead", line) for line in lead))
+    script = tag("script", _resource("report.js"))
+    body = tag("body.spmd", pictures.HATCH, header, *parts, script)
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def notebook_cell(facts: Facts) -> Html:
+def notebook_cell(report: PlanReport) -> Html:
     """Returns the figures that the page begins with, and their CSS, for a notebook's cell."""
-    on = f" on {facts.plan.mesh}, {facts.plan.topology}"
+    on = f" on {report.mesh}, {report.machine}"
     return tag(
         "div.spmd spmd-cell",
         tag("style", _resource("first.css")),
-        tag("p.title", tag("b", facts.title), on),
-        _first_screen(facts),
+        tag("p.title", tag("b", report.title), on),
+        _first_screen(report),
     )
 
 
@@ -74,51 +81,51 @@ def _resource(name: str) -> Html:
     return Html(files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8"))
 
 
-def _parts(facts: Facts) -> list[Part]:
+def _parts(report: PlanReport) -> list[Part]:
     """Returns (title, remark, body, unfolded?) of each section: the text report's, and pictures."""
     side_by_side = "compute and links at the same time where neither waits for the other"
-    parts = [("Timeline", f"predicted; {side_by_side}", _timeline(facts), True)]
+    parts = [("Timeline", f"predicted; {side_by_side}", _timeline(report), True)]
     pictures_of = {"pipelines": pictures.pipelines, "memory per device": _memory}
-    for section in facts.sections():
+    for section in report.sections:
         title, shown = section.title, h.section(section)
         if shown and title in pictures_of:
-            shown = joined(pictures_of[title](facts), shown)
+            shown = joined(pictures_of[title](report), shown)
         parts.append((title.capitalize(), section.remark, shown, title in UNFOLDED))
-    return [*parts, ("Mesh and tiles", "who holds what", pictures.tiles(facts), False)]
+    return [*parts, ("Mesh and tiles", "who holds what", pictures.tiles(report), False)]
 
 
-def _first_screen(facts: Facts) -> Html:
+def _first_screen(report: PlanReport) -> Html:
     """Returns cards with a program's main figures, its time by kind of work, and largest costs."""
-    mesh, waits = facts.plan.mesh, facts.timeline.exposed_seconds
-    memory, limit = dict(facts.memory), w.bytes_text(facts.plan.topology.hbm_bytes)
+    mesh, waits = report.mesh, report.timeline.exposed_seconds
+    memory, limit = dict(report.memory), w.bytes_text(report.machine.hbm_bytes)
     held = f"predicted peak of {limit}: {memory['on the device']}; arguments {memory['arguments']}"
     waiting = f"{w.seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
-    if facts.measured is not None:
-        waiting += f"; measured {w.seconds_text(facts.measured.seconds)}"
-    senders = f"in one run, by {len(facts.collectives)} collective ops"
+    if report.measured_seconds is not None:
+        waiting += f"; measured {w.seconds_text(report.measured_seconds)}"
+    senders = f"in one run, by {len(report.collectives)} collective ops"
     cards = [
         tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
         for label, value, remark in (
             ("devices", str(mesh.size), str(mesh)),
-            ("predicted time of one run", w.seconds_text(facts.timeline.seconds), waiting),
-            ("sent by each device", w.bytes_text(facts.sent_bytes), senders),
-            ("memory of each device", w.bytes_text(facts.use.peak), held),
+            ("predicted time of one run", w.seconds_text(report.timeline.seconds), waiting),
+            ("sent by each device", w.bytes_text(report.sent_bytes), senders),
+            ("memory of each device", w.bytes_text(report.peak_bytes), held),
         )
     ]
-    whole, totals = facts.timeline.seconds, costs.seconds_by_kind(facts.costs)
+    whole, totals = report.timeline.seconds, costs.seconds_by_kind(report.costs)
     parts, kinds = [], []
     for kind, seconds in totals.items():
         colour = f"background:var(--{kind})"
         share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
         parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
         kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.seconds_text(seconds)}"))
-    title, most = costs.largest(facts.costs, whole)
+    title, most = costs.largest(report.costs, whole)
     rows = []
     for cost in most:
         width = f"width:{cost.seconds / most[0].seconds:.1%};background:var(--{cost.kind})"
         lines = [
             joined(tag("span", w.source_text(place), title=place), tag("code", text))
-            for place, text in costs.code_lines(cost)
+            for place, text in costs.code_lines(cost, report.code)
         ]
         share, took = w.share_text(cost.seconds, whole), w.seconds_text(cost.seconds)
         figures = tag("div", tag("b", share), " ", tag("span.soft", took), tag("i", style=width))
@@ -130,8 +137,8 @@ def _first_screen(facts: Facts) -> Html:
     return joined(tag("div.cards", *cards), *spent, *costly)
 
 
-def _timeline(facts: Facts) -> Html:
-    timeline = facts.timeline
+def _timeline(report: PlanReport) -> Html:
+    timeline = report.timeline
     if not timeline.scheduled_seconds:
         return Html()
     kinds = dict.fromkeys((COMPUTE, *(slot.kind for slot in timeline.slots)))
@@ -143,7 +150,7 @@ def _timeline(facts: Facts) -> Html:
     whole = timeline.seconds
     rows = [
         (c.title, c.ops, c.runs, c.seconds, (c.seconds, whole), " <- ".join(map(str, c.frames)))
-        for c in facts.costs
+        for c in report.costs
     ]
     heads = ("cost", "ops", "runs", "time", "share", "source")
     every = w.Table(heads, rows, sort="time", search="all_gather a function, a file")
@@ -161,8 +168,8 @@ def _timeline(facts: Facts) -> Html:
     )
 
 
-def _memory(facts: Facts) -> Html:
-    curve = memory_curve(facts.use, facts.stages.optimized.program)
+def _memory(report: PlanReport) -> Html:
+    curve = report.curve
     largest = curve.at_peak.first(TOP_VALUES)
     intro = tag(
         "p",
@@ -173,6 +180,6 @@ def _memory(facts: Facts) -> Html:
     return joined(
         intro,
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
-        pictures.memory_svg(curve, facts.plan.topology.hbm_bytes),
+        pictures.memory_svg(curve, report.machine.hbm_bytes),
         h.folded("the largest at the peak", h.table(largest)),
     )

@@ -13,17 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain import words as w
-from spmd.explain.costs import loop_text, occurrences
-from spmd.explain.facts import Facts, group_leaves, pattern
+from spmd.explain.data import PlanReport, PlanTimeline, loop_text, occurrences
+from spmd.explain.facts import group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page import html as h
 from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
-from spmd.explain.steps import pipeline_rows
 from spmd.ir.pipelines import Pipeline
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
-from spmd.predict.timeline import COMPUTE, Timeline
+from spmd.predict.timeline import COMPUTE
 
 LEFT, ACROSS = 92, 1016  # where the drawn part of a chart begins, behind labels; and its width
 _RIGHT = LEFT + ACROSS
@@ -54,14 +53,12 @@ class Bar(NamedTuple):
         return self.start + self.seconds
 
 
-def bars_of(timeline: Timeline) -> list[Bar]:
+def bars_of(timeline: PlanTimeline) -> list[Bar]:
     """Returns the bars of a timeline; of a loop those of the first iteration, stretched."""
     bars = []
     for slot, start, seconds in occurrences(timeline.slots, whole=False):
-        if not slot.op.regions:
-            is_compute = slot.lane == COMPUTE
-            label = slot.op.label if is_compute else f"{slot.kind} over {slot.lane}"
-            bars.append(Bar(slot.lane, slot.kind, label, slot.op.loc.trail, start, seconds))
+        if not slot.opens:
+            bars.append(Bar(slot.lane, slot.kind, slot.label, slot.source, start, seconds))
     return bars
 
 
@@ -87,11 +84,11 @@ def merged(bars: Sequence[Bar], least: float) -> list[Bar]:
     return made
 
 
-def timeline_svg(timeline: Timeline) -> Html:
+def timeline_svg(timeline: PlanTimeline) -> Html:
     """Draws a timeline, with brackets for its loops."""
     bars = bars_of(timeline)
     lanes = list(dict.fromkeys((COMPUTE, *(bar.lane for bar in bars))))
-    loops = [slot for slot in timeline.slots if slot.op.regions and slot.depth == 0]
+    loops = [slot for slot in timeline.slots if slot.opens and slot.depth == 0]
     total = timeline.scheduled_seconds or 1.0
     scale = ACROSS / total
     shown = merged(bars, total / _FINEST)
@@ -101,7 +98,7 @@ def timeline_svg(timeline: Timeline) -> Html:
     for loop in loops:
         x, width = LEFT + loop.start * scale, loop.seconds * scale
         label = f"{loop_text(loop)}, {w.seconds_text(loop.seconds)}"
-        title = f"{label}, at {w.source_text(loop.op.loc.trail) or 'an unknown place'}"
+        title = f"{label}, at {w.source_text(loop.source) or 'an unknown place'}"
         parts += [
             rect("loop", (x, top - 4, width, bottom - top - _GAP + 8), title),
             tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
@@ -225,7 +222,7 @@ class Tile(NamedTuple):
 Picture = tuple[Html, str, str]  # an SVG, and what lies down and across in it
 
 
-def pipelines(facts: Facts) -> Html:
+def pipelines(report: PlanReport) -> Html:
     """Draws for each pipeline of a program what its stages do in each step."""
     intro = tag(
         "p",
@@ -234,7 +231,7 @@ def pipelines(facts: Facts) -> Html:
         "tile is of a later chunk of the stage's layers. A gradient goes through the same steps "
         "from right to left.",
     )
-    rows = pipeline_rows(facts.stages)
+    rows = report.pipelines
     return joined(intro, *(_figure(*steps_picture(row.of), row.title) for row in rows))
 
 
@@ -257,18 +254,18 @@ def steps_picture(of: Pipeline) -> Picture:
     return tag("div.scroll", drawn, tabindex=0, role="group", aria_label=label), down, across
 
 
-def tiles(facts: Facts) -> Html:
+def tiles(report: PlanReport) -> Html:
     """Draws the mesh and the largest arguments, to show which device holds which piece."""
-    mesh = facts.plan.mesh
+    mesh = report.mesh
     shown = [(mesh_picture(mesh), "the mesh", (f"{mesh}", "device ids"))]
     # The largest argument of every sharding first, then the next largest ones.
-    groups = [group for group in group_leaves(facts.arguments) if group[0].type.rank]
+    groups = [group for group in group_leaves(report.arguments) if group[0].type.rank]
     groups.sort(key=lambda group: -group[0].type.bytes)
     largest = {group[0].sharding: group for group in reversed(groups)}
     groups.sort(key=lambda group: largest[group[0].sharding] is not group)
     for group in groups[: PICTURES - 1]:
         leaf, name = group[0], pattern(leaf.name for leaf in group)
-        caption = f"{w.type_text(leaf.type)} {w.spec_text(leaf.sharding, mesh)}"
+        caption = f"{w.type_text(leaf.type)} {leaf.spec}"
         picture = tile_picture(leaf.type, leaf.sharding, mesh)
         shown.append((picture, name, (caption, f"{w.type_text(leaf.local)} on each device")))
     figures = [_figure(*picture, title, *captions) for picture, title, captions in shown]

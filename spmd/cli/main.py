@@ -1,0 +1,32 @@
+"""The compiler's command: plans programs for machines that are not here, explains and checks them.
+
+    spmd plan      the fastest mesh of a machine for a program
+    spmd explain   how a StableHLO file is sharded, why, and what that costs
+    spmd verify    whether it computes the same on a mesh as on one device
+    spmd diff      how one plan differs from another
+    spmd check     whether a program still keeps to the plan that it had
+
+`spmd COMMAND --help` lists a command's flags.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from spmd.cli.flags import Parser
+
+COMMANDS = ("plan", "explain", "verify", "diff", "check")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command with its flags (None: `sys.argv`) and returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = Parser("spmd", __doc__)
+    parser.add_argument("command", choices=COMMANDS, help="what to do")
+    given = parser.parse_args(words[:1] or ["--help"])
+    made = importlib.import_module(f"spmd.cli.{given.command}").main(words[1:])
+    return int(made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

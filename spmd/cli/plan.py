@@ -1,0 +1,161 @@
+"""Finds the mesh of a machine on which a program is fastest, without the machine.
+
+The program is one of
+  llama3-70b              a named model: its training step
+  path/config.json        a model in Hugging Face's format: its training step
+  script.py:build         a function: (mesh, **choices) -> (function, arguments), or a spmd.Task
+  package.module:build    the same, imported
+  model.mlir              a StableHLO file
+
+Each of its parameters is a flag, as in --batch 512; one with several values is free, and the
+search chooses: --batch 256,512. A machine is chip:shape, as v5e:16x16, h200:8, h200:4x8 (hosts x
+GPUs), or a slice as clouds name it, as v5p-256.
+
+Examples:
+    spmd plan llama3-70b v5p-256 --batch 256 --seq_len 8192
+    spmd plan llama3-8b h200:8 b200:8 --batch 64 --price h200=3.5,b200=5.9 --report plans.html
+    spmd plan train.py:build v6e-16 --axes data,model --batch 128,256
+    spmd plan model.mlir v5e-8 --mesh data=8 --mesh data=4,model=2
+
+Exit status: 0; 1 if nothing that was planned fits; 2 for flags and programs that cannot be used.
+"""
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import spmd
+from spmd.api import static_module
+from spmd.auto import auto_specs
+from spmd.cli.flags import Parser, words
+from spmd.cli.specs import default_to_cpus, mesh_axes
+from spmd.errors import ArgumentError, SpmdError
+from spmd.frontend.importer.module import boundary_names
+from spmd.plan import choices_of, read_choice
+
+LLAMA = "spmd.models.llama.planned"
+
+
+def make_parser() -> Parser:
+    """Returns the parser of the flags of `spmd plan`."""
+    made = Parser("spmd plan", __doc__)
+    add = made.add_argument
+    add("program", help="a model's name, config.json, script.py:build, module:build or .mlir file")
+    add("machines", nargs="+", help="what to plan for, as v5p-256, v5e:16x16, h200:8")
+    add("--axes", type=words, help="names of the mesh axes, major first (data,model)")
+    add("--mesh", type=mesh_axes, action="append", help="this mesh alone (repeatable)")
+    add("--price", type=_prices, default={}, help="of a device an hour, as v5p=4.2,h200=3.5")
+    add("--seconds", type=float, default=50.0, help="how long to search")
+    add("--top", type=int, default=10, help="so many rows of the table")
+    add("--report", metavar="FILE", help="also write a page that compares the candidates")
+    add("--out", metavar="FILE", help="write the best: settings (.yaml), or its specs as code")
+    add("--json", metavar="FILE", help="write the best plan as data, for spmd diff and spmd check")
+    add("--compile", type=int, default=0, metavar="N", help="have the machine's compiler confirm N")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `spmd plan` with these flags (None: `sys.argv`) and returns its exit status."""
+    parser = make_parser()
+    given, rest = parser.parse_known_args(arguments)
+    default_to_cpus()
+    try:
+        build, axes = program(given.program)
+        choices = read_choices(build, rest)
+        found = spmd.plan(
+            build,
+            given.machines,
+            axes=given.axes or axes,
+            meshes=given.mesh,
+            prices=given.price,
+            most_seconds=given.seconds,
+            **choices,
+        )
+        print(found.text(given.top))
+        for row in found.rows[: given.compile]:
+            print(row.compiled_text())
+        if given.report:
+            found.report(given.report)
+            print(f"\nreport: {given.report}", file=sys.stderr)
+        if given.json:
+            data = json.dumps(found.best.lowered.to_json())
+            Path(given.json).write_text(data, encoding="utf-8")
+        if given.out:
+            Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
+    except (SpmdError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if found.best.verdict != "does not fit" else 1
+
+
+def program(name: str) -> tuple[Callable[..., Any], Sequence[str]]:
+    """Returns (the build that a name on the command line means, its usual axes)."""
+    place, _, function = name.rpartition(":")
+    if place:
+        return getattr(_module(place), function, None) or _missing(name), ("data", "model")
+    if name.endswith((".mlir", ".mlirbc", ".bc")):
+        return partial(_stablehlo, name), ("data", "model")
+    llama = importlib.import_module(LLAMA)
+    build = partial(llama.training_step, model=name)
+    build.__name__ = name  # type: ignore[attr-defined]
+    return build, llama.axes_of(name)
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, "")
+        return importlib.import_module(place)
+    path = Path(place)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ArgumentError(
+            f"there is no file {place}", fix="name a Python file, as train.py:build"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.absolute()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _missing(name: str) -> Any:
+    place, _, function = name.rpartition(":")
+    raise ArgumentError(
+        f"{place} has no function {function!r}",
+        required="a function: (mesh, **choices) -> (function, arguments)",
+        fix="define one that returns train_step, (params, opt_state, batch)",
+    )
+
+
+def _stablehlo(path: str, mesh: Any) -> spmd.Lowered:
+    """A build of a StableHLO file: every argument as the planner likes it best."""
+    module, options = static_module(path, None), spmd.Options(topology=mesh.topology)
+    open_ = [None] * len(boundary_names(module)[0])
+    return spmd.lower_stablehlo(module, mesh, auto_specs(module, mesh, open_), None, options)
+
+
+def read_choices(build: Callable[..., Any], words_: Sequence[str]) -> dict[str, Any]:
+    """Reads `--batch 256,512 --remat=full` as parameters of a build."""
+    given: dict[str, Any] = {}
+    rest = list(words_)
+    while rest:
+        name, _, value = rest.pop(0).partition("=")
+        if not name.startswith("--") or not (value or rest):
+            raise ArgumentError(f"{name!r} is no flag with a value", fix="write --batch 512")
+        given[name.removeprefix("--").replace("-", "_")] = read_choice(value or rest.pop(0))
+    choices_of(build, given)  # says what is missing
+    return given
+
+
+def _prices(text: str) -> dict[str, float]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name.strip(): float(price) for name, _, price in pairs}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
