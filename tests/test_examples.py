@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 """
-OTHERS = {"jax", "numpy", "optax", "equinox", "flax", "torch", "transformers"}
+OTHERS = {"jax", "numpy", "optax", "equinox", "flax", "torch", "transformers", "wandb"}
 
 
 def sections() -> dict[str, tuple[Path, str]]:
