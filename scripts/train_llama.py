@@ -93,7 +93,11 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         shardings = program.base_shardings()
         params = weight_flags.load_params(given, run.model, shardings, trainer.console)
         if train_data.is_preferences and getattr(trainer.data, "references", None) is None:
-            refer(program.reference(params, {"data": train_data, "held_out": held_out}))
+            both = {"data": train_data, "held_out": held_out}
+            found: dict[str, Any] = {**program.reference(params, both)}
+            refer(found)
+            if trainer.folder is not None and launch.is_main_process():
+                np.savez(trainer.folder.reference, **found)
             trainer.console.print("computed the log-probabilities of all pairs under --init_from")
         if teacher:
             shardings = program.step.in_shardings[0][TEACHER]
@@ -102,11 +106,9 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         return params
 
     def refer(found: Mapping[str, Any]) -> None:
-        """Gives both data sets the log-probabilities of their pairs, and keeps these."""
+        """Gives both data sets the log-probabilities of their pairs."""
         trainer.data = dataclasses.replace(train_data, references=found["data"])
         trainer.held_out = dataclasses.replace(held_out, references=found["held_out"])
-        if trainer.folder is not None and launch.is_main_process():
-            np.savez(trainer.folder.reference, **found)
 
     def before(found: Found | None) -> list[str]:
         changes = changes_since(found, run, of_data) if found else []

@@ -272,6 +272,7 @@ def template_source(folder: AnyPath, settings: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+@functools.lru_cache(maxsize=4)
 def find_template(tokenizer: str, file: str | None = None) -> Template | None:
     """The chat template of a tokenizer; None if it has none.
 
@@ -294,12 +295,12 @@ def find_template(tokenizer: str, file: str | None = None) -> Template | None:
         source = chosen or (template_source(folder, settings) if tokenizer != BYTES else None)
         if source is None:
             return None
-        _compiled(source)
+        if file:  # else rows say what is wrong, where they need it
+            _compiled(source)
     except OSError as error:
         raise DataError(f"--chat_template: {file}: {error.strerror}") from error
     except jinja2.TemplateSyntaxError as error:
-        where = file or f"the chat template of {folder}"
-        raise DataError(f"{where}, line {error.lineno}: {error.message}") from error
+        raise DataError(f"{file}, line {error.lineno}: {error.message}") from error
     named = {name: x for name, x in settings.items() if name.endswith("_token")}
     texts = {n: x.get("content") if isinstance(x, dict) else x for n, x in named.items()}
     return Template(source, tuple((n, x) for n, x in sorted(texts.items()) if isinstance(x, str)))

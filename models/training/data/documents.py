@@ -151,8 +151,11 @@ def checked(text: str, source: DocumentSource) -> str:
     return text
 
 
-def row_fields(names: Sequence[str], source: DocumentSource) -> list[str]:
+def row_fields(names: Sequence[str], source: DocumentSource, what: str) -> list[str]:
     """The fields or columns, among these, that make the documents of a row.
+
+    Args:
+        what: is `field` or `column`, for messages.
 
     Raises:
         ValueError: there are none.
@@ -160,8 +163,8 @@ def row_fields(names: Sequence[str], source: DocumentSource) -> list[str]:
     found = [source.field] if source.field in names else chat.fields(names)
     if not found:
         raise ValueError(
-            f"{source.field!r}, only {', '.join(names)}; name one with --field (rows of chats have "
-            f"{', or '.join(' and '.join(kind) for kind in chat.KINDS)})"
+            f"no {what} {source.field!r}, only {', '.join(names)}; name one with --field (rows of "
+            f"chats have {', or '.join(' and '.join(kind) for kind in chat.KINDS)})"
         )
     return found
 
@@ -169,18 +172,15 @@ def row_fields(names: Sequence[str], source: DocumentSource) -> list[str]:
 def row_documents(row: Mapping[str, Any], source: DocumentSource, what: str) -> list[DocumentText]:
     """The documents of a row; none if it is only white space.
 
-    Args:
-        what: is `field` or `column`, for messages.
-
     Raises:
         ValueError: something in it is not as it should be.
     """
+    row = {name: row[name] for name in row_fields(list(row), source, what)}
     if source.field in row and not isinstance(row[source.field], list):
         text = checked(as_text(row[source.field], f"{what} {source.field!r}"), source)
         return [DocumentText(text)] if text.strip() else []
     if source.field in row:
-        row = {**row, "messages": row[source.field]}
-        row = {name: x for name, x in row.items() if name in ("messages", *chat.OTHERS[1:])}
+        row = {"messages": row[source.field]}
     answered = chat.read(row, source.template)
     return [
         DocumentText(
@@ -308,7 +308,6 @@ def _lines(file: BinaryIO, place: int, stop: int | None) -> Iterator[bytes]:
 
 
 def _record(line: bytes, source: DocumentSource) -> dict[str, Any]:
-    """A line's object, or the part of it that makes documents."""
     try:
         record = json.loads(decode(line.rstrip()))
     except json.JSONDecodeError as error:
@@ -317,10 +316,7 @@ def _record(line: bytes, source: DocumentSource) -> dict[str, Any]:
         raise ValueError("no JSON that can be read: it is nested too deep") from error
     if not isinstance(record, dict):
         raise ValueError(f"no field {source.field!r}, only a {type(record).__name__}")
-    try:
-        return {name: record[name] for name in row_fields(list(record), source)}
-    except ValueError as error:
-        raise ValueError(f"no field {error}") from error
+    return record
 
 
 # Parquet files.
@@ -375,10 +371,10 @@ def _open_parquet(path: AnyPath, source: DocumentSource) -> tuple[Any, list[str]
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from error
     try:
-        return file, row_fields(file.schema_arrow.names, source)
+        return file, row_fields(file.schema_arrow.names, source, "column")
     except ValueError as error:
         file.close()
-        raise DataError(f"{path} has no column {error}") from error
+        raise DataError(f"{path} has {error}") from error
 
 
 def _readable(batches: Iterator[Any], path: AnyPath) -> Iterator[Any]:
