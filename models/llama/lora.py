@@ -85,21 +85,24 @@ def init(key: jax.Array, base: Params, lora: LoraConfig) -> Params:
             one, bound = jax.random.fold_in(key, zlib.crc32(path.encode())), inner**-0.5
             a = jax.random.uniform(one, (*layers, lora.rank, inner), leaf.dtype, -bound, bound)
             b = jnp.zeros((*layers, outer, lora.rank), leaf.dtype)
-            parent = path.removesuffix("weight")
-            adapters |= {f"{parent}lora_A": a, f"{parent}lora_B": b}
+            adapters |= dict(zip(_pair(path), (a, b), strict=True))
     return nested(adapters)
 
 
 def rules(of_base: Mapping[str, Spec], lora: LoraConfig) -> dict[str, Spec]:
     """Specs of adapters by path pattern, of those of the weights: the rank is not split."""
-    found = {}
+    found: dict[str, Spec] = {}
     for path, spec in of_base.items():
         if lora.is_adapted(path):
             *layers, outer, inner = spec
-            parent = path.removesuffix("weight")
-            found[f"{parent}lora_A"] = (*layers, None, inner)
-            found[f"{parent}lora_B"] = (*layers, outer, None)
+            specs = (*layers, None, inner), (*layers, outer, None)
+            found |= dict(zip(_pair(path), specs, strict=True))
     return found
+
+
+def _pair(path: str) -> tuple[str, str]:
+    parent = path.removesuffix("weight")
+    return f"{parent}lora_A", f"{parent}lora_B"
 
 
 def applied(params: Params, lora: LoraConfig) -> Params:
@@ -115,8 +118,7 @@ def merged(params: Params, lora: LoraConfig) -> Params:
     """The parameters of a model that computes the same without adapters; others stay in place."""
     adapters, leaves = by_path(params["lora"]), by_path(params["base"])
     for path in filter(lora.is_adapted, leaves):
-        weight, parent = leaves[path], path.removesuffix("weight")
-        a, b = adapters[f"{parent}lora_A"], adapters[f"{parent}lora_B"]
+        weight, (a, b) = leaves[path], (adapters[name] for name in _pair(path))
         leaves[path] = _merge(weight, a, b, lora.scale, weight.sharding)
     return nested(leaves)
 
@@ -142,13 +144,11 @@ def save(adapters: Params, lora: LoraConfig, folder: str | AnyPath, base: str | 
     tensors = {}
     for path, leaf in by_path(adapters).items():
         stack = STACKED.match(path)
-        names = [path]
-        if stack:
-            names = [f"layers/{i}/{stack['rest']}" for i in range(leaf.shape[0])]
-        for place, name in enumerate(names):
-            dotted = name.replace("/", ".")
-            found = gathered(leaf, (place,) if stack else (), "float32")
-            tensors[f"base_model.model.model.{dotted}.weight"] = found
+        places: list[tuple[int, ...]] = [(i,) for i in range(leaf.shape[0])] if stack else [()]
+        for place in places:
+            name = f"layers/{place[0]}/{stack['rest']}" if stack else path
+            dotted = f"base_model.model.model.{name}.weight".replace("/", ".")
+            tensors[dotted] = gathered(leaf, place, "float32")
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -116,20 +116,20 @@ class TrainingProgram:
         """
         rows = _rows(batch)
         if rows not in self._steps:
-            first, found = (tables.by_path(tree) for tree in (self._batch, batch))
-            for path in {**first, **found}:
-                want, have = ([*map(_row, [tree[path]])] if path in tree else ["nothing"]
-                              for tree in (first, found))  # fmt: skip
-                if want != have:
-                    raise DataError(
-                        f"a later batch has {have[0]} as {path or 'its array'}, and the first one "
-                        f"{want[0]}: batches may differ in the number of rows alone"
-                    )
+            first, found = (
+                {path: f"{x.dtype} {list(x.shape[1:])}" for path, x in tables.by_path(tree).items()}
+                for tree in (self._batch, batch)
+            )
+            if found != first:
+                raise DataError(
+                    f"a later batch has rows of {found}, and the first one of {first}: batches may "
+                    "differ in how many there are alone"
+                )
             state = (self._params, self._opt_state)
             # As `step` leaves them: no step moves what another one has made.
-            formats = tuple(self.step.in_formats[:2])
-            structs = marked(jax.tree.map(_struct, batch), self.mesh, self._batch_marks)
-            held = jax.tree.map(_with_sharding, state, formats)
+            held = jax.tree.map(_with_sharding, state, tuple(self.step.in_formats[:2]))
+            structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+            structs = marked(structs, self.mesh, self._batch_marks)
             with compiling(max(rows)):
                 self._steps[rows] = self._jitted.compile(*held, structs)
         return self._steps[rows]
@@ -228,17 +228,8 @@ def marked(structs: Any, mesh: spmd.Mesh, marks: Marks) -> Any:
     return marks(structs) if callable(marks) else spmd.mark_tree(structs, mesh, marks)
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
 def _rows(batch: Any) -> tuple[int, ...]:
     return tuple(leaf.shape[0] for leaf in jax.tree.leaves(batch))
-
-
-def _row(leaf: Any) -> str:
-    """What a row of a batch's array is."""
-    return f"rows of {leaf.dtype} {list(leaf.shape[1:])}"
 
 
 def _with_sharding(struct: Any, sharding: Any) -> jax.ShapeDtypeStruct:

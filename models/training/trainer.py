@@ -82,6 +82,9 @@ class Hooks:
 
 __all__ = ["USER_ERRORS", "Hooks", "Stateful", "Trainer", "TrainerOptions", "exit_code"]
 
+HOOK_S = 4 * 3600.0
+"""So many seconds longer `Hooks.after_eval` may take on one process than on another."""
+
 USER_ERRORS = (
     RunError,
     OptimizerError,
@@ -253,7 +256,7 @@ class Trainer:
                 patience=options.patience,
             )
             if checkpoints is not None and program.frozen.patterns:
-                checkpoints.about["frozen"] = program.frozen.sample(state.params)
+                checkpoints.about["frozen"] = program.frozen.sums(state.params)
             profiler = Profiler(options.profile, folder.profile) if folder else Profiler(None)
             best = found and found.meta.get("best")
 
@@ -320,9 +323,11 @@ class Trainer:
         hook = self.hooks.after_eval
         if hook is None:
             return None
-        # One answer for all processes; an evaluation takes longer than asking for it.
+        # One answer for all processes, which may wait for the first one's texts and pictures.
         return lambda record, params: bool(
-            launch.from_first("end" if hook(record, params) else "", label="after_eval")
+            launch.exchange(
+                "end" if hook(record, params) else "", label="after_eval", timeout_s=HOOK_S
+            )[0]
         )
 
     def _eval_params(self, program: TrainingProgram) -> Callable[[TrainState], Any]:

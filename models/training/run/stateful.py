@@ -16,10 +16,9 @@ TAKEN = frozenset(
 class Stateful(NamedTuple):
     """What `init` returns of a model that has a state: means of batch norms, keys, counts.
 
-    `loss` takes it in the place of parameters, and returns (mean loss, the next state), and metrics
-    behind them if it has some. Gradients,
-    the optimizer and the norm are those of `params` alone. A step that is skipped keeps the state.
-    Of several microbatches, each gets the state that the one before returned.
+    `loss` takes it in the place of parameters, and returns (mean loss, the next state), perhaps
+    with metrics behind. Gradients, the optimizer and the norm are those of `params` alone. A step
+    that is skipped keeps the state. Of several microbatches, each gets the one before's.
 
     Example:
         >>> def init(key):
@@ -55,29 +54,18 @@ def parts_of_loss(result: Any, variables: Any) -> tuple[Any, Any, dict[str, Any]
     loss, *rest = result if isinstance(result, tuple) else (result,)
     state = rest.pop(0) if has_state and rest else None
     metrics = rest.pop() if rest else {}
-    wrong = _no_metric(metrics)
-    if rest or wrong:
+    is_dict = isinstance(metrics, dict)
+    wrong = [n for n, x in metrics.items() if n in TAKEN or jnp.shape(x)] if is_dict else [metrics]
+    wrong += rest
+    if wrong or jnp.shape(loss):
         raise ArgumentError(
             f"the loss of a model with{'' if has_state else 'out'} a state returned another thing",
-            actual=wrong or f"a tuple of {len(result)}",
-            required=("(mean loss, the next state), perhaps with" if has_state else
-                      "the mean loss, or it and") + ' metrics, {"name": scalar}',
-            fix="let `init` return `Stateful(params, state)`, and `loss` (mean loss, the next "
-            "state), if the model has a state; metrics come last, by names that are not taken",
-        )  # fmt: skip
+            actual=f"metrics with {wrong[0]!r}" if wrong else f"a loss of shape {jnp.shape(loss)}",
+            required=f"the mean loss{', the next state' * has_state}, and perhaps metrics: scalars "
+            f"by names other than {', '.join(sorted(TAKEN))}",
+            fix="let `init` return `Stateful(params, state)` if the model has a state",
+        )
     return loss, state, {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
-
-
-def _no_metric(metrics: Any) -> str:
-    """What is wrong with metrics; "" if nothing is."""
-    if not isinstance(metrics, dict):
-        return f"metrics that are a {type(metrics).__name__}"
-    for name, x in metrics.items():
-        if name in TAKEN or not isinstance(name, str):
-            return f"a metric called {name!r}, which is taken"
-        if not isinstance(x, int | float) and getattr(x, "shape", None) != ():
-            return f"{name}: a {type(x).__name__} of shape {getattr(x, 'shape', None)}"
-    return ""
 
 
 def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.models.training.errors import DataError, RunError
+from spmd.models.training.errors import DataError
 from spmd.models.training.trainer import Hooks, Stateful, Trainer, TrainerOptions, exit_code
 from tests.models.llama.made import assert_close
 
@@ -83,7 +84,8 @@ def alone(steps):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_all_of_it_as_plain_jax_has_it_also_broken_off(tmp_path: Path, microbatches):
     """Frozen parameters, a mean of the others, metrics, batches of two sizes, and two meshes."""
-    noted, evaluated = [], []
+    noted: list[Any] = []
+    evaluated: list[Any] = []
     hooks = Hooks(
         after_step=noted.append,
         after_eval=lambda record, params: evaluated.append((record, jax.device_get(params))),
@@ -110,14 +112,6 @@ def test_all_of_it_as_plain_jax_has_it_also_broken_off(tmp_path: Path, microbatc
     meta = json.loads((tmp_path / "checkpoints/6/meta.json").read_text())
     assert meta["samples"] == outcome.samples
     assert not [path for path in meta["arrays"] if "base" in path]
-
-
-def test_frozen_parameters_have_to_be_the_same_again(tmp_path: Path):
-    options = {"frozen": ["base"], "run_dir": tmp_path, "steps": 1}
-    make_trainer(**options).run()
-    other = Hooks(first_params=lambda _: jax.tree.map(jnp.array, init(jax.random.key(1))))
-    with pytest.raises(RunError, match="frozen parameters, which checkpoints do not hold"):
-        make_trainer(hooks=other, **{**options, "steps": 2}).run()
 
 
 def test_of_a_model_with_a_state(tmp_path: Path):
@@ -171,9 +165,9 @@ def test_ends_early_and_keeps_the_best(tmp_path: Path):
 
 @pytest.mark.parametrize("hook", ["after_step", "after_eval"])
 def test_a_hook_ends_the_run_as_its_last_step_would(tmp_path: Path, hook):
-    hooks = Hooks(**{hook: lambda record, params=None: record["step"] >= 4})
+    hook_of: dict[str, Any] = {hook: lambda record, _=None: record["step"] >= 4}
     outcome = make_trainer(
-        hooks=hooks, steps=50, eval_every=2, run_dir=tmp_path, data=lambda s: data(0)
+        hooks=Hooks(**hook_of), steps=50, eval_every=2, run_dir=tmp_path, data=lambda s: data(0)
     )
     outcome = outcome.run()
     assert (outcome.is_done, outcome.state.step) == (True, 5 if hook == "after_step" else 4)
@@ -191,12 +185,12 @@ def not_a_scalar(params, batch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"loss": renamed}, "'grad_norm', which is taken"),
-        ({"loss": not_a_scalar}, r"errors: .* of shape \(16, 8\)"),
+        ({"loss": renamed}, "metrics with 'grad_norm'"),
+        ({"loss": not_a_scalar}, "metrics with 'errors'"),
         ({"frozen": ["bas"]}, r"'bas' matches no parameter(?s:.*)there are base"),
         ({"frozen": ["*"]}, "no parameter is trained"),
         ({"data": lambda step: {**data(0), "x": np.zeros((16 + step, WIDTH + step), np.float32)}},
-         r"a later batch has rows of float32 \[9\] as x, and the first one rows of float32 \[8\]"),
+         r"a later batch has rows of {'weights': 'float32 \[\]', 'x': 'float32 \[9\]'"),
     ],
     ids=["taken", "shape", "pattern", "all", "batch"],
 )  # fmt: skip
