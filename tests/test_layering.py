@@ -66,7 +66,6 @@ CLOSED = ("spmd.api",)
 
 READ_TESTS = (
     "tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py",
-    "tools/packages.py",
 )  # fmt: skip
 """Tools that write down what the tests run, or run more of it."""
 

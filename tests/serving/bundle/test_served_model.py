@@ -16,7 +16,6 @@ from tests.forked import Forked
 from tests.serving.conftest import write_tiny
 from tests.serving.http.live import get
 from tests.waiting import PATIENCE, wait_until
-from tools import compare_quantized
 
 SHAPE = ServingShape(4, 64, (32,), (64,), 16, 2, 5, "float32")
 PROMPT = "def main("
@@ -139,14 +138,3 @@ def test_a_mesh_that_cannot_be_read(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         generate_text.main(["/no/such/bundle", "--prompt=x", "--mesh=model"])
     assert "--mesh: 'model' is not of the form axis=size" in capsys.readouterr().err
-
-
-@pytest.mark.heavy
-def test_compare_quantized(capsys: Any, tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("a text of some length, " * 20)
-    compare_quantized.main(["--model=tiny", "--text", str(text), "--sequences=2", "--seq_len=16"])
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "%" in line]
-    errors = {row[0].strip("| "): float(row[4].strip("%")) for row in rows}
-    assert errors["float32"] == 0
-    assert 0 < errors["bfloat16"] < errors["int8"] < errors["int4"] < 60
