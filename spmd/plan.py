@@ -367,7 +367,7 @@ def plan(
     """
     named = [machines] if isinstance(machines, str | Topology) else list(machines)
     topologies = [as_topology(machine) for machine in named]
-    free = choices_of(build, choices)
+    free, known = choices_of(build, choices), prices or {}
     name = getattr(build, "__name__", str(build))
     started, rows, refused, is_over = time.monotonic(), list[RankedPlan](), dict[str, str](), True
     with progress(f"plans of {name}", shows_progress), warnings.catch_warnings():
@@ -375,7 +375,7 @@ def plan(
         for i, (machine, given) in enumerate(zip(topologies, named, strict=True)):
             end = started + most_seconds * (i + 1) / len(topologies)
             priced = (str(given), machine.name, machine.chip.name)
-            price = next((prices[each] for each in priced if each in (prices or {})), None)
+            price = next((known[each] for each in priced if each in known), None)
             at = partial(_planned, build, machine, list(free), price)
             starts = _starts(machine, axes, meshes, free)
             found, ended = _search(at, machine, starts, free, meshes is None, end)
@@ -404,7 +404,9 @@ def choices_of(build: Build, given: Mapping[str, Any]) -> dict[str, Sequence[Any
     parameters = list(inspect.signature(build).parameters.values())[1:]
     known = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
     unknown = [name for name in given if name not in known and len(known) == len(parameters)]
-    missing = [n for n, default in known.items() if default is inspect._empty and n not in given]
+    missing = [
+        n for n, default in known.items() if default is inspect.Parameter.empty and n not in given
+    ]
     if unknown or missing:
         which = f"no parameter {unknown[0]!r}" if unknown else f"no value for {missing[0]!r}"
         raise ArgumentError(
