@@ -351,12 +351,8 @@ class Resharder:
 
     def table(self, value: Value, states: States, needs: States) -> Table:
         """Returns the seconds of the reshard from each state (rows) to each need (columns)."""
-        found = self.glance(value, states, needs)
-        for i, j in np.argwhere(np.isnan(found)).tolist():
+        type_, held = self.index.program.types[value], self.held(value)
+        found = reshard_seconds(states, needs, type_, self.mesh, self.topology, held)
+        for i, j in np.argwhere(np.isnan(found)).tolist():  # which have to be searched one by one
             found[i, j] = self.seconds(value, states[i], needs[j])
         return found
-
-    def glance(self, value: Value, states: States, needs: States) -> Table:
-        """Returns the same as `table`, but NaN for reshards that have to be searched one by one."""
-        type_, held = self.index.program.types[value], self.held(value)
-        return reshard_seconds(states, needs, type_, self.mesh, self.topology, held)
