@@ -109,18 +109,11 @@ async def run(given: argparse.Namespace, load: Load, console: Console) -> Result
             answers = await run_load(client, load, model, asks, report)
             seconds = time.perf_counter() - started
         done = [answer for answer in answers if answer.outcome == "done"][: given.verify]
-        same = await _ask_again(client, load, model, done)
+        alone = Load(**{**vars(load), "concurrency": 1, "rate": None})
+        again: list[Ask] = [answer.ask for answer in done]
+        texts = [answer.text for answer in await run_load(client, alone, model, again)]
+        same = sum(answer.text == text for answer, text in zip(done, texts, strict=True))
     return Result(answers, seconds, len(done), same)
-
-
-async def _ask_again(
-    client: httpx.AsyncClient, load: Load, model: str, answers: Sequence[Answer]
-) -> int:
-    """How many have the same text when asked one by one."""
-    alone = Load(**{**vars(load), "concurrency": 1, "rate": None})
-    again: list[Ask] = [answer.ask for answer in answers]
-    texts = [answer.text for answer in await run_load(client, alone, model, again)]
-    return sum(answer.text == text for answer, text in zip(answers, texts, strict=True))
 
 
 def summarize(result: Result) -> dict[str, Any]:

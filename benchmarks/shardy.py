@@ -184,7 +184,13 @@ def run_all(texts: Mapping[str, str]) -> dict[str, list[Value] | Failure]:
     found: dict[str, list[Value] | Failure] = {}
     while len(found) < len(texts):
         rest = {name: text for name, text in texts.items() if name not in found}
-        code, output, errors = _child(json.dumps(rest))
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            input=json.dumps(rest), cwd=ROOT, env=env, timeout=TIMEOUT, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        code, output, errors = done.returncode, done.stdout, done.stderr
         for line in output.splitlines():
             name, values, message = json.loads(line)
             found[name] = Failure(message) if message else [_value(v) for v in values]
@@ -192,15 +198,6 @@ def run_all(texts: Mapping[str, str]) -> dict[str, list[Value] | Failure]:
         if failed is not None:
             found[failed] = Failure(f"the process ended with {code}: {errors.strip()[-400:]}")
     return found
-
-
-def _child(request: str) -> tuple[int, str, str]:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=request, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
 
 
 def _value(item: Any) -> Value:

@@ -141,7 +141,9 @@ def _top_p(logits_BV: Any, p_B: Any) -> Any:
 
 def _keep_largest(logits_BV: Any, holds: Callable[[Any], Any]) -> Any:
     """The largest logits, as few as make `holds` true; equal ones stay or go together."""
-    order_BV = _ordered(logits_BV)
+    bits = jax.lax.bitcast_convert_type(logits_BV, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    order_BV = jnp.where(bits & sign != 0, ~bits, bits | sign)
 
     def step(i: Any, threshold_B: Any) -> Any:
         trial_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -150,13 +152,6 @@ def _keep_largest(logits_BV: Any, holds: Callable[[Any], Any]) -> Any:
     start_B = jnp.zeros(logits_BV.shape[:1], jnp.uint32)
     threshold_B = jax.lax.fori_loop(0, 32, step, start_B)
     return jnp.where(order_BV >= threshold_B[:, None], logits_BV, HIDDEN)
-
-
-def _ordered(x: Any) -> Any:
-    """float32 -> uint32 in the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits & sign != 0, ~bits, bits | sign)
 
 
 class Report(NamedTuple):

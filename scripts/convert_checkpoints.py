@@ -32,9 +32,8 @@ from spmd.cli.specs import mesh_axes
 from spmd.installed import as_called
 from spmd.models.llama.config import DTYPES, ConfigError
 from spmd.models.llama.sharding import TABLES
-from spmd.models.llama.weights.convert import write_hf, write_ranks
+from spmd.models.llama.weights.convert import write_hf, write_ranks, write_run
 from spmd.models.llama.weights.files import WeightsError
-from spmd.models.llama.weights.first_checkpoint import write_run
 from spmd.models.llama.weights.ranks import SHARDING_FILE, ranks_source
 from spmd.models.llama.weights.sources import checkpoint_source, hf_source
 from spmd.models.llama.weights.tensors import Source

@@ -42,11 +42,10 @@ from spmd.cli.fields import taken
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
 from spmd.scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
-from spmd.scripts.jobs.jobset import JobSet, jobset_yaml
+from spmd.scripts.jobs.jobset import KINDS, JobSet, Volume, jobset_yaml
 from spmd.scripts.jobs.local import LocalJob, run_local
 from spmd.scripts.jobs.slurm import Slurm, slurm_script
 from spmd.scripts.jobs.tpu import parse_tpu, tpu_vm_command
-from spmd.scripts.jobs.volumes import KINDS, Volume
 
 T = TypeVar("T")
 Handler = Callable[[argparse.Namespace, tuple[str, ...]], int]

@@ -29,7 +29,7 @@ from spmd.models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError,
 from spmd.models.training.data.tokenize import tokenize
 from spmd.models.training.data.tokenizer import BYTES
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath, as_path
+from spmd.models.training.paths import as_path
 from spmd.scripts.flags.user_errors import one_message
 
 
@@ -61,22 +61,6 @@ def make_parser() -> Parser:
     add("--overwrite", action=Switch, help="replace a folder of other tokens")
     add("--verify", metavar="FOLDER", help="check this folder, reading all of it")
     return parser
-
-
-def make_options(given: argparse.Namespace) -> TokenizeOptions:
-    """What the flags ask for."""
-    return TokenizeOptions(
-        tokenizer=given.tokenizer,
-        eos_token=given.eos_token,
-        bos_token=given.bos_token,
-        source=DocumentSource(
-            format=cast(Format, given.format),
-            field=given.field,
-            separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),
-        ),
-        on_error=cast(OnError, given.on_error),
-        piece_bytes=given.piece_mib * 2**20,
-    )
 
 
 def run_tokenize(given: argparse.Namespace, console: Console) -> None:
@@ -111,14 +95,31 @@ def run_tokenize(given: argparse.Namespace, console: Console) -> None:
         manifest = tokenize(
             find_files(given.files),
             as_path(given.out),
-            make_options(given),
+            TokenizeOptions(
+                tokenizer=given.tokenizer,
+                eos_token=given.eos_token,
+                bos_token=given.bos_token,
+                source=DocumentSource(
+                    format=cast(Format, given.format),
+                    field=given.field,
+                    separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),
+                ),
+                on_error=cast(OnError, given.on_error),
+                piece_bytes=given.piece_mib * 2**20,
+            ),
             workers=workers,
             overwrite=given.overwrite,
             report=report,
         )
     seconds = time.perf_counter() - started
     console.print(f"{given.out}: {summary(manifest)}, {seconds:.1f} s")
-    print_skipped(manifest, console)
+    skipped = manifest["totals"]["skipped"]
+    if not skipped:
+        return
+    console.print(f"{skipped:,} documents were skipped, among them:")
+    examples = [text for shard in manifest["shards"] for text in shard["examples"]]
+    for text in examples[:5]:
+        console.print(f"  {text}")
 
 
 def summary(manifest: dict[str, Any]) -> str:
@@ -130,33 +131,18 @@ def summary(manifest: dict[str, Any]) -> str:
     )
 
 
-def print_skipped(manifest: dict[str, Any], console: Console) -> None:
-    """How many documents a folder lacks, and why the first of them."""
-    skipped = manifest["totals"]["skipped"]
-    if not skipped:
-        return
-    console.print(f"{skipped:,} documents were skipped, among them:")
-    examples = [text for shard in manifest["shards"] for text in shard["examples"]]
-    for text in examples[:5]:
-        console.print(f"  {text}")
-
-
-def run_verify(folder: AnyPath, console: Console) -> None:
-    """Check a folder; an error if something is wrong."""
-    token_folder.open_folder(folder)
-    found = list(token_folder.damages(folder))
-    if found:
-        raise DataError("; ".join(found))
-    console.print(f"{folder}: every file is as it was written")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with one_message(DataError, OSError):
         if given.verify:
-            run_verify(as_path(given.verify), console)
+            folder = as_path(given.verify)
+            token_folder.open_folder(folder)
+            found = list(token_folder.damages(folder))
+            if found:
+                raise DataError("; ".join(found))
+            console.print(f"{folder}: every file is as it was written")
         else:
             run_tokenize(given, console)
 

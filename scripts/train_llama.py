@@ -35,15 +35,15 @@ from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.models.llama import sharding
+from spmd.models.llama import lora, sharding
 from spmd.models.llama.config import ConfigError
-from spmd.models.llama.parameters import without_states
 from spmd.models.llama.program import LlamaProgram, sample_text
 from spmd.models.llama.weights.load import WeightsError
 from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import RunError
+from spmd.models.training.paths import as_path
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
 from spmd.models.training.run.loop import Outcome
@@ -78,7 +78,8 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
     }
 
     def first_params(program: TrainingProgram) -> Any:
-        shardings = without_states(program.step.in_shardings[0])
+        assert isinstance(program, LlamaProgram)
+        shardings = program.base_shardings()
         return weight_flags.load_params(given, run.model, shardings, trainer.console)
 
     def before(found: Found | None) -> list[str]:
@@ -94,9 +95,13 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         return changes
 
     def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
-        console, params = trainer.console, outcome.state.params
+        assert isinstance(program, LlamaProgram)
+        console, params = trainer.console, program.whole(outcome.params)
         with watch.may_take("exporting"):
-            export(given, outcome, run, tokenizer, trainer.folder, console)
+            if given.export_lora:
+                lora.save(outcome.params["lora"], run.lora, given.export_lora, given.init_from)
+                console.print(f"exported: {as_path(given.export_lora).absolute()}")
+            export(given, outcome, params, run, tokenizer, trainer.folder, console)
         if given.sample_tokens:
             with watch.may_take("writing a sample"):
                 text = sample_text(run, mesh, params, PROMPT, given.sample_tokens, tokenizer)
@@ -138,6 +143,7 @@ def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> l
 def export(
     given: argparse.Namespace,
     outcome: Outcome,
+    params: Any,
     run: RunConfig,
     tokenizer: data.Tokenizer,
     folder: RunFolder | None,
@@ -148,7 +154,6 @@ def export(
     Raises:
         WeightsError: it failed.
     """
-    params = outcome.state.params
     try:
         weight_flags.export_params(given, params, run.model, tokenizer, console)
     except WeightsError as error:
@@ -174,6 +179,7 @@ def print_run(
         f"{name}: {model.parameter_count():,} parameters, "
         f"{model.num_hidden_layers} layers {'scanned' if model.scan_layers else 'unrolled'}, "
         f"{model.dtype}, {run.optimizer.name}"
+        + (f"; trained are adapters alone: {run.lora}" if run.lora else "")
     )
     console.print(
         f"mesh {format_axes(mesh.shape)}: {mesh.size} of {jax.device_count()} "

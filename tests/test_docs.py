@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 from tests.greedy import plan_all_greedily
+from tests.imports import module_name
 from tests.markdown import PAGES, ROOT, Block, blocks_of, name_of
-from tools.imports import module_name
 
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "cpp"}
 NOT_RUN = "not run: "

@@ -4,6 +4,7 @@ The layers are those of docs/design.md, section 1. Every import counts: at the t
 a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_module`.
 """
 
+import functools
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from spmd.installed import USERS_OF_IT
+from tests.imports import imports_of, module_graph, module_name
 from tools.house import PRODUCT, shared_names
-from tools.imports import imports_of, module_graph, module_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,6 +97,11 @@ def inner_module(name: str) -> str | None:
     return None
 
 
+@functools.cache
+def imports_in(source: str, path: Path) -> tuple[tuple[int, str], ...]:
+    return tuple(imports_of(source, path, MLIR_BINDINGS))
+
+
 def is_mlir(name: str) -> bool:
     return any(name == mlir or name.startswith(f"{mlir}.") for mlir in MLIR_BINDINGS)
 
@@ -106,7 +112,7 @@ def violations(source: str, path: Path) -> list[str]:
     if package not in LEVEL:
         return [f"{path}: {package} has no layer yet; give it one in tests/test_layering.py"]
     found = []
-    for line, name in imports_of(source, path, MLIR_BINDINGS):
+    for line, name in imports_in(source, path):
         if is_mlir(name) and path.as_posix() not in MLIR_FILES and package != "tests":
             found.append(f"{path}:{line}: {name}: MLIR belongs to {', '.join(MLIR_FILES)}")
         if name.partition(".")[0] in USERS_OF_IT:
@@ -151,7 +157,7 @@ def test_neither_packages_of_a_layer_nor_modules_make_a_circle():
     beside: dict[str, set[str]] = {package: set() for package in LEVEL}
     for path in python_files():
         package = package_of(module_name(path))
-        for _, name in imports_of(read(path), path, MLIR_BINDINGS):
+        for _, name in imports_in(read(path), path):
             target = package_of(name)
             if package in LEVEL and target in LEVEL and target != package:
                 beside[package] |= {target} if LEVEL[target] == LEVEL[package] else set()

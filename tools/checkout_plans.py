@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,18 +83,6 @@ def fingerprint(text: str, package: Path = SPMD) -> str:
     return hashlib.sha256(re.sub(own, r"spmd\1", text).encode()).hexdigest()
 
 
-def check_origin(modules: Mapping[str, str]) -> None:
-    """Holds each of these modules to the folder that it has to come from.
-
-    Raises:
-      RuntimeError: a module comes from another place.
-    """
-    for name, folder in modules.items():
-        found = Path(str(sys.modules[name].__file__)).resolve()
-        if not found.is_relative_to(Path(folder).resolve()):
-            raise RuntimeError(f"{name} is {found}, not from {folder}")
-
-
 def main(checkout: str, other: str) -> None:
     """Says which programs there are, then measures each that standard input names.
 
@@ -103,7 +91,11 @@ def main(checkout: str, other: str) -> None:
       other: where the programs have to come from.
     """
     programs = "spmd.models.llama", "benchmarks.programs.catalog"
-    check_origin({"spmd": checkout, **dict.fromkeys(programs, other)})
+    modules = {"spmd": checkout, **dict.fromkeys(programs, other)}
+    for name, folder in modules.items():
+        found = Path(str(sys.modules[name].__file__)).resolve()
+        if not found.is_relative_to(Path(folder).resolve()):
+            raise RuntimeError(f"{name} is {found}, not from {folder}")
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # what a library prints is no answer
     known = everything()

@@ -117,25 +117,20 @@ def gigabytes(config: LlamaConfig, form: Form) -> float:
     return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)) / 1e9
 
 
-def read_tokens(source: Source, given: argparse.Namespace) -> Any:
-    """Sequences (B, S) of the text."""
-    folder = source.tokenizer_from
-    tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
-    needed = given.sequences * given.seq_len
-    files = [given.text] if given.text else data.standard_library_files()
-    text = ""
-    for file in files:  # a token is rarely more than sixteen characters
-        text += file.read_text(encoding="utf-8", errors="replace")[: 16 * needed - len(text)]
-    ids = np.asarray(tokenizer.encode_batch([text])[0], np.int32)
-    if len(ids) < needed:
-        raise DataError(f"the text has {len(ids)} tokens; {needed} are to be read")
-    return ids[:needed].reshape(given.sequences, given.seq_len)
-
-
 def run(given: argparse.Namespace, console: Console) -> None:
     """Print the table."""
     with open_source(given) as source:
-        tokens_BS = read_tokens(source, given)
+        folder = source.tokenizer_from
+        tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
+        needed = given.sequences * given.seq_len
+        files = [given.text] if given.text else data.standard_library_files()
+        text = ""
+        for file in files:  # a token is rarely more than sixteen characters
+            text += file.read_text(encoding="utf-8", errors="replace")[: 16 * needed - len(text)]
+        ids = np.asarray(tokenizer.encode_batch([text])[0], np.int32)
+        if len(ids) < needed:
+            raise DataError(f"the text has {len(ids)} tokens; {needed} are to be read")
+        tokens_BS = ids[:needed].reshape(given.sequences, given.seq_len)
         config = source.config
         console.print(f"{source.about}, {given.sequences} x {given.seq_len} tokens")
         console.print("| form | weights, GB | perplexity | to float32 | logit error | agreement |")

@@ -1,4 +1,4 @@
-"""The long fuzz: many cases from many seeds, every failure shrunk and written to a file of its own.
+"""The long fuzz: many cases from many seeds, failures shrunk and written to files of their own.
 
 A worker process runs the cases, so that one that aborts or hangs is a failure like any other.
 
@@ -6,6 +6,7 @@ Example:
     tools/run fuzz --minutes 10 --seed 7 --out /tmp/failures
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,17 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis
+import hypothesis.errors
 
 from benchmarks.environment import xla_flags
 from spmd.cli.flags import Parser, Switch
 from tools.fuzzing.cases import Case, source
-from tools.fuzzing.check import FAILED, UNSUPPORTED, run
+from tools.fuzzing.check import FAILED, UNSUPPORTED, Outcome, run
 from tools.fuzzing.programs import Settings, cases
-from tools.fuzzing.shrink import shrink
 
 BATCH = 25
 HANGS_AFTER = 240.0
-SHRINK_SECONDS = 60.0
 SHRUNK_PER_CAUSE = 3
 ROOT = Path(__file__).parent.parent
 
@@ -46,6 +46,7 @@ class Worker:
         self.tally: Counter[str] = Counter()
         self.causes: Counter[str] = Counter()
         self.unsupported: Counter[str] = Counter()
+        self.failed: tuple[Case, Outcome] | None = None  # what is being shrunk, the smallest so far
 
     def run(self) -> None:
         """Explores until the time is over, batch by batch."""
@@ -55,42 +56,51 @@ class Worker:
             print(self.progress(), flush=True)
 
     def batch(self) -> None:
-        """One batch of examples from hypothesis."""
+        """One batch of examples from hypothesis, which ends with one that fails, made small."""
 
         @hypothesis.seed(self.seed)
         @hypothesis.settings(
             max_examples=BATCH,
-            phases=[hypothesis.Phase.generate],
+            phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
             database=None,
             deadline=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(hypothesis.HealthCheck),
         )
         @hypothesis.given(cases(Settings(most_lines=16, uneven_marks=self.uneven)))
         def explore(case: Case) -> None:
-            if time.time() < self.end:
+            if self.failed is not None or time.time() < self.end:
                 self.one(case)
 
-        explore()
+        self.failed = None
+        with contextlib.suppress(AssertionError, hypothesis.errors.Flaky):
+            explore()
+        if self.failed is not None:
+            self.report(*self.failed)
 
     def one(self, case: Case) -> None:
-        """Runs one case and counts what came of it."""
+        """Runs one case and counts what came of it; AssertionError if it is to be shrunk."""
         running = self.out / "running.py"
         running.write_text(source(case, "The process ended in the middle of this case."))
         outcome = run(case)
         running.unlink()
-        self.tally[outcome.status] += 1
-        if outcome.status == UNSUPPORTED:
-            self.unsupported[outcome.key] += 1
-        if outcome.status == FAILED:
-            self.causes[outcome.key] += 1
-            if self.causes[outcome.key] <= SHRUNK_PER_CAUSE:
-                self.report(case, outcome.key)
-        self.save()
+        if self.failed is None:
+            self.tally[outcome.status] += 1
+            if outcome.status == UNSUPPORTED:
+                self.unsupported[outcome.key] += 1
+            if outcome.status == FAILED:
+                self.causes[outcome.key] += 1
+            self.save()
+            is_new = outcome.status == FAILED and self.causes[outcome.key] <= SHRUNK_PER_CAUSE
+        else:
+            is_new = outcome.key == self.failed[1].key
+        if is_new:
+            self.failed = case, outcome
+            raise AssertionError(outcome.key)
 
-    def report(self, case: Case, key: str) -> None:
-        """Shrinks a case that failed, and writes it down."""
-        small = shrink(case, lambda c: run(c).key == key, SHRINK_SECONDS)
-        message = run(small).message.replace('"""', "'''").replace("\\", "\\\\")
+    def report(self, small: Case, outcome: Outcome) -> None:
+        """Writes down a case that failed."""
+        message = outcome.message.replace('"""', "'''").replace("\\", "\\\\")
         number = len(list(self.out.glob("failure_*.py")))
         path = self.out / f"failure_{number}.py"
         path.write_text(source(small, f"Found by tools/fuzz.\n\n{message}\n"))

@@ -2,7 +2,7 @@
 
 A checkout is a folder, or a git revision of this repository. Only Python files count, and a folder
 is one that holds such a file itself. Functions count with their docstrings, inner ones on their own
-as well. An op's name is a whole string like `"stablehlo.dot_general"`, outside docstrings.
+as well.
 
 Example:
     tools/run house main~20 .
@@ -11,10 +11,8 @@ Example:
 import ast
 import io
 import math
-import re
 import subprocess
 import tarfile
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,11 +35,6 @@ GROUPS = (
 PRODUCT = ("spmd", "models", "serving")
 """Folders in which a class name should have one meaning."""
 
-OP_NAME = re.compile(r"(stablehlo|chlo|spmd|sdy|mhlo)\.[a-z_0-9]+")
-
-HOMES = ("spmd/ir/dialect/", "spmd/frontend/", "spmd/lowering/local/", "spmd/lowering/emit.py")
-"""Where names of ops belong: they are what these files are about."""
-
 Sources = Mapping[str, str]
 """Path of a Python file, relative to the checkout and with slashes -> what is in it."""
 
@@ -50,17 +43,12 @@ def facts(sources: Sources) -> dict[str, str]:
     """All that is said of a checkout: what -> how much."""
     spmd = within(sources, "spmd")
     files = [len(text.splitlines()) for text in spmd.values()]
-    ops = {path: count for path, text in spmd.items() if (count := op_names(text))}
-    away = [path for path in ops if not path.startswith(HOMES)]
     return {
         **{f"{' + '.join(group)}: lines, files, folders": size(sources, group) for group in GROUPS},
         "all but tests: lines": f"{total_lines(sources) - total_lines(within(sources, 'tests')):,}",
         "spmd: lines of a file, median and 90%": spread(files),
         "spmd: lines of a function, median and 90%": spread(function_lines(spmd.values())),
-        "spmd: names of ops": f"{sum(ops.values()):,}",
-        "spmd: files that name ops, and elsewhere than they belong": f"{len(ops)}, {len(away)}",
         "class names that mean several things": shared_names(within(sources, *PRODUCT)),
-        "spmd: lines that are comments": share(sum(map(comment_lines, spmd.values())), sum(files)),
     }
 
 
@@ -110,30 +98,6 @@ def function_lines(texts: Iterable[str]) -> Iterator[int]:
     for node in (node for text in texts for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def op_names(text: str) -> int:
-    """How many string literals are an op's name; strings that are statements document."""
-    tree = ast.parse(text)
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return sum(
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in prose
-        and OP_NAME.fullmatch(node.value) is not None
-        for node in ast.walk(tree)
-    )
-
-
-def comment_lines(text: str) -> int:
-    """How many lines hold a comment and nothing else."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(t.type == tokenize.COMMENT and t.line.lstrip().startswith("#") for t in tokens)
-
-
-def share(part: int, whole: int) -> str:
-    """A part of a whole in percent."""
-    return f"{part / max(whole, 1):.1%}"
 
 
 def read(checkout: str) -> Sources:

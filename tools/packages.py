@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import spmd
-from benchmarks.byte_rows import Row, first_line, measure
-from benchmarks.bytes import decimal, geometric_mean, megabytes
+from benchmarks.bytes import Row, decimal, first_line, geometric_mean, measure, megabytes
 from benchmarks.corpus.packages.catalog import MODULES, Entry, entries
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch

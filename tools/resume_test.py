@@ -16,7 +16,6 @@ Example:
 
 import atexit
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,52 +38,34 @@ from spmd.models.training.run.stop import STOPPED_EXIT_CODE
 from spmd.scripts.flags.user_errors import one_message
 from spmd.scripts.jobs.local import with_device_count
 
-# A disk that fills up.
-
-
 DISK_MIB = 48
-BLOCK = bytes(2**16)
 FILL = "fill"
-
-
-class Disk:
-    """A small file system in memory.
-
-    Args:
-        folder: where it is mounted.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def fill(self) -> None:
-        """Leaves no space: another program writes until nothing fits any more."""
-        with contextlib.suppress(OSError), (self.folder / FILL).open("ab", buffering=0) as file:
-            while True:
-                file.write(BLOCK)
-
-    def free(self) -> None:
-        """The other program's file is removed."""
-        (self.folder / FILL).unlink(missing_ok=True)
+"""On a small disk, the file of another program, which takes all space that is left."""
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Disk | None]:
-    """Mounts a small disk; None where that is not allowed, as it is to root alone."""
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Mounts a file system in memory; says whether it is there: only root may do so."""
     folder.mkdir(parents=True, exist_ok=True)
     call = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
     try:
         is_there = subprocess.run(call, capture_output=True, check=False).returncode == 0
     except OSError:
         is_there = False
-    if not is_there:
-        yield None
-        return
-    try:
-        yield Disk(folder)
-    finally:
-        # Lazily: a process that was killed may not be gone yet.
+    yield is_there
+    if is_there:  # lazily: a process that was killed may not be gone yet
         subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
+
+
+def fill_up(disk: Path, moments: random.Random) -> None:
+    """Fills a disk for a while; half of the times there is space again before the kill."""
+    with contextlib.suppress(OSError), (disk / FILL).open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(2**16))
+    time.sleep(moments.uniform(0, LONGEST_WAIT))
+    if moments.random() < 0.5:
+        (disk / FILL).unlink()
+        time.sleep(moments.uniform(0, LONGEST_WAIT))
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,59 +132,37 @@ class Runs:
     Args:
         env: variables of theirs.
         cache: folder of compiled programs.
+        log: where each writes what it says.
     """
 
-    def __init__(self, env: Mapping[str, str], cache: Path) -> None:
-        self.env, self.cache = dict(env), cache
+    def __init__(self, env: Mapping[str, str], cache: Path, log: Path) -> None:
+        self.env, self.cache, self.log = dict(env), cache, log
         # What tensorboardX leaves of runs that were killed is cleaned up, and no news.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["spmd.scripts.train_llama"])
 
-    def start(self, words: Sequence[str], log: Path) -> multiprocessing.process.BaseProcess:
-        """A new run, which writes what it says to a file."""
-        log.unlink(missing_ok=True)
-        process = self._context.Process(target=_train, args=(words, self.env, self.cache, log))
+    def start(self, words: Sequence[str]) -> multiprocessing.process.BaseProcess:
+        """A new run."""
+        self.log.unlink(missing_ok=True)
+        process = self._context.Process(target=_train, args=(words, self.env, self.cache, self.log))
         process.start()
         return process
 
-    def to_end(self, words: Sequence[str], log: Path) -> None:
-        """Run, and show what it said if it failed."""
-        process = self.start(words, log)
-        status = _status(process)
-        if status:
-            raise Failed(f"a run ended with {status}:\n{log.read_text()}")
+    def end(self, process: multiprocessing.process.BaseProcess, expected: Container[int]) -> int:
+        """Waits for the end of a run; its status has to be an expected one."""
+        process.join(LONGEST_RUN)
+        if process.exitcode is None:
+            process.kill()
+            raise Failed(f"a run hung for {LONGEST_RUN:.0f} s")
+        if process.exitcode not in expected:
+            raise Failed(f"a run ended with {process.exitcode}:\n{self.log.read_text()}")
+        return process.exitcode
 
-    def until_signal(
-        self,
-        words: Sequence[str],
-        log: Path,
-        number: int,
-        wait: float,
-        before: Callable[[], None] = lambda: None,
-    ) -> tuple[int, int, bool]:
-        """Start a run, wait after its first step, send a signal.
-
-        Args:
-            log: where it writes what it says.
-            wait: seconds after its first step.
-            before: called after that time, before the signal.
-
-        Returns:
-            Its exit status, the last step that it told of, and whether a save was cut off.
-        """
-        process = self.start(words, log)
-        while process.is_alive() and not _told(log):
-            time.sleep(0.01)
-        time.sleep(wait)
-        before()
-        if process.is_alive():
-            assert process.pid is not None
-            os.kill(process.pid, number)
-        status = _status(process)
-        if not _told(log):
-            raise Failed(f"a run ended with {status} before its first step:\n{log.read_text()}")
-        return status, max(_told(log)), _is_saving(words)
+    def steps(self) -> list[int]:
+        """The steps that the run has told of."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
 
 
 def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path) -> None:
@@ -228,25 +187,6 @@ def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path)
         # first process of a job waits for the others.
         atexit._run_exitfuncs()
         sys.exit(1 if isinstance(end.code, str) else end.code)
-
-
-def _status(process: multiprocessing.process.BaseProcess) -> int:
-    process.join(LONGEST_RUN)
-    if process.exitcode is None:
-        process.kill()
-        raise Failed(f"a run hung for {LONGEST_RUN:.0f} s")
-    return process.exitcode
-
-
-def _told(log: Path) -> list[int]:
-    """The steps that a run has told of."""
-    lines = log.read_text().splitlines() if log.exists() else []
-    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
-
-
-def _is_saving(words: Sequence[str]) -> bool:
-    (folder,) = (word.partition("=")[2] for word in words if word.startswith("--run_dir="))
-    return any(Path(folder).glob("checkpoints/*.orbax-checkpoint-tmp*"))
 
 
 def steps_for(kills: int, *, faults: bool = False) -> int:
@@ -311,70 +251,52 @@ def resume_test(
     Raises:
         Failed: they differ, or a run did what it must not.
     """
-    runs = Runs(environment(devices), folder / "cache")
-    alone, log = folder / "alone", folder / "log.txt"
+    runs = Runs(environment(devices), folder / "cache", folder / "log.txt")
+    alone = folder / "alone"
     write_text(folder)
-    runs.to_end(command(alone, steps, devices, save_every=0), log)
+    runs.end(runs.start(command(alone, steps, devices, save_every=0)), (0,))
     with contextlib.ExitStack() as stack:
-        disk = stack.enter_context(small_disk(folder / "disk")) if faults else None
-        if faults and disk is None:
+        disk = folder / "disk"
+        if faults and not stack.enter_context(small_disk(disk)):
             print("no disk is filled: nothing can be mounted here", flush=True)
-        killed = (folder if disk is None else disk.folder) / "killed"
-        what = kill_often(runs, killed, kills, steps, devices, seed, log, disk)
+            faults = False
+        killed = (disk if faults else folder) / "killed"
         words = [*command(killed, steps, devices), f"--data={folder / TEXT}"]
-        runs.to_end(words, log)
+        moments = random.Random(seed)
+        during_saves = filled = 0
+        for number in range(1, kills + 1):
+            kind = signal.SIGTERM if number == kills else signal.SIGKILL
+            is_full = faults and number < kills and moments.random() < FULL_SHARE
+            process = runs.start(words)
+            while process.is_alive() and not runs.steps():
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, LONGEST_WAIT))
+            if is_full:
+                fill_up(disk, moments)
+            if process.is_alive():
+                assert process.pid is not None
+                os.kill(process.pid, kind)
+            expected = {STOPPED_EXIT_CODE if kind == signal.SIGTERM else -kind}
+            process.join(LONGEST_RUN)
+            if is_full and "no space is left on the disk" in runs.log.read_text():
+                expected.add(1)  # three saves in a row have failed
+            runs.end(process, expected if runs.steps() else ())
+            was_saving = any(killed.glob("checkpoints/*.orbax-checkpoint-tmp*"))
+            (disk / FILL).unlink(missing_ok=True)
+            during_saves += was_saving
+            filled += is_full
+            then = ", its disk was full" if is_full else ", during a save" if was_saving else ""
+            step = f"{max(runs.steps())} of {steps}"
+            print(f"{number}/{kills}: {kind.name} after step {step}{then}", flush=True)
+        runs.end(runs.start(words), (0,))
         compare(alone, killed, steps)
         left = list(killed.rglob("*orbax-checkpoint-tmp*"))
         if left:
             raise Failed(f"{left[0]} is left")
-        print(f"{what}: the same run, bit for bit")
-
-
-def kill_often(
-    runs: Runs,
-    killed: Path,
-    kills: int,
-    steps: int,
-    devices: int,
-    seed: int,
-    log: Path,
-    disk: Disk | None,
-) -> str:
-    """The kills, each at a random moment; says how many of which there were.
-
-    Raises:
-        Failed: a run did what it must not.
-    """
-    words = [*command(killed, steps, devices), f"--data={log.with_name(TEXT)}"]
-    moments = random.Random(seed)
-    during_saves = filled = 0
-    for number in range(1, kills + 1):
-        kind = signal.SIGTERM if number == kills else signal.SIGKILL
-        is_full = disk is not None and number < kills and moments.random() < FULL_SHARE
-        before = functools.partial(fill_up, disk, moments) if is_full and disk else lambda: None
-        wait = moments.uniform(0, LONGEST_WAIT)
-        status, step, was_saving = runs.until_signal(words, log, kind, wait, before)
-        if disk is not None:
-            disk.free()
-        during_saves += was_saving
-        filled += is_full
-        then = ", its disk was full" if is_full else ", during a save" if was_saving else ""
-        print(f"{number}/{kills}: {kind.name} after step {step} of {steps}{then}", flush=True)
-        expected = {STOPPED_EXIT_CODE if kind == signal.SIGTERM else -kind}
-        if is_full and "no space is left on the disk" in log.read_text():
-            expected.add(1)  # three saves in a row have failed
-        if status not in expected:
-            raise Failed(f"{kind.name}: the run ended with {status}:\n{log.read_text()}")
-    return f"{kills} kills, {during_saves} of them during a save, {filled} with a full disk"
-
-
-def fill_up(disk: Disk, moments: random.Random) -> None:
-    """Fills the disk for a while; half of the times there is space again before the kill."""
-    disk.fill()
-    time.sleep(moments.uniform(0, LONGEST_WAIT))
-    if moments.random() < 0.5:
-        disk.free()
-        time.sleep(moments.uniform(0, LONGEST_WAIT))
+        print(
+            f"{kills} kills, {during_saves} of them during a save, {filled} with a full disk: "
+            "the same run, bit for bit"
+        )
 
 
 def make_parser() -> Parser:

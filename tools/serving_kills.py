@@ -224,13 +224,6 @@ def run(folder: Path, bundle: Path, cache: Path, processes: int, phase: str, vic
     return Row(phase, victim, Counter(under_way), Counter(later), again, code)
 
 
-def cells_of(row: Row) -> list[str]:
-    """The row as the table has it."""
-    told = [", ".join(f"{n} {what}" for what, n in seen.items()) for seen in row[2:4]]
-    again = "-" if row.again is None else f"{row.again:.1f}"
-    return [row.phase, str(row.victim), *(what or "-" for what in told), again]
-
-
 def is_wrong(row: Row) -> bool:
     """Whether a client was cut off that could have been told, or the server did not come back."""
     could_tell = row.victim != 0
@@ -280,7 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             group.wait_for(" ready: ")  # from here on the cache has all
         for phase, victim, own in kills_of(given, (0, given.processes - 1), folder):
             row = run(own, bundle, cache, given.processes, phase, victim)
-            print_line(cells_of(row))
+            told = [", ".join(f"{n} {what}" for what, n in seen.items()) for seen in row[2:4]]
+            again = "-" if row.again is None else f"{row.again:.1f}"
+            print_line([row.phase, str(row.victim), *(what or "-" for what in told), again])
             wrong.append(is_wrong(row))
             if wrong[-1]:
                 print((own / "log").read_text(), file=sys.stderr)

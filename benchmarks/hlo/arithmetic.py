@@ -42,17 +42,11 @@ def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
         dims = re.findall(r"\d+", contracted[1]) if contracted else []
         terms = math.prod(left[int(dim)] for dim in dims)
         return 2 * terms * math.prod(arrays(instruction.type)[0][1])
-    return _convolution_flops(instruction, left, right)
-
-
-def _convolution_flops(
-    instruction: Instruction, data: tuple[int, ...], kernel: tuple[int, ...]
-) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     if labels is None:
         return 0
     result = arrays(instruction.type)[0][1]
-    total = 2 * kernel[labels[2].index("i")]
+    total = 2 * right[labels[2].index("i")]
     total *= result[labels[3].index("b")] * result[labels[3].index("f")]
     window = re.search(r"window=\{([^}]*)\}", instruction.rest)
     given = dict(pair.split("=") for pair in window[1].split()) if window else {}
@@ -60,7 +54,7 @@ def _convolution_flops(
         of = {key: text.split("x")[dim] for key, text in given.items()}
         sizes = (
             shape[text.index(str(dim))]
-            for shape, text in zip((data, kernel, result), labels.groups(), strict=True)
+            for shape, text in zip((left, right, result), labels.groups(), strict=True)
         )
         total *= _taps(of, *sizes)
     return total

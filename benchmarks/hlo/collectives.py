@@ -281,20 +281,16 @@ def group_size(instruction: Instruction, kind: str, module: Module) -> int:
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
     if (named := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", rest)) is not None:
-        return _named_extent(named[1], named[2])
+        mesh = named[1]
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+        refs = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in refs)
     groups = re.search(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=)", rest)
     if groups is None or groups[1] == "{}":
         return module.devices
     if groups[1].startswith("["):
         return int(groups[1].partition("]")[0].rpartition(",")[2].lstrip("["))
     return max(len(group.split(",")) for group in re.findall(r"\{([\d,\s]+)\}", groups[1]))
-
-
-def _named_extent(mesh: str, axes: str) -> int:
-    """Product of the axes of `mesh['a'=4,'b'=2] {'b','a':(1)2}`, sub-axes by their own size."""
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    refs = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes)
-    return math.prod(int(part) if part else sizes[name] for name, part in refs)
 
 
 def _largest_cycle(pairs: re.Match[str] | None) -> int:

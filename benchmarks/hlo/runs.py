@@ -133,7 +133,8 @@ class Loops:
             if made.opcode in _SAME:
                 value = value._replace(name=names[0])
             elif made.opcode == "get-tuple-element" and value.element is None:
-                value = value._replace(name=names[0], element=_index(made))
+                match = re.search(r"\bindex=(\d+)", made.rest)
+                value = value._replace(name=names[0], element=(int(match[1]) if match else 0))
             elif made.opcode == "tuple" and value.element is not None:
                 value = _Value(value.computation, names[value.element])
             else:
@@ -171,7 +172,10 @@ class Loops:
             return self._given(value, made, bound)
         names = self._of(made, computation)
         if made.opcode == "constant":
-            return _constant(made)
+            text = made.rest.partition(")")[0]
+            if text in ("true", "false"):
+                return text == "true"
+            return int(text) if re.fullmatch(r"-?\d+", text) else None
         if made.opcode == "fusion":
             (callee,) = _callees(made)
             return self._number(_Value(callee, self._roots[callee], element), bound)
@@ -180,7 +184,15 @@ class Loops:
             kept = body in self._roots and self._is_kept(body, element)
             return self._number(value._replace(name=names[0]), bound) if kept else None
         numbers = [self._number(_Value(computation, operand), bound) for operand in names]
-        return _computed(made, [number for number in numbers if number is not None], len(names))
+        known = [number for number in numbers if number is not None]
+        if len(known) != 2 or len(names) != 2:
+            return None
+        if made.opcode == "compare":
+            direction = re.search(r"direction=(\w+)", made.rest)
+            return _COMPARISONS[direction[1]](*known) if direction else None
+        if made.opcode in _ARITHMETIC:
+            return _ARITHMETIC[made.opcode](*known)
+        return None
 
     def _given(
         self, value: _Value, parameter: Instruction, bound: Mapping[tuple[str, int | None], int]
@@ -204,30 +216,6 @@ class Loops:
 def _callees(instruction: Instruction) -> list[str]:
     keys = ("calls", "to_apply", "condition", "body")
     return [name for key in keys for name in names_of(instruction.rest, key)]
-
-
-def _index(instruction: Instruction) -> int:
-    match = re.search(r"\bindex=(\d+)", instruction.rest)
-    return int(match[1]) if match else 0
-
-
-def _constant(instruction: Instruction) -> int | None:
-    text = instruction.rest.partition(")")[0]
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
-
-
-def _computed(made: Instruction, known: list[int], count: int) -> int | None:
-    """What an instruction computes from its operands."""
-    if len(known) != 2 or count != 2:
-        return None
-    if made.opcode == "compare":
-        direction = re.search(r"direction=(\w+)", made.rest)
-        return _COMPARISONS[direction[1]](*known) if direction else None
-    if made.opcode in _ARITHMETIC:
-        return _ARITHMETIC[made.opcode](*known)
-    return None
 
 
 _CALLS = {

@@ -208,7 +208,11 @@ def _draw(
     """
     draws_AD = rows["draws"]
     slots_AD = packing.taken(rows["slots"], draws_AD)
-    depth_AD = _depths(draws_AD, slots_AD, drafts)
+    is_next_AD = (draws_AD == _behind(draws_AD, NONE) + 1) & (draws_AD > 0)
+    is_next_AD &= slots_AD == _behind(slots_AD, NONE)
+    depth_AD = jnp.zeros_like(draws_AD)
+    for _ in range(drafts):
+        depth_AD = jnp.where(is_next_AD, _behind(depth_AD, 0) + 1, 0)
     # The head is the largest product of all: only rows that need it go through it.
     logits_XV = model.logits(weights, _flat(packing.taken(x_ARH, draws_AD)))
     of_slots = {name: packing.taken(x_AB, slots_AD) for name, x_AB in state["sampling"].items()}
@@ -236,16 +240,6 @@ def _draw(
     for depth in range(1, drafts + 1):
         counts_AD |= (depth_AD == depth) & is_right_AD & _behind(counts_AD, False)
     return made, _advance(state, made.ids, jnp.where(counts_AD, slots_AD, NONE), depth_AD, drafts)
-
-
-def _depths(draws_AD: Any, slots_AD: Any, drafts: int) -> Any:
-    """How many drafts of its slot each row that draws is behind: 0 1 2 0 for the rows 4 5 6 9."""
-    is_next_AD = (draws_AD == _behind(draws_AD, NONE) + 1) & (draws_AD > 0)
-    is_next_AD &= slots_AD == _behind(slots_AD, NONE)
-    depth_AD = jnp.zeros_like(draws_AD)
-    for _ in range(drafts):
-        depth_AD = jnp.where(is_next_AD, _behind(depth_AD, 0) + 1, 0)
-    return depth_AD
 
 
 def _behind(x_AD: Any, first: Any) -> Any:

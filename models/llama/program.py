@@ -14,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 import spmd
-from spmd.models.llama import sharding
+from spmd.models.llama import lora, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from spmd.models.llama.fresh import init, init_keys, init_layer, init_outer
+from spmd.models.llama.lora import LoraConfig
 from spmd.models.llama.model import forward
-from spmd.models.llama.parameters import Params, with_states
+from spmd.models.llama.parameters import Params, with_states, without_states
 from spmd.models.llama.step import batch_loss
 from spmd.models.training.data import source as data
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunConfig
-from spmd.models.training.run.loop import TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
 
 NextLogits = Callable[[Any, Any, Any], Any]
@@ -109,22 +109,36 @@ class LlamaProgram(TrainingProgram):
         points = sharding.activation_marks(mesh, self.model, table)
         # Held-out losses are of texts alone.
         evaluated = dataclasses.replace(self.model, router_aux_loss_coef=0.0)
+        losses = batch_loss(self.model, points, run.z_loss), batch_loss(evaluated, points)
+        rules = sharding.parameter_rules(self.model, mesh.shape, table)
+        first: Callable[[jax.Array], Any] = functools.partial(init, config=self.model)
+        adapters: LoraConfig | None = run.lora
+        if adapters is not None:
+            # Frozen weights need no states of 8-bit products.
+            self._base = dataclasses.replace(self.model, matmul="dtype")
+            losses = tuple(map(self._adapted, losses))
+            first = self._with_adapters
+            own = {f"lora/{path}": spec for path, spec in lora.rules(rules, adapters).items()}
+            rules = own | {f"base/{path}": spec for path, spec in rules.items()}
         super().__init__(
-            functools.partial(init, config=self.model),
-            batch_loss(self.model, points, run.z_loss),
-            lambda structs: sharding.mark_params(structs, mesh, self.model, table),
+            first,
+            losses[0],
+            rules,
             batch,
             lambda structs: sharding.mark_batch(structs, mesh, table),
             mesh=mesh,
             optimizer=run.optimizer.ending_at(run.options.steps),
             microbatches=run.options.microbatches,
             on_nonfinite=run.options.on_nonfinite,
-            eval_loss=batch_loss(evaluated, points),
+            eval_loss=losses[1],
+            frozen=("base/*",) if adapters else (),
             cost=StepCost(
                 tokens=run.global_batch * run.seq_len,
                 devices=mesh.size,
+                # Frozen weights have no gradients: a third of what conventions credit is not done.
                 flops_per_token={
-                    c: flops_per_token(self.model, run.seq_len, c) for c in FLOP_CONVENTIONS
+                    c: flops_per_token(self.model, run.seq_len, c)
+                    for c in (() if adapters else FLOP_CONVENTIONS)
                 },
                 peak_flops=peak_flops(str(jax.devices()[0].device_kind), self.model.dtype),
             ),
@@ -132,19 +146,47 @@ class LlamaProgram(TrainingProgram):
 
     def make_params(self, key: jax.Array) -> Any:
         """Draws parameters, each array shard by shard and layer by layer."""
-        return init_params(self.model, key, self.step.in_formats[0])
+        formats = self.step.in_formats[0]
+        if self.run.lora is None:
+            return init_params(self.model, key, formats)
+        return self._beside(init_params(self._base, key, formats["base"]), key)
 
-    def fresh_state(self, params: Any = None, step: int = 0, *, seed: int = 0) -> TrainState:
-        """As `TrainingProgram.fresh_state`.
+    def _adapted(self, loss: Any) -> Any:
+        return lambda params, batch: loss(lora.applied(params, self.run.lora), batch)
 
-        Parameters that are given may lack states of 8-bit products; these are then added, and the
-        arrays given up.
+    def _with_adapters(self, key: jax.Array) -> Any:
+        base = init(key, self._base)
+        return {"base": base, "lora": lora.init(key, base, self.run.lora)}
+
+    def _beside(self, base: Any, key: jax.Array) -> Any:
+        draw = jax.jit(
+            lambda key: lora.init(key, self._params["base"], self.run.lora),
+            out_shardings=self.step.in_formats[0]["lora"],
+        )
+        return {"base": base, "lora": draw(key)}
+
+    def whole(self, params: Any) -> Any:
+        """The model's own parameters: with adapters, merged into what they adapt."""
+        return params if self.run.lora is None else lora.merged(params, self.run.lora)
+
+    def base_shardings(self) -> Any:
+        """Where weights go that are loaded: a tree like the model's parameters, without states."""
+        shardings = self.step.in_shardings[0]
+        return without_states(shardings if self.run.lora is None else shardings["base"])
+
+    def fresh_params(self, params: Any = None, *, seed: int = 0) -> Any:
+        """As `TrainingProgram.fresh_params`.
+
+        Parameters that are given may lack adapters, or states of 8-bit products; these are then
+        added, and the arrays given up.
         """
+        if params is not None and self.run.lora is not None:
+            return params if "lora" in params else self._beside(params, jax.random.key(seed))
         if params is not None and len(jax.tree.leaves(params)) < len(jax.tree.leaves(self._params)):
             add = functools.partial(with_states, config=self.model)
             make = jax.jit(add, out_shardings=self.step.in_formats[0], donate_argnums=0)
             params = make(params)
-        return super().fresh_state(params, step, seed=seed)
+        return super().fresh_params(params, seed=seed)
 
 
 def sample_text(

@@ -48,6 +48,7 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/self_attn/o_proj/bias": (None,),
     **{f"layers/self_attn/{x}_norm/weight": (None,) for x in "qk"},
     "layers/post_attention_layernorm/weight": (None,),
+    **{f"layers/{x}_feedforward_layernorm/weight": (None,) for x in ("pre", "post")},
     "layers/mlp/gate_proj/weight": ("model", WEIGHTS),
     "layers/mlp/up_proj/weight": ("model", WEIGHTS),
     "layers/mlp/down_proj/weight": (WEIGHTS, "model"),

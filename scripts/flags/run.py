@@ -10,7 +10,6 @@ from typing import Any
 import spmd
 from spmd.cli.fields import taken
 from spmd.models.llama import sharding
-from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.llama.remat import check_can_offload, checkpoint_policy
 from spmd.models.training.errors import RunError
@@ -28,33 +27,11 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     """
     _check_axes(given)
     _check_paths(given)
-    model = _make_model(given, platform)
-    rate = given.learning_rate
-    if rate is None:
-        tuned = bool(given.init_from)
-        rate = default_learning_rate(given.optimizer, model.parameter_count(), tuned=tuned)
-    return taken(
-        RunConfig,
-        given,
-        model=model,
-        tokenizer=weights.chosen_tokenizer(given, model),
-        optimizer=taken(
-            OptimizerConfig,
-            given,
-            name=given.optimizer,
-            learning_rate=rate,
-            clip_norm=given.clip_norm or None,
-        ),
-        options=taken(TrainerOptions, given, eval_first=_evaluates_first(given)),
-    )
-
-
-def _make_model(given: argparse.Namespace, platform: str) -> LlamaConfig:
     default_dtype = "float32" if platform == "cpu" else "bfloat16"
     changes: dict[str, Any] = {"num_hidden_layers": given.layers} if given.layers else {}
     checkpoint_policy(given.remat, MARK_POINTS)
     check_can_offload(given.remat, platform)
-    return dataclasses.replace(
+    model = dataclasses.replace(
         weights.chosen_config(given),
         scan_layers=given.scan,
         attention=given.attention,
@@ -68,6 +45,25 @@ def _make_model(given: argparse.Namespace, platform: str) -> LlamaConfig:
         stage_microbatches=given.stage_microbatches,
         stage_schedule=given.stage_schedule,
         **changes,
+    )
+    rate = given.learning_rate
+    if rate is None:
+        tuned = bool(given.init_from or given.lora)
+        rate = default_learning_rate(given.optimizer, model.parameter_count(), tuned=tuned)
+        rate *= 10 if given.lora else 1  # adapters begin at 0
+    return taken(
+        RunConfig,
+        given,
+        model=model,
+        tokenizer=weights.chosen_tokenizer(given, model),
+        optimizer=taken(
+            OptimizerConfig,
+            given,
+            name=given.optimizer,
+            learning_rate=rate,
+            clip_norm=given.clip_norm or None,
+        ),
+        options=taken(TrainerOptions, given, eval_first=_evaluates_first(given)),
     )
 
 
@@ -138,7 +134,13 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
     """
     needed = math.prod(axes.values())
     if needed <= len(devices):
-        _check_every_process_computes(axes, devices, devices[:needed])
+        idle = {d.process_index for d in devices[needed:]}
+        idle -= {d.process_index for d in devices[:needed]}
+        if idle:
+            raise RunError(
+                f"--mesh: {format_axes(axes)} leaves process {min(idle)} without a device: there "
+                f"are {len(devices)} in all; give a larger mesh or start fewer processes"
+            )
         return devices[:needed]
     raise RunError(
         f"--mesh: {format_axes(axes)} needs {needed} devices, and {len(devices)} of the kind "
@@ -146,17 +148,6 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
         "virtual CPU devices, set JAX_PLATFORMS=cpu "
         f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
     )
-
-
-def _check_every_process_computes(
-    axes: Mapping[str, int], devices: Sequence[Any], used: Sequence[Any]
-) -> None:
-    idle = {d.process_index for d in devices} - {d.process_index for d in used}
-    if idle:
-        raise RunError(
-            f"--mesh: {format_axes(axes)} leaves process {min(idle)} without a device: there are "
-            f"{len(devices)} in all; give a larger mesh or start fewer processes"
-        )
 
 
 def format_axes(axes: Mapping[str, int]) -> str:

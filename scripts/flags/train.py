@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-from spmd.cli.fields import of_fields
+from spmd.cli.fields import of_fields, read_by
 from spmd.cli.flags import Add, Parser, Switch, positive
 from spmd.cli.specs import mesh_axes
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
+from spmd.models.llama.lora import TARGETS, LoraConfig
 from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.training.checkpoints.found import AUTO
 from spmd.models.training.options import METRICS, TrainerOptions
@@ -120,6 +121,13 @@ def _data(add: Add) -> None:
 
 def _training(add: Add) -> None:
     of_optimizer, of_options = of_fields(add, OptimizerConfig), of_fields(add, TrainerOptions)
+    add(
+        "--lora",
+        **read_by(LoraConfig.parse),
+        metavar="rank=R[,alpha=A][,targets=T+T]",
+        help="train low-rank adapters of the projections alone (default: alpha twice the rank, all "
+        f"targets: {', '.join(TARGETS)})",
+    )
     of_options("--steps", default=200, help="training steps, counted from the very first")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimizer")
     of_optimizer(
@@ -151,6 +159,7 @@ def _evaluation(add: Add) -> None:
         default=None,
         help="evaluate before the first step, too (default: with --init_from)",
     )
+    of_options("--patience", help="evaluations without a better one that end the run; 0: none do")
     of_options("--eval_batches", help="held-out batches of an evaluation; 0: none")
     add(
         "--sample_tokens",
@@ -173,6 +182,7 @@ def _checkpoints(add: Add) -> None:
         "auto (or no word) starts anew where there is none",
     )
     of_options("--save_every", help="steps between checkpoints; 0: at the end only")
+    of_options("--keep_best", help="each evaluation that is the best so far is saved, and kept")
     of_options("--keep_last", help="so many of the latest checkpoints are kept")
     of_options("--keep_every", help="those of every n-th step are kept too; 0: none")
 

@@ -59,6 +59,7 @@ def add_weight_flags(add: Add) -> None:
         "says which Llama, unless --config or --model does",
     )
     add("--export_hf", help="new folder or URL that transformers can load, written at the end")
+    add("--export_lora", help="the same for the adapters of --lora, a folder that peft can load")
     add(
         "--export_dtype",
         choices=DTYPES,
@@ -73,8 +74,10 @@ def chosen_config(given: argparse.Namespace) -> LlamaConfig:
         ConfigError: both --config and --model, or a file that describes no Llama.
         WeightsError: --init_from does not fit the model, or --export_hf cannot be made.
     """
-    if given.export_hf:
-        weights.check_can_save(given.export_hf)
+    if given.export_lora and not given.lora:
+        raise WeightsError("--export_lora writes adapters, and there are none without --lora")
+    for folder in filter(None, (given.export_hf, given.export_lora)):
+        weights.check_can_save(folder)
     if given.config and given.model:
         raise ConfigError("--config and --model both name a model; give one of them")
     file = _config_file(given)

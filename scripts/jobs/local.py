@@ -204,7 +204,9 @@ class _Run:
         failed_at: float | None = None
         while self.running:
             self._collect()
-            self._pass_on()
+            for number in self.received[self.passed_on :]:
+                self.passed_on += 1
+                self._send(number if self.passed_on == 1 else signal.SIGKILL)
             if failed_at is None and self._culprit() is not None:
                 failed_at = time.monotonic()
             if failed_at is not None and self.kill_at is None and self._cause_is_known(failed_at):
@@ -262,12 +264,6 @@ class _Run:
                 with contextlib.suppress(OSError):
                     os.write(self.news[process], text.encode())
         self._send(signal.SIGTERM)
-
-    def _pass_on(self) -> None:
-        """Sends on the signals that came since the last look; the second one becomes SIGKILL."""
-        for number in self.received[self.passed_on :]:
-            self.passed_on += 1
-            self._send(number if self.passed_on == 1 else signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         if self.kill_at is None:

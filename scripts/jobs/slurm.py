@@ -46,7 +46,16 @@ def slurm_script(job: Job, slurm: Slurm) -> str:
     """
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job, slurm)), ""]
     lines += ["set -uo pipefail", *_environment(job), ""]
-    command = " ".join(["srun", *map(shlex.quote, _srun_flags(job, slurm)), job.shell_command])
+    # Not at the first bad exit: the process that has saved first ends with EXIT_PREEMPTED while the
+    # others still save, and where one fails the others stop by themselves and say why.
+    flags = ["--kill-on-bad-exit=0", f"--wait={PATIENCE_S}", "--label"]
+    if slurm.cpus_per_process is not None:
+        flags.append(f"--cpus-per-task={slurm.cpus_per_process}")
+    if slurm.container is not None:
+        flags.append(f"--container-image={slurm.container}")
+        if job.folder is not None:
+            flags.append(f"--container-workdir={job.folder}")
+    command = " ".join(["srun", *map(shlex.quote, flags), job.shell_command])
     if slurm.max_restarts:
         lines.append(restarted(command, slurm.max_restarts))
     elif slurm.requeue:
@@ -108,16 +117,3 @@ def _environment(job: Job) -> list[str]:
         # jax gives a Slurm task the one GPU of its local number, unless it is told which are its.
         env.setdefault("JAX_LOCAL_DEVICE_IDS", job.all_gpus)
     return exports(env)
-
-
-def _srun_flags(job: Job, slurm: Slurm) -> list[str]:
-    # Not at the first bad exit: the process that has saved first ends with EXIT_PREEMPTED while the
-    # others still save, and where one fails the others stop by themselves and say why.
-    flags = ["--kill-on-bad-exit=0", f"--wait={PATIENCE_S}", "--label"]
-    if slurm.cpus_per_process is not None:
-        flags.append(f"--cpus-per-task={slurm.cpus_per_process}")
-    if slurm.container is not None:
-        flags.append(f"--container-image={slurm.container}")
-        if job.folder is not None:
-            flags.append(f"--container-workdir={job.folder}")
-    return flags

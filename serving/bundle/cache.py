@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from spmd.installed import source_digest
-from spmd.ir.types import Dense, Order, TensorType
+from spmd.ir.types import Dense, TensorType
 from spmd.lowering.emit import Constant, Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -159,40 +159,17 @@ def as_text(emitted: Emitted) -> str:
 
 def from_text(text: str, mesh: Mesh) -> Emitted:
     """The program that `as_text` wrote."""
-    content = json.loads(text)
-    return Emitted(
-        name=content["name"],
-        mesh=mesh,
-        module=content["module"],
-        arguments=_shardings(content["arguments"]),
-        results=_shardings(content["results"]),
-        argument_types=_types(content["argument_types"]),
-        result_types=_types(content["result_types"]),
-        argument_orders=_orders(content["argument_orders"]),
-        result_orders=_orders(content["result_orders"]),
-        donated=tuple(content["donated"]),
-        needs_x64=content["needs_x64"],
-        peak_bytes=content["peak_bytes"],
-        seconds=content["seconds"],
-        constants=tuple(_constant(*fields) for fields in content["constants"]),
+    content = {name: _frozen(value) for name, value in json.loads(text).items()}
+    for ends in ("arguments", "results"):
+        content[ends] = tuple(Sharding(*fields) for fields in content[ends])
+    for types in ("argument_types", "result_types"):
+        content[types] = tuple(TensorType(*fields) for fields in content[types])
+    content["constants"] = tuple(
+        Constant(Dense(TensorType(*type_), base64.b64decode(data), splat=False), Sharding(dims))
+        for type_, data, dims in content["constants"]
     )
+    return Emitted(**{**content, "mesh": mesh})
 
 
-def _constant(type_: Any, data: str, dims: Any) -> Constant:
-    (kind,) = _types([type_])
-    return Constant(
-        Dense(kind, base64.b64decode(data), splat=False), Sharding(tuple(map(tuple, dims)))
-    )
-
-
-def _shardings(content: Any) -> tuple[Sharding, ...]:
-    """Shardings of whole values: at the boundary nothing is partial."""
-    return tuple(Sharding(tuple(map(tuple, dims))) for dims, _, _ in content)
-
-
-def _orders(content: Any) -> tuple[Order | None, ...]:
-    return tuple(None if order is None else tuple(order) for order in content)
-
-
-def _types(content: Any) -> tuple[TensorType, ...]:
-    return tuple(TensorType(tuple(shape), dtype) for shape, dtype in content)
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from spmd.serving.bundle.function import BundleError
 
@@ -32,9 +35,6 @@ class Checked:
             raise BundleError(f"{self.where} has no {key!r}")
         return self._member(key)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._of(dict, "an object")
-
     def items(self) -> Iterator[tuple[str, Checked]]:
         """The members of an object."""
         members = self._of(dict, "an object")
@@ -53,6 +53,39 @@ class Checked:
         unknown = sorted(set(self._of(dict, "an object")) - set(keys))
         if unknown:
             raise BundleError(f"{self.where} has the unknown member {unknown[0][:80]!r}")
+
+    def read(self, kind: Any) -> Any:
+        """What a type says: a dataclass (its members and no others), a mapping, a tuple, a number.
+
+        `Any` is taken as it is, `Annotated[X, Y]` read as `Y`. Whole numbers are counts.
+        """
+        origin, inner = get_origin(kind), get_args(kind)
+        if kind is Any:
+            return self.value
+        if origin is Annotated:
+            return self.read(kind.__metadata__[0])
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            names = [field.name for field in dataclasses.fields(kind)]
+            self.only(*names)
+            given: Any = {name: self[name].read(_types(kind)[name]) for name in names}
+            return kind(**given)
+        if origin is Mapping:
+            named = (
+                (Checked(key, self.where).read(inner[0]), member) for key, member in self.items()
+            )
+            return {key: member.read(inner[1]) for key, member in named}
+        if origin is tuple:
+            return tuple(entry.read(inner[0]) for entry in self)
+        if origin is Literal:
+            return self.one_of(*inner)
+        if origin is UnionType:
+            if self.value is None and NoneType in inner:
+                return None
+            kinds: dict[type, Any] = {list: tuple, dict: Mapping, str: str}
+            wanted = kinds.get(type(self.value), int)
+            fitting = [one for one in inner if (get_origin(one) or one) is wanted]
+            return self.read((fitting or [one for one in inner if one is not NoneType])[0])
+        return {str: self.text, int: self.count, float: self.number}[kind]()
 
     def text(self) -> str:
         """A string."""
@@ -87,6 +120,11 @@ class Checked:
 
     def _shown(self) -> str:
         return repr(self.value)[:60]
+
+
+@functools.cache
+def _types(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def read_json(text: bytes, where: str) -> Checked:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from spmd.errors import FrontendError
 from spmd.frontend.sizes import sizes_of, symbols_in
@@ -32,7 +32,7 @@ STORED_AS: Mapping[str, str] = {
 """Every dtype that an array of a bundle may have -> the dtype that safetensors holds it in."""
 
 
-Shape = tuple[Any, ...]
+Shape = tuple[Annotated[Any, int | str], ...]
 """Sizes; of symbolic dims expressions of symbols (`n`, `2*n`), until `Manifest.sized`."""
 
 
@@ -42,7 +42,7 @@ class LeafEntry:
 
     path: str
     shape: Shape
-    dtype: str
+    dtype: Annotated[str, Literal[*STORED_AS]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Entrypoint:
     # name, tags: as in `spmd.serving.bundle.function.Function`
     name: str
     tags: Mapping[str, int | str]
-    modules: Mapping[str, str]  # platform -> file with its portable artifact
+    # platform -> file with its portable artifact
+    modules: Mapping[Annotated[str, Literal[*PLATFORMS]], str]
     arguments: tuple[ArgumentEntry, ...]  # in order
     outputs: tuple[LeafEntry, ...]  # leaves of what it returns besides the state
     tree: Template  # how the outputs are put together

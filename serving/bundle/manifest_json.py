@@ -14,20 +14,13 @@ import numpy as np
 
 from spmd.errors import FrontendError
 from spmd.frontend.sizes import symbols_in
-from spmd.models.placement import Entry
 from spmd.serving.bundle.checked import Checked
-from spmd.serving.bundle.function import ROLES, BundleError, one_line
+from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import (
-    PLATFORMS,
-    STORED_AS,
-    ArgumentEntry,
     Entrypoint,
     Filled,
     LeafEntry,
     Manifest,
-    Shape,
-    StoredFile,
-    Symbol,
 )
 from spmd.serving.bundle.trees import check_template
 
@@ -102,6 +95,7 @@ def check_fill(leaf: Filled) -> None:
 
 FORMAT = "spmd-bundle"
 SCHEMA = 1
+_ABOUT = ("format", "schema")
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
@@ -129,113 +123,30 @@ def from_json(content: Checked) -> Manifest:
             f"{content.where} has schema {schema!r:.40} and this program knows {SCHEMA}; load it "
             "with the version that wrote it, or export it again"
         )
-    content.only("format", "schema", *(f.name for f in dataclasses.fields(Manifest)))
-    quantization = content["quantization"]
-    symbols = content["symbols"].items() if "symbols" in content else ()
-    manifest = Manifest(
-        name=content["name"].text(),
-        producer={k: v.text() for k, v in content["producer"].items()},
-        primary=content["primary"].text(),
-        functions={k: _entrypoint(k, v) for k, v in content["functions"].items()},
-        weights=tuple(map(_leaf, content["weights"])),
-        state=tuple(map(_filled, content["state"])),
-        specs={k: tuple(map(_entry, v)) for k, v in content["specs"].items()},
-        contract=_plain(content["contract"]),
-        goldens=tuple(map(_plain, content["goldens"])),
-        quantization=_plain(quantization) if quantization.value is not None else None,
-        tokenizer=tuple(v.text() for v in content["tokenizer"]),
-        files={_path(k, content.where): _stored_file(v) for k, v in content["files"].items()},
-        symbols={k: _symbol(k, v) for k, v in symbols},
-    )
-    check(manifest, content.where)
+    where = content.where
+    # Programs that knew of no symbols wrote none.
+    members = {"symbols": {}} | {k: v for k, v in content.value.items() if k not in _ABOUT}
+    manifest: Manifest = Checked(members, where).read(Manifest)
+    for name, function in manifest.functions.items():
+        check_name(name, f"{where}: functions: {name[:80]!r}")
+        if function.name != name:
+            raise BundleError(f"{where}: functions: {name} calls itself {function.name[:60]!r}")
+    for leaf in manifest.state:
+        check_fill(leaf)
+    for name, symbol in manifest.symbols.items():
+        if not name.isidentifier():
+            raise BundleError(f"{where}: symbols: {name[:60]!r} is no name of a symbol")
+        if symbol.multiple_of < 1 or symbol.at_least < 1:
+            raise BundleError(f"{where}: symbols: {name} has no bounds of a size: {symbol}")
+    modules = (file for f in manifest.functions.values() for file in f.modules.values())
+    for path in (*modules, *manifest.files):
+        parts = path.split("/")
+        if len(parts) > 8 or any(not NAME.fullmatch(part) for part in parts):
+            raise BundleError(
+                f"{where} names the file {path[:100]!r}, which is no path in the folder"
+            )
+    for path, file in manifest.files.items():
+        if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+            raise BundleError(f"{where}: files: {path}: sha256 is no SHA-256")
+    check(manifest, where)
     return manifest
-
-
-def _entrypoint(name: str, content: Checked) -> Entrypoint:
-    content.only(*(f.name for f in dataclasses.fields(Entrypoint)))
-    if content["name"].text() != name:
-        raise BundleError(f"{content.where} calls itself {content['name'].text()[:60]!r}")
-    modules = {}
-    for platform, file in content["modules"].items():
-        Checked(platform, f"{content.where}: modules").one_of(*PLATFORMS)
-        modules[platform] = _path(file.text(), file.where)
-    return Entrypoint(
-        name=check_name(name, content.where),
-        tags={k: _count_or_text(v) for k, v in content["tags"].items()},
-        modules=modules,
-        arguments=tuple(map(_argument, content["arguments"])),
-        outputs=tuple(map(_leaf, content["outputs"])),
-        tree=content["tree"].value,
-        custom_calls={k: v.count() for k, v in content["custom_calls"].items()},
-        composites={k: v.count() for k, v in content["composites"].items()},
-    )
-
-
-def _plain(content: Checked) -> dict[str, Any]:
-    return {key: member.value for key, member in content.items()}
-
-
-def _count_or_text(content: Checked) -> int | str:
-    return content.text() if isinstance(content.value, str) else content.count()
-
-
-def _argument(content: Checked) -> ArgumentEntry:
-    content.only("name", "role", "leaves")
-    role: Any = content["role"].one_of(*ROLES)
-    return ArgumentEntry(content["name"].text(), role, tuple(map(_leaf, content["leaves"])))
-
-
-def _leaf(content: Checked) -> LeafEntry:
-    content.only("path", "shape", "dtype")
-    return LeafEntry(*_array(content))
-
-
-def _filled(content: Checked) -> Filled:
-    content.only("path", "shape", "dtype", "fill")
-    leaf = Filled(*_array(content), content["fill"].number())
-    check_fill(leaf)
-    return leaf
-
-
-def _array(content: Checked) -> tuple[str, Shape, str]:
-    shape = tuple(map(_count_or_text, content["shape"]))
-    return content["path"].text(), shape, content["dtype"].one_of(*STORED_AS)
-
-
-def _symbol(name: str, content: Checked) -> Symbol:
-    content.only(*(f.name for f in dataclasses.fields(Symbol)))
-    most = content["at_most"]
-    symbol = Symbol(
-        content["at_least"].count(),
-        None if most.value is None else most.count(),
-        content["multiple_of"].count(),
-    )
-    if not name.isidentifier():
-        raise BundleError(f"{content.where}: {name[:60]!r} is no name of a symbol")
-    if symbol.multiple_of < 1 or symbol.at_least < 1:
-        raise BundleError(f"{content.where}: {name} has no bounds of a size: {symbol}")
-    return symbol
-
-
-def _entry(content: Checked) -> Entry:
-    if content.value is None:
-        return None
-    if isinstance(content.value, list):
-        return tuple(name.text() for name in content)
-    return content.text()
-
-
-def _stored_file(content: Checked) -> StoredFile:
-    content.only("size", "sha256")
-    digest = content["sha256"].text()
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise BundleError(f"{content.where}: sha256 is no SHA-256")
-    return StoredFile(content["size"].count(), digest)
-
-
-def _path(path: str, where: str) -> str:
-    """A path below the folder: names joined by `/`, none of which leads elsewhere."""
-    parts = path.split("/")
-    if len(parts) > 8 or any(not NAME.fullmatch(part) for part in parts):
-        raise BundleError(f"{where} names the file {path[:100]!r}, which is no path in the folder")
-    return path

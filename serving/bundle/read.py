@@ -104,7 +104,23 @@ class Modules:
         file = self.file(entry)
 
         def make() -> Emitted:
-            return self._lower(file, entry, asked)
+            what = f"{self.folder / file} (function {entry.name})"
+            try:
+                if file not in self.modules:  # for several sizes it is parsed once
+                    self.modules[file] = parse_module(self.text(self.files[file]))
+                module = static_module(self.modules[file], entry, asked)
+                _check_signature(module, entry, what)
+                called = calls_of(module).custom_calls
+                known = {key.partition(":")[2] for key in CANONICAL}
+                unknown = [n for n in called if n not in known and not is_known_call(n)]
+                if unknown:  # XLA might abort the process on it
+                    raise BundleError(
+                        f"{what} calls {', '.join(unknown[:5])[:200]}, which is unknown here; "
+                        "import what registers it (spmd.register_rule), or export without it"
+                    )
+                return emitted_of(module, self.mesh, asked, self.options)
+            except (SpmdError, BytecodeError) as error:
+                raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
 
         def found() -> Emitted:
             if self.cache is None:
@@ -115,25 +131,6 @@ class Modules:
             return found()
         text = launch.made_by_first(lambda: as_text(found()), label=f"planning {entry.name}")
         return from_text(text, self.mesh)
-
-    def _lower(self, file: str, entry: Entrypoint, asked: FunctionKey) -> Emitted:
-        what = f"{self.folder / file} (function {entry.name})"
-        try:
-            if file not in self.modules:  # for several sizes it is parsed once
-                self.modules[file] = parse_module(self.text(self.files[file]))
-            module = static_module(self.modules[file], entry, asked)
-            _check_signature(module, entry, what)
-            called = calls_of(module).custom_calls
-            known = {key.partition(":")[2] for key in CANONICAL}
-            unknown = [n for n in called if n not in known and not is_known_call(n)]
-            if unknown:  # XLA might abort the process on it
-                raise BundleError(
-                    f"{what} calls {', '.join(unknown[:5])[:200]}, which is unknown here; import "
-                    "what registers it (spmd.register_rule), or export without it"
-                )
-            return emitted_of(module, self.mesh, asked, self.options)
-        except (SpmdError, BytecodeError) as error:
-            raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
 
     def text(self, data: bytes) -> str:
         """The text of a module; the first one of those needed first, or later, has all read."""

@@ -402,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _read_specs(text: str | None) -> dict[str, Any]:
-    """Specs as a flag has them."""
+    """Specs as a flag has them: lists of axes, null, and "..."."""
     if text is None:
         return {}
     is_file = not text.lstrip().startswith("{")
@@ -413,14 +413,7 @@ def _read_specs(text: str | None) -> dict[str, Any]:
         raise BundleError(f"{where} is no JSON: {error}") from error
     if not isinstance(specs, dict) or not all(isinstance(s, list) for s in specs.values()):
         raise BundleError(f'{where} has to be like {{"layers.*.w": [null, "model"]}}')
-    named = {"...": ...}
-    return {
-        pattern: tuple(
-            tuple(e) if isinstance(e, list) else named.get(e, e) if isinstance(e, str) else e
-            for e in spec
-        )
-        for pattern, spec in specs.items()
-    }
+    return specs
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
+import numpy as np
 from jax.errors import InconclusiveDimensionOperation
 from rich.console import Console
 
+import spmd
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import CustomCalls, artifact_version, function_artifact
 from spmd.models.llama.weights.files import write_json
@@ -172,17 +174,9 @@ def tokenizer_files(folder: str | Path) -> dict[str, Path]:
 
 def producer() -> dict[str, str]:
     """What makes a bundle: versions, and the time."""
-    packages = ("spmd", "jax", "jaxlib", "numpy")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {package: _version(package) for package in packages}
+    versions = {package.__name__: package.__version__ for package in (spmd, jax, jaxlib, np)}
     return {**versions, "stablehlo": artifact_version(), "made": now}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 # Functions

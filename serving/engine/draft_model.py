@@ -103,7 +103,21 @@ class DraftedBackend:
 
     def _guess(self, parts: Sequence[SlotPart]) -> Mapping[int, tuple[int, ...]]:
         """Slot -> drafts, of those whose tokens the draft model has all run with this."""
-        chunks = self._chunks(parts)
+        # The shortest come first; who is behind still draws nothing. Drafts that were right are
+        # run once more, in rows to spare, so that nobody has to know which ones were.
+        room, page = [self._draft.budget] * self.limits.groups, self.limits.page
+        chunks = []
+        for part in sorted(parts, key=lambda part: part.start - self._has_run(part)):
+            group, start = self._group(part), self._has_run(part)
+            end = min(part.start + 1, start + room[group])
+            if start == end:
+                continue
+            room[group] -= end - start
+            tokens = tuple(part.sequence[start:end])
+            chunks.append(SlotPart(part.slot, start, tokens, part.pages, end > part.start))
+            # Whoever shares these pages need not run them again, not even in this step.
+            for i in range(start // page, -(-end // page)):
+                self._run[group, part.pages[i]] = min(page, end - i * page)
         if not chunks:
             return {}
         wanted = {part.slot: part for part in parts}
@@ -119,27 +133,6 @@ class DraftedBackend:
             for part, token in zip(some, results().drawn.ids.tolist(), strict=True):
                 drafts[part.slot] += (token,)
         return drafts
-
-    def _chunks(self, parts: Sequence[SlotPart]) -> list[SlotPart]:
-        """What the draft model has not run of each slot, as far as a step takes it all.
-
-        The shortest come first; who is behind still draws nothing. Drafts that were right are run
-        once more, in rows to spare, so that nobody has to know which ones were.
-        """
-        room, page = [self._draft.budget] * self.limits.groups, self.limits.page
-        found = []
-        for part in sorted(parts, key=lambda part: part.start - self._has_run(part)):
-            group, start = self._group(part), self._has_run(part)
-            end = min(part.start + 1, start + room[group])
-            if start == end:
-                continue
-            room[group] -= end - start
-            tokens = tuple(part.sequence[start:end])
-            found.append(SlotPart(part.slot, start, tokens, part.pages, end > part.start))
-            # Whoever shares these pages need not run them again, not even in this step.
-            for i in range(start // page, -(-end // page)):
-                self._run[group, part.pages[i]] = min(page, end - i * page)
-        return found
 
     def _has_run(self, part: SlotPart) -> int:
         """How many tokens of a slot the draft model has run, the latest one never among them."""

@@ -29,7 +29,7 @@ def address_of(host: str) -> str:
     return host
 
 
-class Budget:
+class Allowance:
     """So much of something, which clients take and give back.
 
     Attributes:
@@ -75,8 +75,8 @@ class Admission:
     """
 
     def __init__(self, body_bytes: int) -> None:
-        self.places = Budget(0)
-        self.bytes = Budget(body_bytes)
+        self.places = Allowance(0)
+        self.bytes = Allowance(body_bytes)
 
 
 @dataclasses.dataclass

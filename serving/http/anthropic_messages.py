@@ -161,7 +161,11 @@ def _unfolded(role: Any, blocks: list[Any], place: str) -> Iterator[Message]:
             if texts:
                 yield {"role": "user", "content": "\n".join(texts)}
             texts = []
-            yield _result(block, where)
+            given = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+            message = parse_message({**given, "content": block.get("content") or ""}, where)
+            if block.get("is_error"):
+                message["content"] = f"Error: {message['content']}"
+            yield message
         elif kind != "redacted_thinking" or role != "assistant":
             raise invalid(
                 f"{where}: text, and of users tool_result, of assistants tool_use and thinking are "
@@ -173,15 +177,6 @@ def _unfolded(role: Any, blocks: list[Any], place: str) -> Iterator[Message]:
         yield parse_message({"role": role, **said, "tool_calls": calls}, place)
     elif texts or not blocks:
         yield parse_message({"role": role, "content": "\n".join(texts)}, place)
-
-
-def _result(block: Json, place: str) -> Message:
-    """The message with a tool's result; chats have no other word for one that has failed."""
-    given = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-    message = parse_message({**given, "content": block.get("content") or ""}, place)
-    if block.get("is_error"):
-        message["content"] = f"Error: {message['content']}"
-    return message
 
 
 class MessageAnswer(Retold):

@@ -25,8 +25,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http import anthropic_messages, kserve, openai_responses, openai_routes
+from spmd.serving.http import anthropic_messages, openai_responses, openai_routes
 from spmd.serving.http.connections import Refusing
+from spmd.serving.http.kserve import routes as kserve_routes
 from spmd.serving.http.limits import ANY, HttpOptions
 from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
 from spmd.serving.http.metrics import CONTENT_TYPE
@@ -178,7 +179,7 @@ def make_app(
         *openai_routes.ROUTES,
         *openai_responses.ROUTES,
         *anthropic_messages.ROUTES,
-        *kserve.ROUTES,
+        *kserve_routes.ROUTES,
     ]
     app = Starlette(
         routes=routes,

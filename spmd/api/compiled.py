@@ -174,10 +174,6 @@ class Compiled(Planned):
         program = self.stages.optimized.program
         to_xla = xla_options(self.request.platform, program, options.compiler_options)
         self.executable = execute.compile_emitted(emitted, to_xla, self.boundary.outside)
-        self._tell_inspections()
-
-    def _tell_inspections(self) -> None:
-        """Calls each `jax.debug.inspect_array_sharding` callback once, with planned shardings."""
         plan = self.stages.plan
         seen = {op.kind.attrs["number"]: op for op in plan.program.walk() if op.name == INSPECT}
         for number, op in sorted(seen.items()):

@@ -164,16 +164,14 @@ class Watchdog:
         while not self._end.wait(self._interval_s):
             silence = time.monotonic() - self._last
             if silence > self.limit_s and self._written_at != self._beats:
-                self._on_hang(silence)
-
-    def _on_hang(self, silence: float) -> None:
-        why = f"process {self.process} made no progress for {silence:.0f} s ({self._last_mark()})"
-        self._write(why)
-        all_end = self.stop and self.processes > 1
-        why += f"; stacks are in {self.folder / 'process-*.txt' if all_end else self.path}"
-        print(f"error: {why}", file=sys.stderr, flush=True)
-        if self.stop:
-            stop_now(why, EXIT_HUNG, tells_others=True)
+                why = f"process {self.process} made no progress for {silence:.0f} s"
+                why += f" ({self._last_mark()})"
+                self._write(why)
+                all_end = self.stop and self.processes > 1
+                why += f"; stacks are in {self.folder / 'process-*.txt' if all_end else self.path}"
+                print(f"error: {why}", file=sys.stderr, flush=True)
+                if self.stop:
+                    stop_now(why, EXIT_HUNG, tells_others=True)
 
     def _on_stop(self, why: str) -> None:
         """Writes the file as the job ends for the reason `why`, unless done since the last beat."""

@@ -115,18 +115,13 @@ def compile_emitted(
         structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in types]
         lowered = executable(emitted, outside).lower(*structs)
         compiled = lowered.compile(dict(compiler_options) or None)
-        _take_packed(compiled, types)
+        # jax compares arguments' layouts with XLA's, of which in 0.10 only XLA's states such bits.
+        program = compiled._executable  # of which jax has no public name
+        program._xla_in_layouts = [
+            _Order(layout.major_to_minor, layout.tiling) if layout and type_.is_packed else layout
+            for layout, type_ in zip(program._xla_in_layouts, types, strict=True)
+        ]
         return WithConstants(compiled, emitted, outside) if emitted.constants else compiled
-
-
-def _take_packed(compiled: Any, types: Sequence[TensorType]) -> None:
-    """Lets jax's compiled program take arrays of elements below a byte, as `jax.jit` does."""
-    # jax compares arguments' layouts with XLA's, of which in 0.10 only XLA's states such bits.
-    program = compiled._executable  # of which jax has no public name
-    program._xla_in_layouts = [
-        _Order(layout.major_to_minor, layout.tiling) if layout and type_.is_packed else layout
-        for layout, type_ in zip(program._xla_in_layouts, types, strict=True)
-    ]
 
 
 class _Order(Layout):

@@ -353,6 +353,6 @@ class Resharder:
         """Returns the seconds of the reshard from each state (rows) to each need (columns)."""
         type_, held = self.index.program.types[value], self.held(value)
         found = reshard_seconds(states, needs, type_, self.mesh, self.topology, held)
-        for i, j in np.argwhere(np.isnan(found)).tolist():  # which have to be searched one by one
+        for i, j in np.argwhere(np.isnan(found)).tolist():
             found[i, j] = self.seconds(value, states[i], needs[j])
         return found

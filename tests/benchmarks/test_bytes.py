@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from benchmarks import bytes as table
-from benchmarks.byte_rows import Moved, Row, measure, placed_arguments
+from benchmarks.bytes import Moved, Row, measure, placed_arguments
 from benchmarks.environment import xla_flags
 from benchmarks.programs.catalog import program_named, programs
 from benchmarks.programs.program import Built, Program, marked, struct

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import loads
-from benchmarks.load_client import Answer, Ask, BenchError, Load, Outcome, make_asks
-from benchmarks.load_processes import Asked, Clients
-from benchmarks.workloads import Costs, Workload
+from benchmarks.load_client import Answer, Ask, Asked, BenchError, Clients, Load, Outcome, make_asks
+from benchmarks.loads import Costs, Workload
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, serving
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.load_client import Answer, Ask, Load
 from benchmarks.load_server import write_tokenizer
 from benchmarks.load_trace import GAP_SECONDS, Busy, busy, main, together
-from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
+from benchmarks.loads import WORKLOADS, Costs, Workload, floor_seconds
 from spmd.measure.profile import STEP
 from spmd.models.training.data.tokenizer import load_tokenizer
 from spmd.serving.engine.text import Detokenizer

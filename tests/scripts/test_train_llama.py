@@ -9,6 +9,8 @@ import jax
 import pytest
 
 from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.sources import checkpoint_source
 from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
 from spmd.scripts import train_llama
 from spmd.scripts.flags.train import make_parser
@@ -105,3 +107,28 @@ def test_fine_tuning_exports_and_restarts(trained, tmp_path, capsys, monkeypatch
 
     code, _ = run(trained, tmp_path, "--resume", "--tokenizer=bytes", "--steps=5")
     assert code.startswith("error: the checkpoint was trained with another tokenizer")
+
+
+@pytest.mark.thorough
+@pytest.mark.slow("four starts of the training script")
+def test_adapters_go_on_and_are_exported(trained, tmp_path, capsys):
+    out = tmp_path / "adapters"
+    adapters = ("--lora=rank=2,targets=q_proj+up_proj", "--metrics=", "--mesh=data=2,model=2")
+    assert run(trained, tmp_path, *adapters, "--steps=2")[0] == 0
+    export = ("--resume", f"--export_lora={out}", f"--export_hf={tmp_path / 'whole'}")
+    assert run(trained, tmp_path, *adapters, *export)[0] == 0
+    assert "resuming after step 2" in capsys.readouterr().out
+    about = json.loads((out / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"]) == (2, 4)
+    weights.check_can_load(tmp_path / "whole", read_config(tmp_path / "whole"))
+    with (
+        pytest.raises(weights.WeightsError, match="hold adapters alone"),
+        checkpoint_source(tmp_path / "run"),
+    ):
+        pass
+    other = (f"--init_from={tmp_path / 'whole'}", "--resume", "--steps=9")
+    assert "frozen parameters, which checkpoints do not hold" in run(
+        trained, tmp_path, *adapters, *other
+    )[0]  # fmt: skip
+    code, _ = run(trained, tmp_path, "--resume", f"--export_lora={tmp_path / 'none'}")
+    assert "there are none without --lora" in code

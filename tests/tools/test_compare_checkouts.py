@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.imports import imports_of
 from tools.checkout_plans import fingerprint
 from tools.compare_checkouts import (
     HERE,
@@ -19,15 +20,8 @@ from tools.compare_checkouts import (
     verdict,
 )
 from tools.house import (
-    comment_lines,
-    facts,
-    function_lines,
-    op_names,
     read,
-    size,
-    spread,
 )
-from tools.imports import imports_of
 
 OLD = Measured({"planned": "a", "emitted": "b"}, 2.0, 1.0, 8, {"plan": 3.0, "emit": 1.0})
 TEXT = OLD._replace(texts={"planned": "a", "emitted": "c"})
@@ -114,58 +108,6 @@ def test_two_checkouts(greedy: Path) -> None:
     assert experts.base.run > experts.new.run
     assert experts.base.texts["propagated"] == experts.new.texts["propagated"]
     assert experts.base.texts["planned"] != experts.new.texts["planned"]
-
-
-SOURCES = {
-    "spmd/__init__.py": "from spmd.compiler import run\n",
-    "spmd/compiler.py": "from spmd.ir import text, types\n\n\ndef run():\n    return 'spmd.mark'\n",
-    "spmd/ir/types.py": "",
-    "spmd/ir/text.py": "# Types print as\n# they are read.\nfrom . import types\n",
-    "spmd/ir/dialect/add.py": "NAME = 'stablehlo.add'\n",
-    "tests/test_text.py": "import spmd.ir.text\nimport spmd.ir.dialect.add\n",
-}
-
-
-def test_sizes_lengths_and_comments() -> None:
-    assert size(SOURCES, ("spmd",)) == "10, 5, 3"
-    assert size(SOURCES, ("spmd", "tests")) == "12, 6, 4"
-    assert size(SOURCES, ("models",)) == "0, 0, 0"
-    text = (
-        "@cache\ndef f():\n    def g():\n        return 1\n\n    return g\n\nasync def h(): ...\n"
-    )
-    assert sorted(function_lines([text])) == [1, 2, 5]
-    assert spread([3, 1, 2]) == "2, 3"
-    assert spread(range(1, 101)) == "50.5, 90"
-    assert spread([]) == "none"
-    assert comment_lines("# one\nx = 1  # none\n    # two\ny = '''\n# none\n'''\n") == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("f('stablehlo.add', \"chlo.top_k\")", 2),
-        ("def f():\n    '''stablehlo.add'''", 0),
-        ("SIZE = 1\n'spmd.size'", 0),
-        ("f('the op stablehlo.add')", 0),
-        ("f('stablehlo.')", 0),
-        ("f(f'stablehlo.{name}')", 0),
-        ("TABLE = {'sdy.mesh': 'other.add'}", 1),
-    ],
-)
-def test_names_of_ops(text: str, count: int) -> None:
-    assert op_names(text) == count
-
-
-def test_all_of_one_checkout(tmp_path: Path) -> None:
-    for name, text in {**SOURCES, ".venv/lib/other.py": "x = 1\n"}.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    found = facts(read(str(tmp_path)))
-    assert found["tests: lines, files, folders"] == "2, 1, 1"
-    assert found["spmd: names of ops"] == "2"
-    assert found["spmd: files that name ops, and elsewhere than they belong"] == "2, 1"
-    assert found["spmd: lines that are comments"] == "20.0%"
 
 
 def test_this_repository_has_all_groups_and_others_are_refused() -> None:

@@ -1,7 +1,7 @@
 """Runs a fuzz case: `spmd.jit` against `jax.jit`; tells errors from ill-conditioned programs."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,15 @@ def run(case: Case, **options: Any) -> Outcome:
     except Exception as error:
         return Outcome(INVALID, type(error).__name__, str(error))
     try:
-        got = _arrays(_partitioned(case, scope, args, options))
+        mesh = spmd.Mesh(None, tuple(n for _, n in case.mesh), tuple(a for a, _ in case.mesh))
+        step = spmd.jit(
+            scope["make_step"](lambda x, spec: spmd.mark_sharding(x, mesh, spec)),
+            mesh=mesh,
+            in_specs=scope["IN_SPECS"],
+            out_specs=scope["OUT_SPECS"],
+            options=spmd.Options(check=True, **options),
+        )
+        got = _arrays(step(*args))
     except spmd.UnsupportedOpError as error:
         return Outcome(UNSUPPORTED, error.what, str(error))
     except Exception as error:
@@ -56,20 +64,6 @@ def run(case: Case, **options: Any) -> Outcome:
 
 def _arrays(results: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.asarray(x) for name, x in results.items()}
-
-
-def _partitioned(
-    case: Case, scope: dict[str, Any], args: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    mesh = spmd.Mesh(None, tuple(n for _, n in case.mesh), tuple(a for a, _ in case.mesh))
-    step = spmd.jit(
-        scope["make_step"](lambda x, spec: spmd.mark_sharding(x, mesh, spec)),
-        mesh=mesh,
-        in_specs=scope["IN_SPECS"],
-        out_specs=scope["OUT_SPECS"],
-        options=spmd.Options(check=True, **options),
-    )
-    return step(*args)
 
 
 def _key(error: Exception) -> str:

@@ -34,12 +34,10 @@ class Settings(NamedTuple):
     Attributes:
       most_lines: length of the longest program.
       uneven_marks: marks inside the program may name axes that do not divide a dim.
-      loops: allow scan, fori_loop, while_loop, cond and switch.
     """
 
     most_lines: int = 10
     uneven_marks: bool = False
-    loops: bool = True
 
 
 class Var(NamedTuple):
@@ -397,20 +395,15 @@ def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
     elif is_float(v):
         m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
     elif m.flag() or math.prod(v.shape[d] for d in dims) == 1:  # as above
-        _reduce_pairs(m, v, dims[0])
+        w = m.value(v.shape, v.dtype)
+        target = m.name("t")
+        body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
+        inits = "(np.int32(1), np.int32(0))"
+        text = f"{target} = lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dims[0]},))"
+        m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
     else:
         op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
         m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
-
-
-def _reduce_pairs(m: Maker, v: Var, dim: int) -> None:
-    """Composes `t -> v t + w` along a dim: a body that is no one op, and does not commute."""
-    w = m.value(v.shape, v.dtype)
-    target = m.name("t")
-    body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
-    inits = "(np.int32(1), np.int32(0))"
-    text = f"{target} = lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dim},))"
-    m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
 
 
 @on(lambda v: is_number(v) and v.rank > 0)
@@ -811,7 +804,7 @@ def cases(draw: Any, settings: Settings = Settings()) -> Case:  # noqa: B008
     m = Maker(draw, mesh, settings, gradient)
     for _ in range(m.integer(1, 3)):
         m.argument(m.shape(), m.pick(("float32", "float32", "int32", "bfloat16")))
-    m.grow(m.integer(2, settings.most_lines), ALL if settings.loops else SIMPLE)
+    m.grow(m.integer(2, settings.most_lines), ALL)
     read = {name for line in m.lines for name in line.reads}
     unread = [v.name for v in reversed(m.pool) if v.name not in read]
     results = tuple(unread[: m.integer(1, 4)])

@@ -1,4 +1,4 @@
-"""brax, rlax, mctx, evosax, ott: control, planning, evolution and transport."""
+"""brax, mctx, evosax, ott: control, planning, evolution and transport."""
 
 from typing import Any
 
@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import mctx
 import optax
-import rlax
 from brax import envs
-from brax.training.agents.ppo import losses, networks
-from brax.training.types import Transition
 from ott.geometry import pointcloud
 from ott.problems.linear import linear_problem
 from ott.solvers.linear import sinkhorn
 
-from benchmarks.corpus.packages.program import Size, integers, normal, training
+from benchmarks.corpus.packages.program import Size, normal, training
 from benchmarks.corpus.program import Made
 
 
@@ -32,38 +29,6 @@ def brax_rollout(size: Size) -> Made:
     return Made(rollout, (env.reset(jax.random.key(0)), actions), ("batch", "open"))
 
 
-def brax_ppo(size: Size) -> Made:
-    """The loss and networks of brax's PPO, on a batch of transitions."""
-    batch, length, seen, acted, width = size((8, 4, 6, 2, 16), (2048, 32, 256, 32, 2048))
-    made = networks.make_ppo_networks(
-        seen, acted, policy_hidden_layer_sizes=(width,) * 3, value_hidden_layer_sizes=(width,) * 3
-    )
-    params = losses.PPONetworkParams(
-        policy=made.policy_network.init(jax.random.key(0)),
-        value=made.value_network.init(jax.random.key(1)),
-    )
-    data = Transition(
-        observation=normal(2, batch, length, seen),
-        action=jnp.tanh(normal(3, batch, length, acted)),
-        reward=normal(4, batch, length),
-        discount=jnp.ones((batch, length)),
-        next_observation=normal(5, batch, length, seen),
-        extras={
-            "state_extras": {"truncation": jnp.zeros((batch, length))},
-            "policy_extras": {
-                "raw_action": normal(3, batch, length, acted),
-                "log_prob": -jnp.ones((batch, length)),
-                "distribution_params": normal(7, batch, length, 2 * acted),
-            },
-        },
-    )
-
-    def loss(params: Any, data: Any) -> Any:
-        return losses.compute_ppo_loss(params, None, data, jax.random.key(6), made)[0]
-
-    return training(loss, params, data)
-
-
 def mlp(params: Any, x: Any) -> Any:
     return jnp.tanh(x @ params["w_in"]) @ params["w_out"]
 
@@ -73,28 +38,6 @@ def weights(seed: int, inner: int, width: int, out: int) -> Any:
         "w_in": normal(seed, inner, width) / inner**0.5,
         "w_out": normal(seed + 1, width, out) / width**0.5,
     }
-
-
-def rlax_q_learning(size: Size) -> Made:
-    """Double Q-learning of rlax on sequences, with a target network."""
-    batch, seen, width, actions = size((8, 4, 16, 3), (8192, 1024, 4096, 128))
-
-    def loss(params: Any, target: Any, before: Any, after: Any, action: Any, reward: Any) -> Any:
-        errors = jax.vmap(rlax.double_q_learning)(
-            mlp(params, before),
-            action,
-            reward,
-            jnp.full(batch, 0.9),
-            mlp(target, after),
-            mlp(params, after),
-        )
-        return jnp.mean(rlax.l2_loss(errors))
-
-    states = (normal(0, batch, seen), normal(1, batch, seen))
-    rest = (integers(2, actions, batch), normal(3, batch))
-    params, target = weights(4, seen, width, actions), weights(6, seen, width, actions)
-    made = training(loss, params, target, *states, *rest)
-    return made._replace(specs=("params", "open", "params", *["batch"] * 4))
 
 
 def mctx_search(size: Size) -> Made:
@@ -162,8 +105,6 @@ def transport(size: Size) -> Made:
 
 PROGRAMS = (
     brax_rollout,
-    brax_ppo,
-    rlax_q_learning,
     mctx_search,
     evolution,
     transport,

@@ -77,39 +77,6 @@ def stateful(size: Size) -> Made:
     return Made(step, args, ("params", "open", "open", "batch", "batch"))
 
 
-class Recurrent(eqx.Module):
-    cell: eqx.nn.GRUCell
-    lstm: eqx.nn.LSTMCell
-    head: eqx.nn.Linear
-
-    def __init__(self, inner: int, width: int, key: Any) -> None:
-        keys = jax.random.split(key, 3)
-        self.cell = eqx.nn.GRUCell(inner, width, key=keys[0])
-        self.lstm = eqx.nn.LSTMCell(width, width, key=keys[1])
-        self.head = eqx.nn.Linear(width, inner, key=keys[2])
-
-    def __call__(self, xs: Any) -> Any:
-        def step(carry: Any, x: Any) -> Any:
-            h, state = carry
-            h = self.cell(x, h)
-            state = self.lstm(h, state)
-            return (h, state), self.head(state[0])
-
-        zeros = jnp.zeros(self.cell.hidden_size)
-        return jax.lax.scan(step, (zeros, (zeros, zeros)), xs)[1]
-
-
-def recurrent(size: Size) -> Made:
-    """A GRU cell and an LSTM cell under scan under vmap."""
-    inner, width, batch, length = size((8, 16, 8, 8), (512, 2048, 256, 64))
-
-    def loss(model: Any, xs: Any) -> Any:
-        return jnp.mean((jax.vmap(model)(xs)[:, :-1] - xs[:, 1:]) ** 2)
-
-    model = Recurrent(inner, width, jax.random.key(0))
-    return of_model(model, loss, normal(1, batch, length, inner))
-
-
 def checkpointed_loop(size: Size) -> Made:
     """Equinox's own reverse-differentiable while loop around a linear layer."""
     width, steps, batch = size((16, 5, 8), (4096, 16, 4096))
@@ -128,4 +95,4 @@ def checkpointed_loop(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, width))
 
 
-PROGRAMS = (stateful, recurrent, checkpointed_loop)
+PROGRAMS = (stateful, checkpointed_loop)

@@ -40,37 +40,15 @@ class Interaction(linen.Module):
         return jraph.GraphNetwork(dense(), dense(), dense())(graph)
 
 
-class Attention(linen.Module):
-    @linen.compact
-    def __call__(self, graph: Any) -> Any:
-        width = graph.nodes.shape[-1]
-        query, logit = linen.Dense(width), linen.Dense(1)
-        layer = jraph.GAT(
-            query,
-            lambda sent, received, edges: logit(jnp.concatenate([sent, received], -1)),
-            lambda nodes: linen.leaky_relu(nodes),
-        )
-        return layer(graph)
-
-
-def of_graph(model: Any, size: Size) -> Made:
-    example = graph(size)
-    params = model.init(jax.random.key(0), example)
-
-    def loss(params: Any, graph: Any) -> Any:
-        return jnp.mean(model.apply(params, graph).nodes ** 2)
-
-    return training(loss, params, example)
-
-
 def graph_network(size: Size) -> Made:
     """jraph.GraphNetwork: edges, nodes and globals are updated."""
-    return of_graph(Interaction(), size)
+    model, example = Interaction(), graph(size)
 
+    def loss(params: Any, graph: Any) -> Any:
+        out: Any = model.apply(params, graph)
+        return jnp.mean(out.nodes**2)
 
-def graph_attention(size: Size) -> Made:
-    """jraph.GAT: a softmax over each node's edges."""
-    return of_graph(Attention(), size)
+    return training(loss, model.init(jax.random.key(0), example), example)
 
 
 def equivariant(size: Size) -> Made:
@@ -117,4 +95,4 @@ def molecular_dynamics(size: Size) -> Made:
     return Made(simulate, (init(jax.random.key(1), positions),), ("batch",))
 
 
-PROGRAMS = (graph_network, graph_attention, equivariant, molecular_dynamics)
+PROGRAMS = (graph_network, equivariant, molecular_dynamics)

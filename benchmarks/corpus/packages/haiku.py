@@ -1,4 +1,4 @@
-"""dm-haiku: the networks that it ships, and attention."""
+"""dm-haiku: the networks that it ships."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal
 from benchmarks.corpus.program import Made
 
 
@@ -52,33 +52,4 @@ def vector_quantizer(size: Size) -> Made:
     return with_state(network, normal(1, batch, width), loss=lambda value: value)
 
 
-def attention(size: Size) -> Made:
-    """hk.MultiHeadAttention and hk.LayerNorm under hk.layer_stack, dropout by hk.next_rng_key."""
-    vocab, width, layers, batch, length = size((64, 32, 2, 8, 8), (32000, 2048, 4, 32, 512))
-
-    def block(x: Any) -> Any:
-        norm = hk.LayerNorm(-1, True, True)(x)
-        mask = jnp.tril(jnp.ones((1, 1, length, length)))
-        heads = max(width // 128, 2)
-        init = hk.initializers.VarianceScaling(1.0)
-        attend = hk.MultiHeadAttention(heads, width // heads, w_init=init, model_size=width)
-        x = x + hk.dropout(hk.next_rng_key(), 0.1, attend(norm, norm, norm, mask))
-        return x + hk.nets.MLP([4 * width, width])(hk.LayerNorm(-1, True, True)(x))
-
-    def forward(tokens: Any) -> Any:
-        x = hk.Embed(vocab, width)(tokens)
-        x = hk.experimental.layer_stack(layers)(block)(x)
-        return hk.Linear(vocab)(x)
-
-    network = hk.transform(forward)
-    tokens = integers(0, vocab, batch, length + 1)
-    params = network.init(jax.random.key(0), tokens[:, :-1])
-
-    def loss(params: Any, tokens: Any) -> Any:
-        logits = network.apply(params, jax.random.key(1), tokens[:, :-1])
-        return cross_entropy(logits, tokens[:, 1:])
-
-    return training(loss, params, tokens)
-
-
-PROGRAMS = (mobilenet, vector_quantizer, attention)
+PROGRAMS = (mobilenet, vector_quantizer)

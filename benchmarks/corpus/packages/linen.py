@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import linen
 from flax.training.train_state import TrainState
@@ -101,28 +100,6 @@ def scanned_decoder(size: Size) -> Made:
     return Made(step, (state, tokens, jax.random.key(2)), ("params", "batch", "open"))
 
 
-def bidirectional(size: Size) -> Made:
-    """linen.Bidirectional over two linen.RNNs, with lengths."""
-    vocab, width, batch, length = size((64, 16, 8, 8), (32000, 1024, 128, 64))
-    forward, backward = linen.RNN(linen.OptimizedLSTMCell(width)), linen.RNN(linen.GRUCell(width))
-
-    class Tagger(linen.Module):
-        @linen.compact
-        def __call__(self, tokens: Any, lengths: Any) -> Any:
-            x = linen.Embed(vocab, width)(tokens)
-            x = linen.Bidirectional(forward, backward)(x, seq_lengths=lengths)
-            return linen.Dense(vocab)(x)
-
-    model = Tagger()
-    tokens, lengths = integers(0, vocab, batch, length), 1 + integers(1, length, batch)
-
-    def loss(params: Any, tokens: Any, lengths: Any) -> Any:
-        return cross_entropy(model.apply(params, tokens, lengths), jnp.roll(tokens, -1, 1))
-
-    params = model.init(jax.random.key(0), tokens, lengths)
-    return training(loss, params, tokens, lengths)
-
-
 def decode_step(size: Size) -> Made:
     """Attention with linen's own cache: one token is decoded for each sequence."""
     width, heads, batch, length = size((32, 4, 8, 8), (4096, 32, 64, 2048))
@@ -138,4 +115,4 @@ def decode_step(size: Size) -> Made:
     return Made(step, args, ("params", "batch", "batch"))
 
 
-PROGRAMS = (translator, scanned_decoder, bidirectional, decode_step)
+PROGRAMS = (translator, scanned_decoder, decode_step)

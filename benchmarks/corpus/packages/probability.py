@@ -1,10 +1,8 @@
-"""numpyro, flowjax, distrax, TensorFlow Probability on jax, blackjax: inference and flows."""
+"""numpyro, flowjax, TensorFlow Probability on jax, blackjax: inference and flows."""
 
-from functools import partial
 from typing import Any
 
 import blackjax
-import distrax
 import flowjax.distributions
 import flowjax.flows
 import jax
@@ -61,35 +59,6 @@ def coupling_flow(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, dims))
 
 
-def distrax_flow(size: Size) -> Made:
-    """distrax: masked couplings chained over a normal, by maximum likelihood."""
-    dims, width, batch = size((4, 8, 16), (512, 4096, 8192))
-
-    def affine(p: Any) -> Any:
-        return distrax.ScalarAffine(shift=p[..., 0], log_scale=jnp.tanh(p[..., 1]))
-
-    def conditioner(layer: Any, x: Any) -> Any:
-        return (jnp.tanh(x @ layer["w_in"]) @ layer["w_out"]).reshape(*x.shape, 2)
-
-    def loss(params: Any, x: Any) -> Any:
-        odd = jnp.arange(dims) % 2 == 1
-        layers = [
-            distrax.MaskedCoupling(odd ^ bool(k % 2), partial(conditioner, layer), affine)
-            for k, layer in enumerate(params)
-        ]
-        base = distrax.MultivariateNormalDiag(jnp.zeros(dims), jnp.ones(dims))
-        return -distrax.Transformed(base, distrax.Chain(layers)).log_prob(x).mean()
-
-    params = [
-        {
-            "w_in": normal(2 * k, dims, width) / dims**0.5,
-            "w_out": normal(2 * k + 1, width, 2 * dims) / width,
-        }
-        for k in range(3)
-    ]
-    return training(loss, params, normal(9, batch, dims))
-
-
 def tfp_joint(size: Size) -> Made:
     """The gradient of a joint distribution of TensorFlow Probability."""
     x, y = observations(size)
@@ -107,24 +76,6 @@ def tfp_joint(size: Size) -> Made:
 
     params = {"w": 0.1 * normal(3, x.shape[1]), "scale": jnp.ones(())}
     return training(loss, params, x, y)
-
-
-def tfp_hmc(size: Size) -> Made:
-    """tfp.mcmc.sample_chain with Hamiltonian Monte Carlo, one chain for each example."""
-    chains, dims = size((8, 4), (4096, 256))
-
-    def sample(start: Any, precision: Any, key: Any) -> Any:
-        def target(z: Any) -> Any:
-            return -0.5 * jnp.einsum("...i,ij,...j->...", z, precision, z)
-
-        kernel = tfp.mcmc.HamiltonianMonteCarlo(target, step_size=0.1, num_leapfrog_steps=3)
-        return tfp.mcmc.sample_chain(
-            4, start, kernel=kernel, seed=key, trace_fn=lambda _, results: results.is_accepted
-        )
-
-    root = normal(1, dims, dims) / dims**0.5
-    args = (normal(0, chains, dims), root @ root.T + jnp.eye(dims), jax.random.key(2))
-    return Made(sample, args, ("batch", "params", "open"))
 
 
 def blackjax_nuts(size: Size) -> Made:
@@ -148,8 +99,6 @@ def blackjax_nuts(size: Size) -> Made:
 PROGRAMS = (
     svi,
     coupling_flow,
-    distrax_flow,
     tfp_joint,
-    tfp_hmc,
     blackjax_nuts,
 )

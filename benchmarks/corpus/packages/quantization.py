@@ -35,16 +35,6 @@ def trained(model: Any, size: Size) -> Made:
     return training(loss, model.init(jax.random.key(0), x), x, y)
 
 
-def aqt_int8(size: Size) -> Made:
-    """AQT's int8 products forward and backward, with stochastic rounding, in linen.Dense."""
-    cfg = aqt_config.fully_quantized(fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False)
-
-    def dot_general() -> Any:
-        return aqt_flax.AqtDotGeneral(cfg)
-
-    return trained(Mlp(size(64, 8192), dot_general), size)
-
-
 def aqt_fp8(size: Size) -> Made:
     """AQT's float8 products."""
     cfg = aqt_config.config_fwd_fp8()
@@ -66,4 +56,4 @@ def qwix_inference(size: Size) -> Made:
     return Made(model.apply, (model.init(jax.random.key(0), x), x), ("params", "batch"))
 
 
-PROGRAMS = (aqt_int8, aqt_fp8, qwix_training, qwix_inference)
+PROGRAMS = (aqt_fp8, qwix_training, qwix_inference)

@@ -1,4 +1,4 @@
-"""diffrax, optimistix, lineax and jaxopt: solvers, and gradients through them."""
+"""diffrax, optimistix and lineax: solvers, and gradients through them."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxopt
 import lineax as lx
 import optimistix as optx
 
@@ -43,28 +42,6 @@ def adaptive_ode(size: Size) -> Made:
         return jnp.mean((jax.vmap(solve)(y0)[:, 0] - y1) ** 2)
 
     return of_model(model, loss, normal(1, batch, dims), normal(2, batch, dims))
-
-
-def neural_sde(size: Size) -> Made:
-    """Diffrax's Heun solver with a virtual Brownian tree, a key for each example."""
-    model, dims, batch = field(size)
-
-    def loss(model: Any, y0: Any, seeds: Any) -> Any:
-        def solve(y0: Any, seed: Any) -> Any:
-            noise = diffrax.VirtualBrownianTree(
-                0.0, 1.0, 1e-2, (dims,), jax.random.key(seed), diffrax.SpaceTimeLevyArea
-            )
-            drift = diffrax.ODETerm(lambda t, y, args: model(y))
-            diffusion = diffrax.ControlTerm(
-                lambda t, y, args: lx.DiagonalLinearOperator(0.1 * jnp.ones(dims)), noise
-            )
-            terms = diffrax.MultiTerm(drift, diffusion)
-            solver, steps = diffrax.Heun(), {"max_steps": 8, "throw": False}
-            return diffrax.diffeqsolve(terms, solver, 0.0, 1.0, 0.25, y0, **steps).ys
-
-        return jnp.mean(jax.vmap(solve)(y0, seeds) ** 2)
-
-    return of_model(model, loss, normal(1, batch, dims), jnp.arange(batch))
 
 
 def equilibrium(size: Size) -> Made:
@@ -141,27 +118,10 @@ def factorizations(size: Size) -> Made:
     return training(loss, params, 0.1 * normal(1, batch, dims, dims), normal(2, batch, dims))
 
 
-def jaxopt_proximal(size: Size) -> Made:
-    """jaxopt.ProximalGradient with an L1 penalty, differentiated implicitly by the penalty."""
-    dims, batch = size((8, 16), (4096, 16384))
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        solver = jaxopt.ProximalGradient(
-            jaxopt.objective.least_squares, jaxopt.prox.prox_lasso, maxiter=20, stepsize=0.1
-        )
-        w = solver.run(jnp.zeros(dims), jnp.exp(params["penalty"]), (x, y)).params
-        return jnp.mean((x @ w - y) ** 2)
-
-    x, y = normal(1, batch, dims) / dims**0.5, normal(2, batch)
-    return training(loss, {"penalty": jnp.full((), -3.0)}, x, y)
-
-
 PROGRAMS = (
     adaptive_ode,
-    neural_sde,
     equilibrium,
     least_squares,
     minimize_bfgs,
     factorizations,
-    jaxopt_proximal,
 )

@@ -92,22 +92,17 @@ class Folder:
         if not isinstance(file, Path):
             return self.read(name, index)
         if file not in self._maps:
-            self._maps[file] = _mapped(file)
+            data = np.asarray(np.memmap(file, np.uint8, "r"))
+            start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+            header = json.loads(data[8:start].tobytes())
+            header.pop("__metadata__", None)
+            self._maps[file] = {
+                name: data[slice(*(start + offset for offset in entry["data_offsets"]))]
+                .view(NUMPY_NAMES[entry["dtype"]])
+                .reshape(entry["shape"])
+                for name, entry in header.items()
+            }
         return read_slice(self._maps[file], name, index)
-
-
-def _mapped(file: Path) -> Mapping[str, Array]:
-    """The tensors of a file that `safe_open` has checked, as views of the mapped file."""
-    data = np.asarray(np.memmap(file, np.uint8, "r"))
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
-    header.pop("__metadata__", None)
-    return {
-        name: data[slice(*(start + offset for offset in entry["data_offsets"]))]
-        .view(NUMPY_NAMES[entry["dtype"]])
-        .reshape(entry["shape"])
-        for name, entry in header.items()
-    }
 
 
 def read_slice(file: Any, name: str, index: Index) -> Array:

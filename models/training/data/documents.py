@@ -284,25 +284,6 @@ PARQUET_ROWS = 256
 """How many rows are in memory at a time."""
 
 
-def cut_parquet(path: AnyPath, source: DocumentSource, piece_bytes: int) -> list[FilePiece]:
-    """Cuts a file between row groups; a larger one is a piece by itself.
-
-    Raises:
-        DataError: it cannot be read, or has no such column.
-    """
-    with _open_parquet(path, source) as file:
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        sizes = [group.total_byte_size for group in groups]
-    starts, held = [0], 0
-    for number, size in enumerate(sizes):
-        if held and held + size > piece_bytes:
-            starts.append(number)
-            held = 0
-        held += size
-    stops = [*starts[1:], len(sizes)]
-    return [FilePiece(path, "parquet", a, b) for a, b in zip(starts, stops, strict=True)]
-
-
 def read_parquet(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
     """The documents of a piece's row groups."""
     with _open_parquet(piece.path, source) as file:
@@ -372,7 +353,17 @@ def cut(path: AnyPath, source: DocumentSource, piece_bytes: int) -> list[FilePie
     """
     kind = format_of(path, source)
     if kind == "parquet":
-        return cut_parquet(path, source, piece_bytes)
+        with _open_parquet(path, source) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            sizes = [group.total_byte_size for group in groups]
+        starts, held = [0], 0
+        for number, size in enumerate(sizes):
+            if held and held + size > piece_bytes:
+                starts.append(number)
+                held = 0
+            held += size
+        stops = [*starts[1:], len(sizes)]
+        return [FilePiece(path, "parquet", a, b) for a, b in zip(starts, stops, strict=True)]
     size = path.stat().st_size
     is_whole = kind == "text" and not cuts_anywhere(source.separator)
     if path.suffix in COMPRESSED or is_whole or size <= piece_bytes:

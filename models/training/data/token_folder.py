@@ -133,17 +133,13 @@ def _open_shard(manifest: TokenManifest, sizes: Mapping[str, int], record: Recor
         raise DataError(f"{error.filename}: {error.strerror}; tokenise the data again") from error
     except (ValueError, EOFError) as error:
         raise DataError(f"{index_path} is damaged ({error}); tokenise the data again") from error
-    _check_index(index, index_path, record)
-    return Shard(tokens, index)
-
-
-def _check_index(index: Int64s, path: AnyPath, record: Record) -> None:
     fits = index.shape == (record["documents"] + 1,) and index.dtype == np.int64
     if not fits or index[0] != 0 or index[-1] != record["tokens"]:
         raise DataError(
-            f"{path} does not fit {record['documents']} documents of {record['tokens']} tokens; "
-            "tokenise the data again"
+            f"{index_path} does not fit {record['documents']} documents of {record['tokens']} "
+            "tokens; tokenise the data again"
         )
+    return Shard(tokens, index)
 
 
 def damages(folder: AnyPath) -> Iterator[str]:

@@ -20,6 +20,9 @@ from spmd.models.training.paths import AnyPath, StorePath, as_path
 from spmd.models.training.run.mirror import Mirror
 from spmd.models.training.run.optimizer import OptimizerConfig
 
+FATAL = ("optimizer.name", "lora")
+"""What a resumed run has to have the same, beside the model."""
+
 FREE_TO_CHANGE = frozenset(
     f"model.{name}"
     for name in (
@@ -50,6 +53,7 @@ class RunConfig:
     z_loss: float = 0.0  # weight of the squared log-normalizer in the loss; 0 leaves it out
     data: tuple[str, ...] = ()  # names of the data, see `DataConfig.sources`
     tokenizer: str = BYTES  # for text that is not tokenized yet
+    lora: Any = None  # low-rank adapters, which are then trained alone: a frozen dataclass
     packing: Packing = "none"  # whether documents that share a sequence are kept apart
 
     def __post_init__(self) -> None:
@@ -108,7 +112,7 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     theirs = _flat(saved)
     changed = [k for k in (*theirs, *ours) if theirs.get(k, ours.get(k)) != ours.get(k)]
     changed = [key for key in dict.fromkeys(changed) if key in ours and key not in FREE_TO_CHANGE]
-    fatal = [key for key in changed if key.startswith("model.") or key == "optimizer.name"]
+    fatal = [key for key in changed if key.startswith("model.") or key in FATAL]
     if fatal:
         listed = ", ".join(
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal

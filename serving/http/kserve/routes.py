@@ -1,12 +1,16 @@
-"""The paths below `/v2`."""
+"""The paths below `/v2`: KServe's open inference protocol, version 2, with Triton's extensions.
 
-import importlib.metadata
+POST /v2/models/NAME/infer
+{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}]}
+"""
+
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import spmd
 from spmd.serving.errors import ApiError
 from spmd.serving.http.kserve.inference import infer
 from spmd.serving.http.kserve.models import (
@@ -44,11 +48,8 @@ async def model_ready(request: Request) -> Response:
 async def server(request: Request) -> Response:
     """`GET /v2`: what the server is."""
     check_key(request, service_of(request).options)
-    try:
-        version = importlib.metadata.version("spmd")
-    except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
-        version = "unknown"
-    return JSONResponse({"name": "spmd", "version": version, "extensions": EXTENSIONS})
+    about = {"name": "spmd", "version": spmd.__version__, "extensions": EXTENSIONS}
+    return JSONResponse(about)
 
 
 async def metadata(request: Request) -> Response:

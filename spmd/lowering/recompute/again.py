@@ -290,22 +290,18 @@ class _Block:
         last = [v for v in self.makers if v in stored and v not in self.again][-1:]
         self.past += [(-math.inf, value) for value in last]
         for op in self.after:
-            self.b.append(self.with_values_for(op))
+            needed = {v for v in reads(op) if v in self.again and v not in self.made}
+            missing: list[Op] = []  # the ops that make values again, the last one first
+            for maker in reversed(self.cut.again if needed else ()):
+                if not needed.isdisjoint(maker.results):
+                    missing.append(maker)
+                    needed.update(v for v in reads(maker) if v not in self.made)
+            if missing:
+                self.repeat(op, {maker.results[0]: maker for maker in reversed(missing)})
+            self.b.append(with_operands(op, self.made))
             self.now += arithmetic(op)
             self.past += [(self.now, value) for value in op.results if value in stored]
         return self.b.end(self.region.args, [self.made.get(v, v) for v in self.region.results])
-
-    def with_values_for(self, op: Op) -> Op:
-        """Appends the ops that recompute operands of `op`; returns `op` with the new operands."""
-        needed = {v for v in reads(op) if v in self.again and v not in self.made}
-        missing: list[Op] = []  # the ops that make values again, the last one first
-        for maker in reversed(self.cut.again if needed else ()):
-            if not needed.isdisjoint(maker.results):
-                missing.append(maker)
-                needed.update(v for v in reads(maker) if v not in self.made)
-        if missing:
-            self.repeat(op, {maker.results[0]: maker for maker in reversed(missing)})
-        return with_operands(op, self.made)
 
     def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
         fresh = {v for op in missing.values() for v in op.results}

@@ -16,7 +16,7 @@ from spmd.models.training.data.tokenizer import ByteTokenizer
 from spmd.serving.engine.infer import Array, TensorSpec
 from spmd.serving.errors import ServingError
 from spmd.serving.http import connections
-from spmd.serving.http.admission import SPARE, Budget
+from spmd.serving.http.admission import SPARE, Allowance
 from spmd.serving.http.connections import Addresses
 from spmd.serving.http.fields import SHORT
 from spmd.serving.http.language import Loaded
@@ -89,13 +89,13 @@ def taken(live: Live) -> int:
 
 
 def test_a_client_leaves_something_to_others() -> None:
-    budget = Budget(10 * SPARE)
+    budget = Allowance(10 * SPARE)
     assert budget.take("a", 9 * SPARE) and not budget.take("a", SPARE)
     assert budget.take("a", SPARE - 10) and not budget.take("a", 1)
     assert budget.take("b", 10) and not budget.take("b", 1)
     budget.give_back("a", 1)
     assert budget.taken == 10 * SPARE - 1 and budget.take("c", 1)
-    small = Budget(SPARE - 1)
+    small = Allowance(SPARE - 1)
     assert small.take("a", SPARE - 1)
 
 

@@ -19,9 +19,8 @@ from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import LlamaProgram
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.config import read_config
-from spmd.models.llama.weights.convert import write_hf, write_ranks
+from spmd.models.llama.weights.convert import write_hf, write_ranks, write_run
 from spmd.models.llama.weights.files import WeightsError
-from spmd.models.llama.weights.first_checkpoint import write_run
 from spmd.models.llama.weights.ranks import ranks_source
 from spmd.models.llama.weights.sources import fresh_source, hf_source
 from spmd.models.training.checkpoints import pieces

@@ -19,8 +19,7 @@ from tokenizers import (
 )
 
 from spmd.models.training.data.beginnings import as_trained, prompt_ids
-from spmd.models.training.data.token_length import longest_token
-from spmd.models.training.data.tokenizer import ByteTokenizer, load_tokenizer
+from spmd.models.training.data.tokenizer import ByteTokenizer, load_tokenizer, longest_token
 
 TEXTS = ("ab", "a b", "", "<s>ab", " b")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
