@@ -140,7 +140,7 @@ def circle_of(graph: Mapping[str, set[str]]) -> str:
 
 def python_files() -> list[Path]:
     """Every Python file of the project, relative to the repository."""
-    tops = sorted({package.split(".")[0] for package in LEVEL} | {*USERS_OF_IT})
+    tops = sorted({package.split(".")[0] for package in LEVEL} | {*USERS_OF_IT, "pytorch"})
     return [path.relative_to(ROOT) for top in tops for path in sorted((ROOT / top).rglob("*.py"))]
 
 

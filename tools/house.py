@@ -27,12 +27,13 @@ GROUPS = (
     ("spmd",),
     ("models",),
     ("serving",),
+    ("pytorch",),
     ("scripts", "benchmarks", "tools", "examples"),
     ("tests",),
 )
 """Folders that are counted together."""
 
-PRODUCT = ("spmd", "models", "serving")
+PRODUCT = ("spmd", "models", "serving", "pytorch")
 """Folders in which a class name should have one meaning."""
 
 Sources = Mapping[str, str]
