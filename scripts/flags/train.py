@@ -111,8 +111,9 @@ def _data(add: Add) -> None:
     )
     of_run(
         "--packing",
-        help="whether documents that share a sequence are kept apart: by attention, positions and "
-        "loss",
+        help="whether documents that share a sequence are kept apart, by attention, positions and "
+        "loss (boundaries), and whole (documents); auto: documents where only answers are learned, "
+        "else none",
     )
     of_run("--seq_len", default=128, help="tokens of a sequence")
     of_run("--global_batch", default=16, help="sequences of a step, on all devices")
@@ -142,9 +143,12 @@ def _training(add: Add) -> None:
     of_optimizer("--warmup_steps", help="(default: a tenth of the run, at most 100)")
     of_optimizer("--weight_decay", help="AdamW's; norms and biases are not")
     of_optimizer("--clip_norm", help="largest global norm of the gradients; 0 does not clip")
-    of_fields(add, RunConfig)(
-        "--z_loss", help="weight of the squared log-normalizer of the softmax"
-    )
+    of_run = of_fields(add, RunConfig)
+    of_run("--z_loss", help="weight of the squared log-normalizer of the softmax")
+    of_run("--dpo_beta", help="where data are preferences: how much it costs to leave --init_from")
+    of_run("--teacher", help="folder or URL of weights, of which the distribution is learned, too")
+    of_run("--distill_temperature", help="divides the logits of both for that")
+    of_run("--distill_share", help="of the divergence from the teacher in the loss; else data's")
     of_options("--on_nonfinite", help="what a loss, gradient or update that is not finite does")
     of_options("--max_skipped", help="so many steps in a row may be skipped")
     of_options("--audit_every", help="steps between comparisons of devices' copies; 0: none")
@@ -158,6 +162,11 @@ def _evaluation(add: Add) -> None:
         "--eval_first",
         default=None,
         help="evaluate before the first step, too (default: with --init_from)",
+    )
+    of_fields(add, RunConfig)(
+        "--valid_data",
+        help="what is evaluated on, named as in --data (default: a 20th of --data, which is then "
+        "not trained on)",
     )
     of_options("--patience", help="evaluations without a better one that end the run; 0: none do")
     of_options("--eval_batches", help="held-out batches of an evaluation; 0: none")

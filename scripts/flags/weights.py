@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from spmd.models.training.data.tokenizer import (
     same_ids,
 )
 from spmd.models.training.paths import as_path
+from spmd.models.training.run.description import FREE_TO_CHANGE, RunConfig
 
 DEFAULT_MODEL = "quickstart"
 
@@ -87,6 +89,27 @@ def chosen_config(given: argparse.Namespace) -> LlamaConfig:
         config = named_config(given.model or DEFAULT_MODEL)
     if given.init_from:
         weights.check_can_load(given.init_from, config)
+    return config
+
+
+def teacher_config(run: RunConfig) -> LlamaConfig | None:
+    """The model of --teacher, which runs as the one that is trained; None without the flag.
+
+    Raises:
+        WeightsError: its weights do not fit, or its tokens are others.
+    """
+    if not run.teacher:
+        return None
+    ways = (name.removeprefix("model.") for name in FREE_TO_CHANGE)
+    changes = {name: getattr(run.model, name) for name in ways}
+    config = dataclasses.replace(read_config(run.teacher), **changes, param_dtype=run.model.dtype)
+    weights.check_can_load(run.teacher, config)
+    file = as_path(run.teacher) / TOKENIZER
+    tokens = config.vocab_size, run.model.vocab_size
+    if tokens[0] != tokens[1]:
+        raise WeightsError(f"--teacher: it knows {tokens[0]} tokens, and the model {tokens[1]}")
+    if file.is_file() and not same_ids(load_tokenizer(str(file)), load_tokenizer(run.tokenizer)):
+        raise WeightsError(f"--teacher: {run.teacher} has another tokenizer than {run.tokenizer}")
     return config
 
 
