@@ -12,7 +12,7 @@ import sys
 from benchmarks.environment import xla_flags
 
 ON_CPUS = (
-    "decode_ahead", "experts", "long", "plan_llama", "stages", "tpu",  # for slices not here
+    "decode_ahead", "experts", "long", "stages", "tpu",  # for slices not here
     "bytes", "compare_shardy", "compiler", "memory", "packages",
 )  # fmt: skip
 """They run nothing that would need a GPU."""
