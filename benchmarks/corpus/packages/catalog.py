@@ -2,10 +2,9 @@
 
 import importlib
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 import spmd
 from benchmarks.corpus.compare import assert_same_trees
@@ -15,22 +14,10 @@ from benchmarks.programs.program import Built, Program
 AXES = {"data": 4, "model": 2}
 
 MODULES = (
-    "linen",
-    "nnx",
-    "equinox",
-    "haiku",
-    "penzai",
-    "quantization",
-    "solvers",
-    "probability",
-    "graphs",
-    "control",
-    "keras",
-)
+    "linen", "nnx", "equinox", "haiku", "penzai", "quantization", "solvers", "probability",
+    "graphs", "control", "keras",
+)  # fmt: skip
 """The modules beside this one; each says of what packages it is."""
-
-DOUBLE = {"haiku.mobilenet"}
-"""Ill-conditioned (batch norms over few numbers): compared in 64 bits, where rounding is small."""
 
 NOISY = {"quantization.qwix_training": 5e-2}
 """Tolerances of programs in which rounding grows, whatever the precision: qwix's scales put the
@@ -49,11 +36,9 @@ class Entry(NamedTuple):
         Raises:
           AssertionError: the numbers differ.
         """
-        with warnings.catch_warnings(), jax.enable_x64(self.name in DOUBLE):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other people's
             made = concrete(self.make)
-            if self.name in DOUBLE:
-                made = made._replace(args=jax.tree.map(_widen, made.args))
             mesh = spmd.make_mesh(**AXES)
             want = jax.jit(made.fn)(*made.args)
             partitioned = spmd.jit(made.fn, mesh=mesh, options=spmd.Options(check=True))
@@ -68,10 +53,6 @@ class Entry(NamedTuple):
             return Built(made.fn, marked(made, mesh))
 
         return Program(self.name, AXES, build)
-
-
-def _widen(leaf: Any) -> Any:
-    return leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf
 
 
 def entries(module: str) -> list[Entry]:

@@ -1,12 +1,10 @@
-"""brax, mctx, evosax, ott: control, planning, evolution and transport."""
+"""brax, mctx, ott: control, planning and transport."""
 
 from typing import Any
 
-import evosax.algorithms
 import jax
 import jax.numpy as jnp
 import mctx
-import optax
 from brax import envs
 from ott.geometry import pointcloud
 from ott.problems.linear import linear_problem
@@ -72,24 +70,6 @@ def mctx_search(size: Size) -> Made:
     return Made(search, args, ("params", "batch", "open"))
 
 
-def evolution(size: Size) -> Made:
-    """A generation of evosax's OpenAI-ES: a network's weights are the genes."""
-    population, inner, batch = size((8, 4, 8), (256, 64, 1024))
-    solution = weights(0, inner, 4 * inner, inner)
-    algorithm = evosax.algorithms.Open_ES(population, solution, optimizer=optax.adam(1e-2))
-    options = algorithm.default_params
-
-    def generation(state: Any, x: Any, y: Any, key: Any) -> Any:
-        ask, tell = jax.random.split(key)
-        members, state = algorithm.ask(ask, state, options)
-        fitness = jax.vmap(lambda w: jnp.mean((mlp(w, x) - y) ** 2))(members)
-        return algorithm.tell(tell, members, fitness, state, options)[0], fitness
-
-    state = algorithm.init(jax.random.key(1), solution, options)
-    x, y = normal(2, batch, inner), normal(3, batch, inner)
-    return Made(generation, (state, x, y, jax.random.key(4)), ("params", "batch", "batch", "open"))
-
-
 def transport(size: Size) -> Made:
     """A step that learns a map by ott's entropic transport cost between point clouds."""
     points, dims, width = size((16, 4, 8), (4096, 256, 2048))
@@ -103,9 +83,4 @@ def transport(size: Size) -> Made:
     return training(loss, weights(2, dims, width, dims), x, y)
 
 
-PROGRAMS = (
-    brax_rollout,
-    mctx_search,
-    evolution,
-    transport,
-)
+PROGRAMS = (brax_rollout, mctx_search, transport)

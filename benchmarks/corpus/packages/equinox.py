@@ -77,22 +77,4 @@ def stateful(size: Size) -> Made:
     return Made(step, args, ("params", "open", "open", "batch", "batch"))
 
 
-def checkpointed_loop(size: Size) -> Made:
-    """Equinox's own reverse-differentiable while loop around a linear layer."""
-    width, steps, batch = size((16, 5, 8), (4096, 16, 4096))
-
-    def loss(model: Any, x: Any) -> Any:
-        def body(carry: Any) -> Any:
-            x, n = carry
-            return jnp.tanh(jax.vmap(model)(x)), n + 1
-
-        x, _ = eqx.internal.while_loop(
-            lambda carry: carry[1] < steps, body, (x, 0), max_steps=steps, kind="checkpointed"
-        )
-        return jnp.mean(x**2)
-
-    model = eqx.nn.Linear(width, width, key=jax.random.key(0))
-    return of_model(model, loss, normal(1, batch, width))
-
-
-PROGRAMS = (stateful, checkpointed_loop)
+PROGRAMS = (stateful,)

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import keras
 
-from benchmarks.corpus.packages.program import Size, integers, normal
+from benchmarks.corpus.packages.program import Size, integers
 from benchmarks.corpus.program import Made
 
 
-def trained(model: Any, loss: Any, *batch: Any) -> Made:
+def trained(model: Any, *batch: Any) -> Made:
     """A step of keras's Adam; variables are lists of arrays."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.Adam(1e-3, epsilon=1e-3)
     optimizer.build(model.trainable_variables)
 
@@ -38,10 +39,6 @@ def trained(model: Any, loss: Any, *batch: Any) -> Made:
     return Made(step, (params, rest, slots, *batch), ("params", "open", "open", "batch", "batch"))
 
 
-def crossentropy() -> Any:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 def transformer(size: Size) -> Made:
     """A classifier of keras.layers.MultiHeadAttention with dropout."""
     vocab, width, batch, length = size((64, 32, 8, 8), (32000, 1024, 64, 512))
@@ -56,18 +53,7 @@ def transformer(size: Size) -> Made:
         x = x + layers.Dropout(0.1, seed=0)(layers.Dense(width)(h))
     out = layers.Dense(16)(layers.GlobalAveragePooling1D()(x))
     model = keras.Model(tokens, out)
-    return trained(model, crossentropy(), integers(0, vocab, batch, length), integers(1, 16, batch))
+    return trained(model, integers(0, vocab, batch, length), integers(1, 16, batch))
 
 
-def recurrent(size: Size) -> Made:
-    """keras.layers.Bidirectional of LSTMs, and a GRU."""
-    inner, width, batch, length = size((8, 16, 8, 8), (256, 1024, 256, 64))
-    layers = keras.layers
-    sequence = keras.Input((length, inner))
-    x = layers.Bidirectional(layers.LSTM(width, return_sequences=True))(sequence)
-    model = keras.Model(sequence, layers.Dense(16)(layers.GRU(width)(x)))
-    x, labels = normal(0, batch, length, inner), integers(1, 16, batch)
-    return trained(model, crossentropy(), x, labels)
-
-
-PROGRAMS = (transformer, recurrent)
+PROGRAMS = (transformer,)

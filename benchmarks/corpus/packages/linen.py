@@ -7,7 +7,7 @@ import optax
 from flax import linen
 from flax.training.train_state import TrainState
 
-from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from benchmarks.corpus.packages.program import Size, cross_entropy, integers, normal
 from benchmarks.corpus.program import Made
 
 
@@ -15,45 +15,12 @@ class Block(linen.Module):
     heads: int
 
     @linen.compact
-    def __call__(self, x: Any, mask: Any, memory: Any = None) -> Any:
+    def __call__(self, x: Any, mask: Any) -> Any:
         width = x.shape[-1]
         h = linen.LayerNorm()(x)
         x = x + linen.MultiHeadDotProductAttention(self.heads)(h, mask=mask)
-        if memory is not None:
-            x = x + linen.MultiHeadDotProductAttention(self.heads)(linen.LayerNorm()(x), memory)
         h = linen.gelu(linen.Dense(4 * width)(linen.LayerNorm()(x)))
         return x + linen.Dense(width)(h)
-
-
-class Translator(linen.Module):
-    vocab: int
-    width: int
-    layers: int
-
-    @linen.compact
-    def __call__(self, source: Any, target: Any) -> Any:
-        embed = linen.Embed(self.vocab, self.width)
-        heads = max(self.width // 64, 2)
-        x, y = embed(source), embed(target)
-        for _ in range(self.layers):
-            x = Block(heads)(x, linen.make_attention_mask(source > 0, source > 0))
-        for _ in range(self.layers):
-            y = Block(heads)(y, linen.make_causal_mask(target), x)
-        return embed.attend(linen.LayerNorm()(y))
-
-
-def translator(size: Size) -> Made:
-    """An encoder-decoder transformer; embeddings are shared with the output."""
-    vocab, width, layers, batch, length = size((64, 32, 1, 8, 8), (32000, 1024, 2, 64, 256))
-    model = Translator(vocab, width, layers)
-    source = integers(0, vocab, batch, length)
-    target = integers(1, vocab, batch, length)
-
-    def loss(params: Any, source: Any, target: Any) -> Any:
-        return cross_entropy(model.apply(params, source, target[:, :-1]), target[:, 1:])
-
-    params = model.init(jax.random.key(0), source, target[:, :-1])
-    return training(loss, params, source, target)
 
 
 def scanned_decoder(size: Size) -> Made:
@@ -115,4 +82,4 @@ def decode_step(size: Size) -> Made:
     return Made(step, args, ("params", "batch", "batch"))
 
 
-PROGRAMS = (translator, scanned_decoder, decode_step)
+PROGRAMS = (scanned_decoder, decode_step)

@@ -1,4 +1,4 @@
-"""numpyro, flowjax, TensorFlow Probability on jax, blackjax: inference and flows."""
+"""numpyro, flowjax, blackjax: inference and flows."""
 
 from typing import Any
 
@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO, autoguide
-from tensorflow_probability.substrates import jax as tfp
 
 from benchmarks.corpus.packages.equinox import of_model
-from benchmarks.corpus.packages.program import Size, integers, made_eagerly, normal, training
+from benchmarks.corpus.packages.program import Size, integers, made_eagerly, normal
 from benchmarks.corpus.program import Made
 
 
@@ -59,25 +58,6 @@ def coupling_flow(size: Size) -> Made:
     return of_model(model, loss, normal(1, batch, dims))
 
 
-def tfp_joint(size: Size) -> Made:
-    """The gradient of a joint distribution of TensorFlow Probability."""
-    x, y = observations(size)
-    tfd = tfp.distributions
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        joint = tfd.JointDistributionNamed(
-            {
-                "scale": tfd.HalfNormal(jnp.ones(())),
-                "w": lambda scale: tfd.Sample(tfd.Normal(0.0, scale), x.shape[1]),
-                "y": lambda w: tfd.Independent(tfd.Bernoulli(logits=x @ w), 1),
-            }
-        )
-        return -joint.log_prob(scale=jax.nn.softplus(params["scale"]), w=params["w"], y=y)
-
-    params = {"w": 0.1 * normal(3, x.shape[1]), "scale": jnp.ones(())}
-    return training(loss, params, x, y)
-
-
 def blackjax_nuts(size: Size) -> Made:
     """A transition of blackjax's NUTS for each of several chains."""
     chains, dims = size((8, 4), (1024, 512))
@@ -96,9 +76,4 @@ def blackjax_nuts(size: Size) -> Made:
     return Made(step, args, ("batch", "params", "open"))
 
 
-PROGRAMS = (
-    svi,
-    coupling_flow,
-    tfp_joint,
-    blackjax_nuts,
-)
+PROGRAMS = (svi, coupling_flow, blackjax_nuts)

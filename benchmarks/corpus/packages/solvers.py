@@ -10,7 +10,7 @@ import lineax as lx
 import optimistix as optx
 
 from benchmarks.corpus.packages.equinox import of_model
-from benchmarks.corpus.packages.program import Size, normal, training
+from benchmarks.corpus.packages.program import Size, normal
 from benchmarks.corpus.program import Made
 
 
@@ -85,43 +85,4 @@ def least_squares(size: Size) -> Made:
     return Made(jax.vmap(fit, (None, 0)), (t, y), ("open", "batch"))
 
 
-def minimize_bfgs(size: Size) -> Made:
-    """optimistix.BFGS on a regularized regression over the batch."""
-    dims, batch = size((8, 16), (1024, 8192))
-
-    def fit(w: Any, x: Any, y: Any) -> Any:
-        def objective(w: Any, _: Any) -> Any:
-            return jnp.mean((jnp.tanh(x @ w) - y) ** 2) + 1e-2 * jnp.sum(w**2)
-
-        solver = optx.BFGS(rtol=1e-3, atol=1e-3)
-        return optx.minimise(objective, solver, w, max_steps=4, throw=False).value
-
-    args = (jnp.zeros(dims), normal(1, batch, dims) / dims**0.5, normal(2, batch))
-    return Made(fit, args, ("open", "batch", "batch"))
-
-
-def factorizations(size: Size) -> Made:
-    """Lineax's LU, QR and Cholesky for each example, and gradients."""
-    dims, batch = size((4, 8), (128, 1024))
-
-    def loss(params: Any, a: Any, b: Any) -> Any:
-        def solve(a: Any, b: Any) -> Any:
-            a = a @ params["w"] + 4 * jnp.eye(dims)
-            general = lx.MatrixLinearOperator(a)
-            spd = lx.MatrixLinearOperator(a @ a.T + jnp.eye(dims), lx.positive_semidefinite_tag)
-            found = [lx.linear_solve(general, b, s).value for s in (lx.LU(), lx.QR())]
-            return sum(found) + lx.linear_solve(spd, b, lx.Cholesky()).value
-
-        return jnp.mean(jax.vmap(solve)(a, b) ** 2)
-
-    params = {"w": jnp.eye(dims)}
-    return training(loss, params, 0.1 * normal(1, batch, dims, dims), normal(2, batch, dims))
-
-
-PROGRAMS = (
-    adaptive_ode,
-    equilibrium,
-    least_squares,
-    minimize_bfgs,
-    factorizations,
-)
+PROGRAMS = (adaptive_ode, equilibrium, least_squares)
