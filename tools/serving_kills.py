@@ -11,7 +11,6 @@ Examples:
     tools/run serving_kills --phases loading,idle,streams --kills 30
 """
 
-import argparse
 import itertools
 import math
 import os
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -43,25 +42,38 @@ NOTE = 'echo $$ >"$0.$JAX_PROCESS_ID.$SPMD_RESTART"; exec "$@"'
 """Writes down which process has which id, and becomes the program."""
 
 
-class Launched:
-    """A program as several processes of this machine, under the launcher.
+class Group:
+    """A server of several processes of this machine, under the launcher.
 
     Args:
       folder: for the log and the processes' ids.
-      flags: of the launcher.
-      program: a module and its flags.
-      more: variables of the processes.
+      bundle: what is served.
+      cache: folder of compiled programs.
+      flags: more of scripts/serve.
     """
 
     def __init__(
-        self, folder: Path, flags: Sequence[str], program: Sequence[str], **more: str
+        self,
+        folder: Path,
+        bundle: Path,
+        processes: int,
+        mesh: str,
+        cache: Path,
+        max_restarts: int = 1,
+        flags: Sequence[str] = (),
     ) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._pids, self._log = folder / "pid", folder / "log"
+        devices = math.prod(mesh_axes(mesh).values()) // processes
         command = [
-            sys.executable, "-m", "spmd.scripts.launch_job", "local", "--platform", "cpu", *flags,
-            "--", "sh", "-c", NOTE, str(self._pids), sys.executable, "-m", *program,
+            sys.executable, "-m", "spmd.scripts.launch_job", "local", "--platform=cpu",
+            f"--processes={processes}", f"--devices_per_process={devices}",
+            f"--max_restarts={max_restarts}", "--grace_s=60",
+            "--", "sh", "-c", NOTE, str(self._pids), sys.executable, "-m",
+            "spmd.scripts.serve_bundle", str(bundle), f"--mesh={mesh}", f"--port={port}",
+            f"--cache_dir={cache}", *flags,
         ]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         with self._log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT)
 
@@ -70,10 +82,14 @@ class Launched:
         """What all processes have written."""
         return self._log.read_text(errors="replace")
 
-    def wait_until(self, condition: Callable[[], object]) -> None:
-        """Waits for a condition; RuntimeError if it does not come, or the job ends before."""
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Until processes have said a text so many times; what the launcher says does not count.
+
+        Raises:
+          RuntimeError: it does not come, or the job ends before.
+        """
         end = time.monotonic() + PATIENCE
-        while not condition():
+        while sum(text in line for line in self.log.splitlines() if line[:1] == "[") < times:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"it did not happen:\n{self.log}")
             time.sleep(0.01)
@@ -95,38 +111,6 @@ class Launched:
             return self.process.wait(PATIENCE)
         finally:
             self.process.kill()
-
-
-class Group(Launched):
-    """A server of several processes; `flags` are more of scripts/serve."""
-
-    def __init__(
-        self,
-        folder: Path,
-        bundle: Path,
-        processes: int,
-        mesh: str,
-        cache: Path,
-        max_restarts: int = 1,
-        flags: Sequence[str] = (),
-    ) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        devices = math.prod(mesh_axes(mesh).values()) // processes
-        super().__init__(
-            folder,
-            [f"--processes={processes}", f"--devices_per_process={devices}",
-             f"--max_restarts={max_restarts}", "--grace_s=60"],
-            ["spmd.scripts.serve_bundle", str(bundle), f"--mesh={mesh}", f"--port={port}",
-             f"--cache_dir={cache}", *flags],
-        )  # fmt: skip
-
-    def wait_for(self, text: str, times: int = 1) -> None:
-        """Until processes have said a text so many times; what the launcher says does not count."""
-
-        def count() -> int:
-            return sum(text in line for line in self.log.splitlines() if line[:1] == "[")
-
-        self.wait_until(lambda: count() >= times)
 
 
 class Seen(NamedTuple):
@@ -233,30 +217,13 @@ def is_wrong(row: Row) -> bool:
     )
 
 
-def add_flags(parser: Parser, phases: Sequence[str]) -> None:
-    """Adds how often and when a process is killed."""
-    add = parser.add_argument
-    add("--phases", type=words, default=phases, help="when a process is killed")
-    add("--kills", type=int, help="how many (default: each process once in each phase)")
-
-
-def kills_of(
-    given: argparse.Namespace, victims: Sequence[int], folder: Path
-) -> Iterator[tuple[str, int, Path]]:
-    """The phase, the process and a folder of its own for each kill that the flags ask for."""
-    kinds = list(itertools.product(given.phases, victims))
-    kills = len(kinds) if given.kills is None else given.kills
-    for number, kind in enumerate(itertools.islice(itertools.cycle(kinds), kills)):
-        own = folder / str(number)
-        own.mkdir()
-        yield *kind, own
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("tools/run serving_kills", __doc__)
-    parser.add_argument("--processes", type=int, default=2, help="of the server; 2 or 4")
-    add_flags(parser, PHASES)
+    add = parser.add_argument
+    add("--processes", type=int, default=2, help="of the server; 2 or 4")
+    add("--phases", type=words, default=PHASES, help="when a process is killed")
+    add("--kills", type=int, help="how many (default: each process once in each phase)")
     return parser
 
 
@@ -271,7 +238,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_tiny(bundle)
         with Group(folder, bundle, given.processes, MESH, cache) as group:
             group.wait_for(" ready: ")  # from here on the cache has all
-        for phase, victim, own in kills_of(given, (0, given.processes - 1), folder):
+        kinds = list(itertools.product(given.phases, (0, given.processes - 1)))
+        for number in range(given.kills or len(kinds)):
+            phase, victim = kinds[number % len(kinds)]
+            (own := folder / str(number)).mkdir()
             row = run(own, bundle, cache, given.processes, phase, victim)
             told = [", ".join(f"{n} {what}" for what, n in seen.items()) for seen in row[2:4]]
             again = "-" if row.again is None else f"{row.again:.1f}"
