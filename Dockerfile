@@ -26,7 +26,7 @@ RUN source scripts/_env.sh; \
     esac
 
 COPY . .
-RUN .venv/bin/python -m compileall -q spmd models serving scripts; \
+RUN .venv/bin/python -m compileall -q spmd models serving pytorch scripts; \
     useradd --uid 1000 --create-home spmd
 ENV PATH="/opt/spmd/.venv/bin:$PATH"
 USER 1000

@@ -2,11 +2,14 @@
 
 Files are text, JSONL or Parquet by their names (.jsonl, .ndjson, .json; .parquet; all others are
 text), plain or ending in .gz or .zst. Directories stand for all files below them. A run that was
-stopped goes on where it was when it is started again with the same arguments.
+stopped goes on where it was when it is started again with the same arguments. Rows of JSONL and
+Parquet are texts, or, with TRL's fields, chats (messages), prompts with answers (prompt and
+completion) or preferences (prompt, chosen and rejected), whose answers alone are learned.
 
 Examples:
     scripts/tokenize_data --out tokens/wiki --tokenizer llama/tokenizer.json 'wiki/*.jsonl.zst'
     scripts/tokenize_data --out tokens/web --tokenizer llama --field content web/ --workers 16
+    scripts/tokenize_data --out tokens/chats --tokenizer Llama-3.2-1B-Instruct chats.jsonl
     scripts/tokenize_data --out tokens/books --document_separator '<|endoftext|>' books.txt
     scripts/tokenize_data --verify tokens/wiki
 """
@@ -23,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from spmd.cli.flags import Parser, Switch, positive
 from spmd.installed import as_called
 from spmd.models.training.data import token_folder
+from spmd.models.training.data.chat import find_template
 from spmd.models.training.data.documents import FORMATS, DocumentSource, Format
 from spmd.models.training.data.files import find_files
 from spmd.models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, TokenizeOptions
@@ -43,7 +47,8 @@ def make_parser() -> Parser:
     add("--eos_token", help="token that ends a document (default: found out)")
     add("--bos_token", help="token that begins a document, '' for none (default: found out)")
     add("--format", default="auto", choices=FORMATS, help="what the files are; auto: by name")
-    add("--field", default="text", help="JSONL field or Parquet column with the text")
+    add("--field", default="text", help="JSONL field or Parquet column with the text or messages")
+    add("--chat_template", help="file with the template of messages (default: the tokenizer's)")
     add(
         "--document_separator",
         default="",
@@ -103,6 +108,7 @@ def run_tokenize(given: argparse.Namespace, console: Console) -> None:
                     format=cast(Format, given.format),
                     field=given.field,
                     separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),
+                    template=find_template(given.tokenizer, given.chat_template),
                 ),
                 on_error=cast(OnError, given.on_error),
                 piece_bytes=given.piece_mib * 2**20,

@@ -19,6 +19,8 @@ longer than --watchdog_timeout; 78 in place of 1 where a launcher must not start
 """
 
 import argparse
+import dataclasses
+import io
 import logging
 import sys
 import tempfile
@@ -30,20 +32,22 @@ if not __package__:  # run as a file of a checkout, which need not be installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
+import numpy as np
 from absl import logging as absl_logging
 from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.models.llama import sharding
+from spmd.models.llama import lora, sharding
 from spmd.models.llama.config import ConfigError
-from spmd.models.llama.parameters import without_states
+from spmd.models.llama.parameters import TEACHER
 from spmd.models.llama.program import LlamaProgram, sample_text
-from spmd.models.llama.weights.load import WeightsError
+from spmd.models.llama.weights.load import WeightsError, load
 from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
 from spmd.models.training.errors import RunError
+from spmd.models.training.paths import as_path
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
 from spmd.models.training.run.loop import Outcome
@@ -61,7 +65,7 @@ PROMPT = "def "
 
 def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> Trainer:
     """The trainer that the flags ask for, with what is done before and after its steps."""
-    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing)
+    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing, run.valid_data)
     train_data, held_out = data.load_datasets(
         of_flags,
         seq_len=run.seq_len,
@@ -77,12 +81,40 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         "tokenizer": data.identity(tokenizer),
     }
 
+    teacher = weight_flags.teacher_config(run)
+    if train_data.is_preferences and (teacher or not given.init_from):
+        raise RunError(
+            "the data are preferences: name the model that is tuned, and compared with, with "
+            "--init_from" + (", and no --teacher" if teacher else "")
+        )
+
     def first_params(program: TrainingProgram) -> Any:
-        shardings = without_states(program.step.in_shardings[0])
-        return weight_flags.load_params(given, run.model, shardings, trainer.console)
+        assert isinstance(program, LlamaProgram)
+        shardings = program.base_shardings()
+        params = weight_flags.load_params(given, run.model, shardings, trainer.console)
+        if train_data.is_preferences and getattr(trainer.data, "references", None) is None:
+            both = {"data": train_data, "held_out": held_out}
+            found: dict[str, Any] = {**program.reference(params, both)}
+            refer(found)
+            if trainer.folder is not None and launch.is_main_process():
+                np.savez(trainer.folder.reference, **found)
+            trainer.console.print("computed the log-probabilities of all pairs under --init_from")
+        if teacher:
+            shardings = program.step.in_shardings[0][TEACHER]
+            theirs = load(run.teacher, teacher, shardings, console=trainer.console)
+            params = program.fresh_params(params, seed=run.options.seed) | {TEACHER: theirs}
+        return params
+
+    def refer(found: Mapping[str, Any]) -> None:
+        """Gives both data sets the log-probabilities of their pairs."""
+        trainer.data = dataclasses.replace(train_data, references=found["data"])
+        trainer.held_out = dataclasses.replace(held_out, references=found["held_out"])
 
     def before(found: Found | None) -> list[str]:
         changes = changes_since(found, run, of_data) if found else []
+        if found and train_data.is_preferences and trainer.folder is not None:
+            kept = (trainer.folder.kept or trainer.folder.path) / trainer.folder.reference.name
+            refer(dict(np.load(io.BytesIO(kept.read_bytes()))))
         if trainer.folder is not None and launch.is_main_process():
             trainer.folder.write_config(run)
             settings = make_parser(None).settings_text(given)
@@ -94,9 +126,13 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         return changes
 
     def after(program: TrainingProgram, outcome: Outcome, watch: launch.Watch) -> None:
-        console, params = trainer.console, outcome.state.params
+        assert isinstance(program, LlamaProgram)
+        console, params = trainer.console, program.whole(outcome.params)
         with watch.may_take("exporting"):
-            export(given, outcome, run, tokenizer, trainer.folder, console)
+            if given.export_lora:
+                lora.save(outcome.params["lora"], run.lora, given.export_lora, given.init_from)
+                console.print(f"exported: {as_path(given.export_lora).absolute()}")
+            export(given, outcome, params, run, tokenizer, trainer.folder, console)
         if given.sample_tokens:
             with watch.may_take("writing a sample"):
                 text = sample_text(run, mesh, params, PROMPT, given.sample_tokens, tokenizer)
@@ -106,7 +142,7 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
                 trainer.write_report(program, Path(given.report), prices=True)
 
     trainer = Trainer.of(
-        lambda: LlamaProgram(run, mesh, train_data.struct()),
+        lambda: LlamaProgram(run, mesh, train_data.struct(), teacher),
         train_data,
         held_out=held_out,
         options=run.options,
@@ -138,6 +174,7 @@ def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> l
 def export(
     given: argparse.Namespace,
     outcome: Outcome,
+    params: Any,
     run: RunConfig,
     tokenizer: data.Tokenizer,
     folder: RunFolder | None,
@@ -148,7 +185,6 @@ def export(
     Raises:
         WeightsError: it failed.
     """
-    params = outcome.state.params
     try:
         weight_flags.export_params(given, params, run.model, tokenizer, console)
     except WeightsError as error:
@@ -174,6 +210,7 @@ def print_run(
         f"{name}: {model.parameter_count():,} parameters, "
         f"{model.num_hidden_layers} layers {'scanned' if model.scan_layers else 'unrolled'}, "
         f"{model.dtype}, {run.optimizer.name}"
+        + (f"; trained are adapters alone: {run.lora}" if run.lora else "")
     )
     console.print(
         f"mesh {format_axes(mesh.shape)}: {mesh.size} of {jax.device_count()} "
@@ -186,9 +223,8 @@ def print_run(
         f"{train_data.token_count:,} tokens of "
         f"{', '.join(run.data) or 'the Python standard library'}"
     )
-    for part in train_data.parts if run.data else ():
-        for note in part.corpus.notes:
-            console.print(f"note: {note}")
+    for note in train_data.notes if run.data else ():
+        console.print(f"note: {note}")
     for sentence in notices(run):
         console.print(sentence)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.models.decode.shape import most_drafts
+from spmd.models.training.data.chat import template_source
 from spmd.models.training.data.tokenizer import (
     BYTE_VOCABULARY,
     BYTES,
@@ -101,7 +102,7 @@ def load_model(
         backend=backends[0][1] if draft is None else DraftedBackend(*(b for _, b in backends)),
         tokenizer=tokenizer,
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())) | ends,
-        chat_template=_chat_template(files, settings),
+        chat_template=template_source(files, settings),
         generation_config=generation,
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
@@ -201,15 +202,3 @@ def _tokenizer(manifest: Manifest, files: Path) -> Tokenizer:
         return load_tokenizer(str(files))
     except DataError as error:
         raise BundleError(str(error)) from error
-
-
-def _chat_template(files: Path, settings: dict[str, Any]) -> str | None:
-    """`chat_template.jinja`, or what `tokenizer_config.json` has: a text, or several by name."""
-    try:
-        return (files / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
-        template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

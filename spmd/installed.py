@@ -1,7 +1,7 @@
 """Where spmd lies: in a checkout, or installed from a wheel, with the same names in both.
 
-A wheel has the folders `models`, `serving` and `scripts` inside `spmd`. In a checkout they lie
-beside it, and `spmd/models`, `spmd/serving` and `spmd/scripts` are links to them.
+A wheel has the folders `models`, `serving`, `scripts` and `torch` inside `spmd`. In a checkout they
+lie beside it (`torch` as `pytorch`: a folder `torch` would hide PyTorch), and links lead to them.
 """
 
 import functools

@@ -16,7 +16,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,8 +32,7 @@ from spmd.mesh.make import make_mesh
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology, as_topology
 from spmd.options import Options
-from spmd.planning.search import Candidate, Search
-from spmd.predict.backends import memory_for, room_for
+from spmd.predict.backends import room_for
 from spmd.predict.timeline import COMPUTE
 from spmd.progress import doing, progress
 
@@ -64,6 +63,11 @@ class Spot(NamedTuple):
 
     axes: tuple[tuple[str, int], ...]  # (name, size), major first
     chosen: tuple[Any, ...]  # in the order of the choices
+
+    def text(self, names: Iterable[str]) -> str:
+        """Returns `data=4, model=2, remat=full`; `names` are those of the choices."""
+        said = (*self.axes, *zip(names, self.chosen, strict=True))
+        return ", ".join(f"{name}={value}" for name, value in said)
 
     def neighbours(self, choices: Mapping[str, Sequence[Any]]) -> Iterator[Spot]:
         """Yields the points that differ in one thing; those most likely to be better first."""
@@ -207,11 +211,8 @@ class Plans:
     @cached_property
     def varied(self) -> tuple[str, ...]:
         """Names of the choices that were free."""
-        values: dict[str, set[str]] = {}
-        for row in self.rows:
-            for name, value in row.chosen.items():
-                values.setdefault(name, set()).add(str(value))
-        return tuple(name for name, found in values.items() if len(found) > 1)
+        names = dict.fromkeys(name for row in self.rows for name in row.chosen)
+        return tuple(n for n in names if len({str(row.chosen[n]) for row in self.rows}) > 1)
 
     def label(self, row: RankedPlan) -> str:
         """Returns `data=4, model=2; remat=full`: the mesh, what was free, which of machines."""
@@ -256,46 +257,48 @@ class Plans:
     def table(self, most: int = 10) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Returns (heads, rows of text) of the first `most` rows."""
         shown = self.rows[:most]
-        machines = len({row.machine for row in self.rows}) > 1
-        sent = list(dict.fromkeys(axes for row in shown for axes in row.sent))
-        has = {
-            "machine": machines,
-            "tokens/s": any(row.work.tokens for row in shown),
-            "MFU": any(row.work.flops for row in shown),
-            "cost/M": any(row.price is not None for row in shown),
-        }
-        found = []
-        for row in shown:
-            cells = {
-                "machine": str(row.machine),
-                "mesh": str(row.lowered.mesh),
-                **{name: str(row.chosen[name]) for name in self.varied},
-                "a run": w.seconds_text(row.seconds),
-                "tokens/s": f"{row.rate:,.0f}",
-                "a device": f"{row.rate / row.lowered.mesh.size:,.0f}",
-                "MFU": f"{row.mfu:.1%}",
-                "memory": w.bytes_text(row.bytes),
-                "verdict": row.verdict,
-                **{
-                    f"sent: {axes}": w.bytes_text(row.sent[axes]) if axes in row.sent else "-"
-                    for axes in sent
-                },
-                "cost/M": "-" if row.cost is None else f"{row.cost:.3g}",
-            }
-            has["a device"] = has["tokens/s"]
-            found.append({head: text for head, text in cells.items() if has.get(head, True)})
-        return tuple(found[0]), [tuple(row.values()) for row in found]
+        has_tokens = any(row.work.tokens for row in shown)
+
+        def sent(axes: str, row: RankedPlan) -> str:
+            return w.bytes_text(row.sent[axes]) if axes in row.sent else "-"
+
+        def free(name: str, row: RankedPlan) -> str:
+            return str(row.chosen[name])
+
+        # Head, whether there is anything to show, text of a row.
+        columns: list[tuple[str, bool, Callable[[RankedPlan], str]]] = [
+            ("machine", len({row.machine for row in self.rows}) > 1, lambda r: str(r.machine)),
+            ("mesh", True, lambda r: str(r.lowered.mesh)),
+            *((name, True, partial(free, name)) for name in self.varied),
+            ("a run", True, lambda r: w.seconds_text(r.seconds)),
+            ("tokens/s", has_tokens, lambda r: f"{r.rate:,.0f}"),
+            ("a device", has_tokens, lambda r: f"{r.rate / r.lowered.mesh.size:,.0f}"),
+            ("MFU", any(row.work.flops for row in shown), lambda r: f"{r.mfu:.1%}"),
+            ("memory", True, lambda r: w.bytes_text(r.bytes)),
+            ("verdict", True, lambda r: r.verdict),
+            *(
+                (f"sent: {axes}", True, partial(sent, axes))
+                for axes in dict.fromkeys(axes for row in shown for axes in row.sent)
+            ),
+            (
+                "cost/M",
+                any(row.price is not None for row in shown),
+                lambda r: "-" if r.cost is None else f"{r.cost:.3g}",
+            ),
+        ]
+        kept = [(head, show) for head, is_shown, show in columns if is_shown]
+        rows = [tuple(show(row) for _, show in kept) for row in shown]
+        return tuple(head for head, _ in kept), rows
 
     def advice(self) -> list[str]:
         """Returns sentences on the best: what bounds it, what to change, and what that gives."""
-        best, lines = self.best, []
-        whole = sum(best.spent.values())
+        best, whole = self.best, sum(self.best.spent.values())
         shares = [
             f"{what if what == COMPUTE else f'waiting for {what}'} {w.share_text(seconds, whole)}"
             for what, seconds in best.spent.items()
             if seconds > WORTH * whole
         ]
-        lines.append(f"a run is {', '.join(shares)}")
+        lines = [f"a run is {', '.join(shares)}"]
         if best.verdict != "fits":
             lines.append(
                 f"memory: {w.bytes_text(best.bytes)} of {w.bytes_text(best.machine.hbm_bytes)} is "
@@ -303,14 +306,13 @@ class Plans:
             )
         if (costly := best.lowered.prices.costly_mark) is not None:
             lines.append(costly_text(costly, best.lowered.mesh))
-        for other in filter(None, (self.larger, *self.rows)):
-            is_other = other is self.larger or other.verdict == "tight"
-            if other.machine == best.machine and is_other and other.rate > (1 + WORTH) * best.rate:
-                more = f"{other.rate / best.rate - 1:+.1%} a second; memory: {other.verdict}"
-                what = (
-                    f"batch={other.chosen['batch']}" if other is self.larger else self.label(other)
-                )
-                lines.append(f"{what}: {more}")
+        others = [(self.label(row), row) for row in self.rows if row.verdict == "tight"]
+        if self.larger is not None:
+            others.insert(0, (f"batch={self.larger.chosen['batch']}", self.larger))
+        for what, row in others:
+            if row.machine == best.machine and row.rate > (1 + WORTH) * best.rate:
+                more = f"{row.rate / best.rate - 1:+.1%} a second"
+                lines.append(f"{what}: {more}; memory: {row.verdict}")
         return lines
 
     def __str__(self) -> str:
@@ -365,19 +367,23 @@ def plan(
     """
     named = [machines] if isinstance(machines, str | Topology) else list(machines)
     topologies = [as_topology(machine) for machine in named]
-    free = choices_of(build, choices)
+    free, known = choices_of(build, choices), prices or {}
     name = getattr(build, "__name__", str(build))
     started, rows, refused, is_over = time.monotonic(), list[RankedPlan](), dict[str, str](), True
     with progress(f"plans of {name}", shows_progress), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)  # of marks and idle axes: they cost
         for i, (machine, given) in enumerate(zip(topologies, named, strict=True)):
             end = started + most_seconds * (i + 1) / len(topologies)
-            price = _price(machine, str(given), prices or {})
+            priced = (str(given), machine.name, machine.chip.name)
+            price = next((known[each] for each in priced if each in known), None)
             at = partial(_planned, build, machine, list(free), price)
             starts = _starts(machine, axes, meshes, free)
-            found, refusals, ended = _search(at, machine, starts, free, meshes is None, end)
-            rows += found
-            refused |= {f"{machine}, {spot}": why for spot, why in refusals.items()}
+            found, ended = _search(at, machine, starts, free, meshes is None, end)
+            for spot, made in found.items():
+                if isinstance(made, RankedPlan):
+                    rows.append(made)
+                else:
+                    refused[f"{machine}, {spot.text(free)}"] = made
             is_over &= ended
     if not rows:
         raise PlanError(
@@ -385,8 +391,7 @@ def plan(
             actual="; ".join(f"{spot}: {why}" for spot, why in list(refused.items())[:4]),
             fix="free other axes or choices, or name more devices",
         )
-    order = {"fits": 0, "tight": 1, "does not fit": 2}
-    rows.sort(key=lambda r: (order[r.verdict], r.bytes if r.verdict == "does not fit" else -r.rate))
+    rows.sort(key=_order)
     larger = _larger(build, free, rows[0])
     return Plans(name, tuple(rows), refused, time.monotonic() - started, is_over, larger)
 
@@ -396,11 +401,12 @@ def choices_of(build: Build, given: Mapping[str, Any]) -> dict[str, Sequence[Any
 
     ArgumentError: `given` has another name, or a parameter without default is not given.
     """
-    parameters = dict(list(inspect.signature(build).parameters.items())[1:])
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-    unknown = [name for name in given if name not in known and not takes_more]
-    missing = [n for n, p in known.items() if p.default is p.empty and n not in given]
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    known = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+    unknown = [name for name in given if name not in known and len(known) == len(parameters)]
+    missing = [
+        n for n, default in known.items() if default is inspect.Parameter.empty and n not in given
+    ]
     if unknown or missing:
         which = f"no parameter {unknown[0]!r}" if unknown else f"no value for {missing[0]!r}"
         raise ArgumentError(
@@ -408,15 +414,14 @@ def choices_of(build: Build, given: Mapping[str, Any]) -> dict[str, Sequence[Any
             required=f"parameters: {', '.join(known) or 'none but the mesh'}",
             fix=f"leave {unknown[0]} out" if unknown else f"give {missing[0]}",
         )
-    values = {name: p.default for name, p in known.items()} | dict(given)
+    values = {**known, **given}
     return {n: list(v) if isinstance(v, tuple | list) else [v] for n, v in values.items()}
 
 
 def read_choice(text: str) -> Any:
     """Reads `64`, `0.1`, `True` as Python has them, `64,128` as a tuple; anything else is text."""
-    parts = [part.strip() for part in text.split(",")]
     values = []
-    for part in parts:
+    for part in map(str.strip, text.split(",")):
         try:
             values.append(ast.literal_eval(part))
         except (SyntaxError, ValueError):
@@ -424,9 +429,10 @@ def read_choice(text: str) -> Any:
     return tuple(values) if len(values) > 1 else values[0]
 
 
-def _price(machine: Topology, given: str, prices: Mapping[str, float]) -> float | None:
-    names = (given, machine.name, machine.chip.name)
-    return next((prices[name] for name in names if name in prices), None)
+def _order(row: RankedPlan) -> tuple[int, float]:
+    """Returns what rows are sorted by: what fits by its rate, then the others by their bytes."""
+    verdict = ("fits", "tight", "does not fit").index(row.verdict)
+    return verdict, row.bytes if verdict == 2 else -row.rate
 
 
 def _starts(
@@ -439,13 +445,10 @@ def _starts(
     first = tuple(values[0] for values in free.values())
     if meshes is not None:
         return [Spot(tuple(mesh.items()), first) for mesh in meshes]
-    many, ones = machine.count, [(name, 1) for name in axes[1:]]
-    spots = [Spot(((axes[0], many), *ones), first)]
-    inner = math.gcd(many, 4)
-    if ones and inner > 1:
-        last = (*ones[:-1], (axes[-1], inner))
-        spots.append(Spot(((axes[0], many // inner), *last), first))
-    return spots
+    sizes = [[machine.count] + [1] * (len(axes) - 1)]
+    if len(axes) > 1 and (inner := math.gcd(machine.count, 4)) > 1:
+        sizes.append([machine.count // inner, *sizes[0][1:-1], inner])
+    return [Spot(tuple(zip(axes, each, strict=True)), first) for each in sizes]
 
 
 def _search(
@@ -455,37 +458,27 @@ def _search(
     free: Mapping[str, Sequence[Any]],
     moves_axes: bool,
     end: float,
-) -> tuple[list[RankedPlan], dict[str, str], bool]:
-    """Returns (what was planned, name -> why not, whether no neighbour is left to be tried)."""
-    search, spots = Search[_PerToken](memory_for(machine, None)), dict[Spot, _PerToken | None]()
-    refused: dict[str, str] = {}
+) -> tuple[dict[Spot, RankedPlan | str], bool]:
+    """Returns (what was planned or why not, whether no neighbour is left to be tried)."""
+    found: dict[Spot, RankedPlan | str] = {}
 
-    def visit(spot: Spot) -> None:
-        doing(f"{len(spots) + 1}: {_spot_text(spot, list(free))} on {machine}")
+    def next_spot() -> Spot | None:
+        made = {spot: row for spot, row in found.items() if isinstance(row, RankedPlan)}
+        best = [min(made, key=lambda spot: _order(made[spot]))] if made else list(found)
+        around = (each for spot in best for each in spot.neighbours(free))
+        known = None if moves_axes else {spot.axes for spot in starts}
+        near = (each for each in around if known is None or each.axes in known)
+        return next((each for each in itertools.chain(starts, near) if each not in found), None)
+
+    while not found or time.monotonic() < end:
+        if (spot := next_spot()) is None:
+            return found, True
+        doing(f"{len(found) + 1}: {spot.text(free)} on {machine}")
         try:
-            spots[spot] = search.weigh(Candidate(str(spot), lambda: _PerToken(at(spot))))
-            refusal = search.weighed[-1].refusal if spots[spot] is None else ""
+            found[spot] = at(spot)
         except REFUSALS as error:
-            spots[spot], refusal = None, str(error).partition("\n")[0]
-        if refusal:
-            refused[_spot_text(spot, list(free))] = refusal
-
-    for spot in starts:
-        if not spots or time.monotonic() < end:
-            visit(spot)
-    while time.monotonic() < end:
-        around = starts
-        if search.tried:
-            best = next(spot for spot, made in spots.items() if made is search.best)
-            around = list(best.neighbours(free))
-        else:
-            around = [each for spot in list(spots) for each in spot.neighbours(free)]
-        if not moves_axes:
-            around = [s for s in around if s.axes in {spot.axes for spot in starts}]
-        if (new := next((each for each in around if each not in spots), None)) is None:
-            return [made.row for made in search.tried], refused, True
-        visit(new)
-    return [made.row for made in search.tried], refused, False
+            found[spot] = str(error).partition("\n")[0]
+    return found, False
 
 
 def _larger(build: Build, free: Mapping[str, Sequence[Any]], best: RankedPlan) -> RankedPlan | None:
@@ -500,25 +493,6 @@ def _larger(build: Build, free: Mapping[str, Sequence[Any]], best: RankedPlan) -
         return None
 
 
-class _PerToken(NamedTuple):
-    """What a search compares of a row: a batch that is larger may take longer."""
-
-    row: RankedPlan
-
-    @property
-    def seconds(self) -> float:
-        return 1 / self.row.rate
-
-    @property
-    def bytes(self) -> int:
-        return self.row.bytes
-
-
-def _spot_text(spot: Spot, names: Sequence[str]) -> str:
-    said = (*spot.axes, *zip(names, spot.chosen, strict=True))
-    return ", ".join(f"{name}={value}" for name, value in said)
-
-
 def _planned(
     build: Build, machine: Topology, names: Sequence[str], price: float | None, spot: Spot
 ) -> RankedPlan:
@@ -528,38 +502,31 @@ def _planned(
     built = build(mesh, **chosen)
     if isinstance(built, Lowered):
         return RankedPlan(machine, axes, chosen, built, Task(build, ()), price)
-    work = as_work(built)
+    is_pair = isinstance(built, tuple) and len(built) == 2 and callable(built[0])
+    if not is_pair and not isinstance(built, Task):
+        raise ArgumentError(
+            "a build has to return a function and its arguments",
+            actual=described(built),
+            required="(function, (argument, ...)), or a spmd.Task",
+            fix="return train_step, (params, opt_state, batch)",
+        )
+    work = Task(*built)
     return RankedPlan(machine, axes, chosen, lower(work, mesh, machine), work, price)
-
-
-def as_work(built: Any) -> Task:
-    """Returns what a `build` returned as a `Task`; ArgumentError if it is none."""
-    if isinstance(built, Task):
-        return built
-    if isinstance(built, tuple) and len(built) == 2 and callable(built[0]):
-        return Task(*built)
-    raise ArgumentError(
-        "a build has to return a function and its arguments",
-        actual=described(built),
-        required="(function, (argument, ...)), or a spmd.Task",
-        fix="return train_step, (params, opt_state, batch)",
-    )
 
 
 def lower(work: Task, mesh: Mesh, machine: Topology) -> Lowered:
     """Plans a program for a machine; if nothing of it is marked, with specs that `auto` finds."""
     # Whether loops should be written out takes as long to weigh as a plan, and hardly ranks meshes.
-    fn, options = work.fn, Options(unroll=0)
-    numbers: Any = {"donate_argnums": work.donate_argnums}
+    fn, args = work.fn, work.args
     if isinstance(fn, Jitted):
-        return Jitted(replace(fn.recipe, options=replace(fn.recipe.options, unroll=0))).lower(
-            *work.args, topology=machine
-        )
-    lowered = jit(fn, mesh=mesh, **numbers, options=options).lower(*work.args, topology=machine)
+        options = replace(fn.recipe.options, unroll=0)
+        return Jitted(replace(fn.recipe, options=options)).lower(*args, topology=machine)
+    numbers: Any = {"donate_argnums": work.donate_argnums}
+    jitted = jit(fn, mesh=mesh, **numbers, options=Options(unroll=0))
+    lowered = jitted.lower(*args, topology=machine)
     if mesh.size > 1 and not lowered.stages.plan.propagated.marks:
-        found = auto(fn, mesh, *work.args, topology=machine, **numbers)
-        args = found.mark(*work.args)
-        lowered = jit(fn, mesh=mesh, **numbers, options=options).lower(*args, topology=machine)
+        found = auto(fn, mesh, *args, topology=machine, **numbers)
+        lowered = jitted.lower(*found.mark(*args), topology=machine)
     return lowered
 
 

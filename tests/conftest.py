@@ -148,14 +148,31 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"{took[nodeid]:6.1f} s  {nodeid}")
 
 
-LONG = ("test_corpus.py", "test_examples.py", "test_docs.py", "test_placements.py", "test_fuzz.py")
-"""Files that take more than a minute, however small they are."""
+LONG = (
+    "test_processes.py", "test_rules_execute.py", "test_corpus.py", "test_resume_test.py",
+    "test_examples.py", "test_docs.py", "test_experts.py", "test_placements.py", "test_fuzz.py",
+    "test_limit.py", "test_reasons.py", "test_custom_calls.py", "test_open_arguments.py",
+    "test_watchdog.py", "test_serve_bundle.py", "test_ragged_triton.py",
+)  # fmt: skip
+"""Files that take long, however small they are: those first that wait for processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: one that is begun last would run alone at the end."""
+    rank = {name: number for number, name in enumerate(LONG)}
     sizes = {path: path.stat().st_size for path in {item.path for item in items}}
-    items.sort(key=lambda item: (item.path.name not in LONG, -sizes[item.path]))
+    items.sort(key=lambda i: (rank.get(i.path.name, len(LONG)), -sizes[i.path], str(i.path)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Workers begin with other folders: each reads what the others have compiled to bytecode."""
+    report = yield
+    if collector.path == GOLDEN_DIR.parent and hasattr(collector.config, "workerinput"):
+        number = int(collector.config.workerinput["workerid"].removeprefix("gw"))
+        first = len(report.result) * number // collector.config.workerinput["workercount"]
+        report.result = report.result[first:] + report.result[:first]
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,8 @@ def module_name(path: Path) -> str:
     spmd.models.shards.
     """
     parts = path.with_suffix("").parts
+    if parts[0] == "pytorch":
+        parts = ("spmd", "torch", *parts[1:])
     within = ("spmd",) if parts[0] in USERS_OF_IT else ()
     return ".".join((*within, *(parts[:-1] if parts[-1] == "__init__" else parts)))
 

@@ -5,6 +5,7 @@ a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_m
 """
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -66,7 +67,6 @@ CLOSED = ("spmd.api",)
 
 READ_TESTS = (
     "tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py",
-    "tools/packages.py",
 )  # fmt: skip
 """Tools that write down what the tests run, or run more of it."""
 
@@ -97,6 +97,11 @@ def inner_module(name: str) -> str | None:
     return None
 
 
+@functools.cache
+def imports_in(source: str, path: Path) -> tuple[tuple[int, str], ...]:
+    return tuple(imports_of(source, path, MLIR_BINDINGS))
+
+
 def is_mlir(name: str) -> bool:
     return any(name == mlir or name.startswith(f"{mlir}.") for mlir in MLIR_BINDINGS)
 
@@ -107,7 +112,7 @@ def violations(source: str, path: Path) -> list[str]:
     if package not in LEVEL:
         return [f"{path}: {package} has no layer yet; give it one in tests/test_layering.py"]
     found = []
-    for line, name in imports_of(source, path, MLIR_BINDINGS):
+    for line, name in imports_in(source, path):
         if is_mlir(name) and path.as_posix() not in MLIR_FILES and package != "tests":
             found.append(f"{path}:{line}: {name}: MLIR belongs to {', '.join(MLIR_FILES)}")
         if name.partition(".")[0] in USERS_OF_IT:
@@ -135,7 +140,7 @@ def circle_of(graph: Mapping[str, set[str]]) -> str:
 
 def python_files() -> list[Path]:
     """Every Python file of the project, relative to the repository."""
-    tops = sorted({package.split(".")[0] for package in LEVEL} | {*USERS_OF_IT})
+    tops = sorted({package.split(".")[0] for package in LEVEL} | {*USERS_OF_IT, "pytorch"})
     return [path.relative_to(ROOT) for top in tops for path in sorted((ROOT / top).rglob("*.py"))]
 
 
@@ -152,7 +157,7 @@ def test_neither_packages_of_a_layer_nor_modules_make_a_circle():
     beside: dict[str, set[str]] = {package: set() for package in LEVEL}
     for path in python_files():
         package = package_of(module_name(path))
-        for _, name in imports_of(read(path), path, MLIR_BINDINGS):
+        for _, name in imports_in(read(path), path):
             target = package_of(name)
             if package in LEVEL and target in LEVEL and target != package:
                 beside[package] |= {target} if LEVEL[target] == LEVEL[package] else set()
@@ -232,11 +237,11 @@ def test_what_is_allowed(path: str, source: str):
 
 
 def test_a_class_name_means_one_thing():
-    """Public ones of spmd, models and serving."""
+    """Public ones of spmd, models, serving and pytorch."""
     names = Counter(
         node.name
         for path in python_files()
-        if path.parts[0] in ("spmd", "models", "serving")
+        if path.parts[0] in ("spmd", "models", "serving", "pytorch")
         for node in ast.walk(ast.parse(read(path)))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )

@@ -80,8 +80,10 @@ REGRESSIONS = (
          '(None, None, "data"),  # heads'),
     Edit("flax_nnx", "logits gathered", "        return optax.softmax",
          f"        logits = {WHOLE.format('logits')}\n        return optax.softmax"),
+    Edit("llama_2d", "an MLP kept whole", '"layers/gate": (None, "data", "model")',
+         '"layers/gate": (None, None, None)'),
+    Edit("llama_2d", "a head gathered", '"head": ("data", "model")', '"head": (None, None)'),
 )  # fmt: skip
-"""Twenty."""
 
 
 def _rename(old: str, new: str) -> Callable[[str], str]:

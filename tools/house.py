@@ -19,7 +19,7 @@ from spmd.cli.flags import Parser
 HERE = Path(__file__).resolve().parent.parent
 
 REST = ("scripts", "benchmarks", "tools", "examples")
-GROUPS = (("spmd",), ("models",), ("serving",), REST, ("tests",))
+GROUPS = (("spmd",), ("models",), ("serving",), ("pytorch",), REST, ("tests",))
 """Folders that are counted together."""
 
 

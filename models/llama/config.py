@@ -4,6 +4,7 @@ Llama, and the families that are Llama with a difference: each difference is a f
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -65,12 +66,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 MATMULS = ("dtype", "fp8")
 STAGE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "interleaved 1f1b")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
 """`attention_bias` -> the letters of the projections that have a bias."""
 
 MAY_BE_ZERO = (
     "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
+    "sliding_window_pattern", "norm_offset",
 )  # fmt: skip
 
 
@@ -101,6 +104,16 @@ class LlamaConfig:
     # a token sees so many tokens at most, itself included; None is all before it
     sliding_window: int | None = None
     max_window_layers: int = 0  # the first so many layers have no window
+    # every so many layers one has no window, and all others do; 0 goes by `max_window_layers`
+    sliding_window_pattern: int = 0
+    # base of the rotary frequencies, unscaled, of layers with a window; None is `rope_theta`'s
+    rope_local_base_freq: float | None = None
+    # scores are divided by the square root of this; None is the width of a head
+    query_pre_attn_scalar: float | None = None
+    hidden_act: str = "silu"  # what the MLP's gate goes through
+    norm_offset: float = 0.0  # what is added to the weights of norms
+    post_norms: bool = False  # whether outputs of attention and MLP are normalized, too
+    scale_embeddings: bool = False  # whether embeddings are multiplied by `sqrt(hidden_size)`
     num_experts: int = 0  # experts of each layer, of which a token takes some; 0 is one MLP for all
     num_experts_per_tok: int = 0  # how many a token takes
     # width inside an expert; None means `intermediate_size`
@@ -174,6 +187,7 @@ class LlamaConfig:
         for field, known in (
             ("model_type", MODEL_TYPES),
             ("attention_bias", tuple(BIASED)),
+            ("hidden_act", ACTIVATIONS),
             ("attention", ATTENTIONS),
             ("matmul", MATMULS),
             ("stage_schedule", STAGE_SCHEDULES),
@@ -184,6 +198,8 @@ class LlamaConfig:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {known}")
         if self.zigzag > 1 and self.attention == "einsum":
             raise ConfigError("einsum attention knows no zigzag order; choose another attention")
+        if self.hidden_act != "silu" and self.num_experts:
+            raise ConfigError(f"experts are computed with silu, not with {self.hidden_act}")
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
@@ -231,10 +247,15 @@ class LlamaConfig:
     @property
     def window_spans(self) -> tuple[tuple[range, int | None], ...]:
         """The layers in order, those with one window together: (their indices, the window)."""
-        layers = range(self.num_hidden_layers)
-        first = self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
-        spans = ((layers[:first], None), (layers[first:], self.sliding_window))
-        return tuple((span, window) for span, window in spans if span)
+        first, pattern = self.max_window_layers, self.sliding_window_pattern
+
+        def window(layer: int) -> int | None:
+            has_one = (layer + 1) % pattern != 0 if pattern else layer >= first
+            return self.sliding_window if has_one else None
+
+        grouped = itertools.groupby(range(self.num_hidden_layers), window)
+        found = ((list(span), size) for size, span in grouped)
+        return tuple((range(span[0], span[-1] + 1), size) for span, size in found)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by path; those under `layers/` exist once for each layer.
@@ -253,6 +274,9 @@ class LlamaConfig:
             "layers/self_attn/o_proj/weight": (hidden, q_width),
             "layers/post_attention_layernorm/weight": (hidden,),
         }
+        if self.post_norms:
+            for place in ("pre", "post"):
+                shapes[f"layers/{place}_feedforward_layernorm/weight"] = (hidden,)
         mlp = {
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),

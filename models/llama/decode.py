@@ -19,7 +19,7 @@ from spmd.models.decode.shape import ServingShape
 from spmd.models.decode.state import State
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.experts import mixture
-from spmd.models.llama.model import add_bias, normed_heads
+from spmd.models.llama.model import activated, add_bias, embeddings, norm, normed_heads
 from spmd.models.llama.rope import apply_rope, rope_angles
 
 TABLES = ("table", "slots", "positions", "first")
@@ -34,6 +34,8 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/norm/": (None,),
     "weights/layers/*/input_layernorm/": (None,),
     "weights/layers/*/post_attention_layernorm/": (None,),
+    "weights/layers/*/pre_feedforward_layernorm/": (None,),
+    "weights/layers/*/post_feedforward_layernorm/": (None,),
     "weights/layers/*/self_attn/q_proj/": ("model", None),
     "weights/layers/*/self_attn/o_proj/": (None, "model"),
     "weights/layers/*/self_attn/q_norm/": (None,),
@@ -90,14 +92,14 @@ class LlamaRows:
         """See `spmd.models.decode.RowsModel.run`."""
         config, shape = self.config, rows["tokens"].shape
         tokens_X, positions_X = (rows[name].reshape(-1) for name in ("tokens", "positions"))
-        x_XH = jnp.take(weights["embed_tokens"]["weight"], tokens_X, axis=0, mode="clip")
-        x_XH = x_XH.astype(config.dtype)
-        angles_XE = rope_angles(jnp.maximum(positions_X, 0), config)
+        table_VH = weights["embed_tokens"]["weight"]
+        x_XH = embeddings(table_VH, tokens_X, config).astype(config.dtype)
         tables = {name: rows[name] for name in TABLES}
         # Layers are one function, which is traced once, and written once in exported programs.
         layer = jax.jit(functools.partial(_layer, config), static_argnums=0)
         new = {}
         for span, window in config.window_spans:
+            angles_XE = rope_angles(jnp.maximum(positions_X, 0), config, window is not None)
             for index in map(str, span):
                 given = weights["layers"][index], cache[index]
                 x_XH, new[index] = layer(window, *given, x_XH, angles_XE, tables)
@@ -132,9 +134,16 @@ def _layer(
         cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
     )
     output = weights["self_attn"]["o_proj"]
-    x_XH = x_XH + add_bias(_linears(heads_ARKGD.reshape(len(x_XH), -1), [output])[0], output)
-    normed = _norm(x_XH, weights["post_attention_layernorm"]["weight"], config)
-    return x_XH + _mlp(weights["mlp"], normed, config), cache
+    added_XH = add_bias(_linears(heads_ARKGD.reshape(len(x_XH), -1), [output])[0], output)
+    if config.post_norms:
+        added_XH = norm(added_XH, weights["post_attention_layernorm"], config)
+    x_XH = x_XH + added_XH
+    before = "pre_feedforward" if config.post_norms else "post_attention"
+    normed = _norm(x_XH, weights[f"{before}_layernorm"]["weight"], config)
+    added_XH = _mlp(weights["mlp"], normed, config)
+    if config.post_norms:
+        added_XH = norm(added_XH, weights["post_feedforward_layernorm"], config)
+    return x_XH + added_XH, cache
 
 
 def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:
@@ -143,7 +152,7 @@ def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:
         rows_1XH = (x_XH * factor_X1).astype(x_XH.dtype)[None]
         return mixture(weights, rows_1XH, config)[0][0]
     gate_XM, up_XM = _project(normed, [weights[n] for n in ("gate_proj", "up_proj")])
-    return _linears(jax.nn.silu(gate_XM) * up_XM, [weights["down_proj"]])[0]
+    return _linears(activated(gate_XM, config) * up_XM, [weights["down_proj"]])[0]
 
 
 def _queries_and_keys(
@@ -180,7 +189,7 @@ def _norm(x_XH: Any, weight_H: Any, config: LlamaConfig) -> tuple[Any, Any]:
     """
     x32_XH = x_XH.astype(jnp.float32)
     mean_X1 = jnp.mean(jnp.square(x32_XH), axis=-1, keepdims=True)
-    scaled_XH = (x32_XH * weight_H.astype(jnp.float32)).astype(x_XH.dtype)
+    scaled_XH = (x32_XH * (weight_H.astype(jnp.float32) + config.norm_offset)).astype(x_XH.dtype)
     return scaled_XH, jax.lax.rsqrt(mean_X1 + config.rms_norm_eps)
 
 

@@ -67,7 +67,7 @@ def _init_leaves(
 
 def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaConfig) -> jax.Array:
     if path.endswith("norm/weight"):
-        return jnp.ones(shape, config.param_dtype)
+        return jnp.full(shape, 1 - config.norm_offset, config.param_dtype)
     if path.endswith("/bias"):
         return jnp.zeros(shape, config.param_dtype)
     into_residual = path.endswith(("o_proj/weight", "down_proj/weight"))

@@ -112,19 +112,24 @@ def logits_and_loads(
     positions come in that order.
     """
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
-    x_BSH = mark("inputs_embeds", jnp.take(table_VH, tokens_BS, axis=0, mode="clip"))
+    x_BSH = mark("inputs_embeds", embeddings(table_VH, tokens_BS, config))
     positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
-    rope = rope_angles(positions, config)
-    x_BSH, loads = run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
-    x_BSH = rms_norm(x_BSH, params["norm"]["weight"], config.rms_norm_eps)
+    x_BSH, loads = run_layers(params["layers"], x_BSH, positions, segment_ids_BS, config, mark)
+    x_BSH = norm(x_BSH, params["norm"], config)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     return mark("logits", linear(x_BSH, head["weight"])), loads
+
+
+def embeddings(table_VH: jax.Array, tokens: jax.Array, config: LlamaConfig) -> jax.Array:
+    """The rows (..., H) of a table for tokens (...), scaled if the model does so."""
+    x = jnp.take(table_VH, tokens, axis=0, mode="clip")
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
 
 
 def run_layers(
     layers: Params,
     x_BSH: jax.Array,
-    rope: jax.Array,
+    positions: jax.Array,
     segment_ids_BS: jax.Array | None,
     config: LlamaConfig,
     mark: Mark,
@@ -133,10 +138,17 @@ def run_layers(
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
     loads = []
-    rows = (rope if rope.ndim == 3 else None, segment_ids_BS)  # what differs between sequences
     for span, window in config.window_spans:
+        rope = rope_angles(positions, config, window is not None)
+        rows = (rope if rope.ndim == 3 else None, segment_ids_BS)  # what differs between sequences
 
-        def run(layer: Params, x_BSH: jax.Array, rows: Rows, window: int | None = window) -> Ran:
+        def run(
+            layer: Params,
+            x_BSH: jax.Array,
+            rows: Rows,
+            window: int | None = window,
+            rope: jax.Array = rope,
+        ) -> Ran:
             angles, segments = rows
             angles = rope if angles is None else angles
             return decoder_layer(layer, x_BSH, angles, segments, window, config, mark)
@@ -157,15 +169,22 @@ def decoder_layer(
     mark: Mark,
 ) -> Ran:
     """One layer: attention, then the MLP. The input of each is normalized, its output is added."""
-    eps = config.rms_norm_eps
-    normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
+    normed_BSH = norm(x_BSH, layer["input_layernorm"], config)
     weights = layer["self_attn"]
-    x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, window, config, mark)
-    normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
-    if not config.num_experts:
-        return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark), None
-    added_BSH, loads = mixture(layer["mlp"], normed_BSH, config)
-    return x_BSH + mark("mlp_output", added_BSH), loads
+    added_BSH = attention(weights, normed_BSH, rope, segment_ids_BS, window, config, mark)
+    if config.post_norms:
+        added_BSH = norm(added_BSH, layer["post_attention_layernorm"], config)
+    x_BSH, loads = x_BSH + added_BSH, None
+    before = "pre_feedforward" if config.post_norms else "post_attention"
+    normed_BSH = norm(x_BSH, layer[f"{before}_layernorm"], config)
+    if config.num_experts:
+        added_BSH, loads = mixture(layer["mlp"], normed_BSH, config)
+        added_BSH = mark("mlp_output", added_BSH)
+    else:
+        added_BSH = mlp(layer["mlp"], normed_BSH, config, mark)
+    if config.post_norms:
+        added_BSH = norm(added_BSH, layer["post_feedforward_layernorm"], config)
+    return x_BSH + added_BSH, loads
 
 
 def attention(
@@ -210,21 +229,27 @@ def attention(
 def normed_heads(
     weights: Params, q: jax.Array, k: jax.Array, config: LlamaConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys (..., D), each head normalized on its own if the model does so."""
-    if not config.qk_norm:
-        return q, k
-    eps = config.rms_norm_eps
-    return (
-        rms_norm(q, weights["q_norm"]["weight"], eps),
-        rms_norm(k, weights["k_norm"]["weight"], eps),
-    )
+    """Queries and keys (..., D), each head normalized on its own if the model does so.
+
+    Queries are scaled here if scores are not divided by `sqrt(D)`, as attention itself does.
+    """
+    if config.qk_norm:
+        q, k = norm(q, weights["q_norm"], config), norm(k, weights["k_norm"], config)
+    if config.query_pre_attn_scalar not in (None, config.head_width):
+        q = q * (config.head_width / config.query_pre_attn_scalar) ** 0.5
+    return q, k
 
 
 def mlp(weights: Params, x_BSH: jax.Array, config: LlamaConfig, mark: Mark) -> jax.Array:
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """SwiGLU, or GEGLU: `down(silu(gate(x)) * up(x))`."""
     gate_BSM, up_BSM = project(x_BSH, weights, GATE_AND_UP, config)
-    (down_BSH,) = project(jax.nn.silu(gate_BSM) * up_BSM, weights, DOWN, config)
+    (down_BSH,) = project(activated(gate_BSM, config) * up_BSM, weights, DOWN, config)
     return mark("mlp_output", down_BSH)
+
+
+def activated(gate: jax.Array, config: LlamaConfig) -> jax.Array:
+    """The activation of an MLP's gate."""
+    return jax.nn.silu(gate) if config.hidden_act == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
 def project(
@@ -242,7 +267,17 @@ def project(
         found = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
     else:
         found = tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
-    return tuple(add_bias(x, weights[name]) for x, name in zip(found, names, strict=True))
+    return tuple(
+        add_low_rank(add_bias(x, weights[name]), x_BSI, weights[name])
+        for x, name in zip(found, names, strict=True)
+    )
+
+
+def add_low_rank(x_BSO: jax.Array, x_BSI: jax.Array, projection: Params) -> jax.Array:
+    """The product of a projection's adapters (see `lora.py`) added to its output, if it has any."""
+    if "lora_A" not in projection:
+        return x_BSO
+    return x_BSO + linear(linear(x_BSI, projection["lora_A"]), projection["lora_B"])
 
 
 def add_bias(x: jax.Array, projection: Params) -> jax.Array:
@@ -253,6 +288,14 @@ def add_bias(x: jax.Array, projection: Params) -> jax.Array:
 def linear(x_BSI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     """`x @ weight.T` in the dtype of `x`."""
     return jnp.einsum("bsi,oi->bso", x_BSI, weight_OI.astype(x_BSI.dtype))
+
+
+def norm(x_BSH: jax.Array, params: Params, config: LlamaConfig) -> jax.Array:
+    """`rms_norm` as a model has it; with an offset, its weight is multiplied in float32, too."""
+    weight_H, x = params["weight"], x_BSH
+    if config.norm_offset:
+        weight_H, x = weight_H.astype(jnp.float32) + config.norm_offset, x.astype(jnp.float32)
+    return rms_norm(x, weight_H, config.rms_norm_eps).astype(x_BSH.dtype)
 
 
 def rms_norm(x_BSH: jax.Array, weight_H: jax.Array, eps: float) -> jax.Array:

@@ -124,6 +124,33 @@ _QWEN3_30B: Fields = {
     "router_aux_loss_coef": 0.001,
 }
 
+
+def _gemma3(hidden: int, inner: int, layers: int) -> Fields:
+    """A small Gemma 3, of text alone."""
+    return {
+        **_sized({}, hidden, inner, layers, 4),
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262_144,
+        "qk_norm": True,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "scale_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    }
+
+
 _SMALL = {"tie_word_embeddings": True}
 _SHORT = {**_SMALL, "max_position_embeddings": 32_768}
 
@@ -161,6 +188,8 @@ PUBLISHED: Mapping[str, Fields] = MappingProxyType(
             "max_position_embeddings": 65_536,
             "router_aux_loss_coef": 0.001,
         },
+        "gemma3-270m": _gemma3(640, 2048, 18),
+        "gemma3-1b": _gemma3(1152, 6912, 26),
         "qwen3-30b-a3b": _QWEN3_30B,
         "qwen3-235b-a22b": {
             **_sized(_QWEN3_30B, 4096, 12_288, 94, 64),

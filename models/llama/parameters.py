@@ -24,6 +24,9 @@ TOGETHER = (QUERY_KEY_VALUE, OUTPUT, GATE_AND_UP, DOWN)
 FP8 = "fp8"
 """Beside the projections of a block: the states of their 8-bit products, by the names of each."""
 
+TEACHER = "teacher"
+"""Beside a model's parameters: those of the teacher that it is distilled from."""
+
 
 def unstack_layers(params: Params) -> Params:
     """Parameters with a leading dim L -> parameters with a dict for each layer."""
@@ -50,6 +53,11 @@ def without_states(params: Params) -> Params:
         for name, value in params.items()
         if name != FP8
     }
+
+
+def without_teacher(params: Params) -> Params:
+    """The parameters of a model alone, where those of its teacher stand among them."""
+    return {name: part for name, part in params.items() if name != TEACHER}
 
 
 def layer_with_states(layer: Params, config: LlamaConfig) -> Params:

@@ -13,18 +13,21 @@ import numpy.typing as npt
 from spmd.models.llama.config import LlamaConfig, RopeScaling
 
 
-def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
+def rope_frequencies(config: LlamaConfig, is_local: bool = False) -> npt.NDArray[np.float32]:
     """By how many radians each pair of a head's entries turns from one position to the next.
 
     They are computed in float64 and become constants of the program. At position 100,000 a relative
     error of 1e-6 would be a tenth of a radian, and backends differ in how they compute powers.
 
+    Args:
+        is_local: whether the layer has a window, and perhaps frequencies of its own.
+
     Returns:
         (E,) in float32.
     """
-    half = config.head_width // 2
-    frequencies_E = config.rope_theta ** (-np.arange(half) / half)
-    if config.rope_scaling is not None:
+    half, base = config.head_width // 2, config.rope_local_base_freq if is_local else None
+    frequencies_E = (base or config.rope_theta) ** (-np.arange(half) / half)
+    if config.rope_scaling is not None and base is None:
         frequencies_E = _scaled(frequencies_E, config.rope_scaling)
     return frequencies_E.astype(np.float32)
 
@@ -44,16 +47,17 @@ def _scaled(
     return (1 - kept_E) * slow_E + kept_E * frequencies_E
 
 
-def rope_angles(positions: jax.Array, config: LlamaConfig) -> jax.Array:
+def rope_angles(positions: jax.Array, config: LlamaConfig, is_local: bool = False) -> jax.Array:
     """The angle by which each frequency turns at each position, in radians and float32.
 
     Args:
         positions: (S,), or (B, S) if rows differ.
+        is_local: as for `rope_frequencies`.
 
     Returns:
         Angles (S, E) or (B, S, E).
     """
-    return positions.astype(jnp.float32)[..., None] * rope_frequencies(config)
+    return positions.astype(jnp.float32)[..., None] * rope_frequencies(config, is_local)
 
 
 def apply_rope(x_BSND: jax.Array, angles: jax.Array) -> jax.Array:

@@ -48,6 +48,7 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/self_attn/o_proj/bias": (None,),
     **{f"layers/self_attn/{x}_norm/weight": (None,) for x in "qk"},
     "layers/post_attention_layernorm/weight": (None,),
+    **{f"layers/{x}_feedforward_layernorm/weight": (None,) for x in ("pre", "post")},
     "layers/mlp/gate_proj/weight": ("model", WEIGHTS),
     "layers/mlp/up_proj/weight": ("model", WEIGHTS),
     "layers/mlp/down_proj/weight": (WEIGHTS, "model"),
@@ -171,9 +172,12 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: SpecTa
 
 
 def mark_batch(batch: Any, mesh: spmd.Mesh, table: SpecTable = TWO_D) -> Any:
-    """Marks a tree of token ids (B, S), or `ShapeDtypeStruct`s, with a table's spec of a batch."""
+    """Marks a tree of token ids (B, S), or `ShapeDtypeStruct`s, with a table's spec of a batch.
+
+    Numbers of a sequence (B,) are split as their sequences are.
+    """
     spec = tuple(present(entry, mesh.shape) for entry in table.batch)
-    return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec), batch)
+    return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec[: leaf.ndim]), batch)
 
 
 def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: SpecTable = TWO_D) -> Mark:

@@ -19,7 +19,7 @@ METRICS = ("jsonl", "tensorboard")
 POSITIVE = ("steps", "microbatches", "keep_last", "data_threads")
 AT_LEAST_ZERO = (
     *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
-    *("audit_every", "seed", "watchdog_timeout"),
+    *("audit_every", "seed", "watchdog_timeout", "patience"),
 )
 
 
@@ -76,9 +76,11 @@ class TrainerOptions:
     eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
     eval_batches: int = 8  # batches of an evaluation; 0 makes none
     eval_first: bool = False  # whether a fresh run evaluates before its first step
+    patience: int = 0  # so many evaluations without a better one end the run; 0 never does
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
     keep_last: int = 3  # how many of the latest checkpoints are kept
     keep_every: int = 0  # those of every n-th step are kept too; 0 keeps none of them
+    keep_best: bool = False  # whether each evaluation that is the best so far is saved, and kept
     audit_every: int = 0  # steps between comparisons of devices' copies of the state; 0 makes none
     log_every: int = 0  # steps between lines of progress; 0 prints about twenty lines in all
     # which of `METRICS` are written into `run_dir`

@@ -1,7 +1,9 @@
 """The compiled programs of a training run, of any model, and its state on the mesh."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +12,11 @@ import optax
 
 import spmd
 from spmd.launch import Watch
-from spmd.models.training.data.batches import Dataset
+from spmd.models.training.checkpoints import tables
+from spmd.models.training.data.batches import Dataset, structs_of
 from spmd.models.training.data.loader import place
+from spmd.models.training.errors import DataError
+from spmd.models.training.run.frozen import Frozen
 from spmd.models.training.run.loop import TrainState
 from spmd.models.training.run.metrics import StepCost
 from spmd.models.training.run.optimizer import (
@@ -19,8 +24,10 @@ from spmd.models.training.run.optimizer import (
     initial_state,
     make_optimizer,
     make_schedule,
+    weights_of,
+    with_weights,
 )
-from spmd.models.training.run.stateful import check_trained, loss_alone
+from spmd.models.training.run.stateful import check_trained, parts_of_loss
 from spmd.models.training.run.step import LossFn, OnNonfinite, batch_weight, make_train_step
 
 Marks = Mapping[str, Any] | Callable[[Any], Any]
@@ -34,10 +41,9 @@ class TrainingProgram:
     Args:
         init: key -> parameters, any tree, or a `Stateful`; traced, so that each device makes only
             its part.
-        loss: (params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them; of
-            a `Stateful` (mean loss, the next state).
+        loss: a `LossFn`.
         marks: of the parameters.
-        batch: structs of a batch.
+        batch: structs of a batch; for others `at` compiles the step again.
         batch_marks: of a batch.
         mesh: where it runs; its axes have any names.
         optimizer: which one, or one of optax.
@@ -46,9 +52,11 @@ class TrainingProgram:
         eval_loss: what an evaluation computes; `loss` if left out. A state that it returns is
             dropped.
         cost: what a step processes; its rows, if left out.
+        frozen: patterns over the paths of parameters that are not trained.
 
     Attributes:
         step: the compiled training step: (params, opt_state, batch) -> (.., .., metrics).
+        frozen: tells what is trained.
     """
 
     def __init__(
@@ -65,11 +73,14 @@ class TrainingProgram:
         on_nonfinite: OnNonfinite = "stop",
         eval_loss: LossFn | None = None,
         cost: StepCost | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         self.mesh, self._init, self._eval_loss = mesh, init, eval_loss or loss
         structs = jax.eval_shape(init, jax.random.key(0))
-        check_trained(structs)
+        self.frozen = Frozen(frozen, structs)
+        check_trained(self.frozen.split(structs)[0])
         self._params = marked(structs, mesh, marks)
+        self._batch_marks = batch_marks
         self._batch = marked(batch, mesh, batch_marks)
         schedule = None
         if isinstance(optimizer, OptimizerConfig):
@@ -80,17 +91,56 @@ class TrainingProgram:
             microbatches=microbatches,
             on_nonfinite=on_nonfinite,
             schedule=schedule,
+            frozen=self.frozen if frozen else None,
         )
-        self._init_optimizer = functools.partial(initial_state, optimizer)
+        self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
-        jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
-        self.step = jitted.compile(self._params, self._opt_state, self._batch)
-        rows = max(leaf.shape[0] for leaf in jax.tree.leaves(batch))
-        self.cost = cost or StepCost(tokens=rows, devices=mesh.size, unit="rows")
+        self._jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
+        self.step = self._jitted.compile(self._params, self._opt_state, self._batch)
+        self._steps = {_rows(batch): self.step}
+        rows = max(_rows(batch))
+        cost = cost or StepCost(tokens=rows, devices=mesh.size, unit="rows")
+        self.cost = dataclasses.replace(cost, rows=rows)
+
+    def at(self, batch: Any, compiling: Callable[[int], Any] = contextlib.nullcontext) -> Any:
+        """The step for such a batch, whose rows may be more or fewer than those of the first one.
+
+        For each number of rows it is compiled once; the state lies as in `step`.
+
+        Args:
+            batch: arrays or structs.
+            compiling: entered, with the number of rows, for as long as it is compiled.
+
+        Raises:
+            DataError: the batch differs from the first one in more than its rows.
+        """
+        rows = _rows(batch)
+        if rows not in self._steps:
+            first, found = (
+                {path: f"{x.dtype} {list(x.shape[1:])}" for path, x in tables.by_path(tree).items()}
+                for tree in (self._batch, batch)
+            )
+            if found != first:
+                raise DataError(
+                    f"a later batch has rows of {found}, and the first one of {first}: batches may "
+                    "differ in how many there are alone"
+                )
+            state = (self._params, self._opt_state)
+            # As `step` leaves them: no step moves what another one has made.
+            held = jax.tree.map(_with_sharding, state, tuple(self.step.in_formats[:2]))
+            structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+            structs = marked(structs, self.mesh, self._batch_marks)
+            with compiling(max(rows)):
+                self._steps[rows] = self._jitted.compile(*held, structs)
+        return self._steps[rows]
 
     def make_params(self, key: jax.Array) -> Any:
         """Draws parameters, each array shard by shard."""
         return jax.jit(self._init, out_shardings=self.step.in_formats[0])(key)
+
+    def fresh_params(self, params: Any = None, *, seed: int = 0) -> Any:
+        """Parameters to start from: those that are given, or drawn ones."""
+        return self.make_params(jax.random.key(seed)) if params is None else params
 
     def fresh_state(self, params: Any = None, step: int = 0, *, seed: int = 0) -> TrainState:
         """Makes parameters and optimizer state shard by shard; none is ever whole on a device.
@@ -99,15 +149,38 @@ class TrainingProgram:
             params: start from these parameters instead of fresh ones.
             seed: of fresh ones.
         """
-        if params is None:
-            params = self.make_params(jax.random.key(seed))
+        params = self.fresh_params(params, seed=seed)
         return TrainState(params, self.step.init(1, self._init_optimizer, params), step)
 
     def targets(self) -> TrainState:
-        """The state as structs with the shardings of the compiled step, to restore a checkpoint."""
+        """The state as structs with the shardings of the compiled step, to restore a checkpoint.
+
+        What is frozen is left out.
+        """
         structs = (self._params, self._opt_state)
         shardings = self.step.in_shardings[:2]
-        return TrainState(*jax.tree.map(_with_sharding, structs, tuple(shardings)))
+        params, opt_state = jax.tree.map(_with_sharding, structs, tuple(shardings))
+        return TrainState(self.trained(params), opt_state)
+
+    def trained(self, params: Any) -> Any:
+        """The parameters with None for those that are frozen: what checkpoints hold."""
+        return self.frozen.split(params)[0]
+
+    def eval_params(self, rule: Callable[[Any, Any], Any]) -> Callable[[TrainState], Any]:
+        """Returns a function: a state -> its parameters, those that are trained as a rule has them.
+
+        Args:
+            rule: (what is trained, optimizer state) -> the same tree; None stands for what is not.
+        """
+        formats = weights_of(self.trained(self.step.in_formats[0]))
+        compiled = jax.jit(rule, out_shardings=formats)
+
+        def found(state: TrainState) -> Any:
+            trained, kept = self.frozen.split(state.params)
+            weights = compiled(weights_of(trained), state.opt_state)
+            return self.frozen.merge(with_weights(trained, weights), kept)
+
+        return found
 
     def place(self, batch: Any) -> Any:
         """Puts a batch of numpy arrays on the devices, in the shardings of the compiled step."""
@@ -115,22 +188,26 @@ class TrainingProgram:
 
     def evaluation(
         self, dataset: Dataset, batches: int, watch: Watch | None = None
-    ) -> Callable[[Any], float]:
-        """Returns a function: parameters -> mean loss over the first `batches` of a data set.
+    ) -> Callable[[Any], dict[str, float]]:
+        """Returns a function: parameters -> means over the first `batches` of a data set.
+
+        They are the `loss`, and metrics that it returns beside it.
 
         Its program is compiled at the first call. `watch` gets a beat for each batch.
         """
 
         @functools.cache
         def compiled() -> Any:
-            def weighted(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-                return loss_alone(self._eval_loss(params, batch)), batch_weight(batch)
+            def weighted(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+                loss, _, metrics = parts_of_loss(self._eval_loss(params, batch), params)
+                return {"loss": loss, **metrics}, batch_weight(batch)
 
             # As the steps leave them: in other layouts they would be moved at each call.
             params = jax.tree.map(_with_sharding, self._params, self.step.in_formats[0])
-            return spmd.jit(weighted, mesh=self.mesh).compile(params, self._batch)
+            batch = marked(structs_of(dataset), self.mesh, self._batch_marks)
+            return spmd.jit(weighted, mesh=self.mesh).compile(params, batch)
 
-        def evaluate(params: Any) -> float:
+        def evaluate(params: Any) -> dict[str, float]:
             shardings = compiled().in_shardings[1]
             results = []
             for step in range(batches):
@@ -139,8 +216,9 @@ class TrainingProgram:
                     results[-2] = jax.device_get(results[-2])
                 if watch is not None:
                     watch.beat(what=f"held-out batch {step}")
-            losses, weights = np.array(jax.device_get(results), np.float64).T
-            return float(losses @ weights / weights.sum())
+            means, weights = zip(*jax.device_get(results), strict=True)
+            shares = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
+            return {name: float(shares @ [mean[name] for mean in means]) for name in means[0]}
 
         return evaluate
 
@@ -148,6 +226,10 @@ class TrainingProgram:
 def marked(structs: Any, mesh: spmd.Mesh, marks: Marks) -> Any:
     """Structs with their marks."""
     return marks(structs) if callable(marks) else spmd.mark_tree(structs, mesh, marks)
+
+
+def _rows(batch: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape[0] for leaf in jax.tree.leaves(batch))
 
 
 def _with_sharding(struct: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
 from spmd.models.training.run import output
 from spmd.models.training.run.description import RunFolder
-from spmd.models.training.run.loop import Loop, Outcome, Schedule
+from spmd.models.training.run.loop import Best, Loop, Outcome, Schedule, TrainState
 from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
 from spmd.models.training.run.profile import ProfileError, Profiler
+from spmd.models.training.run.sinks import Record
 from spmd.models.training.run.start import (
     agree,
     find_checkpoint,
@@ -49,13 +50,30 @@ from spmd.models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a program adds to a run; every process calls each of them."""
+    """What a program adds to a run; every process calls each of them.
+
+    Example:
+        >>> def log(record, params=None):  # a tracker's whole work
+        ...     wandb.log(record, step=record["step"])
+        >>> Hooks(after_step=log, after_eval=log)
+    """
 
     # called with the checkpoint to go on from, or None; raises an error if that is not of this run,
     # or returns what has changed since
     before: Callable[[Found | None], list[str]] = lambda found: []
     # makes the parameters to start from, such as weights of others; None draws them
     first_params: Callable[[TrainingProgram], Any] = lambda program: None
+    # called with the numbers of each step: `step`, `samples` seen so far, `loss`, `seconds`, rates,
+    # metrics of one's own. It is one step late, so that no device waits. True ends the run as its
+    # last step would; all processes have to say so after the same step (seconds differ).
+    after_step: Callable[[Record], bool | None] = lambda record: None
+    # called with the numbers of each evaluation (`step`, `samples`, `eval_loss`, `eval_` metrics)
+    # and the parameters that were evaluated; every `eval_every` steps also where there is no
+    # `held_out`. True, on process 0, ends the run.
+    after_eval: Callable[[Record, Any], bool | None] | None = None
+    # (parameters that are trained, optimizer state) -> what evaluations and exports use in their
+    # place, such as a mean over steps; None: they themselves. It is traced.
+    eval_params: Callable[[Any, Any], Any] | None = None
     # called after the last step of a run that was not stopped, while the watchdog watches
     after: Callable[[TrainingProgram, Outcome, launch.Watch], None] = (
         lambda program, outcome, watch: None
@@ -63,6 +81,9 @@ class Hooks:
 
 
 __all__ = ["USER_ERRORS", "Hooks", "Stateful", "Trainer", "TrainerOptions", "exit_code"]
+
+HOOK_S = 4 * 3600.0
+"""So many seconds longer `Hooks.after_eval` may take on one process than on another."""
 
 USER_ERRORS = (
     RunError,
@@ -86,16 +107,21 @@ class Trainer:
         init: key -> parameters, or a `Stateful` with what is kept beside them; traced, so that each
             device makes only its part.
         loss: (params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them; of
-            a `Stateful` (mean loss, the next state).
+            a `Stateful` (mean loss, the next state). Metrics of one's own come behind, such as
+            (mean loss, {"accuracy": a mean}); records, files and evaluations have them.
         marks: of the parameters, by path: `{"*/kernel": ("rows", "columns")}`. The rest is
             inferred.
-        data: step -> the whole batch of that step, a dict of numpy arrays; steps count from 0.
+        data: step -> the whole batch of that step, a dict of numpy arrays; steps count from 0. The
+            number of rows may change during the run: the step is compiled for each.
         batch_marks: of a batch, by name.
         optimizer: which one, or one of optax. A schedule of ours ends with the run, unless it says
             where.
         options: how long, and what is kept.
         held_out: as `data`, for evaluations; None makes none.
         eval_loss: what evaluations compute, as without dropout; `loss` if left out.
+        frozen: patterns over the paths of parameters that are not trained. They have no gradient
+            and no optimizer state, and checkpoints do not hold them: a run that goes on makes
+            them anew, by `hooks.first_params` or `init`.
         hooks: what is done besides.
 
     Attributes:
@@ -125,6 +151,7 @@ class Trainer:
         options: TrainerOptions,
         held_out: Dataset | None = None,
         eval_loss: LossFn | None = None,
+        frozen: Sequence[str] = (),
         hooks: Hooks | None = None,
     ) -> None:
         def compile_step() -> TrainingProgram:
@@ -142,6 +169,7 @@ class Trainer:
                 microbatches=options.microbatches,
                 on_nonfinite=options.on_nonfinite,
                 eval_loss=eval_loss,
+                frozen=frozen,
             )
 
         self._set(compile_step, data, held_out, options, hooks or Hooks())
@@ -224,21 +252,43 @@ class Trainer:
                 audit_every=options.audit_every,
                 evaluates_first=options.eval_first and found is None,
                 max_skipped=options.max_skipped,
+                keep_best=options.keep_best,
+                patience=options.patience,
             )
+            if checkpoints is not None and program.frozen.patterns:
+                checkpoints.about["frozen"] = program.frozen.sums(state.params)
             profiler = Profiler(options.profile, folder.profile) if folder else Profiler(None)
-            shardings = program.step.in_shardings[2]
+            best = found and found.meta.get("best")
+
+            @contextlib.contextmanager
+            def compiling(rows: int) -> Iterator[None]:
+                self.console.print(f"compiling the step for batches of {rows} rows")
+                with watch.may_take("compiling"):
+                    yield
+
             with (
                 output.make_sinks(options, folder, self.console, state.step) as sinks,
-                open_batches(self.data, shardings, state.step, options.data_threads) as batches,
+                open_batches(
+                    self.data,
+                    lambda batch: program.at(batch, compiling).in_shardings[2],
+                    state.step,
+                    options.data_threads,
+                ) as batches,
             ):
                 outcome = Loop(
-                    program.step,
+                    lambda *arguments: program.at(arguments[2])(*arguments),
                     state,
                     batches,
                     schedule,
                     cost=program.cost,
                     sinks=sinks,
                     evaluate=evaluate,
+                    after_step=self.hooks.after_step,
+                    after_eval=self._after_eval(),
+                    eval_params=self._eval_params(program),
+                    trained=program.trained,
+                    samples=self._samples(found),
+                    best=Best(**best) if best else None,
                     saver=checkpoints,
                     profiler=profiler,
                     should_stop=stop.is_requested,
@@ -256,13 +306,33 @@ class Trainer:
         found = find_checkpoint(checkpoints, self.options.resume, self.console)
         for change in self.hooks.before(found):
             self.console.print(f"changed since the checkpoint: {change}")
-        if isinstance(self.data, PackedTokens):
-            if found is not None:
-                batch = found.meta.get("config", {}).get("global_batch", self.data.batch_size)
-                seen = found.meta.get("samples", found.step * batch)
-                self.data = self.data.going_on(found.step, seen)
-            checkpoints.samples = self.data.first
+        if isinstance(self.data, PackedTokens) and found is not None:
+            self.data = self.data.going_on(found.step, self._samples(found))
         return found
+
+    def _samples(self, found: Found | None) -> int:
+        """How many samples have been seen at a checkpoint, also one that does not say it."""
+        if found is None:
+            return 0
+        if (seen := found.meta.get("samples")) is None:
+            rows = max(leaf.shape[0] for leaf in jax.tree.leaves(structs_of(self.data)))
+            seen = found.step * found.meta.get("config", {}).get("global_batch", rows)
+        return int(seen)
+
+    def _after_eval(self) -> Callable[[Record, Any], bool] | None:
+        hook = self.hooks.after_eval
+        if hook is None:
+            return None
+        # One answer for all processes, which may wait for the first one's texts and pictures.
+        return lambda record, params: bool(
+            launch.exchange(
+                "end" if hook(record, params) else "", label="after_eval", timeout_s=HOOK_S
+            )[0]
+        )
+
+    def _eval_params(self, program: TrainingProgram) -> Callable[[TrainState], Any]:
+        rule = self.hooks.eval_params
+        return (lambda state: state.params) if rule is None else program.eval_params(rule)
 
     def _compiled(self, watch: launch.Watch) -> TrainingProgram:
         started = time.perf_counter()

@@ -48,8 +48,9 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     )
     rate = given.learning_rate
     if rate is None:
-        tuned = bool(given.init_from)
+        tuned = bool(given.init_from or given.lora)
         rate = default_learning_rate(given.optimizer, model.parameter_count(), tuned=tuned)
+        rate *= 10 if given.lora else 1  # adapters begin at 0
     return taken(
         RunConfig,
         given,

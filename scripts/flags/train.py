@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-from spmd.cli.fields import of_fields
+from spmd.cli.fields import of_fields, read_by
 from spmd.cli.flags import Add, Parser, Switch, positive
 from spmd.cli.specs import mesh_axes
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
+from spmd.models.llama.lora import TARGETS, LoraConfig
 from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.training.checkpoints.found import AUTO
 from spmd.models.training.options import METRICS, TrainerOptions
@@ -110,8 +111,9 @@ def _data(add: Add) -> None:
     )
     of_run(
         "--packing",
-        help="whether documents that share a sequence are kept apart: by attention, positions and "
-        "loss",
+        help="whether documents that share a sequence are kept apart, by attention, positions and "
+        "loss (boundaries), and whole (documents); auto: documents where only answers are learned, "
+        "else none",
     )
     of_run("--seq_len", default=128, help="tokens of a sequence")
     of_run("--global_batch", default=16, help="sequences of a step, on all devices")
@@ -120,6 +122,13 @@ def _data(add: Add) -> None:
 
 def _training(add: Add) -> None:
     of_optimizer, of_options = of_fields(add, OptimizerConfig), of_fields(add, TrainerOptions)
+    add(
+        "--lora",
+        **read_by(LoraConfig.parse),
+        metavar="rank=R[,alpha=A][,targets=T+T]",
+        help="train low-rank adapters of the projections alone (default: alpha twice the rank, all "
+        f"targets: {', '.join(TARGETS)})",
+    )
     of_options("--steps", default=200, help="training steps, counted from the very first")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimizer")
     of_optimizer(
@@ -134,9 +143,12 @@ def _training(add: Add) -> None:
     of_optimizer("--warmup_steps", help="(default: a tenth of the run, at most 100)")
     of_optimizer("--weight_decay", help="AdamW's; norms and biases are not")
     of_optimizer("--clip_norm", help="largest global norm of the gradients; 0 does not clip")
-    of_fields(add, RunConfig)(
-        "--z_loss", help="weight of the squared log-normalizer of the softmax"
-    )
+    of_run = of_fields(add, RunConfig)
+    of_run("--z_loss", help="weight of the squared log-normalizer of the softmax")
+    of_run("--dpo_beta", help="where data are preferences: how much it costs to leave --init_from")
+    of_run("--teacher", help="folder or URL of weights, of which the distribution is learned, too")
+    of_run("--distill_temperature", help="divides the logits of both for that")
+    of_run("--distill_share", help="of the divergence from the teacher in the loss; else data's")
     of_options("--on_nonfinite", help="what a loss, gradient or update that is not finite does")
     of_options("--max_skipped", help="so many steps in a row may be skipped")
     of_options("--audit_every", help="steps between comparisons of devices' copies; 0: none")
@@ -151,6 +163,12 @@ def _evaluation(add: Add) -> None:
         default=None,
         help="evaluate before the first step, too (default: with --init_from)",
     )
+    of_fields(add, RunConfig)(
+        "--valid_data",
+        help="what is evaluated on, named as in --data (default: a 20th of --data, which is then "
+        "not trained on)",
+    )
+    of_options("--patience", help="evaluations without a better one that end the run; 0: none do")
     of_options("--eval_batches", help="held-out batches of an evaluation; 0: none")
     add(
         "--sample_tokens",
@@ -173,6 +191,7 @@ def _checkpoints(add: Add) -> None:
         "auto (or no word) starts anew where there is none",
     )
     of_options("--save_every", help="steps between checkpoints; 0: at the end only")
+    of_options("--keep_best", help="each evaluation that is the best so far is saved, and kept")
     of_options("--keep_last", help="so many of the latest checkpoints are kept")
     of_options("--keep_every", help="those of every n-th step are kept too; 0: none")
 

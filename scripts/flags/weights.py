@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from spmd.models.training.data.tokenizer import (
     same_ids,
 )
 from spmd.models.training.paths import as_path
+from spmd.models.training.run.description import FREE_TO_CHANGE, RunConfig
 
 DEFAULT_MODEL = "quickstart"
 
@@ -59,6 +61,7 @@ def add_weight_flags(add: Add) -> None:
         "says which Llama, unless --config or --model does",
     )
     add("--export_hf", help="new folder or URL that transformers can load, written at the end")
+    add("--export_lora", help="the same for the adapters of --lora, a folder that peft can load")
     add(
         "--export_dtype",
         choices=DTYPES,
@@ -73,8 +76,10 @@ def chosen_config(given: argparse.Namespace) -> LlamaConfig:
         ConfigError: both --config and --model, or a file that describes no Llama.
         WeightsError: --init_from does not fit the model, or --export_hf cannot be made.
     """
-    if given.export_hf:
-        weights.check_can_save(given.export_hf)
+    if given.export_lora and not given.lora:
+        raise WeightsError("--export_lora writes adapters, and there are none without --lora")
+    for folder in filter(None, (given.export_hf, given.export_lora)):
+        weights.check_can_save(folder)
     if given.config and given.model:
         raise ConfigError("--config and --model both name a model; give one of them")
     file = _config_file(given)
@@ -84,6 +89,27 @@ def chosen_config(given: argparse.Namespace) -> LlamaConfig:
         config = named_config(given.model or DEFAULT_MODEL)
     if given.init_from:
         weights.check_can_load(given.init_from, config)
+    return config
+
+
+def teacher_config(run: RunConfig) -> LlamaConfig | None:
+    """The model of --teacher, which runs as the one that is trained; None without the flag.
+
+    Raises:
+        WeightsError: its weights do not fit, or its tokens are others.
+    """
+    if not run.teacher:
+        return None
+    ways = (name.removeprefix("model.") for name in FREE_TO_CHANGE)
+    changes = {name: getattr(run.model, name) for name in ways}
+    config = dataclasses.replace(read_config(run.teacher), **changes, param_dtype=run.model.dtype)
+    weights.check_can_load(run.teacher, config)
+    file = as_path(run.teacher) / TOKENIZER
+    tokens = config.vocab_size, run.model.vocab_size
+    if tokens[0] != tokens[1]:
+        raise WeightsError(f"--teacher: it knows {tokens[0]} tokens, and the model {tokens[1]}")
+    if file.is_file() and not same_ids(load_tokenizer(str(file)), load_tokenizer(run.tokenizer)):
+        raise WeightsError(f"--teacher: {run.teacher} has another tokenizer than {run.tokenizer}")
     return config
 
 

@@ -11,7 +11,6 @@ from jax.export import is_symbolic_dim
 
 from spmd.api import path_name
 from spmd.frontend.artifact import CustomCalls
-from spmd.frontend.refine import constraints_of
 from spmd.frontend.sizes import symbols_in
 from spmd.models.placement import OPEN, Entry
 from spmd.serving.bundle.function import ROLES, BundleError, Function, StateLeaf
@@ -177,7 +176,10 @@ def symbols_of(functions: Sequence[Function]) -> dict[str, Symbol]:
     for function in functions:
         shapes = [x.shape for x in jax.tree.leaves(function.args) if hasattr(x, "shape")]
         dims = [dim for shape in shapes for dim in shape if is_symbolic_dim(dim)]
-        constraints = dict.fromkeys(c for dim in dims for c in constraints_of(dim))
+        # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`,
+        # which nobody wrote.
+        stated = (c.debug_str for dim in dims for c in dim.scope._explicit_constraints)
+        constraints = dict.fromkeys(text for text in stated if "*floordiv(" not in text)
         for name in symbols_in(map(str, dims)):
             symbol = _symbol(function.name, name, constraints)
             if found.setdefault(name, symbol) != symbol:

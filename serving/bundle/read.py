@@ -20,8 +20,8 @@ from rich.console import Console
 
 from spmd import launch
 from spmd.errors import SpmdError
-from spmd.frontend.artifact import calls_of, is_artifact
-from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to_texts
+from spmd.frontend.artifact import calls_of
+from spmd.frontend.bytecode import MAGIC, BytecodeError, bytecode_to_text, bytecodes_to_texts
 from spmd.frontend.canonicalize import CANONICAL
 from spmd.frontend.importer.module import parse_module, signature
 from spmd.ir.dialect.registry import is_known_call
@@ -134,11 +134,11 @@ class Modules:
 
     def text(self, data: bytes) -> str:
         """The text of a module; the first one of those needed first, or later, has all read."""
-        if not is_artifact(data):
+        if not data.startswith(MAGIC):
             raise BytecodeError("it is no portable artifact")
         if data not in self.texts:
             half = next(half for half in self.halves if data in half)
-            groups = _groups([d for d in dict.fromkeys(half) if is_artifact(d)])
+            groups = _groups([d for d in dict.fromkeys(half) if d.startswith(MAGIC)])
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 for group, texts in zip(groups, pool.map(_texts, groups), strict=True):
                     self.texts |= zip(group, texts, strict=False)

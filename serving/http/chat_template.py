@@ -6,17 +6,14 @@ the same filters and functions as in transformers and nothing else.
     [{"role": "user", "content": "Hi"}]  ->  "<|user|>Hi<|end|><|assistant|>", for instance
 """
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.sandbox
-from jinja2 import nodes
 
+from spmd.models.training.data import chat
 from spmd.serving.engine.thought import Marks
 from spmd.serving.errors import ServingError, invalid
 from spmd.serving.http.fields import show
@@ -103,41 +100,6 @@ OURS = ("messages", "tools", "documents", "add_generation_prompt")
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class _Refused(Exception):
-    """The template called `raise_exception`."""
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's tokens for training: nothing to do here."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
-
-    def _same(self, caller: Any) -> Any:
-        return caller()
-
-
-def _raise(message: str) -> None:
-    raise _Refused(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own `tojson` escapes `<`, `>` and `&` for HTML, which no model was trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 class ChatTemplate:
     """A compiled chat template.
 
@@ -162,14 +124,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         tool_format: str | None = None,
     ) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment = chat.environment()
         self.is_default = source is None
         self.stops = DEFAULT_STOPS if source is None else ()
         self._special = dict(special_tokens or {})
@@ -241,7 +196,7 @@ class ChatTemplate:
             messages, tools = described(messages, tools, self._format or PLAIN), ()
         try:
             return self._render(messages, generation_prompt, tools, self._wants_text, arguments)
-        except _Refused as error:
+        except chat.Refused as error:
             raise invalid(
                 f"messages: the chat template refuses them: {error}", "messages"
             ) from error

@@ -9,7 +9,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from spmd.errors import FrontendError
-from spmd.frontend.bytecode import MAGIC
 from spmd.frontend.importer.contents import named_ops, ops_in
 from spmd.frontend.trace import trace
 
@@ -72,8 +71,3 @@ def calls_of(module: Any) -> CustomCalls:
                 composites[ir.StringAttr(op.attributes["name"]).value] += 1
     custom.pop("Sharding", None)
     return CustomCalls(dict(sorted(custom.items())), dict(sorted(composites.items())))
-
-
-def is_artifact(data: bytes) -> bool:
-    """Returns whether bytes begin with the magic number of MLIR bytecode, as artifacts do."""
-    return data.startswith(MAGIC)

@@ -158,14 +158,6 @@ def exported_dims(exported: Any) -> list[ArgumentDims]:
     return [tuple(d if isinstance(d, int) else str(d) for d in shape) for shape in shapes]
 
 
-def constraints_of(dim: Any) -> list[str]:
-    """Returns the user's constraints in a jax dim's scope as text, such as `mod(n, 8) == 0`."""
-    # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
-    # nobody wrote.
-    stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
-    return [text for text in stated if "*floordiv(" not in text]
-
-
 @malformed()
 def stated_dims(module: ir.Module) -> list[ArgumentDims]:
     """Returns the dims of each argument: numbers, expressions of symbols, or None if unknown.

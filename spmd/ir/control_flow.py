@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.description import CONSTANT, CONVERT, FROM_MANUAL
+from spmd.ir.description import CONSTANT, CONVERT, FROM_MANUAL, SUBTRACT
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import numpy_dtype
 
@@ -51,6 +51,13 @@ def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
         return None
     element = op.kind.attrs["value"].array()
     return int(element) if np.issubdtype(element.dtype, np.integer) else None
+
+
+def sign_of(op: Op) -> int:
+    """Returns 1 for an op that adds two operands, -1 for one that subtracts, 0 for any other."""
+    about = op.kind.about
+    is_sum = about.reducer == "add" and about.is_elementwise
+    return 1 if is_sum else -1 if op.name == SUBTRACT else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +125,20 @@ class Index:
         trips = self.trips.get(op.results[0])
         return UNKNOWN_TRIPS if trips is None else trips
 
+    def step(self, loop: Op, number: int) -> int | None:
+        """Returns by how much a loop's carry grows in each trip; None if not by a constant."""
+        body = loop.regions[1]
+        carry, after = body.args[number], body.results[number]
+        op = self.producers.get(after)
+        if op is None or not (sign := sign_of(op)) or carry not in op.operands:
+            return 0 if after == carry else None
+        others = [v for v in op.operands if v != carry]
+        by = integer_of(self.producers, others[0]) if len(others) == 1 else None
+        return None if by is None or (sign < 0 and op.operands[1] == carry) else sign * by
+
     def _trip_count(self, op: Op) -> int | None:
         """Returns how often `while i < n` with constant start, step and `n` runs; else None."""
-        cond, body = op.regions
+        cond = op.regions[0]
         if len(cond.results) != 1:
             return None
         test = self.producers.get(cond.results[0])
@@ -128,13 +146,9 @@ class Index:
         if test is None or "LT" not in direction or test.operands[0] not in cond.args:
             return None
         index = cond.args.index(test.operands[0])
-        step_op = self.producers.get(body.results[index])
-        if step_op is None or step_op.kind.about.reducer != "add":
-            return None
-        others = [v for v in step_op.operands if v != body.args[index]]
         start = integer_of(self.producers, op.operands[index])
         end = integer_of(self.producers, test.operands[1])
-        step = integer_of(self.producers, others[0]) if len(others) == 1 else None
+        step = self.step(op, index)
         if start is None or end is None or step is None or step <= 0:
             return None
         trips = max(0, -((start - end) // step))  # rounded up: 0, 3, 6 for i < 7

@@ -5,6 +5,7 @@ from spmd.ops.attention_order import from_zigzag, zigzag
 from spmd.ops.experts import experts
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear, linears
+from spmd.ops.linear_attention import linear_attention
 from spmd.ops.paged import paged_attention, paged_update
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "fp8_state",
     "from_zigzag",
     "linear",
+    "linear_attention",
     "linears",
     "paged_attention",
     "paged_update",

@@ -42,6 +42,7 @@ def attention(
     window: int | None = None,
     positions: Any = None,
     segment_ids: Any = None,
+    sinks_N: Any = None,
     scale: float | None = None,
     logits_dtype: Any = jnp.float32,
     zigzag: int = 1,
@@ -60,6 +61,8 @@ def attention(
         a part of a causal sequence; 0 to S - 1 when left out.
       segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees only the keys that have
         its number, such as those of its own document where documents are packed.
+      sinks_N: for each query head the score of a key without value, which all queries see, and
+        which is not scaled (gpt-oss; Xiao et al. 2024, *Attention Sinks*).
       scale: the factor of the scores; `1 / sqrt(D)` when left out.
       logits_dtype: the dtype in which scores and their softmax are computed.
       zigzag: the `parts` with which `spmd.ops.zigzag` reordered queries, keys and values; 1 if
@@ -106,6 +109,9 @@ def attention(
     elif window is not None and not (causal and window > 0):
         problem = f"window={window}, causal={causal}"
         required = "a window of at least one key, of a causal attention"
+    elif sinks_N is not None and (sinks_N.shape != q.shape[2:3] or implementation == "cudnn"):
+        problem = f"sinks {sinks_N.shape} for {shapes}, implementation={implementation!r}"
+        required = "sinks (N,), and another implementation than cudnn"
     elif zigzag != 1 and not (positions is None and q.shape[1] == k.shape[1]):
         problem, required = f"zigzag={zigzag} for {shapes}", "queries and keys of whole sequences"
     if problem:
@@ -138,7 +144,7 @@ def attention(
     if causal and positions is None:
         positions = order.positions(length, zigzag) if zigzag > 1 else jnp.arange(length)
     masks = positions, queries_BS, keys_BT
-    out_BSND: jax.Array = _attend(spec, implementation != "xla", (q, k, v), masks)
+    out_BSND: jax.Array = _attend(spec, implementation != "xla", (q, k, v), sinks_N, masks)
     return out_BSND
 
 
@@ -146,22 +152,33 @@ Arrays = tuple[Any, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: Spec, is_whole: bool, tensors: Arrays, masks: Arrays) -> Any:
-    return _attend_forward(spec, is_whole, tensors, masks)[0]
+def _attend(spec: Spec, is_whole: bool, tensors: Arrays, sinks: Any, masks: Arrays) -> Any:
+    return _attend_forward(spec, is_whole, tensors, sinks, masks)[0]
 
 
-def _attend_forward(spec: Spec, is_whole: bool, tensors: Arrays, masks: Arrays) -> Any:
+def _attend_forward(spec: Spec, is_whole: bool, tensors: Arrays, sinks: Any, masks: Arrays) -> Any:
     out_BSND, lse_BNS = _run(
         spec, is_whole, split.FORWARD, attention_reference.forward, tensors, masks
     )
-    return out_BSND, ((*tensors, out_BSND, lse_BNS), masks)
+    if sinks is not None:  # what a sink takes, the others lack; kernels need not know of it
+        all_BNS = jnp.logaddexp(lse_BNS, sinks.astype(lse_BNS.dtype)[:, None])
+        kept_BSN1 = jnp.swapaxes(jnp.exp(lse_BNS - all_BNS), 1, 2)[..., None]
+        out_BSND, lse_BNS = (out_BSND * kept_BSN1).astype(out_BSND.dtype), all_BNS
+    return out_BSND, ((*tensors, out_BSND, lse_BNS), sinks, masks)
 
 
 def _attend_backward(spec: Spec, is_whole: bool, kept: Any, dout_BSND: Any) -> Any:
-    tensors, masks = kept
+    tensors, sinks, masks = kept
     operands = (*tensors, dout_BSND)
     gradients = _run(spec, is_whole, split.GRADIENT, attention_reference.gradient, operands, masks)
-    return gradients, None
+    if sinks is None:
+        return gradients, None, None
+    # d out / d sink is -share out, and the gradient above needs just output and logsumexp of all.
+    *_, out_BSND, lse_BNS = tensors
+    share_BNS = jnp.exp(sinks.astype(lse_BNS.dtype)[:, None] - lse_BNS)
+    own_BSN = jnp.sum(out_BSND.astype(lse_BNS.dtype) * dout_BSND.astype(lse_BNS.dtype), -1)
+    dsinks_N = -jnp.einsum("bns,bsn->n", share_BNS, own_BSN)
+    return gradients, dsinks_N.astype(sinks.dtype), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -175,10 +192,14 @@ def _run(
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not is_whole:
         return reference(*tensors, *masks, **attributes)
-    return _composite(name, reference, attributes, int(spec.causal), len(tensors))(*tensors, *masks)
+    return batched_composite(name, reference, attributes, int(spec.causal), len(tensors))(
+        *tensors, *masks
+    )
 
 
-def _composite(name: str, reference: Kernel, attributes: Any, positions: int, tensors: int) -> Any:
+def batched_composite(
+    name: str, reference: Kernel, attributes: Any, positions: int, tensors: int
+) -> Any:
     """Returns `reference` as a composite, which under `jax.vmap` is one with a larger batch.
 
     Its operands are `tensors` of (B, ...), `positions` (0 or 1) of (S,), and segments (B, ...).
@@ -203,7 +224,7 @@ def _composite(name: str, reference: Kernel, attributes: Any, positions: int, te
                 continue
             whole = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             merged.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
-        again = _composite(name, reference, attributes, positions, tensors)
+        again = batched_composite(name, reference, attributes, positions, tensors)
         results = again(*merged)
         parts = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
         return parts, tuple(True for _ in parts)

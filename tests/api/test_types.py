@@ -40,7 +40,7 @@ def _value(dtype: str, shape: tuple[int, ...]) -> Any:
     return jnp.asarray(numbers.reshape(shape).astype(jnp.dtype(dtype)))
 
 
-def _values(dtypes: list[str], shapes: Any = SHAPES) -> dict[str, Any]:
+def _values(dtypes: list[str], shapes: Any = SHAPES[:1]) -> dict[str, Any]:
     return {f"{d} {s}": _value(d, s) for d in dtypes for s in shapes}
 
 
@@ -90,7 +90,8 @@ def same(got: Any, want: Any) -> None:
 
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
-    return _values(DTYPES)
+    """Every dtype; in shapes of all kinds those that are held in the most different ways."""
+    return _values(DTYPES) | _values(["bool", "int4", "float8_e4m3fn", "complex64"], SHAPES)
 
 
 @pytest.fixture(scope="module")
@@ -136,17 +137,8 @@ def test_exported(step: Any, given: Any, wanted: Any) -> None:
     same(exported.call(placed), wanted)
 
 
-@pytest.mark.thorough
-def test_exported_as_bytes() -> None:
-    given = _values([d for d in DTYPES if d not in ("int2", "uint2")], ((6, 4),))  # jax has none
-    step = spmd.jit(MARKED, mesh=MESH, in_specs=(jax.tree.map(_spec, given),))
-    written = step.lower(given).export().serialize()
-    placed = jax.device_put(given, step.compile(given).in_shardings[0])
-    same(export.deserialize(written).call(placed), jax.jit(PLAIN)(given))
-
-
 def test_exported_with_a_symbolic_dim() -> None:
-    given = _values(DTYPES, ((6, 4),))
+    given = _values(DTYPES)
     rows = export.symbolic_shape("n", constraints=["mod(n, 3) == 0"])[0]
     structs = {n: jax.ShapeDtypeStruct((rows, 4), x.dtype) for n, x in given.items()}
     called = export.export(jax.jit(PLAIN))(structs).call
@@ -170,23 +162,6 @@ def test_looked_at_while_it_runs() -> None:
     same(spmd.jit(looking, mesh=MESH)(given), jax.jit(PLAIN)(given))
     jax.effects_barrier()
     same(seen, given)
-
-
-@pytest.mark.thorough
-def test_printed_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    given = _values(DTYPES, ((6, 4), (0, 4), ()))
-
-    def printing(tree: Any) -> Any:
-        for name, x in tree.items():
-            jax.debug.print(name + " {x}", x=x)
-        return PLAIN(tree)
-
-    printed = []
-    for step in (spmd.jit(printing, mesh=MESH), jax.jit(printing)):
-        step(given)
-        jax.effects_barrier()
-        printed.append(sorted(capfd.readouterr().out.splitlines()))
-    assert printed[0] == printed[1] != []
 
 
 def test_keys() -> None:

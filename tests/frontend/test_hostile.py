@@ -136,16 +136,7 @@ def test_paths_without_a_module(path: str) -> None:
     refused(path)
 
 
-# Damaged bytecode. Each of these reads takes a process, so there are few; `heavy` has more.
-
-
-def mutated(data: bytes, seed: int) -> bytes:
-    rng = random.Random(seed)
-    damaged = bytearray(data)
-    for _ in range(rng.choice((1, 2, 5))):
-        at = rng.randrange(len(damaged))
-        damaged[at] = rng.randrange(256)
-    return bytes(damaged)
+# Damaged bytecode. Each of these reads takes a process, so there are few.
 
 
 def test_truncated_bytecode_and_several_whole_ones_in_one_process(
@@ -168,12 +159,6 @@ def test_a_hanging_reader(binary: bytes, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "jaxlib.py").write_text("while True:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)  # the reader imports this in place of MLIR
     refused(binary, "still reading")
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("seed", range(150))
-def test_mutated_bytecode(binary: bytes, artifact: bytes, seed: int) -> None:
-    read(mutated(artifact if seed % 2 else binary, seed))
 
 
 # Modules that nobody meant.

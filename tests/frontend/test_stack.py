@@ -124,16 +124,15 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
     }
     same = {case.name: case.args[shared] for case in group} if shared is not None else {}
 
-    def each(same: Any, lanes: Any, compiled: Any = lambda fn: fn) -> Any:
+    def each(same: Any, lanes: Any) -> Any:
         def args(name: str, given: Any) -> Any:
             return [same[name] if i == shared else a for i, a in enumerate(given)]
 
-        fns = {c.name: compiled(c.fn) for c in group}
-        return {name: [fn(*args(name, given)) for given in lanes[name]] for name, fn in fns.items()}
+        return {c.name: [c.fn(*args(c.name, given)) for given in lanes[c.name]] for c in group}
 
     options = spmd.Options(progress=False, check=True, unroll=0, cache_dir="none")
     step = spmd.jit(each, mesh=spmd.make_mesh(data=2), options=options)
-    assert_same(step(same, lanes), each(same, lanes, jax.jit))
+    assert_same(step(same, lanes), jax.jit(each)(same, lanes))
     assert step.compile(same, lanes).stages.plan.forms or not group
 
 

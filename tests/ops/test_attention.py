@@ -444,3 +444,29 @@ def test_a_part_of_the_queries_is_hidden_by_a_bias(monkeypatch: pytest.MonkeyPat
     assert float(bias.min()) < -1e12
     seen &= np.arange(8, 12)[:, None] - 3 < np.arange(16)
     np.testing.assert_array_equal(np.asarray(narrow[:, 0] == 0), seen)
+
+
+@pytest.mark.parametrize("spec", [("y", None, "x"), (None, "x", None)])
+def test_sinks(spec: tuple[Any, ...]) -> None:
+    """A key more that all see, with the score that the sink says and no value."""
+    q, k, v, w = tensors(2, 16, 4, 4)
+    sinks_N = jnp.asarray([-1.0, 0.0, 2.0, 5.0])
+    ids, mesh = documents(2, 16), spmd.make_mesh(x=4, y=2)
+
+    def wanted(q: Any, k: Any, v: Any, sinks_N: Any) -> Any:
+        scores = jnp.einsum("bsnd,btnd->bnst", q, k) * q.shape[-1] ** -0.5
+        visible = jnp.tri(16, dtype=bool) & (ids[:, None, :, None] == ids[:, None, None, :])
+        scores = jnp.where(visible, scores, -jnp.inf)
+        sink = jnp.broadcast_to(sinks_N[:, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1), axis=-1)[..., :-1]
+        return jnp.sum(jnp.einsum("bnst,btnd->bsnd", weights, v) * w)
+
+    def ours(q: Any, k: Any, v: Any, sinks_N: Any) -> Any:
+        marked = (spmd.mark_sharding(x, mesh, (*spec, None)) for x in (q, k, v))
+        return jnp.sum(attention(*marked, segment_ids=ids, sinks_N=sinks_N) * w)
+
+    given = q, k, v, sinks_N
+    step = spmd.jit(jax.value_and_grad(ours, range(4)), mesh=mesh, options=EVERY_FLOP_COUNTS)
+    close(step(*given), jax.jit(jax.value_and_grad(wanted, range(4)))(*given))
+    with pytest.raises(spmd.ArgumentError, match=r"sinks \(3,\)"):
+        attention(q, k, v, sinks_N=sinks_N[:3])

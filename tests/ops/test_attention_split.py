@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect import rule
 from spmd.ops import attention, attention_split, from_zigzag, zigzag
 from spmd.ops import attention_reference as reference
@@ -144,12 +143,6 @@ def compiled_split(split: Split, dtype: Any = None) -> tuple[spmd.api.Compiled, 
     results = (None, (spec if is_even else ...,) * 3)
     jitted = spmd.jit(step, mesh=mesh, out_specs=results, options=EVERY_FLOP_COUNTS)
     return jitted.compile(*(ordered(split, x) for x in args)), args
-
-
-def local_composites(compiled: spmd.api.Compiled) -> list[str]:
-    """The names of the composites in one device's program, as far as they stay whole."""
-    program = compiled.stages.optimized.program
-    return [op.label for op in program.walk() if op.name == COMPOSITE]
 
 
 def permutes(compiled: spmd.api.Compiled) -> list[str]:

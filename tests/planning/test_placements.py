@@ -1,6 +1,5 @@
 """Every placement: marks added by hand make no plan faster, by predicted time."""
 
-import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +12,6 @@ from jax import lax
 
 import spmd
 from benchmarks.placed import newton_schulz
-from spmd.models.llama import sharding
-from spmd.models.llama.named import named_config
-from spmd.models.llama.step import argument_types, train_step
 from tools.placements import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -241,82 +237,7 @@ def test_no_specs_of_results_are_faster_than_none(name: str, count: int) -> None
         assert free.cost <= other.cost * CLOSE, specs
 
 
-# Programs for TPU slices, and a state-space model.
-
-
-def llama_step(topology: str, axes: tuple[int, int]) -> spmd.Lowered:
-    """AdamW on four layers of a 70B's width, a sequence of 8192 tokens for each chip."""
-    mesh, slice_ = spmd.Mesh(None, axes, ("data", "model")), spmd.Topology(topology)
-    config = dataclasses.replace(named_config("llama3-70b"), num_hidden_layers=4, dtype="bfloat16")
-    optimizer = optax.adamw(1e-4)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    types = argument_types(config, optimizer, mesh, (slice_.count, 8192))
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=QUIET)
-    return jitted.lower(*types, topology=slice_)
-
-
-@pytest.mark.heavy
-def test_more_axes_make_sharded_training_no_faster() -> None:
-    alone, *others = (llama_step("v5p:4x4x8", axes).cost for axes in ((128, 1), (32, 4), (16, 8)))
-    assert alone <= min(others)
-
-
-@pytest.mark.heavy
-def test_a_chips_share_takes_as_long_on_any_slice() -> None:
-    few, some, many = (
-        llama_step(name, (spmd.Topology(name).count, 1)).cost
-        for name in ("v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
-    )
-    assert max(few, some, many) <= few * 1.03
-
-
-MUON = {"up": (1024, 4096), "down": (4096, 1024)}
-MUON_SPECS: dict[str, Spec] = {"up": (None, "data", "model"), "down": (None, "model", "data")}
-
-
-def scanned_muon(mesh: spmd.Mesh, hint: Spec | None) -> tuple[Any, Sequence[Any]]:
-    """A step of 16 scanned layers and its arguments; `hint` is the spec of multiplied matrices."""
-
-    def loss(params: Any, x_TM: Any, y_TM: Any) -> Any:
-        def layer(x_TM: Any, w: Any) -> Any:
-            hidden_TH = jax.nn.gelu(x_TM @ w["up"].astype(jnp.bfloat16))
-            x_TM = x_TM + hidden_TH @ w["down"].astype(jnp.bfloat16)
-            return spmd.mark_sharding(x_TM, mesh, ("data", None)), None
-
-        out_TM = lax.scan(layer, x_TM.astype(jnp.bfloat16), params)[0]
-        return jnp.mean((out_TM.astype(jnp.float32) - y_TM) ** 2)
-
-    def moved(momentum: Any) -> Any:
-        tall = momentum.shape[-2] > momentum.shape[-1]
-        x = (momentum.mT if tall else momentum).astype(jnp.bfloat16)
-        if hint is not None:
-            x = spmd.mark_sharding(x, mesh, hint)
-        x = newton_schulz(x)
-        return (x.mT if tall else x).astype(jnp.float32)
-
-    def step(params: Any, momenta: Any, x_TM: Any, y_TM: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(params, x_TM, y_TM)
-        momenta = jax.tree.map(lambda m, g: 0.95 * m + g, momenta, gradients)
-        params = jax.tree.map(lambda p, m: p - 0.02 * moved(m), params, momenta)
-        return params, momenta, value
-
-    params = {name: struct((16, *shape), mesh, MUON_SPECS[name]) for name, shape in MUON.items()}
-    rows = struct((32_768, 1024), mesh, ("data", None))
-    return step, (params, params, rows, rows)
-
-
-@pytest.mark.thorough
-def test_muon_on_a_slice_needs_no_hint() -> None:
-    mesh = spmd.Mesh(None, (4, 4), ("data", "model"))
-
-    def cost(hint: Spec | None) -> float:
-        step, args = scanned_muon(mesh, hint)
-        results = MUON_SPECS, MUON_SPECS, ()
-        options: Any = {"donate_argnums": (0, 1), "options": spmd.Options(unroll=0)}
-        jitted = spmd.jit(step, mesh=mesh, out_specs=results, **options)
-        return jitted.lower(*args, topology=spmd.Topology("v5e:4x4")).cost
-
-    assert cost(None) <= cost(("data", None, None)) * CLOSE
+# A state-space model.
 
 
 @pytest.mark.thorough

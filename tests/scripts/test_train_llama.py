@@ -9,6 +9,8 @@ import jax
 import pytest
 
 from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.config import read_config
+from spmd.models.llama.weights.sources import checkpoint_source
 from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
 from spmd.scripts import train_llama
 from spmd.scripts.flags.train import make_parser
@@ -105,3 +107,55 @@ def test_fine_tuning_exports_and_restarts(trained, tmp_path, capsys, monkeypatch
 
     code, _ = run(trained, tmp_path, "--resume", "--tokenizer=bytes", "--steps=5")
     assert code.startswith("error: the checkpoint was trained with another tokenizer")
+
+
+@pytest.mark.thorough
+@pytest.mark.slow("three starts of the training script")
+def test_preferences_are_compared_with_the_first_weights_also_after_a_restart(
+    trained, tmp_path, capsys
+):
+    pairs, valid = tmp_path / "pairs.jsonl", tmp_path / "valid.jsonl"
+    rows = [{"prompt": "to be or ", "chosen": "not to be", "rejected": "be " * (i % 4)}
+            for i in range(1, 24)]  # fmt: skip
+    for path in (pairs, valid):
+        path.write_text("\n".join(map(json.dumps, (row for row in rows if row["rejected"]))))
+    flags = [f"--data={pairs}", f"--valid_data={valid}", "--save_every=2", "--learning_rate=1e-3"]
+    code, _ = run(trained, tmp_path, *flags, "--init_from=", f"--tokenizer={trained / 'model'}")
+    assert "the data are preferences: name the model that is tuned" in code
+
+    def numbers():
+        records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        return [[record[name] for name in ("loss", "rewards/margins", "logps/chosen")]
+                for record in records if record["step"] == 4 and "loss" in record]  # fmt: skip
+
+    assert run(trained, tmp_path, *flags)[0] == 0
+    (found,) = numbers()
+    assert found[0] != pytest.approx(0.6931, abs=1e-4) and found[1] != 0
+    shutil.rmtree(tmp_path / "run/checkpoints/4")
+    assert run(trained, tmp_path, *flags, "--resume")[0] == 0
+    assert numbers()[-1] == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow("four starts of the training script")
+def test_adapters_go_on_and_are_exported(trained, tmp_path, capsys):
+    out = tmp_path / "adapters"
+    adapters = ("--lora=rank=2,targets=q_proj+up_proj", "--metrics=", "--mesh=data=2,model=2")
+    assert run(trained, tmp_path, *adapters, "--steps=2")[0] == 0
+    export = ("--resume", f"--export_lora={out}", f"--export_hf={tmp_path / 'whole'}")
+    assert run(trained, tmp_path, *adapters, *export)[0] == 0
+    assert "resuming after step 2" in capsys.readouterr().out
+    about = json.loads((out / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"]) == (2, 4)
+    weights.check_can_load(tmp_path / "whole", read_config(tmp_path / "whole"))
+    with (
+        pytest.raises(weights.WeightsError, match="hold adapters alone"),
+        checkpoint_source(tmp_path / "run"),
+    ):
+        pass
+    other = (f"--init_from={tmp_path / 'whole'}", "--resume", "--steps=9")
+    assert "frozen parameters, which checkpoints do not hold" in run(
+        trained, tmp_path, *adapters, *other
+    )[0]  # fmt: skip
+    code, _ = run(trained, tmp_path, "--resume", f"--export_lora={tmp_path / 'none'}")
+    assert "there are none without --lora" in code

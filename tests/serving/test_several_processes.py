@@ -6,8 +6,7 @@ import functools
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,104 +21,14 @@ from jax import export
 
 from spmd.launch import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
-from spmd.models.decode import ServingShape
-from spmd.models.training.data.tokenizer import ByteTokenizer
 from spmd.scripts.jobs.local import free_port, with_device_count
 from spmd.serving.bundle.function import Function
 from spmd.serving.bundle.write import write_bundle
 from tests.forked import Forked
-from tests.serving.conftest import write_tiny
 from tests.serving.http.live import get, post
 from tests.waiting import wait_until
-from tools.serving_kills import Group
 
-SHAPE = ServingShape(4, 64, (2, 32), (64,), 16, 2, 0, "float32")
-PROMPT = "def f("
 MESH = "data=2,model=2"
-FLAGS = ("--stall_seconds", "0.5")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: Any) -> Path:
-    """A tiny Llama of bytes, with a golden text that one process made."""
-    folder: Path = tmp_path_factory.mktemp("bundles") / "tiny"
-    write_tiny(folder, SHAPE, layers=2, golden_prompts=[list(PROMPT.encode())])
-    return folder
-
-
-@pytest.fixture
-def start(bundle: Path, tmp_path: Path) -> Callable[..., Any]:
-    def start(processes: int, max_restarts: int) -> Any:
-        cache = tmp_path / "cache"
-        return Group(tmp_path, bundle, processes, MESH, cache, max_restarts, FLAGS)
-
-    return start
-
-
-def golden(bundle: Path) -> str:
-    (found,) = json.loads((bundle / "manifest.json").read_text())["goldens"]
-    return ByteTokenizer().decode(found["tokens"])
-
-
-def ask(group: Group, **more: Any) -> httpx.Response:
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
-    return post(f"{group.url}/v1/completions", json=body)
-
-
-@contextmanager
-def asking(group: Group, stopped: int, restart: int) -> Iterator[list[httpx.Response]]:
-    """A stream and a whole answer, which wait for a stopped process; afterwards what they got."""
-    group.signal(stopped, signal.SIGSTOP, restart)
-    answers: dict[bool, httpx.Response] = {}
-
-    def run(stream: bool) -> None:
-        answers[stream] = ask(group, stream=stream)
-
-    threads = [threading.Thread(target=run, args=(stream,)) for stream in (True, False)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: "\nspmd:places_taken 2" in get(f"{group.url}/metrics").text)
-    told: list[httpx.Response] = []
-    yield told
-    for thread in threads:
-        thread.join()
-    told += [answers[True], answers[False]]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("processes", [2, 4])
-def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: int) -> None:
-    """Kills in the midst of answers, restarts with the same texts, and a gentle end."""
-    text, last = golden(bundle), processes - 1
-    with start(processes, max_restarts=2) as group:
-        group.wait_for(" ready: ")
-        assert ask(group).json()["choices"][0]["text"] == text
-        with asking(group, last, 0) as told:
-            wait_until(lambda: "a call of the model has been" in get(f"{group.url}/health").text)
-            group.signal(last, signal.SIGKILL)
-        stream, whole = told
-        why = f"process {last} was lost"
-        assert why in stream.text and stream.text.endswith("data: [DONE]\n\n")
-        assert '"code":"process_lost"' in stream.text
-        assert whole.status_code == 503 and why in whole.text
-        assert whole.json()["error"]["code"] == "process_lost"
-        assert int(whole.headers["Retry-After"]) > 0
-
-        group.wait_for(" ready: ", 2)
-        assert ask(group).json()["choices"][0]["text"] == text
-        group.signal(0, signal.SIGKILL, restart=1)
-        group.wait_for(" ready: ", 3)
-        for process in range(1, processes):
-            assert f"error: process {process} of {processes} stops: process 0" in group.log
-
-        with asking(group, last, 2) as told:
-            group.process.terminate()
-            group.wait_for("draining: ")
-            group.signal(last, signal.SIGCONT, 2)
-        assert '"finish_reason":"length"' in told[0].text
-        assert told[1].json()["choices"][0]["text"] == text
-        assert group.process.wait() == 0
-        assert "Traceback" not in group.log
 
 
 class Pair:

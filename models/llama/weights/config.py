@@ -92,6 +92,7 @@ def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> Llama
 def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -> LlamaConfig:
     """Like `read_config`, for the content of a file."""
     family = families.family_of(values)
+    values = _with_one_rope(values)
     own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
     checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
     wrong = [
@@ -161,7 +162,7 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         **own,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
-        "hidden_act": "silu",
+        "hidden_act": config.hidden_act,
         "attention_dropout": 0.0,
         **({"mlp_bias": False, "pretraining_tp": 1} if config.model_type == "llama" else {}),
         "rope_theta": config.rope_theta,
@@ -177,6 +178,19 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+
+
+def _with_one_rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with `rope_parameters` of each kind of layers as the keys that were before them."""
+    nested = values.get("rope_parameters")
+    if not isinstance(nested, dict) or not set(nested) & {families.FULL, families.SLIDING}:
+        return values
+    local = nested.get(families.SLIDING) or {}
+    if set(local) - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
+        raise ConfigError(f"rope_parameters of {families.SLIDING} are not supported: {local}")
+    theta = local.get("rope_theta", values.get("rope_local_base_freq"))
+    own = {"rope_parameters": nested.get(families.FULL), "rope_local_base_freq": theta}
+    return {**values, **own}
 
 
 def parse_rope(values: Mapping[str, Any], default: float) -> tuple[float, RopeScaling | None]:

@@ -7,6 +7,8 @@ Beside the sizes that all have there are
                  `use_sliding_window`
     qwen3        norms of each head's queries and keys; windows as qwen2; biases, if
                  `attention_bias`
+    gemma3_text  norms of heads and of outputs, scaled embeddings, a window and other rotary
+                 frequencies in all layers but every sixth
     mixtral      experts, and a window in all layers
     qwen3_moe    qwen3 with experts; a window in all layers, if `use_sliding_window`
 
@@ -46,24 +48,26 @@ class Family:
     # the field of `LlamaConfig`; None if the key `attention_bias` decides
     attention_bias: str | None = "none"
     qk_norm: bool = False  # the field
+    parts: tuple[tuple[str, Any], ...] = ()  # other fields that all such models have
     # the keys of a window: none, `sliding_window` for all layers, with a switch, or those of
-    # `LAYERED`
+    # `LAYERED` or `PATTERN`
     window: Sequence[str] = ()
     # the field of `LlamaConfig` -> the keys that say it, the first as transformers writes it
-    experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # keys of experts -> the values that we support
+    fields: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # other keys -> the values that we support
     fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     theta: float = 10_000.0  # transformers' default of the base of rotary frequencies
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys that such a file has and a Llama's lacks, or has with one value only."""
-        own = {key for _, keys in self.experts for key in keys} | {key for key, _ in self.fixed}
-        own |= {*self.window, *(["output_router_logits"] if self.experts else [])}
+        own = {key for _, keys in self.fields for key in keys} | {key for key, _ in self.fixed}
+        own |= {*self.window, *(["output_router_logits"] if "num_experts_per_tok" in own else [])}
         return frozenset(own | ({"attention_bias"} if self.attention_bias is None else set()))
 
 
 LAYERED = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+PATTERN = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
 SWITCHED = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 _EXPERTS = (
@@ -113,7 +117,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "router_aux_loss_coef": 0.001,
             },
             window=("sliding_window",),
-            experts=(("num_experts", ("num_local_experts",)), *_EXPERTS),
+            fields=(("num_experts", ("num_local_experts",)), *_EXPERTS),
             fixed=(("router_jitter_noise", (0.0, None)),),
             theta=1e6,
         ),
@@ -134,13 +138,52 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             attention_bias=None,
             qk_norm=True,
             window=SWITCHED,
-            experts=(
+            fields=(
                 ("num_experts", ("num_local_experts", "num_experts")),
                 ("moe_intermediate_size", ("moe_intermediate_size",)),
                 ("norm_topk_prob", ("norm_topk_prob",)),
                 *_EXPERTS,
             ),
             fixed=(("decoder_sparse_step", (1, None)), ("mlp_only_layers", ([], None))),
+        ),
+        "gemma3_text": Family(
+            "Gemma3ForCausalLM",
+            {
+                "vocab_size": 262_208,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 26,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "max_position_embeddings": 131_072,
+                "tie_word_embeddings": True,
+                "bos_token_id": 2,
+                "eos_token_id": 1,
+                "query_pre_attn_scalar": 256,
+                "rope_local_base_freq": 10_000.0,
+                "sliding_window_pattern": 6,
+            },
+            qk_norm=True,
+            parts=(
+                ("hidden_act", "gelu_pytorch_tanh"),
+                ("norm_offset", 1.0),
+                ("post_norms", True),
+                ("scale_embeddings", True),
+            ),
+            window=PATTERN,
+            fields=(
+                ("query_pre_attn_scalar", ("query_pre_attn_scalar",)),
+                ("rope_local_base_freq", ("rope_local_base_freq",)),
+            ),
+            fixed=(
+                ("hidden_act", ("gelu_pytorch_tanh",)),
+                ("hidden_activation", ("gelu_pytorch_tanh",)),
+                ("attn_logit_softcapping", (None,)),
+                ("final_logit_softcapping", (None,)),
+                ("use_bidirectional_attention", (False, None)),
+            ),
+            theta=1e6,
         ),
     }
 )
@@ -192,6 +235,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 4096
 """transformers' default of `sliding_window`, where a family has one."""
 
+_GEMMA = ("hidden_act", "norm_offset", "post_norms", "scale_embeddings")
 _FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}
 
 
@@ -205,12 +249,12 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
         ConfigError: a key has a value that is not one of its own, or windows are not in the last
             layers.
     """
-    window, first = _read_window(values, family, layers)
+    windows = _read_window(values, family, layers)
     bias = family.attention_bias
     if bias is None:
         bias = "qkvo" if typed("attention_bias", values.get("attention_bias"), False) else "none"
     experts: dict[str, Any] = {}
-    for field, keys in family.experts:
+    for field, keys in family.fields:
         given = {key: values[key] for key in keys if values.get(key) is not None}
         default = family.defaults.get(keys[0])
         if len(set(given.values())) > 1:
@@ -222,14 +266,14 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
         "model_type": values["model_type"],
         "attention_bias": bias,
         "qk_norm": family.qk_norm,
-        "sliding_window": window,
-        "max_window_layers": first,
+        **windows,
+        **dict(family.parts),
         **experts,
     }
 
 
-def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, int]:
-    """(the window, how many layers in front have none)."""
+def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """The window, and which layers have it."""
     default = family.defaults.get("sliding_window", WINDOW)
     window = values.get("sliding_window", default) if family.window else None
     if window is not None and (type(window) is not int or window < 1):
@@ -238,8 +282,21 @@ def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tupl
     if switch in family.window and not typed(switch, values.get(switch), False):
         window = None
     if "layer_types" not in family.window:
-        return window, 0
+        return {"sliding_window": window, "max_window_layers": 0}
     types = values.get("layer_types")
+    if "sliding_window_pattern" in family.window:
+        given = (values.get(key) for key in PATTERN[1:3])
+        default = family.defaults["sliding_window_pattern"]
+        pattern = typed(PATTERN[1], next((x for x in given if x is not None), None), default)
+        if types is not None:
+            pattern = [*types, FULL].index(FULL) + 1
+        wanted = layer_types(layers, pattern)
+        if types not in (None, wanted):
+            raise ConfigError(
+                f"layer_types has to be {FULL} for every so many layers and {SLIDING} for the "
+                f"others, {json.dumps(wanted)} for instance, not {json.dumps(types)}"
+            )
+        return {"sliding_window": window, "sliding_window_pattern": pattern}
     if types is None:
         first = values.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
@@ -253,7 +310,14 @@ def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tupl
             )
         if window is None and first < layers:
             raise ConfigError(f"layer_types has {SLIDING}, and use_sliding_window is not true")
-    return (window, first) if window is not None and first < layers else (None, 0)
+    has_window = window is not None and first < layers
+    window, first = (window, first) if has_window else (None, 0)
+    return {"sliding_window": window, "max_window_layers": first}
+
+
+def layer_types(layers: int, pattern: int) -> list[str]:
+    """What transformers calls each layer's attention, where every `pattern`-th has no window."""
+    return [FULL if number % pattern == 0 else SLIDING for number in range(1, layers + 1)]
 
 
 def write_parts(config: LlamaConfig) -> dict[str, Any]:
@@ -264,15 +328,20 @@ def write_parts(config: LlamaConfig) -> dict[str, Any]:
     """
     family = FAMILIES[config.model_type]
     has_window = config.sliding_window is not None
-    layered = {
+    layered: dict[str, Any] = {
         "use_sliding_window": has_window,
         "sliding_window": config.sliding_window,
         "max_window_layers": config.max_window_layers if has_window else config.num_hidden_layers,
+        "sliding_window_pattern": config.sliding_window_pattern,
     }
+    if config.sliding_window_pattern:
+        layered["layer_types"] = layer_types(
+            config.num_hidden_layers, config.sliding_window_pattern
+        )
     keys = {
         "model_type": config.model_type,
         "architectures": [family.architecture],
-        **{keys[0]: getattr(config, field) for field, keys in family.experts},
+        **{keys[0]: getattr(config, field) for field, keys in family.fields},
         **{key: supported[0] for key, supported in family.fixed},
         **{key: value for key, value in layered.items() if key in family.window},
         "attention_bias": config.attention_bias == "qkvo",
@@ -284,7 +353,7 @@ def write_parts(config: LlamaConfig) -> dict[str, Any]:
     read = read_parts(keys, family, config.num_hidden_layers)
     wrong = [
         f"{name} {getattr(config, name)!r}"
-        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob")
+        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob", *_GEMMA)
         if read.get(name, _FIELDS[name].default) != getattr(config, name)
     ]
     as_read = dataclasses.replace(config, **{"moe_intermediate_size": None, **read})

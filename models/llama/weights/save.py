@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,22 +104,41 @@ def save(
     entries = [TensorEntry(name, shape, dtype) for name, shape, _ in sources]
     plan = plan_files(entries, max_shard_bytes)
     total = sum(entry.nbytes for entry in entries)
-    failure: str | None = None
     with bytes_bar("saving weights", total, console) as advance:
         arrays = _gathered(sources, dtype, advance)
-        if jax.process_index() == 0:
-            try:
-                target = as_path(folder)
-                arriving: contextlib.AbstractContextManager[AnyPath] = (
-                    appearing(target) if isinstance(target, Path) else _appearing_on_store(target)
-                )
-                with arriving as unfinished:
-                    write_files(unfinished, plan, arrays)
-                    write_beside(unfinished, description, tokenizer_from)
-            except (OSError, WeightsError) as error:
-                failure = str(error)
-        for _ in arrays:  # gathering takes every process, also when writing has failed
-            pass
+
+        def write(unfinished: AnyPath) -> None:
+            write_files(unfinished, plan, arrays)
+            write_beside(unfinished, description, tokenizer_from)
+
+        publish(folder, write, arrays)
+
+
+def publish(
+    folder: str | AnyPath, write: Callable[[AnyPath], None], arrays: Iterable[Any] = ()
+) -> None:
+    """Process 0 writes a new folder, which gets its name when it is complete.
+
+    Args:
+        write: writes into the folder.
+        arrays: what it takes arrays from, which every process gathers together.
+
+    Raises:
+        WeightsError: it failed; raised on all processes.
+    """
+    failure: str | None = None
+    if jax.process_index() == 0:
+        try:
+            target = as_path(folder)
+            arriving: contextlib.AbstractContextManager[AnyPath] = (
+                appearing(target) if isinstance(target, Path) else _appearing_on_store(target)
+            )
+            with arriving as unfinished:
+                write(unfinished)
+        except (OSError, WeightsError) as error:
+            failure = str(error)
+    for _ in arrays:  # gathering takes every process, also when writing has failed
+        pass
     # Waits for process 0; if it failed, all processes raise.
     if bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None))):
         reason = failure or "process 0 says why"
@@ -141,7 +160,7 @@ def _sources(params: Params, config: LlamaConfig) -> list[Source]:
             "sizes have to be the same)"
         )
     sources = [
-        (name, parameter.tensor_shape, functools.partial(_gather, leaf, place))
+        (name, parameter.tensor_shape, functools.partial(gathered, leaf, place))
         for parameter, leaf in zip(wanted, leaves, strict=True)
         for name, place in parameter.places.items()
     ]
@@ -155,7 +174,7 @@ def _gathered(sources: Sequence[Source], dtype: str, advance: Advance) -> Iterat
         yield array
 
 
-def _gather(leaf: jax.Array, place: tuple[int, ...], dtype: str) -> Array:
+def gathered(leaf: jax.Array, place: tuple[int, ...], dtype: str) -> Array:
     """A parameter, or one layer or expert of it, whole on every host."""
     tensor: jax.Array = _at(leaf, tuple(map(np.int32, place)), dtype)
     whole: Array = (

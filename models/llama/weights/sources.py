@@ -92,6 +92,11 @@ def checkpoint_source(run_dir: str | AnyPath, step: int | str = AUTO) -> Iterato
     tensors: dict[str, Tensor] = {}
     for parameter in parameters(config)[0]:
         entry = saved.get(f"params/{parameter.path}")
+        if found.meta["config"].get("lora"):
+            raise WeightsError(
+                f"the checkpoints in {folder} hold adapters alone; go on from them with "
+                "scripts/train_llama.py --resume --export_hf, which writes the whole model"
+            )
         if entry is None or tuple(entry["shape"]) != parameter.shape:
             raise WeightsError(
                 f"the checkpoint of step {found.step} has no params/{parameter.path} of shape "

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from spmd.models.shards import put_shards
 from spmd.models.training.checkpoints.found import saved_steps
 from spmd.models.training.checkpoints.manifest import MANIFEST, write_part
-from spmd.models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S
+from spmd.models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S, Kept
 from spmd.models.training.checkpoints.together import Together
 from spmd.models.training.paths import AnyPath, StorePath, array_spec, kvstore, remove_tree
 
@@ -54,12 +54,11 @@ class StoreManager:
     def __init__(
         self,
         folder: StorePath,
-        keep_last: int,
-        keep_every: int,
+        keep: Kept,
         describe: Callable[[], None],
         together: Together,
     ) -> None:
-        self.folder, self._keep = folder, (keep_last, keep_every)
+        self.folder, self._keep = folder, keep
         self._describe, self._together = describe, together
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -104,10 +103,10 @@ class StoreManager:
             _merge(state, jax.process_count())
             _name_arrays(folder, shapes)
             self._describe()
-            last, every = self._keep
             with contextlib.suppress(OSError):  # the next save tries again
-                for old in saved_steps(self.folder)[last:]:
-                    if not every or old % every:
+                steps = saved_steps(self.folder)[::-1]
+                for old, is_kept in zip(steps, self._keep.of(steps), strict=True):
+                    if not is_kept:
                         remove_tree(self.folder / str(old), MANIFEST)
         self._wait("whole")
 

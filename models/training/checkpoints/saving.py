@@ -1,5 +1,6 @@
 """How orbax is set up here, and the thread that waits for a save."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,6 @@ from typing import Any, Protocol
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
 from spmd.models.training.checkpoints import tables
 from spmd.models.training.checkpoints.found import first_line
@@ -110,10 +110,32 @@ class Manager(Protocol):
         """Waits for the save under way, and ends."""
 
 
+@dataclasses.dataclass
+class Kept:
+    """Which checkpoints are kept; a policy of orbax."""
+
+    last: int  # so many of the latest
+    every: int  # those of every n-th step; 0 is none
+    best: int | None = None  # that of this step
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For each checkpoint, the latest last, whether it is kept."""
+        del context
+        return self.of([checkpoint.step for checkpoint in checkpoints])
+
+    def of(self, steps: Sequence[int]) -> list[bool]:
+        """For each step, the latest last, whether its checkpoint is kept."""
+        return [
+            index + self.last >= len(steps)
+            or bool(self.every and step % self.every == 0)
+            or step == self.best
+            for index, step in enumerate(steps)
+        ]
+
+
 def open_manager(
     folder: Path,
-    keep_last: int,
-    keep_every: int,
+    kept: Kept,
     describe: Callable[[], None],
     together: Together,
     *,
@@ -126,10 +148,8 @@ def open_manager(
             gets its name. What it adds to the folder is therefore part of the checkpoint.
         pieces: whether `Pieces` are to be saved; their folder has to exist before they are read.
     """
-    kept: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
-    kept += [policies.EveryNSteps(keep_every)] if keep_every else []
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy(kept),
+        preservation_policy=kept,
         save_root_metadata=False,
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from spmd.models.training.checkpoints.found import (
 )
 from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
 from spmd.models.training.checkpoints.remote import StoreManager
-from spmd.models.training.checkpoints.saving import Manager, Saving, open_manager
+from spmd.models.training.checkpoints.saving import Kept, Manager, Saving, open_manager
 from spmd.models.training.checkpoints.shared import check_shared
 from spmd.models.training.checkpoints.together import Together
 from spmd.models.training.paths import AnyPath, StorePath, move_tree, remove_tree
@@ -61,11 +61,11 @@ class Checkpoints:
             which is checked.
         keep_last: how many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
+        keep_best: whether that of the best evaluation is kept too.
         about: what else goes into each `meta.json`: `config` and `data`.
         pieces: whether `Pieces` are saved instead of arrays.
 
     Attributes:
-        samples: step -> how many samples have been seen after it; 0 is not written down.
         notes: a sentence for each interrupted or damaged save that was found in the folder.
 
     Raises:
@@ -84,6 +84,7 @@ class Checkpoints:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        keep_best: bool = False,
         about: Mapping[str, Any] | None = None,
         pieces: bool = False,
     ) -> None:
@@ -94,8 +95,8 @@ class Checkpoints:
             f"the save of step {step} was interrupted; what it had written is removed"
             for step, _ in unfinished(self.folder)
         ]
-        self.samples: Callable[[int], int] = lambda step: 0
-        self._keep, self._pieces = (keep_last, keep_every), pieces
+        self._keep, self._pieces = Kept(keep_last, keep_every), pieces
+        self._keep_best = keep_best
         self._saving: Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
@@ -107,18 +108,21 @@ class Checkpoints:
     def _open_manager(self) -> Manager:
         keep, pieces = self._keep, self._pieces
         if not isinstance(self.folder, StorePath):
-            return open_manager(self.folder, *keep, self._describe, self._together, pieces=pieces)
+            return open_manager(self.folder, keep, self._describe, self._together, pieces=pieces)
         if pieces:
             raise CheckpointError(f"{self.folder}: weights are turned into runs on a disk only")
-        return StoreManager(self.folder, *keep, self._describe, self._together)
+        return StoreManager(self.folder, keep, self._describe, self._together)
 
     # Saving
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, notes: Mapping[str, Any] | None = None) -> None:
         """Begins to save a state.
 
         It returns when `state` may be donated, which is long before all of it is on the disk. It
         first waits for the save before this one. `Pieces` are written before it returns.
+
+        Args:
+            notes: more for `meta.json`: `samples` that were seen, and the `best` evaluation.
 
         Raises:
             CheckpointError: too many saves in a row have failed.
@@ -133,9 +137,10 @@ class Checkpoints:
         shardings = [leaf.sharding for leaf in leaves.values()]
         mesh = next((dict(s.mesh.shape) for s in shardings if hasattr(s, "mesh")), {})
         meta = {"schema": SCHEMA, "step": state.step, "mesh": mesh, "jax": jax.__version__}
-        if seen := self.samples(state.step):
-            meta["samples"] = seen
-        meta |= {**self.about, "arrays": tables.describe(leaves)}
+        notes = {name: note for name, note in (notes or {}).items() if note}
+        if self._keep_best and "best" in notes:
+            self._keep.best = notes["best"]["step"]
+        meta |= {**notes, **self.about, "arrays": tables.describe(leaves)}
         saving = self._saving = Saving(state.step, meta, started, self._together)
         try:
             self._manager.save_state(state.step, tables.without_keys(leaves))

@@ -1,6 +1,7 @@
 """The batches of a run: packed tokens, of which a host reads its rows, or what a function makes."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -67,9 +68,13 @@ def checked(data: Dataset, called: str = "data") -> Dataset:
 
 
 def open_batches(
-    data: Dataset, shardings: Any, start_step: int, threads: int = 1
+    data: Dataset, shardings: Callable[[Any], Any], start_step: int, threads: int = 1
 ) -> Loader | Placed:
-    """The batches from a step on, read ahead and placed on the devices."""
+    """The batches from a step on, read ahead and placed on the devices.
+
+    Args:
+        shardings: of a batch of such a number of rows.
+    """
     if isinstance(data, PackedTokens):
-        return Loader(data, shardings=shardings, start_step=start_step)
+        return Loader(data, shardings=shardings(data.struct()), start_step=start_step)
     return Placed(checked(data), shardings=shardings, start_step=start_step, threads=threads)

@@ -1,5 +1,7 @@
 """Reads documents from text, JSONL and Parquet files, piece by piece, with bounded memory.
 
+A row of JSONL or Parquet is a text, or one of the kinds of `chat.py`.
+
 A large file is cut into pieces that different processes read: plain JSONL at line ends, text at
 separators, Parquet between row groups. A document belongs to the piece in which it begins:
 
@@ -16,10 +18,11 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
+from spmd.models.training.data import chat
 from spmd.models.training.errors import DataError
 from spmd.models.training.paths import AnyPath
 
@@ -36,6 +39,7 @@ class DocumentSource:
     # what is between documents of a text file; if empty, a file is one document
     separator: str = ""
     forbidden: str = ""  # a character that no document may contain
+    template: chat.Template | None = None  # what writes messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,9 @@ class DocumentText:
 
     text: str
     is_last: bool = True  # whether the document ends with it
+    learned: chat.Spans | None = None  # the characters that are learned; None is all of them
+    is_framed: bool = False  # whether what begins and ends documents is in the text already
+    row_documents: int = 1  # how many documents its row has, one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +151,45 @@ def checked(text: str, source: DocumentSource) -> str:
     return text
 
 
+def row_fields(names: Sequence[str], source: DocumentSource, what: str) -> list[str]:
+    """The fields or columns, among these, that make the documents of a row.
+
+    Args:
+        what: is `field` or `column`, for messages.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = [source.field] if source.field in names else chat.fields(names)
+    if not found:
+        raise ValueError(
+            f"no {what} {source.field!r}, only {', '.join(names)}; name one with --field (rows of "
+            f"chats have {', or '.join(' and '.join(kind) for kind in chat.KINDS)})"
+        )
+    return found
+
+
+def row_documents(row: Mapping[str, Any], source: DocumentSource, what: str) -> list[DocumentText]:
+    """The documents of a row; none if it is only white space.
+
+    Raises:
+        ValueError: something in it is not as it should be.
+    """
+    row = {name: row[name] for name in row_fields(list(row), source, what)}
+    if source.field in row and not isinstance(row[source.field], list):
+        text = checked(as_text(row[source.field], f"{what} {source.field!r}"), source)
+        return [DocumentText(text)] if text.strip() else []
+    if source.field in row:
+        row = {"messages": row[source.field]}
+    answered = chat.read(row, source.template)
+    return [
+        DocumentText(
+            checked(as_text(a.text, "it"), source), True, a.learned, a.is_framed, len(answered)
+        )
+        for a in answered
+    ]
+
+
 # Text files: a document is all of a file, or what is between separators.
 
 
@@ -227,7 +273,7 @@ def _good_cut(buffer: bytes, low: int, high: int) -> int:
     return high
 
 
-# JSONL files: a document is one field of each line.
+# JSONL files: a line is a row.
 
 
 def read_jsonl(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
@@ -245,13 +291,10 @@ def read_jsonl(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentTex
             if not content.strip():
                 continue
             try:
-                text = checked(_field(content, source.field), source)
+                yield from row_documents(_record(content, source), source, "field")
             except ValueError as error:
                 before = first_line or lines_before(piece.path, place) + 1
                 yield Bad(f"{piece.path}, line {before + number}: {error}")
-                continue
-            if text.strip():
-                yield DocumentText(text)
 
 
 def _lines(file: BinaryIO, place: int, stop: int | None) -> Iterator[bytes]:
@@ -264,20 +307,19 @@ def _lines(file: BinaryIO, place: int, stop: int | None) -> Iterator[bytes]:
         place += len(line)
 
 
-def _field(line: bytes, field: str) -> str:
+def _record(line: bytes, source: DocumentSource) -> dict[str, Any]:
     try:
         record = json.loads(decode(line.rstrip()))
     except json.JSONDecodeError as error:
         raise ValueError(f"no valid JSON: {error.msg} at column {error.pos + 1}") from error
     except RecursionError as error:
         raise ValueError("no JSON that can be read: it is nested too deep") from error
-    if not isinstance(record, dict) or field not in record:
-        fields = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ValueError(f"no field {field!r}, only {fields}; name one with --field")
-    return as_text(record[field], f"field {field!r}")
+    if not isinstance(record, dict):
+        raise ValueError(f"no field {source.field!r}, only a {type(record).__name__}")
+    return record
 
 
-# Parquet files: a document is one column of each row.
+# Parquet files.
 
 
 PARQUET_ROWS = 256
@@ -286,23 +328,22 @@ PARQUET_ROWS = 256
 
 def read_parquet(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
     """The documents of a piece's row groups."""
-    with _open_parquet(piece.path, source) as file:
+    file, columns = _open_parquet(piece.path, source)
+    with file:
         groups = range(piece.start, cast(int, piece.stop))
         row = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
-        batches = file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=[source.field])
+        batches = file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=columns)
         for batch in _readable(batches, piece.path) if groups else ():
-            for number, value in enumerate(batch.column(0).to_pylist(), start=row):
+            for number, values in enumerate(batch.to_pylist(), start=row):
                 try:
-                    text = checked(as_text(value, f"column {source.field!r}"), source)
+                    yield from row_documents(values, source, "column")
                 except ValueError as error:
                     yield Bad(f"{piece.path}, row {number}: {error}")
-                    continue
-                if text.strip():
-                    yield DocumentText(text)
             row += len(batch)
 
 
-def _open_parquet(path: AnyPath, source: DocumentSource) -> Any:
+def _open_parquet(path: AnyPath, source: DocumentSource) -> tuple[Any, list[str]]:
+    """(an open file, the columns that make documents)."""
     import pyarrow
     import pyarrow.parquet
 
@@ -310,13 +351,11 @@ def _open_parquet(path: AnyPath, source: DocumentSource) -> Any:
         file = pyarrow.parquet.ParquetFile(packed(path))
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from error
-    names = file.schema_arrow.names
-    if source.field not in names:
+    try:
+        return file, row_fields(file.schema_arrow.names, source, "column")
+    except ValueError as error:
         file.close()
-        raise DataError(
-            f"{path} has no column {source.field!r}, only {', '.join(names)}; name one with --field"
-        )
-    return file
+        raise DataError(f"{path} has {error}") from error
 
 
 def _readable(batches: Iterator[Any], path: AnyPath) -> Iterator[Any]:
@@ -353,7 +392,7 @@ def cut(path: AnyPath, source: DocumentSource, piece_bytes: int) -> list[FilePie
     """
     kind = format_of(path, source)
     if kind == "parquet":
-        with _open_parquet(path, source) as file:
+        with _open_parquet(path, source)[0] as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             sizes = [group.total_byte_size for group in groups]
         starts, held = [0], 0

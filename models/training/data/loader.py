@@ -40,18 +40,24 @@ class Placed(_Ahead):
 
     Args:
         dataset: step -> the whole batch, a tree of numpy arrays, the same on every process.
-        shardings: how each leaf of a batch is split over the devices.
+        shardings: a batch -> how each leaf of it is split over the devices.
         threads: how many call `dataset` at once; one does so step after step.
     """
 
     def __init__(
-        self, dataset: Callable[[int], Any], *, shardings: Any, start_step: int, threads: int = 1
+        self,
+        dataset: Callable[[int], Any],
+        *,
+        shardings: Callable[[Any], Any],
+        start_step: int,
+        threads: int = 1,
     ) -> None:
         self._shardings = shardings
         self._batches = _read_ahead(lambda step: dataset(int(step)), start_step, threads)
 
     def __next__(self) -> Any:
-        return place(next(self._batches), self._shardings)
+        batch = next(self._batches)
+        return place(batch, self._shardings(batch))
 
 
 class Loader(_Ahead):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from spmd.models.training.data.corpus import CorpusPart
+from spmd.models.training.data.corpus import Bools, CorpusPart, joined
 from spmd.models.training.errors import DataError
 from spmd.models.training.paths import at_once
 
@@ -84,8 +85,11 @@ DTYPES = {
     "segment_ids": np.int32,
     "positions": np.int32,
     "weights": np.float32,
+    "answers": np.float32,
+    "reference_chosen": np.float32,
+    "reference_rejected": np.float32,
 }
-"""The leaves of a batch; the last three only with boundaries."""
+"""The leaves of a batch (B, S), the last two (B,); `PackedTokens.leaves` says which it has."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,42 +105,82 @@ class Windows:
 
     A window's last target is the next window's first input. Tokens at the end that do not fill a
     window are never seen.
+
+    With `documents` they stay whole: a window has as many as it has room for, and zeros, which do
+    not count, behind them. What is longer than a window loses its end. Preferences have a window
+    for each pair, and where it has no room for both, each gets half of it.
+
+        sample 0    inputs a a a .   targets a a . 0
+        sample 1    inputs b b . 0   targets b . 0 0
     """
 
     part: CorpusPart
     seq_len: int
-    boundaries: bool
+    leaves: Sequence[str]
     mask_boundaries: bool
+    documents: bool = False
+    # of preferences: log-probabilities under the reference (W, 2), what was chosen and rejected
+    reference: npt.NDArray[np.float32] | None = None
+
+    @functools.cached_property
+    def cuts(self) -> Int64s:
+        """The pieces of each window with whole documents (W, P, 2): where each begins and ends."""
+        begins, room = self.part.documents(), self.seq_len + 1
+        if self.part.corpus.row_documents == 2:
+            lengths = np.diff(begins).reshape(-1, 2)
+            fits = lengths.sum(axis=1, keepdims=True) <= room
+            lengths = np.where(fits, lengths, np.minimum(lengths, room // 2))
+            starts = begins[:-1].reshape(-1, 2)
+            return np.stack([starts, starts + lengths], axis=2)
+        cuts, place = [], 0
+        while place < len(begins) - 1:
+            limit = begins[place] + room
+            stop = max(place + 1, int(np.searchsorted(begins, limit, "right")) - 1)
+            cuts.append([(begins[place], min(begins[stop], limit))])
+            place = stop
+        return np.array(cuts, np.int64).reshape(-1, 1, 2)
 
     def __len__(self) -> int:
-        return max(0, len(self.part) - 1) // self.seq_len
+        return len(self.cuts) if self.documents else max(0, len(self.part) - 1) // self.seq_len
 
     def __getitem__(self, number: Any) -> Batch:
-        start = int(number) * self.seq_len
-        tokens, is_first = self.part.read(start, start + self.seq_len + 1)
+        number, room = int(number), self.seq_len + 1
+        start = number * self.seq_len
+        pieces = self.cuts[number] if self.documents else [(start, start + room)]
+        windows = [self.part.read(int(low), int(high)) for low, high in pieces]
+        if empty := room - sum(len(tokens) for tokens, _, _ in windows):
+            windows.append(
+                (np.zeros(empty, np.int32), np.arange(empty) == 0, np.zeros(empty, bool))
+            )
+        tokens, is_first, learned = joined(windows)
         sample = {"inputs": tokens[:-1], "targets": tokens[1:]}
-        if self.boundaries:
-            sample |= describe_documents(is_first, self.mask_boundaries)
-        return sample
+        if len(self.leaves) > len(sample):
+            sample |= describe_documents(is_first, self.mask_boundaries, learned)
+            sample["answers"] = sample["weights"]
+            reference = (0.0, 0.0) if self.reference is None else self.reference[number]
+            for name, value in zip(("chosen", "rejected"), reference, strict=True):
+                sample[f"reference_{name}"] = np.asarray(value, np.float32)
+        return {name: sample[name] for name in self.leaves}
 
 
-def describe_documents(is_first: npt.NDArray[np.bool_], mask_boundaries: bool) -> Batch:
+def describe_documents(is_first: Bools, mask_boundaries: bool, learned: Bools) -> Batch:
     """`segment_ids`, `positions` and `weights` (S,) of a sample with S inputs.
 
     Args:
         is_first: for each of the S + 1 tokens whether it is the first of its document.
         mask_boundaries: whether a target that begins another document has weight 0: it cannot be
             predicted from the document before it.
+        learned: for each of the tokens whether it is learned; the others have weight 0, too.
 
     Example:
-        >>> made = describe_documents(np.array([False, False, True, False]), True)
+        >>> made = describe_documents(np.array([0, 0, 1, 0], bool), True, np.ones(4, bool))
         >>> made["segment_ids"].tolist(), made["positions"].tolist(), made["weights"].tolist()
         ([1, 1, 2], [0, 1, 0], [1.0, 0.0, 1.0])
     """
     begins = is_first[:-1].copy()
     begins[0] = True  # attention cannot look beyond the sample, so its first token begins one
     place = np.arange(len(begins))
-    weights = ~is_first[1:] if mask_boundaries else np.ones(len(begins))
+    weights = learned[1:] & ~is_first[1:] if mask_boundaries else learned[1:]
     return {
         "segment_ids": np.cumsum(begins, dtype=np.int32),
         "positions": (place - np.maximum.accumulate(np.where(begins, place, 0))).astype(np.int32),
@@ -174,6 +218,9 @@ class PackedTokens:
     boundaries: bool = False  # whether batches say which document a token belongs to
     mask_boundaries: bool = True  # whether a target that begins another document has weight 0
     before: int = 0  # samples seen before, less those of as many steps with this `batch_size`
+    documents: bool = False  # whether documents are never cut, and are kept apart (`Windows`)
+    # of preferences: as `Windows.reference`, of one part after the other; None: zeros
+    references: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.batch_size < 1:
@@ -183,23 +230,90 @@ class PackedTokens:
         shares = [1.0] * len(self.parts) if self.shares is None else list(self.shares)
         if len(shares) != len(self.parts) or not all(0 < share < np.inf for share in shares):
             raise DataError(f"{len(self.parts)} parts cannot be mixed by {shares}")
+        if len({part.corpus.row_documents for part in self.parts}) > 1:
+            raise DataError(
+                "preferences and other data cannot be mixed: train on one after the other"
+            )
+        if self.is_preferences and not self.documents:
+            raise DataError("preferences are packed as pairs alone: leave out --packing")
+        if self.references is not None and len(self.references) != self.count:
+            raise DataError(
+                f"{self.parts[0].corpus.name}: these are other pairs than those whose "
+                "log-probabilities the run has computed before its first step; begin a new run"
+            )
         for part in self.parts:
-            if len(part) <= self.seq_len:
+            if self.documents and not len(part):
+                raise DataError(f"{part.corpus.name}: there is no document in this part of it")
+            if not self.documents and len(part) <= self.seq_len:
                 raise DataError(
                     f"{part.corpus.name}: {len(part)} tokens are too few: samples of "
                     f"{self.seq_len} tokens, each with a successor, need at least "
                     f"{self.seq_len + 1}"
                 )
 
+    @property
+    def is_preferences(self) -> bool:
+        """Whether samples are pairs of what was chosen and what was rejected."""
+        return self.parts[0].corpus.row_documents == 2
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The names of a batch's leaves."""
+        names = list(DTYPES)
+        if self.is_preferences:  # which all count the same, so their batches have no `weights`
+            return tuple(name for name in names if name != "weights")
+        if self.boundaries or self.documents:
+            return tuple(names[:5])
+        is_weighted = any(part.corpus.is_answers for part in self.parts)
+        return ("inputs", "targets", *(("weights",) if is_weighted else ()))
+
+    @functools.cached_property
+    def windows(self) -> list[Windows]:
+        """The samples of each part, in order."""
+        masked = self.documents or (self.boundaries and self.mask_boundaries)
+        how = self.seq_len, self.leaves, masked, self.documents
+        made = [Windows(part, *how) for part in self.parts]
+        if self.references is None:
+            return made
+        each = np.split(self.references, np.cumsum([len(windows) for windows in made])[:-1])
+        pairs = zip(made, each, strict=True)
+        return [dataclasses.replace(windows, reference=array) for windows, array in pairs]
+
+    @property
+    def count(self) -> int:
+        """How many samples all parts have together."""
+        return sum(len(part_windows) for part_windows in self.windows)
+
+    def in_order(self) -> Iterator[Batch]:
+        """All samples once, of one part after the other; the last batch is filled up with some."""
+        samples = (windows[number] for windows in self.windows for number in range(len(windows)))
+        while batch := list(itertools.islice(samples, self.batch_size)):
+            missing = self.batch_size - len(batch)
+            yield self.stacked([*batch, *itertools.repeat(batch[0], missing)])
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of the data, a sentence each."""
+        notes = [note for part in self.parts for note in part.corpus.notes]
+        for part in self.parts if self.documents else ():
+            rows = part.documents()[:: part.corpus.row_documents]
+            long = int((np.diff(rows) > self.seq_len + 1).sum())
+            what = "pairs" if self.is_preferences else "documents"
+            if long:
+                notes.append(
+                    f"{part.corpus.name}: {long:,} of {len(rows) - 1:,} {what} are longer than "
+                    f"{self.seq_len + 1} tokens, and lose their ends"
+                )
+        return notes
+
     @functools.cached_property
     def samples(self) -> grain.MapDataset[Batch]:
         """Sample number -> sample, without an end."""
         # A seed for each part: with one for all, parts of equal size would be in the same order.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
-        how = self.seq_len, self.boundaries, self.mask_boundaries
         orders = [
-            grain.MapDataset.source(Windows(part, *how)).shuffle(seed=int(seed)).repeat()
-            for part, seed in zip(self.parts, seeds, strict=True)
+            grain.MapDataset.source(windows).shuffle(seed=int(seed)).repeat()
+            for windows, seed in zip(self.windows, seeds, strict=True)
         ]
         if len(orders) == 1:
             return orders[0]
@@ -215,7 +329,7 @@ class PackedTokens:
         return dataclasses.replace(self, before=seen - step * self.batch_size)
 
     def __call__(self, step: int) -> Batch:
-        """The whole batch of a step; every leaf is (B, S)."""
+        """The whole batch of a step."""
         start = self.first(step)
         return self.rows(range(start, start + self.batch_size))
 
@@ -226,13 +340,19 @@ class PackedTokens:
             samples = at_once(self.samples.__getitem__, chosen)
         else:
             samples = [self.samples[number] for number in chosen]
-        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        return self.stacked(samples)
+
+    def stacked(self, samples: Sequence[Batch]) -> Batch:
+        """A batch of samples."""
+        return {name: np.stack([sample[name] for sample in samples]) for name in self.leaves}
 
     def struct(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch."""
-        names = list(DTYPES) if self.boundaries else ["inputs", "targets"]
         shape = (self.batch_size, self.seq_len)
-        return {name: jax.ShapeDtypeStruct(shape, DTYPES[name]) for name in names}  # type: ignore[no-untyped-call]
+        return {
+            name: jax.ShapeDtypeStruct(shape[: 1 if "reference" in name else 2], DTYPES[name])  # type: ignore[no-untyped-call]
+            for name in self.leaves
+        }
 
     @property
     def token_count(self) -> int:
@@ -245,6 +365,7 @@ class PackedTokens:
         about = {
             "parts": [part.fingerprint for part in self.parts],
             "shares": list(self.shares or ()),
-            "packing": [self.seq_len, self.boundaries, self.mask_boundaries],
+            "packing": [self.seq_len, self.boundaries, self.mask_boundaries]
+            + ["documents"] * self.documents,
         }
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

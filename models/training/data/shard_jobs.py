@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from spmd.models.training.data import documents, shard_writer
+from spmd.models.training.data.corpus import Bools
 from spmd.models.training.data.documents import Bad, DocumentSource, DocumentText, FilePiece
 from spmd.models.training.data.shard_writer import Record
 from spmd.models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
@@ -132,6 +134,7 @@ def make_shard(job: ShardJob) -> Record:
     source = dataclasses.replace(options.source, forbidden=forbidden)
     bad: list[str] = []
     skipped = 0
+    kinds: set[int] = set()  # how many documents rows have
     with shard_writer.ShardWriter(job.folder, job.name, dtype) as writer:
         for group in _grouped(documents.read(job.piece, source)):
             if isinstance(group, Bad):
@@ -142,8 +145,12 @@ def make_shard(job: ShardJob) -> Record:
                 skipped += 1
                 bad += [group.message] if len(bad) < EXAMPLES else []
                 continue
+            kinds |= {item.row_documents for item in group}
             _write(writer, group, tokenizer)
+        if len(kinds) > 1:
+            raise DataError(f"{job.piece.path}: some rows are preferences, and some are not")
         record = writer.finish()
+    record |= {"row_documents": kinds.pop()} if kinds - {1} else {}
     record |= {"file": str(job.piece.path), "skipped": skipped, "examples": bad}
     shard_writer.write_whole(record_path(job), as_json(record))
     return record
@@ -170,12 +177,35 @@ def _grouped(items: Iterable[DocumentText | Bad]) -> Iterator[list[DocumentText]
 def _write(
     writer: shard_writer.ShardWriter, group: list[DocumentText], tokenizer: Tokenizer
 ) -> None:
+    for item, tokens, learned in encoded(tokenizer, group, writer.is_open):
+        writer.add(tokens, is_last=item.is_last, learned=learned)
+
+
+def encoded(
+    tokenizer: Tokenizer, items: Sequence[DocumentText], is_open: bool = False
+) -> Iterator[tuple[DocumentText, npt.NDArray[Any], Bools | None]]:
+    """Tokens of texts (N,), with those that begin and end documents, and which are learned (N,).
+
+    A token that has a character of an answer is learned, and so is what ends the answer's document.
+
+    Args:
+        is_open: whether the first text goes on with a document.
+    """
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    encoded = tokenizer.encode_batch([item.text for item in group])
-    for item, ids in zip(group, encoded, strict=True):
-        begin = bos if not writer.is_open else []
-        end = [tokenizer.eos_id] if item.is_last else []
-        writer.add(np.concatenate([begin, ids, end]), is_last=item.is_last)
+    batch = iter(tokenizer.encode_batch([item.text for item in items if item.learned is None]))
+    for item in items:
+        begin = bos if not (is_open or item.is_framed) else []
+        end = [tokenizer.eos_id] if item.is_last and not item.is_framed else []
+        is_open = not item.is_last
+        if item.learned is None:
+            yield item, np.concatenate([begin, next(batch), end]), None
+            continue
+        ids, places = tokenizer.encode_with_places(item.text)
+        learned = np.zeros(len(ids), np.bool_)
+        for start, stop in item.learned:
+            learned |= (places[:, 0] < stop) & (places[:, 1] > start)
+        marks = [np.zeros(len(begin), np.bool_), learned, np.ones(len(end), np.bool_)]
+        yield item, np.concatenate([begin, ids, end]), np.concatenate(marks)
 
 
 def record_path(job: ShardJob) -> AnyPath:
@@ -187,11 +217,11 @@ def _found_record(job: ShardJob) -> Record | None:
     """The record that an earlier run wrote for a shard, if the shard's files have its hashes."""
     try:
         record: Record = json.loads(record_path(job).read_text(encoding="utf-8"))
-        paths = shard_writer.shard_paths(job.folder, job.name)
-        hashes = [shard_writer.sha256_of(path) for path in paths]
+        hashes = shard_writer.shard_hashes(job.folder, record)
+        found = {path: shard_writer.sha256_of(path) for path in hashes}
     except (OSError, ValueError):
         return None
-    return record if hashes == [record["sha256"], record["index_sha256"]] else None
+    return record if found == hashes else None
 
 
 def as_json(value: Any) -> bytes:

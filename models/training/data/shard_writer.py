@@ -3,6 +3,7 @@
 manifest.json         lists the shards; written last, so a folder without it is unfinished
 00000.tokens.bin      the tokens of a shard: uint16 or uint32, little-endian, nothing else
 00000.index.npy       where each of its documents begins and where the last one ends, int64
+00000.learned.bin     for each token a byte: 1 if it is learned, 0 if not; not there if all are
 tokenizer.json        the tokenizer, unless it is the built-in one
 """
 
@@ -43,6 +44,20 @@ def shard_paths(folder: AnyPath, name: str) -> tuple[AnyPath, AnyPath]:
     return folder / f"{name}.tokens.bin", folder / f"{name}.index.npy"
 
 
+def learned_path(folder: AnyPath, name: str) -> AnyPath:
+    """The file that says which tokens of a shard are learned."""
+    return folder / f"{name}.learned.bin"
+
+
+def shard_hashes(folder: AnyPath, record: Record) -> dict[AnyPath, str]:
+    """The hash that each file of a shard had when it was written."""
+    tokens, index = shard_paths(folder, str(record["name"]))
+    hashes = {tokens: record["sha256"], index: record["index_sha256"]}
+    if "learned_sha256" in record:
+        hashes[learned_path(folder, str(record["name"]))] = record["learned_sha256"]
+    return hashes
+
+
 def write_whole(path: AnyPath, content: bytes) -> None:
     """Writes a file that appears complete or not at all, even if the machine loses power."""
     if isinstance(path, StorePath):
@@ -75,6 +90,7 @@ class ShardWriter:
         self.begins: list[int] = []
         self.written = 0
         self.is_open = False
+        self._learned: bytearray | None = None  # from the first document of which a part is learned
         path, _ = shard_paths(folder, name)
         unfinished = f"{path.name}.{os.getpid()}{UNFINISHED}"
         # A store takes whole files only: the shard grows on the disk, and is copied at its end.
@@ -89,14 +105,26 @@ class ShardWriter:
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
 
-    def add(self, tokens: npt.NDArray[Any], *, is_last: bool) -> None:
+    def add(
+        self,
+        tokens: npt.NDArray[Any],
+        *,
+        is_last: bool,
+        learned: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Adds tokens to the current document.
 
         Args:
+            learned: which of them are learned (N,); None is all.
             is_last: whether the document ends with them; if so, the next call begins another.
         """
         if not self.is_open:
             self.begins.append(self.written)
+        if learned is not None and self._learned is None:
+            self._learned = bytearray(b"\1") * self.written
+        if self._learned is not None:
+            marks = np.ones(len(tokens), np.uint8) if learned is None else learned
+            self._learned += marks.astype(np.uint8).tobytes()
         self._file.write(tokens.astype(self.dtype).tobytes())
         self.written += len(tokens)
         self.is_open = not is_last
@@ -108,6 +136,8 @@ class ShardWriter:
         self.written = self.begins.pop()
         self._file.seek(self.written * self.dtype.itemsize)
         self._file.truncate()
+        if self._learned is not None:
+            del self._learned[self.written :]
         self.is_open = False
 
     def finish(self) -> Record:
@@ -130,6 +160,9 @@ class ShardWriter:
             "sha256": sha256_of(self._unfinished),
             "index_sha256": hashlib.sha256(_npy(index)).hexdigest(),
         }
+        if self._learned is not None:
+            write_whole(learned_path(self.folder, self.name), bytes(self._learned))
+            record["learned_sha256"] = hashlib.sha256(self._learned).hexdigest()
         if isinstance(tokens_path, StorePath):
             with self._unfinished.open("rb") as source, tokens_path.open("wb") as target:
                 shutil.copyfileobj(source, target, COPIED_AT_ONCE)

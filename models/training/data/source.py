@@ -5,7 +5,6 @@ makes batches of them, `loader` brings batches to the devices.
 """
 
 import dataclasses
-import functools
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,17 +15,27 @@ import numpy.typing as npt
 
 from spmd.installed import as_called
 from spmd.models.training.data import documents as readers
+from spmd.models.training.data.chat import find_template
 from spmd.models.training.data.corpus import (
     HELD_OUT_EVERY,
+    Bools,
     Corpus,
+    CorpusPart,
     from_documents,
     split_held_out,
     whole,
 )
-from spmd.models.training.data.documents import COMPRESSED, Bad, DocumentSource, FilePiece
+from spmd.models.training.data.documents import (
+    COMPRESSED,
+    Bad,
+    DocumentSource,
+    DocumentText,
+    FilePiece,
+)
 from spmd.models.training.data.files import find_files
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.data.shard_jobs import encoded
 from spmd.models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
 from spmd.models.training.data.tokenizer import (
     BYTES,
@@ -48,7 +57,7 @@ __all__ = [  # what those who ask for `source` find in it, beside what is define
 MEMORY_BYTES = 2**30
 """The most text that is tokenized in memory."""
 
-Packing = Literal["boundaries", "none"]
+Packing = Literal["auto", "boundaries", "documents", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +70,12 @@ class DataConfig:
     sources: Sequence[str] = ()
     # of text; folders have their own, which has to be this one unless it is `bytes`
     tokenizer: str = BYTES
-    # `boundaries` keeps documents that share a sample apart, `none` lets attention reach from one
-    # into another
-    packing: Packing = "none"
+    # `none` lets attention reach from one document of a sample into another, `boundaries` keeps
+    # them apart, `documents` does and never cuts one; `auto` is `documents` for rows with answers,
+    # else `none`
+    packing: Packing = "auto"
+    # what is evaluated on, named as `sources`; if empty, a part of these is held out
+    valid: Sequence[str] = ()
 
 
 def load_datasets(
@@ -87,29 +99,55 @@ def load_datasets(
         DataError: the data cannot be read, is too small, or has ids that the model does not have.
     """
     corpora, shares = open_sources(config)
-    for corpus in corpora:
+    valid, valid_shares = corpora, shares
+    if config.valid:
+        of_valid = dataclasses.replace(config, sources=config.valid)
+        if not same_ids(tokenizer_of(config), tokenizer_of(of_valid)):
+            raise DataError(
+                f"{config.valid[0]} and {', '.join(config.sources) or 'the standard library'} are "
+                "tokens of different tokenizers"
+            )
+        valid, valid_shares = open_sources(of_valid)
+    for corpus in (*corpora, *valid):
         if vocab_size is not None and corpus.vocab_size > vocab_size:
             raise DataError(
                 f"{corpus.name}: its tokenizer has {corpus.vocab_size} ids, and the model's "
                 f"vocab_size is {vocab_size}; take the model's tokenizer, or a larger vocabulary"
             )
     splits = [split_held_out(corpus) for corpus in corpora]
-    for _, held_out in splits:
-        if len(held_out) <= seq_len:
-            raise DataError(
-                f"{held_out.corpus.name}: {len(held_out.corpus)} tokens are too few: a "
-                f"{HELD_OUT_EVERY}th is held out, here {len(held_out)}, and has to be longer than "
-                f"a sample of {seq_len}"
-            )
-    packed = functools.partial(
-        PackedTokens,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        shares=shares if len(shares) > 1 else None,
-        boundaries=config.packing == "boundaries",
+    train, held_out = ([split[side] for split in splits] for side in (0, 1))
+    if config.valid:
+        train, held_out = [whole(c) for c in corpora], [whole(c) for c in valid]
+    has_answers = any(corpus.is_answers for corpus in corpora)
+    packing = (
+        ("documents" if has_answers else "none") if config.packing == "auto" else config.packing
     )
-    return packed([train for train, _ in splits]), packed([held_out for _, held_out in splits])
+    for part in () if config.valid else held_out:
+        if len(part) <= (0 if packing == "documents" else seq_len):
+            raise DataError(
+                f"{part.corpus.name}: {len(part.corpus)} tokens are too few: a "
+                f"{HELD_OUT_EVERY}th is held out, here {len(part)}, and has to be longer than "
+                f"a sample of {seq_len}; or name other data to evaluate on with --valid_data"
+            )
+
+    def packed(parts: list[CorpusPart], shares: list[float]) -> PackedTokens:
+        return PackedTokens(
+            parts,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            shares=shares if len(shares) > 1 else None,
+            boundaries=packing == "boundaries",
+            documents=packing == "documents",
+        )
+
+    data, other = packed(train, shares), packed(held_out, valid_shares)
+    if data.leaves != other.leaves:
+        raise DataError(
+            f"{config.valid[0]} and the training data are of different kinds: one of them has "
+            "preferences, or answers, and the other has not"
+        )
+    return data, other
 
 
 # Sources
@@ -226,14 +264,18 @@ def load_corpus(
             read as that.
     """
     tokenizer = tokenizer or load_tokenizer()
-    documents: list[bytes] = []
+    documents: list[bytes | DocumentText] = []
     left = max_bytes
     skipped: list[AnyPath] = []
     for path in files:
         count = len(documents)
         for document in _documents(path, tokenizer):
-            documents.append(document[:left])
-            left -= len(document)
+            if isinstance(document, bytes):
+                documents.append(document[:left])
+                left -= len(document)
+            else:
+                documents.append(document)
+                left -= len(document.text)
             if left < 0 and whole:
                 raise DataError(
                     f"{name}: more than {max_bytes:,} bytes of text, the most that is tokenised in "
@@ -247,21 +289,30 @@ def load_corpus(
     if not documents:
         raise DataError(f"none of {len(files)} files contains text")
     dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint32
-    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
-    eos = np.array([tokenizer.eos_id], np.uint32)
-    if tokenizer.name == BYTES:  # as they are, valid UTF-8 or not
-        encoded: list[npt.NDArray[Any]] = [np.frombuffer(d, np.uint8) for d in documents]
+    kinds = {1 if isinstance(one, bytes) else one.row_documents for one in documents}
+    if len(kinds) > 1:
+        raise DataError(f"{name}: some rows are preferences, and some are not")
+    learned: list[Bools | None] = []
+    texts = [one for one in documents if isinstance(one, bytes)]
+    ids: list[npt.NDArray[Any]] = []
+    if tokenizer.name == BYTES and len(texts) == len(documents):  # as they are, valid UTF-8 or not
+        ids = [np.append(np.frombuffer(text, np.uint8), dtype(tokenizer.eos_id)) for text in texts]
     else:
-        texts = [document.decode("utf-8", errors="replace") for document in documents]
-        encoded = list(tokenizer.encode_batch(texts))
-    ids = (np.concatenate([bos, one, eos]).astype(dtype) for one in encoded)
+        found = encoded(tokenizer, [_as_document(one) for one in documents])
+        for _, tokens, answers in found:
+            ids.append(tokens.astype(dtype))
+            learned.append(answers)
     notes = [f"{len(skipped)} files have no text, {skipped[0]} among them"] if skipped else []
-    corpus = from_documents(ids, tokenizer.vocab_size, name)
+    corpus = from_documents(ids, tokenizer.vocab_size, name, learned, kinds.pop())
     return dataclasses.replace(corpus, notes=tuple(notes))
 
 
-def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """The documents of a file, as the file's kind has them."""
+def _as_document(one: bytes | DocumentText) -> DocumentText:
+    return DocumentText(one.decode("utf-8", errors="replace")) if isinstance(one, bytes) else one
+
+
+def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes | DocumentText]:
+    """The documents of a file, as the file's kind has them; rows with answers are not encoded."""
     kind = readers.format_of(path, DocumentSource())
     unpacked = Path(path.stem) if path.suffix in COMPRESSED else path
     if unpacked.suffix in NO_TEXT:
@@ -274,12 +325,16 @@ def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes]:
         if content and b"\0" not in content:
             yield content
         return
-    source = DocumentSource(forbidden="\0" if tokenizer.name == BYTES else "")
+    forbidden = "\0" if tokenizer.name == BYTES else ""
+    source = DocumentSource(forbidden=forbidden, template=find_template(tokenizer.name))
     parts: list[str] = []
     for piece in readers.cut(path, source, path.stat().st_size + 1):
         for item in readers.read(FilePiece(path, kind, piece.start, piece.stop), source):
             if isinstance(item, Bad):
                 raise DataError(f"{item.message}; {_command(path, tokenizer)} has flags for it")
+            if item.learned is not None:
+                yield item
+                continue
             parts.append(item.text)
             if item.is_last:
                 yield "".join(parts).encode()

@@ -18,7 +18,9 @@ from spmd.models.training.data.shard_writer import (
     SCHEMA_VERSION,
     TOKENIZER,
     Record,
+    learned_path,
     sha256_of,
+    shard_hashes,
     shard_paths,
     token_dtype,
 )
@@ -70,7 +72,7 @@ def read_manifest(folder: AnyPath) -> TokenManifest:
         )
         tokenizer = dict(about["tokenizer"])
         vocab_size = int(tokenizer["vocab_size"])
-        hashes = [tokenizer["sha256"], *(s["sha256"] + s["index_sha256"] for s in shards)]
+        hashes = [tokenizer["sha256"], *("".join(shard_hashes(folder, s).values()) for s in shards)]
         dtype = token_dtype(vocab_size)
     except DataError:
         raise
@@ -103,6 +105,7 @@ def open_folder(folder: str | AnyPath) -> Corpus:
         str(folder),
         manifest.fingerprint,
         is_remote=is_remote,
+        row_documents=manifest.shards[0].get("row_documents", 1),
     )
 
 
@@ -113,22 +116,25 @@ def _open_shard(manifest: TokenManifest, sizes: Mapping[str, int], record: Recor
         sizes: of the folder's files, by name.
     """
     path, index_path = shard_paths(manifest.folder, str(record["name"]))
-    found, wanted = sizes.get(path.name), record["tokens"] * manifest.dtype.itemsize
-    missing = [p for p in (path, index_path) if p.name not in sizes]
+    marks, count = learned_path(manifest.folder, str(record["name"])), record["tokens"]
+    wanted = {path: count * manifest.dtype.itemsize}
+    wanted |= {marks: count} if "learned_sha256" in record else {}
+    missing = [p for p in (*wanted, index_path) if p.name not in sizes]
     if missing:
         raise DataError(f"{missing[0]}: No such file or directory; tokenise the data again")
-    if found != wanted:
-        raise DataError(
-            f"{path} has {found} bytes and should have {wanted}: it was cut or changed; "
-            "copy it anew, or tokenise the data again"
-        )
+    for file, size in wanted.items():
+        if sizes[file.name] != size:
+            raise DataError(
+                f"{file} has {sizes[file.name]} bytes and should have {size}: it was cut or "
+                "changed; copy it anew, or tokenise the data again"
+            )
     try:
         if isinstance(path, StorePath):
             index: Int64s = np.load(io.BytesIO(index_path.read_bytes()))
-            tokens: Any = RangedTokens(path, manifest.dtype, record["tokens"])
         else:
             index = np.load(str(index_path), mmap_mode="r")
-            tokens = np.memmap(path, manifest.dtype, "r")
+        tokens = _opened(path, manifest.dtype, count)
+        learned = _opened(marks, np.dtype(np.uint8), count) if marks in wanted else None
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; tokenise the data again") from error
     except (ValueError, EOFError) as error:
@@ -139,7 +145,14 @@ def _open_shard(manifest: TokenManifest, sizes: Mapping[str, int], record: Recor
             f"{index_path} does not fit {record['documents']} documents of {record['tokens']} "
             "tokens; tokenise the data again"
         )
-    return Shard(tokens, index)
+    return Shard(tokens, index, learned)
+
+
+def _opened(path: AnyPath, dtype: np.dtype[Any], count: int) -> Any:
+    """The numbers of a file, which are read where they are asked for."""
+    if isinstance(path, StorePath):
+        return RangedTokens(path, dtype, count)
+    return np.memmap(path, dtype, "r")
 
 
 def damages(folder: AnyPath) -> Iterator[str]:
@@ -152,8 +165,7 @@ def damages(folder: AnyPath) -> Iterator[str]:
         DataError: the manifest cannot be read.
     """
     for record in read_manifest(folder).shards:
-        hashes = (record["sha256"], record["index_sha256"])
-        for path, wanted in zip(shard_paths(folder, record["name"]), hashes, strict=True):
+        for path, wanted in shard_hashes(folder, record).items():
             if not path.is_file():
                 yield f"{path} is missing"
             elif sha256_of(path) != wanted:

@@ -69,6 +69,11 @@ def tokenize(
     pieces = itertools.chain.from_iterable(cuts)
     jobs = [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
     manifest = _manifest(plan, options, tokenizer, run_jobs(jobs, workers, report))
+    if (
+        len({record.get("row_documents", 1) for record in manifest["shards"] if record["tokens"]})
+        > 1
+    ):
+        raise DataError("some files are preferences, and some are not: make a folder of each kind")
     if not manifest["totals"]["tokens"]:
         raise DataError(f"none of {len(files)} files contains a document")
     if options.tokenizer != BYTES:
@@ -86,6 +91,8 @@ def _plan(files: Sequence[AnyPath], options: TokenizeOptions) -> Record:
     """Everything that decides the result; a folder with another plan cannot be continued."""
     about = dataclasses.asdict(options)
     about["tokenizer"] = options.load_tokenizer().sha256
+    if options.source.template is None:  # as in folders that were made before there were any
+        del about["source"]["template"]
     found = []
     for path in files:
         try:

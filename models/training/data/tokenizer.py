@@ -13,6 +13,7 @@ import numpy.typing as npt
 from spmd.models.training.errors import DataError
 from spmd.models.training.paths import AnyPath, as_path
 
+Int64s = npt.NDArray[np.int64]
 # How much text one token stands for at most, so that a text's length bounds its number of tokens.
 #
 # There is such a bound where every byte is in some token, as with byte-level BPE, and with BPE that
@@ -113,6 +114,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The ids of each text, without those that begin or end documents."""
 
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.uint32], Int64s]:
+        """The same ids (N,) of a text, and where the characters of each begin and end (N, 2)."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Token ids -> text."""
 
@@ -132,6 +136,12 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The bytes of each text."""
         return [encode(text).astype(np.uint32) for text in texts]
+
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.uint32], Int64s]:
+        """The bytes of a text, and of which character each is."""
+        ids = encode(text).astype(np.uint32)
+        character = np.cumsum(ids & 0xC0 != 0x80) - 1  # other bytes go on with a character
+        return ids, np.stack([character, character + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Bytes -> text; invalid UTF-8 becomes U+FFFD."""
@@ -195,6 +205,12 @@ class FileTokenizer:
         """The ids of each text."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.uint32], Int64s]:
+        """The ids of a text, and the characters of each."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.asarray(found.offsets, np.int64).reshape(-1, 2)
+        return np.asarray(found.ids, np.uint32), places
 
     def decode(self, ids: Iterable[int]) -> str:
         """Token ids -> text, special tokens included."""

@@ -20,6 +20,9 @@ from spmd.models.training.paths import AnyPath, StorePath, as_path
 from spmd.models.training.run.mirror import Mirror
 from spmd.models.training.run.optimizer import OptimizerConfig
 
+FATAL = ("optimizer.name", "lora")
+"""What a resumed run has to have the same, beside the model."""
+
 FREE_TO_CHANGE = frozenset(
     f"model.{name}"
     for name in (
@@ -48,9 +51,15 @@ class RunConfig:
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sharding: str = "2d"  # name of the table of specs
     z_loss: float = 0.0  # weight of the squared log-normalizer in the loss; 0 leaves it out
+    dpo_beta: float = 0.1  # of preferences: how much it costs to leave the reference
+    teacher: str = ""  # folder or URL of weights whose distribution is learned, too
+    distill_temperature: float = 1.0  # by which both models' logits are divided for that
+    distill_share: float = 0.5  # of the divergence from the teacher in the loss
     data: tuple[str, ...] = ()  # names of the data, see `DataConfig.sources`
     tokenizer: str = BYTES  # for text that is not tokenized yet
-    packing: Packing = "none"  # whether documents that share a sequence are kept apart
+    lora: Any = None  # low-rank adapters, which are then trained alone: a frozen dataclass
+    packing: Packing = "auto"  # whether documents that share a sequence are kept apart, and whole
+    valid_data: tuple[str, ...] = ()  # what is evaluated on; empty holds out a part of `data`
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -58,6 +67,11 @@ class RunConfig:
                 raise RunError(f"{name} must be positive, not {getattr(self, name)}")
         if not 0 <= self.z_loss < math.inf:
             raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
+        for name in ("dpo_beta", "distill_temperature"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise RunError(f"{name} must be positive, not {getattr(self, name)}")
+        if not 0 <= self.distill_share <= 1:
+            raise RunError(f"distill_share must be in [0, 1], and is {self.distill_share}")
         for name in ("dtype", "param_dtype"):
             if getattr(self.model, name, None) == "float16":
                 raise RunError(
@@ -108,15 +122,22 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     theirs = _flat(saved)
     changed = [k for k in (*theirs, *ours) if theirs.get(k, ours.get(k)) != ours.get(k)]
     changed = [key for key in dict.fromkeys(changed) if key in ours and key not in FREE_TO_CHANGE]
-    fatal = [key for key in changed if key.startswith("model.") or key == "optimizer.name"]
+    fatal = [key for key in changed if key.startswith("model.") or key in FATAL]
     if fatal:
         listed = ", ".join(
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    learned = (
+    learned = (  # of packing the hash of the data tells
         *("optimizer.", "seq_len", "tokenizer", "global_batch"),
-        *("seed", "data", "packing", "z_loss"),
+        *(
+            "seed",
+            "data",
+            "z_loss",
+            "dpo_beta",
+            "teacher",
+            "distill_",
+        ),  # and of packing tells the hash of the data
     )
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(learned)]
 
@@ -160,6 +181,7 @@ class RunFolder:
     tokenizer = Within(TOKENIZER)  # that is trained with; not there if tokens are bytes
     compiled = Within("compiled")  # compiled programs, which a restart finds there
     profile = Within("profile")  # traces
+    reference = Within("reference.npz")  # of preferences: log-probabilities before the first step
 
     path: Path  # the folder
     # for a run on an object store, its folder there, with the same files; `path` is then a

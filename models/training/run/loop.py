@@ -12,10 +12,11 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from spmd.launch import Unwatched, Watch
 from spmd.models.training.errors import TrainingError
@@ -42,6 +43,10 @@ class MetricsReader:
     Args:
         max_skipped: the most steps in a row that may be skipped; one more ends the run.
         watch: gets a beat for each step whose metrics have arrived.
+        after_step: called with each step's record.
+
+    Attributes:
+        ends: whether `after_step` has asked for the end of the run.
     """
 
     def __init__(
@@ -50,34 +55,37 @@ class MetricsReader:
         max_skipped: int,
         sinks: Sequence[Sink],
         watch: Watch,
+        after_step: Callable[[Record], bool | None] = lambda record: None,
     ) -> None:
         self.cost, self.max_skipped, self.sinks, self.watch = cost, max_skipped, sinks, watch
-        self.pending: tuple[int, StepMetrics] | None = None
+        self.after_step, self.ends = after_step, False
+        self.pending: tuple[int, int, int, StepMetrics] | None = None
         self.started = time.perf_counter()
         self.first: Record | None = None
         self.last: Record | None = None
         self.seconds: collections.deque[float] = collections.deque(maxlen=TYPICAL_OF)
         self.skipped = self.skipped_in_a_row = 0
 
-    def push(self, number: int, metrics: StepMetrics) -> None:
+    def push(self, number: int, samples: int, rows: int, metrics: StepMetrics) -> None:
         """Reads the metrics of the step before, and keeps these for the next call."""
         self.flush()
-        self.pending = number, metrics
+        self.pending = number, samples, rows, metrics
 
     def flush(self) -> None:
         """Reads the metrics that are still to be read, if there are any."""
         if self.pending is None:
             return
-        (number, arrays), self.pending = self.pending, None
+        (number, samples, rows, arrays), self.pending = self.pending, None
         metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self.started = now - self.started, now
         self.watch.beat(step=number)
-        record: Record = {"step": number, "seconds": seconds, **metrics}
-        record |= self.cost.rates(seconds) | memory_in_use()
+        record: Record = {"step": number, "samples": samples, "seconds": seconds, **metrics}
+        record |= self.cost.rates(seconds, rows) | memory_in_use()
         self._keep(record)
         self.tell(record)
         self._check(record)
+        self.ends |= bool(self.after_step(record))
 
     def tell(self, *records: Record) -> None:
         """Hands records to all sinks."""
@@ -130,11 +138,19 @@ class TrainState:
     step: int = 0
 
 
+class Best(NamedTuple):
+    """The best evaluation of a run so far."""
+
+    step: int
+    eval_loss: float
+    since: int = 0  # evaluations after it
+
+
 class Saver(Protocol):
     """What the loop needs of checkpoints; `checkpoints.store.Checkpoints` has it."""
 
-    def save(self, state: TrainState) -> None:
-        """Begins to save; returns when the state may be changed."""
+    def save(self, state: TrainState, notes: Mapping[str, Any]) -> None:
+        """Begins to save, with notes beside the state; returns when that may be changed."""
 
     def poll(self) -> list[Record]:
         """Returns records of saves that have ended since the last call."""
@@ -153,6 +169,8 @@ class Schedule:
     audit_every: int = 0  # steps between comparisons of copies, also before saves; 0 makes none
     evaluates_first: bool = False  # whether to evaluate before the first step that is taken
     max_skipped: int = 10  # the most steps in a row that may be skipped; one more ends the run
+    keep_best: bool = False  # whether each evaluation that is the best so far is saved
+    patience: int = 0  # evaluations without a better one, after which the run ends; 0 is no end
 
     def is_last(self, step: int) -> bool:
         """Whether this is the last step of the run, or beyond it."""
@@ -175,6 +193,11 @@ class Outcome:
     seconds: float  # time of the whole run
     skipped: int  # number of steps that changed nothing because something was not finite
     is_stopped: bool  # whether the run was asked to stop before its last step
+    # the parameters as evaluations and exports use them: `Hooks.eval_params` of the state's
+    params: Any
+    samples: int  # seen so far
+    best: Best | None  # the best evaluation; None if there was none
+    is_done: bool  # whether a hook or `patience` has ended the run before its last step
 
 
 @dataclasses.dataclass
@@ -192,7 +215,15 @@ class Loop:
     _: dataclasses.KW_ONLY
     cost: dataclasses.InitVar[StepCost]  # turns seconds into rates
     sinks: dataclasses.InitVar[Sequence[Sink]] = ()
-    evaluate: Callable[[Any], float] | None = None  # parameters -> held-out loss
+    # parameters -> `loss` and other means over held-out batches
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None
+    # the state -> the parameters that are evaluated
+    eval_params: Callable[[TrainState], Any] = lambda state: state.params
+    # called with the record of each step, one step late, and of each evaluation, with what was
+    # evaluated; if one returns True, on all processes alike, the run ends
+    after_step: Callable[[Record], bool | None] = lambda record: None
+    after_eval: Callable[[Record, Any], bool | None] | None = None
+    trained: Callable[[Any], Any] = lambda params: params  # what checkpoints hold of parameters
     saver: Saver | None = None  # saves checkpoints, also before a stop
     profiler: Profiler = dataclasses.field(default_factory=lambda: Profiler(None))
     # called with the step's number, before the first step and after each. If it returns True, the
@@ -200,13 +231,18 @@ class Loop:
     should_stop: Callable[[int], bool] = lambda step: False
     # gets a beat for each step whose metrics have arrived, and hears what takes longer
     watch: Watch = dataclasses.field(default_factory=Unwatched)
+    samples: int = 0  # seen before the first step
+    best: Best | None = None
     eval_loss: float | None = None
     is_stopped: bool = False
+    is_done: bool = False
 
     def __post_init__(self, cost: StepCost, sinks: Sequence[Sink]) -> None:
         self.started = time.perf_counter()
-        self.reader = MetricsReader(cost, self.schedule.max_skipped, sinks, self.watch)
+        skips = self.schedule.max_skipped
+        self.reader = MetricsReader(cost, skips, sinks, self.watch, self.after_step)
         self.saved = self.state.step if self.saver else 0  # the latest checkpoint's; 0 is none
+        self.is_done = self._is_hopeless()
 
     def run(self) -> Outcome:
         """Returns the state after the last step, and what the steps were like.
@@ -222,21 +258,29 @@ class Loop:
             raise TrainingError(f"{error}{good if self.saved else ''}") from None
         reader, seconds = self.reader, time.perf_counter() - self.started
         steps = (reader.first, reader.last, self.eval_loss, reader.typical_seconds)
-        return Outcome(self.state, *steps, seconds, reader.skipped, self.is_stopped)
+        ended = (self.eval_params(self.state), self.samples, self.best, self.is_done)
+        return Outcome(self.state, *steps, seconds, reader.skipped, self.is_stopped, *ended)
 
     def _run(self) -> None:
         if not self._is_over():
             self._hear_stop()
         with self.profiler:
-            if self.schedule.evaluates_first and not self._is_over():
-                self._evaluate()
+            if self.schedule.evaluates_first and not self._is_over() and self._evaluate():
+                self._save()
             while not self._is_over():
                 self._take_step()
             self.reader.flush()
             self._finish_saving()
 
     def _is_over(self) -> bool:
-        return self.is_stopped or self.schedule.is_last(self.state.step)
+        return self.is_stopped or self.is_done or self.schedule.is_last(self.state.step)
+
+    def _is_due(self, every: int) -> bool:
+        return self.is_done or self.schedule.is_due(self.state.step, every)
+
+    def _is_hopeless(self) -> bool:
+        patience = self.schedule.patience
+        return bool(patience and self.best is not None and self.best.since >= patience)
 
     def _hear_stop(self) -> None:
         """Asks whether to stop; after the last step there is nothing to stop."""
@@ -250,28 +294,47 @@ class Loop:
         batch = next(self.batches)
         params, opt_state, metrics = self.step(self.state.params, self.state.opt_state, batch)
         self.state = TrainState(params, opt_state, number)
-        self.reader.push(number, metrics)
+        rows = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.shape(leaf)), default=0)
+        self.samples += rows
+        self.reader.push(number, self.samples, rows, metrics)
+        self.is_done |= self.reader.ends
         self._hear_stop()
         if self.profiler.ends_with(number):
             self.reader.flush()
             self.profiler.after(number)
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
-        if self.schedule.is_due(number, self.schedule.audit_every):
+        if self._is_due(self.schedule.audit_every):
             self._audit()
-        if self.schedule.is_due(number, self.schedule.eval_every) and not self.is_stopped:
-            self._evaluate()
-        if self.schedule.is_due(number, self.schedule.save_every) or self.is_stopped:
+        is_best = False
+        if self._is_due(self.schedule.eval_every) and not self.is_stopped:
+            is_best = self._evaluate()
+        if self._is_due(self.schedule.save_every) or self.is_stopped or is_best:
             self._save()
 
-    def _evaluate(self) -> None:
-        if self.evaluate is None:
-            return
+    def _evaluate(self) -> bool:
+        """Evaluates; whether the state is to be kept as the best so far."""
+        if self.evaluate is None and self.after_eval is None:
+            return False
         self.reader.flush()
+        record: Record = {"step": self.state.step, "samples": self.samples}
+        is_best = False
         with self.watch.may_take("evaluating"):
-            self.eval_loss = self.evaluate(self.state.params)
-        self.reader.tell({"step": self.state.step, "eval_loss": self.eval_loss})
+            params = self.eval_params(self.state)
+            if self.evaluate is not None:
+                means = self.evaluate(params)
+                record |= {f"eval_{name}": x for name, x in means.items()}
+                self.eval_loss = means["loss"]
+                is_best = self.best is None or self.eval_loss < self.best.eval_loss
+                self.reader.tell(record)
+            if is_best and self.eval_loss is not None:
+                self.best = Best(self.state.step, self.eval_loss)
+            elif self.best is not None:
+                self.best = self.best._replace(since=self.best.since + 1)
+            ends = self.after_eval is not None and self.after_eval(record, params)
+        self.is_done |= bool(ends) or self.reader.ends or self._is_hopeless()
         self.reader.restart_clock()
+        return is_best and self.schedule.keep_best
 
     def _audit(self) -> None:
         self.reader.flush()
@@ -286,7 +349,9 @@ class Loop:
         for sink in self.reader.sinks:  # a resumed run does not take the steps before again
             sink.flush()
         with self.watch.may_take("saving"):
-            self.saver.save(self.state)
+            state = dataclasses.replace(self.state, params=self.trained(self.state.params))
+            notes = {"samples": self.samples, "best": self.best and self.best._asdict()}
+            self.saver.save(state, notes)
         self.saved = self.state.step
         self.reader.restart_clock()
 

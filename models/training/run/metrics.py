@@ -46,15 +46,20 @@ class StepCost:
     flops_per_token: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peak_flops: float | None = None  # of one device; None if it is not known
     unit: str = "tokens"  # what is counted, where it is no tokens
+    rows: int = 0  # of that batch; other batches have tokens in proportion. 0: all are alike
 
-    def rates(self, seconds: float) -> dict[str, float]:
+    def rates(self, seconds: float, rows: int = 0) -> dict[str, float]:
         """Rates of a step that took `seconds`.
+
+        Args:
+            rows: of its batch; 0 is as many as `self.rows`.
 
         Returns:
             `tokens_per_s` of all devices (or another unit) and, if the peak is known,
             `mfu_CONVENTION` for each convention.
         """
-        tokens_per_s = self.tokens / seconds
+        share = rows / self.rows if rows and self.rows else 1.0
+        tokens_per_s = share * self.tokens / seconds
         rates = {f"{self.unit}_per_s": tokens_per_s}
         if self.peak_flops is not None:
             for convention, flops in self.flops_per_token.items():

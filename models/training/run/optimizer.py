@@ -144,6 +144,12 @@ def weights_of(variables: Any) -> Any:
     return fp8.split(parted(variables)[0])[0]
 
 
+def with_weights(variables: Any, weights: Any) -> Any:
+    """`variables` with other `weights_of` them."""
+    trained, state = parted(variables)
+    return joined(fp8.merge(weights, fp8.split(trained)[1]), state, variables)
+
+
 def initial_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """The optimizer's state for `weights_of(params)`."""
     return optimizer.init(weights_of(params))

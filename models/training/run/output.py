@@ -63,7 +63,7 @@ def ending(
     """
     first, last, seconds = outcome.first, outcome.last, outcome.typical_seconds
     if first is not None and last is not None and seconds is not None:
-        rate = cost.tokens / seconds
+        rate = last[f"{cost.unit}_per_s"] * last["seconds"] / seconds
         held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
         skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
         yield (
@@ -71,8 +71,16 @@ def ending(
             f"{1000 * seconds:.0f} ms a step, {rate:,.0f} {cost.unit}/s; "
             f"{outcome.seconds:.0f} s in all{skipped}"
         )
-    elif not outcome.is_stopped:
+    elif not outcome.is_stopped and not outcome.is_done:
         yield f"nothing left to do: {options.steps} steps have been taken"
+    if (options.keep_best or options.patience) and (best := outcome.best):
+        kept = ", kept" if options.keep_best and folder is not None else ""
+        yield f"best held out {best.eval_loss:.3f}, after step {best.step}{kept}"
+    if outcome.is_done:
+        why = "a hook asked for it"
+        if options.patience and outcome.best and outcome.best.since >= options.patience:
+            why = f"{outcome.best.since} evaluations have not been better"
+        yield f"ended after step {outcome.state.step} of {options.steps}: {why}"
     if outcome.is_stopped:
         if folder is None:
             then = "nothing was saved: there is no run_dir"

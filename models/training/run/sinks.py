@@ -1,7 +1,8 @@
 """Where the metrics of a run go: the terminal, a file of JSON lines, TensorBoard.
 
-A record has a `step` and some of these: a training step's loss and rates, an evaluation's
-`eval_loss`, a checkpoint's `save_seconds` and `save_stall_seconds`. Every sink gets every record.
+A record has a `step` and some of these: a training step's loss, rates, `samples` seen so far and
+metrics of one's own; an evaluation's `eval_loss`, and those metrics as `eval_NAME`; a checkpoint's
+`save_seconds` and `save_stall_seconds`. Every sink gets every record.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spmd.models.training.run.stateful import TAKEN
 
 Record = dict[str, Any]
 """`step`, and numbers by name; `error`, if present, is a sentence."""
@@ -124,14 +127,15 @@ def describe(record: Record, steps: int) -> str:
     text = f"step {int(record['step']):>5}/{steps}  "
     if "error" in record:
         return text + str(record["error"])
+    own = "".join(f"  {name} {record[name]:.3g}" for name in record if _is_own(name))
     if "eval_loss" in record:
-        return text + f"held-out loss {record['eval_loss']:.3f}"
+        return text + f"held-out loss {record['eval_loss']:.3f}" + own
     if "save_seconds" in record:
         return text + (
             f"checkpoint saved in {record['save_seconds']:.1f} s, "
             f"training waited {record['save_stall_seconds']:.2f} s"
         )
-    text += f"loss {record['loss']:.3f}  grad norm {record['grad_norm']:.2f}"
+    text += f"loss {record['loss']:.3f}  grad norm {record['grad_norm']:.2f}{own}"
     if "learning_rate" in record:
         text += f"  lr {record['learning_rate']:.2e}"
     text += f"  {_rate(record)}  {1000 * record['seconds']:.0f} ms"
@@ -141,6 +145,12 @@ def describe(record: Record, steps: int) -> str:
     if "memory_peak_bytes" in record:
         text += f"  {record['memory_peak_bytes'] / 2**30:.1f} GiB"
     return text + ("  not finite: skipped" if record.get("skipped") else "")
+
+
+def _is_own(name: str) -> bool:
+    """Whether it is a metric of the user's loss."""
+    others = name in TAKEN or name == "eval_loss" or name.endswith(PER_S)
+    return not others and not name.startswith(("mfu_", "memory_"))
 
 
 def _rate(record: Record) -> str:

@@ -91,6 +91,7 @@ def opened(
             folder.checkpoints,
             keep_last=options.keep_last,
             keep_every=options.keep_every,
+            keep_best=options.keep_best,
             about=about,
         ) as checkpoints,
     ):
@@ -134,7 +135,11 @@ def first_state(
     """The state to go on from: a checkpoint's, or a fresh one, perhaps with given weights.
 
     Args:
-        first_params: makes the parameters of a fresh one; None draws them.
+        first_params: makes the parameters of a fresh one; None draws them. Frozen ones are made
+            so in any case: checkpoints do not hold them.
+
+    Raises:
+        RunError: frozen parameters are others than those of the checkpoint's run.
     """
     if checkpoints is None or found is None:
         return program.fresh_state(first_params(program), seed=seed)
@@ -142,6 +147,16 @@ def first_state(
     state = checkpoints.restore(found, program.targets())
     seconds = time.perf_counter() - started
     console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
+    if program.frozen.patterns:
+        kept = program.fresh_params(first_params(program), seed=seed)
+        ours, saved = program.frozen.sums(kept), found.meta.get("frozen", (0.0, 0.0))
+        if abs(ours[0] - saved[0]) > 1e-4 * saved[1]:
+            raise RunError(
+                "the frozen parameters, which checkpoints do not hold, are others than those of "
+                "the run that saved: start from the same weights and seed as it did"
+            )
+        params = program.frozen.merge(state.params, program.frozen.split(kept)[1])
+        state = dataclasses.replace(state, params=params)
     if state.opt_state is None:
         console.print("the checkpoint holds weights alone: the optimizer starts anew")
         return program.fresh_state(state.params, found.step)

@@ -7,13 +7,18 @@ import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
 
+TAKEN = frozenset(
+    ("step", "samples", "seconds", "loss", "grad_norm", "update_norm", "learning_rate", "skipped")
+)
+"""Names of numbers that every step has."""
+
 
 class Stateful(NamedTuple):
     """What `init` returns of a model that has a state: means of batch norms, keys, counts.
 
-    `loss` takes it in the place of parameters, and returns (mean loss, the next state). Gradients,
-    the optimizer and the norm are those of `params` alone. A step that is skipped keeps the state.
-    Of several microbatches, each gets the state that the one before returned.
+    `loss` takes it in the place of parameters, and returns (mean loss, the next state), perhaps
+    with metrics behind. Gradients, the optimizer and the norm are those of `params` alone. A step
+    that is skipped keeps the state. Of several microbatches, each gets the one before's.
 
     Example:
         >>> def init(key):
@@ -39,29 +44,39 @@ def joined(params: Any, state: Any, like: Any) -> Any:
     return Stateful(params, state) if isinstance(like, Stateful) else params
 
 
-def loss_alone(result: Any) -> Any:
-    """The loss of what a loss function returned, with a state or without."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any]:
-    """(loss, next state) of what a loss function of `variables` returned; None is no state.
+def parts_of_loss(result: Any, variables: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """(loss, next state, metrics) of what a loss function of `variables` returned.
 
     Raises:
-        ArgumentError: it returned no state, or another one than it was given.
+        ArgumentError: it returned something else, or metrics that are no scalars with free names.
     """
     has_state = isinstance(variables, Stateful)
-    if isinstance(result, tuple) != has_state or (has_state and len(result) != 2):
+    loss, *rest = result if isinstance(result, tuple) else (result,)
+    state = rest.pop(0) if has_state and rest else None
+    metrics = rest.pop() if rest else {}
+    is_dict = isinstance(metrics, dict)
+    wrong = [n for n, x in metrics.items() if n in TAKEN or jnp.shape(x)] if is_dict else [metrics]
+    wrong += rest
+    if wrong or jnp.shape(loss):
         raise ArgumentError(
             f"the loss of a model with{'' if has_state else 'out'} a state returned another thing",
-            actual=type(result).__name__,
-            required="a tuple: (mean loss, the next state)" if has_state else "the mean loss",
-            fix="let `init` return `Stateful(params, state)`, and `loss` (mean loss, the next "
-            "state), if the model has a state; else parameters, and the loss alone",
+            actual=f"metrics with {wrong[0]!r}" if wrong else f"a loss of shape {jnp.shape(loss)}",
+            required=f"the mean loss{', the next state' * has_state}, and perhaps metrics: scalars "
+            f"by names other than {', '.join(sorted(TAKEN))}",
+            fix="let `init` return `Stateful(params, state)` if the model has a state",
         )
-    if not has_state:
-        return result, None
-    loss, state = result
+    return loss, state, {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
+
+
+def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """`parts_of_loss` of a training step, whose state has to be like the one that it was given.
+
+    Raises:
+        ArgumentError: it is not, or as `parts_of_loss`.
+    """
+    loss, state, metrics = parts_of_loss(result, variables)
+    if not isinstance(variables, Stateful):
+        return loss, None, metrics
     found, wanted = _structs(state), _structs(variables.state)
     differ = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
     if differ:
@@ -75,7 +90,7 @@ def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any]:
     # By its leaves: libraries' own nodes may remember more of a call than their arrays.
     leaves = _leaves(state)
     structure = jax.tree.structure(variables.state)
-    return loss, jax.tree.unflatten(structure, [leaves[path] for path in wanted])
+    return loss, jax.tree.unflatten(structure, [leaves[path] for path in wanted]), metrics
 
 
 def check_trained(variables: Any) -> None:

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.models.training.run.frozen import Frozen
 from spmd.models.training.run.optimizer import updated, updates_taken, weights_of
 from spmd.models.training.run.stateful import joined, loss_and_state, parted
 from spmd.ops import fp8
 
 LossFn = Callable[[Any, Any], Any]
-"""(params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them; of a
-`Stateful` (mean loss, the next state)."""
+"""(params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them, or (mean
+loss, {"name": another mean}); of a `Stateful` (mean loss, the next state), perhaps with metrics."""
 
 StepMetrics = dict[str, jax.Array]
 TrainStep = Callable[[Any, Any, Any], tuple[Any, Any, StepMetrics]]
@@ -30,6 +31,7 @@ def make_train_step(
     microbatches: int = 1,
     on_nonfinite: OnNonfinite = "stop",
     schedule: optax.Schedule | None = None,
+    frozen: Frozen | None = None,
 ) -> TrainStep:
     """Makes the single-device step that minimizes `loss_fn(params, batch)`.
 
@@ -40,19 +42,33 @@ def make_train_step(
         on_nonfinite: with `"skip"`, parameters and optimizer state stay as they were if loss,
             gradients or the update are not finite. With `"stop"`, the loop ends the run.
         schedule: step -> learning rate, to have that among the metrics.
+        frozen: says what is not trained; the optimizer state is of the rest.
 
     Returns:
         The step. Its metrics are `loss`, `grad_norm` (before clipping) and `learning_rate`, all
         from before the update, `update_norm` (of what it changes in the parameters: finite only if
-        they are before and after it), and `skipped` (0 or 1) if steps may be skipped.
+        they are before and after it), `skipped` (0 or 1) if steps may be skipped, and those of the
+        loss.
 
     Raises:
         ValueError: (when traced) the microbatches do not divide the batch.
     """
 
-    def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
-        loss, grads = loss_and_grads(loss_fn, params, batch, microbatches)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(_wide(grads))}
+    def train_step(variables: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
+        if frozen is None:
+            return take(loss_fn, variables, opt_state, batch)
+        params, kept = frozen.split(variables)
+        params, *rest = take(
+            lambda params, batch: loss_fn(frozen.merge(params, kept), batch),
+            params, opt_state, batch,
+        )  # fmt: skip
+        return frozen.merge(params, kept), *rest
+
+    def take(
+        loss_fn: LossFn, params: Any, opt_state: Any, batch: Any
+    ) -> tuple[Any, Any, StepMetrics]:
+        loss, metrics, grads = loss_and_grads(loss_fn, params, batch, microbatches)
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(_wide(grads))}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
         new_params, new_state = updated(optimizer, loss, grads, opt_state, params)
@@ -82,59 +98,63 @@ def _wide(variables: Any) -> Any:
 
 def loss_and_grads(
     loss_fn: LossFn, params: Any, batch: Any, microbatches: int = 1
-) -> tuple[jax.Array, Any]:
-    """The mean loss of a batch and its gradients, computed microbatch by microbatch.
+) -> tuple[jax.Array, StepMetrics, Any]:
+    """The mean loss of a batch, its metrics and gradients, computed microbatch by microbatch.
 
-    Loss and gradients are summed over the microbatches, each times its weight, and divided once at
-    the end: the result is that of the whole batch. As the sum is linear, a partitioner can leave
-    the gradients unreduced until the loop's end, and reduce them once. Of states of 8-bit products,
-    whose gradients are the next states, the maximum is taken. The state of a `Stateful` goes from
-    one microbatch to the next.
+    All are summed over the microbatches, each times its weight, and divided once at the end: the
+    result is that of the whole batch. As the sum is linear, a partitioner can leave the gradients
+    unreduced until the loop's end, and reduce them once. Of states of 8-bit products, whose
+    gradients are the next states, the maximum is taken. The state of a `Stateful` goes from one
+    microbatch to the next.
 
     Returns:
-        (loss, gradients), these in the parameters' dtypes; where `params` have a state, gradients
-        have the next one.
+        (loss, metrics, gradients), these in the parameters' dtypes; where `params` have a state,
+        gradients have the next one.
     """
     if microbatches == 1:
         return _loss_and_grads(loss_fn, params, batch)
     trained, first = parted(params)
 
-    def add(sums: Any, micro: Any) -> tuple[Any, None]:
+    def add(sums: Any, micro: Any) -> tuple[Any, Any]:
         sums, states, state = sums
         weight, micro = batch_weight(micro), _not_weightless(micro)
-        loss, grads = _loss_and_grads(loss_fn, joined(trained, state, params), micro, weight)
+        variables = joined(trained, state, params)
+        loss, metrics, grads = _loss_and_grads(loss_fn, variables, micro, weight)
         grads, state = parted(grads)
         grads, found = fp8.split(grads)
         sums = jax.tree.map(
             lambda total, x: total + x.astype(total.dtype), sums, (weight, loss, grads)
         )
-        return (sums, jax.tree.map(jnp.maximum, states, found), state), None
+        return (sums, jax.tree.map(jnp.maximum, states, found), state), metrics
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
     zero, (zeros, states) = jnp.zeros((), jnp.float32), fp8.split(zeros)
     start = (zero, zero, zeros), states, first
-    sums, _ = jax.lax.scan(add, start, split_batch(batch, microbatches))
+    sums, metrics = jax.lax.scan(add, start, split_batch(batch, microbatches))
     (weight, loss, grads), states, state = sums
     grads = jax.tree.map(
         lambda total, leaf: (total / weight).astype(leaf.dtype), grads, fp8.split(trained)[0]
     )
-    return loss / weight, joined(fp8.merge(grads, states), state, params)
+    metrics = jax.tree.map(lambda each: jnp.sum(each) / weight, metrics)
+    return loss / weight, metrics, joined(fp8.merge(grads, states), state, params)
 
 
 def _loss_and_grads(
     loss_fn: LossFn, params: Any, batch: Any, weight: jax.Array | None = None
-) -> tuple[jax.Array, Any]:
-    """Both of one batch, times a weight; where `params` have a state, gradients have the next."""
+) -> tuple[jax.Array, StepMetrics, Any]:
+    """All of one batch, times a weight; where `params` have a state, gradients have the next."""
     trained, given = parted(params)
 
     def weighted(trained: Any) -> tuple[Any, Any]:
         # Its nodes are made anew here: flax lets variables be changed only in the trace of theirs.
         variables = joined(trained, jax.tree.map(lambda leaf: leaf, given), params)
-        loss, state = loss_and_state(loss_fn(variables, batch), variables)
-        return (loss if weight is None else weight * loss), state
+        loss, state, metrics = loss_and_state(loss_fn(variables, batch), variables)
+        if weight is not None:
+            loss, metrics = jax.tree.map(lambda x: weight * x, (loss, metrics))
+        return loss, (state, metrics)
 
-    (loss, state), grads = jax.value_and_grad(weighted, has_aux=True)(trained)
-    return loss, joined(grads, state, params)
+    (loss, (state, metrics)), grads = jax.value_and_grad(weighted, has_aux=True)(trained)
+    return loss, metrics, joined(grads, state, params)
 
 
 def split_batch(batch: Any, microbatches: int) -> Any:

@@ -187,9 +187,10 @@ def _rounds(transfers: Iterable[HaloSend]) -> tuple[tuple[HaloSend, ...], ...]:
 
 
 class Merge(NamedTuple):
-    """What each device contributes where a `merge` factor is split: what it computes of its tile.
+    """What each device contributes where a factor is split: what it computes of its tile.
 
-    For top-k these are the largest elements of the tile, for a large sort the sorted tile.
+    For top-k these are the largest elements of the tile, for a large sort the sorted tile, for
+    linear attention the state behind it.
     """
 
     factor: int

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import Index, Tie, integer_of
-from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, SCATTER, SUBTRACT, Role
+from spmd.ir.control_flow import Index, Tie, integer_of, sign_of
+from spmd.ir.description import BROADCAST, CONVERT, DYNAMIC_SLICE, RESHAPE, SCATTER, Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, reads
 from spmd.ir.rewrite import dedupe, recarried, remove_dead, repeat_op
@@ -395,36 +395,15 @@ def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:
     constant = loop.operands[args.index(value)] if value in args else value
     begin = end = integer_of(index.producers, constant)
     if value in args:
-        step = _step(loop, args.index(value), index)
+        step = index.step(loop, args.index(value))
         end = None if begin is None or step is None else begin + step * (trips - 1)
-    elif begin is None and op is not None and (op.name == CONVERT or _sign(op)):
+    elif begin is None and op is not None and (op.name == CONVERT or sign_of(op)):
         match [_ends(loop, v, index) for v in op.operands]:
             case [(first, last)]:
                 begin, end = first, last
             case [(first, last), (other, other_last)]:
-                begin, end = first + _sign(op) * other, last + _sign(op) * other_last
+                begin, end = first + sign_of(op) * other, last + sign_of(op) * other_last
     if begin is None or end is None:
         return None
     limits = np.iinfo(dtype)
     return (begin, end) if limits.min <= min(begin, end) <= max(begin, end) <= limits.max else None
-
-
-def _step(loop: Op, number: int, index: Index) -> int | None:
-    """Returns by how much a carry grows in each trip; None if not by a constant integer."""
-    if is_untouched(loop, number):
-        return 0
-    body = loop.regions[1]
-    step, carry = index.producers.get(body.results[number]), body.args[number]
-    if step is None or not _sign(step) or carry not in step.operands:
-        return None
-    others = [v for v in step.operands if v != carry]
-    by = integer_of(index.producers, others[0]) if len(others) == 1 else None
-    if by is None or (_sign(step) < 0 and step.operands[1] == carry):
-        return None
-    return _sign(step) * by
-
-
-def _sign(op: Op) -> int:
-    about = op.kind.about
-    is_sum = about.reducer == "add" and about.is_elementwise
-    return 1 if is_sum else -1 if op.name == SUBTRACT else 0

@@ -81,13 +81,14 @@ def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) ->
     args = [a for case in group for a in case.args]
     specs: dict[str, Any] = {"in_specs": tuple(in_specs), "out_specs": out_specs}
     step = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)
-    got = iter(step(*args))
-    for case in group:
-        for path, b in jax.tree_util.tree_leaves_with_path(jax.jit(case.fn)(*case.args)):
-            a = next(got)
-            name = f"{case.name}{jax.tree_util.keystr(path)} with {a.sharding}"
-            a = np.asarray(a, np.complex64 if np.iscomplexobj(b) else None)
-            np.testing.assert_allclose(a, np.asarray(b), rtol=2e-5, atol=1e-5, err_msg=name)
+    got = step(*args)
+    names = [
+        case.name for case in group for _ in jax.tree.leaves(jax.eval_shape(case.fn, *case.args))
+    ]
+    for name, a, b in zip(names, got, jax.jit(all_of)(*args), strict=True):
+        where = f"{name} with {a.sharding}"
+        a = np.asarray(a, np.complex64 if np.iscomplexobj(b) else None)
+        np.testing.assert_allclose(a, np.asarray(b), rtol=2e-5, atol=1e-5, err_msg=where)
 
 
 def test_ops_that_jax_never_emits() -> None:

@@ -271,16 +271,6 @@ def test_meshes(shape, key_heads, devices8):
     check_against_forward(backend_of(on_mesh(params, config, mesh)), params, config)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("variant", checkpoints.VARIANTS)
-@pytest.mark.parametrize("shape", ((2, 4), (1, 8)))
-def test_variants_on_meshes(shape, variant, folders, devices8):
-    config = dataclasses.replace(read_config(folders(variant)), scan_layers=False)
-    params = weights.load(folders(variant), config)
-    mesh = spmd.make_mesh(data=shape[0], model=shape[1], devices=devices8)
-    check_against_forward(backend_of(on_mesh(params, config, mesh)), params, config)
-
-
 # Slots and pages
 
 PROMPT = checkpoints.TOKENS_BS[0, :14].tolist()

@@ -21,7 +21,7 @@ SHAPE = {"data": 4, "model": 2}
 
 
 def test_the_tables_cover_every_parameter_and_every_point():
-    parts = dataclasses.replace(TINY, attention_bias="qkvo", qk_norm=True)
+    parts = dataclasses.replace(TINY, attention_bias="qkvo", qk_norm=True, post_norms=True)
     mixture = dataclasses.replace(parts, num_experts=4, num_experts_per_tok=2)
     shapes = parts.parameter_shapes() | mixture.parameter_shapes()
     dims = {path: len(shape) for path, shape in shapes.items()}

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import spmd
-from spmd.models.training.trainer import Trainer, TrainerOptions
+from spmd.models.training.trainer import Hooks, Trainer, TrainerOptions
 
 ROWS, WIDTH = 16, 8
 
@@ -34,7 +34,7 @@ def data(step):
     return x, x[:, :1] * x[:, 1:2]
 
 
-def make_trainer(mesh, data=data, optimizer=None, **options):
+def make_trainer(mesh, data=data, optimizer=None, hooks=None, frozen=(), **options):
     trainer = Trainer(
         init,
         loss,
@@ -44,6 +44,8 @@ def make_trainer(mesh, data=data, optimizer=None, **options):
         batch_marks={"*": ("across",)},
         optimizer=optimizer or optax.adam(1e-2),
         held_out=lambda step: data(10_000 + step),
+        hooks=hooks,
+        frozen=frozen,
         options=TrainerOptions(**options),
     )
     trainer.console.quiet = True
@@ -62,6 +64,10 @@ def main() -> None:
         assert outcome.last is not None
         told[f"loss {steps}"] = outcome.last["loss"]
         told[f"held out {steps}"] = outcome.eval_loss
+    asked = Hooks(after_eval=lambda record, params: rank == 0 and record["step"] == 2)
+    again = {"steps": 9, "eval_every": 1, "run_dir": folder / "frozen", "frozen": ["out/*"]}
+    told["ended"] = make_trainer(mesh, hooks=asked, **again).run().state.step
+    told["went on"] = make_trainer(mesh, **again).run().state.step
     try:
         make_trainer(mesh, data=lambda step: data(step + rank), steps=3).run()
     except spmd.LaunchError as error:

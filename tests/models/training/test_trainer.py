@@ -108,4 +108,5 @@ def test_two_processes(alone, tmp_path: Path):
     assert said[0] == said[1]
     assert said[0]["loss 3"] == pytest.approx(alone[1][2], rel=1e-4)
     assert said[0]["loss 6"] == pytest.approx(alone[1][5], rel=1e-4)
+    assert (said[0]["ended"], said[0]["went on"]) == (2, 9)
     assert "the processes of this job differ in data (hash)" in said[0]["other data"]

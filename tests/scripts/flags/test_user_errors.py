@@ -7,7 +7,6 @@ import pytest
 from spmd.scripts.flags.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
 
 MAINS = (
-    "tools.compare_quantized",
     "spmd.scripts.export_llama",
     "spmd.scripts.generate_text",
     "spmd.scripts.convert_checkpoints",

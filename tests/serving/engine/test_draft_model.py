@@ -22,7 +22,7 @@ SHAPE = FEW._replace(
     slots=24, groups=1, rows=(48,), max_length=64, lengths=(64,), drafts=3, top_logprobs=0
 )
 AT_ONCE = 6  # so many have room for three drafts each
-SEEDS = 600
+SEEDS = 300
 ABC = (6, 10, 48)
 SAID = (38, 98, 7, 96, 10, 29, 110)
 REPEATED = (*SAID, 6, 48, 48, *SAID, 10, 48, 6, *SAID, 48, 48, 6, *SAID)
@@ -57,7 +57,7 @@ def test_drafts_leave_texts_as_they_are(has_model: bool, prompt: Sequence[int]) 
     bias = tuple((token, 60.0) for token in ABC)
     jobs = [Job((*prompt,), 4, Sampling(1.0, seed=n, logit_bias=bias)) for n in range(SEEDS)]
     texts, right, tried = drawn(3, has_model, jobs)
-    assert 100 < right < tried - 100
+    assert 50 < right < tried - 50
     # The first three tokens are distributed as the forward pass says.
     params, config = random_model(2)
     pairs = [(*prompt, *pair) for pair in itertools.product(ABC, repeat=2)]

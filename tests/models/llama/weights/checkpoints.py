@@ -67,10 +67,22 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 24,
         "router_aux_loss_coef": 0.1,
     },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "sliding_window": 7,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 12,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
 }
 """Name -> what differs from a small Llama 2."""
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe")
+FAMILIES = ("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe", "gemma3_text")
 """The variants that are Llama with a difference."""
 
 SHARDED = "grouped"

@@ -91,6 +91,27 @@ def test_windows_are_in_the_last_layers():
             parse_config(wrong)
 
 
+def test_gemmas_have_a_window_in_all_layers_but_some():
+    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7}
+    config = parse_config(gemma)
+    assert config.window_spans == ((range(5), 4096), (range(5, 6), None), (range(6, 7), 4096))
+    older = {**gemma, "sliding_window_pattern": 2, "rope_theta": 1e5, "rope_local_base_freq": 100}
+    assert parse_config(older).window_spans[:2] == ((range(1), 4096), (range(1, 2), None))
+    ropes = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {"rope_theta": 100}}
+    newer = {**gemma, "sliding_window_pattern": 2, "rope_parameters": ropes}
+    assert parse_config(newer) == parse_config(older)
+    yarn = {**ropes, "sliding_attention": {"rope_type": "yarn", "factor": 2.0}}
+    full, sliding = "full_attention", "sliding_attention"
+    for wrong, message in (
+        ({"layer_types": [sliding, full, full, *[sliding] * 4]}, "full_attention for every so"),
+        ({"rope_parameters": yarn}, "rope_parameters of sliding_attention are not supported"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, not null"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config({**gemma, **wrong})
+
+
 def test_scaling_is_read_where_transformers_and_older_files_have_it():
     scaling = {**LLAMA32_1B["rope_scaling"]}
     del scaling["original_max_position_embeddings"]

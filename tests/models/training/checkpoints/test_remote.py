@@ -14,7 +14,7 @@ from spmd.models.training.checkpoints import tables
 from spmd.models.training.checkpoints.found import CheckpointError, find_saved
 from spmd.models.training.checkpoints.manifest import MANIFEST
 from spmd.models.training.checkpoints.remote import StoreManager
-from spmd.models.training.checkpoints.saving import open_manager
+from spmd.models.training.checkpoints.saving import Kept, open_manager
 from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.checkpoints.together import Together
 from spmd.models.training.paths import file_sizes
@@ -40,8 +40,10 @@ def test_orbax_has_the_format_that_is_written_by_hand(tmp_path):
     before = state(3)
     tree = {"params": before.params, "opt_state": before.opt_state}
     leaves = tables.without_keys(tables.by_path(tree))
-    by_hand = StoreManager(tmp_path / "by hand", 1, 0, lambda: None, Together())
-    by_orbax = open_manager(tmp_path / "by orbax", 1, 0, lambda: None, Together(), pieces=False)
+    by_hand = StoreManager(tmp_path / "by hand", Kept(1, 0), lambda: None, Together())
+    by_orbax = open_manager(
+        tmp_path / "by orbax", Kept(1, 0), lambda: None, Together(), pieces=False
+    )
     for manager in (by_hand, by_orbax):
         manager.save_state(3, leaves)
         manager.wait_until_finished()
@@ -63,7 +65,9 @@ def test_orbax_has_the_format_that_is_written_by_hand(tmp_path):
     assert handlers[0]["item_handlers"] == handlers[1]["item_handlers"], advice
     structs = tables.without_keys(tables.by_path(jax.tree.map(struct, tree)))
     try:
-        reader = open_manager(tmp_path / "by hand", 1, 0, lambda: None, Together(), pieces=False)
+        reader = open_manager(
+            tmp_path / "by hand", Kept(1, 0), lambda: None, Together(), pieces=False
+        )
         found = reader.restore_state(3, structs)
     except Exception as error:
         raise AssertionError(advice) from error

@@ -25,7 +25,7 @@ def test_what_is_no_batch_is_told_by_its_path(read, said):
 
 def test_data_that_ends_says_at_which_step():
     where = SingleDeviceSharding(jax.devices()[0])
-    with open_batches(lambda step: [np.zeros(2)][step], where, 0) as read:
+    with open_batches(lambda step: [np.zeros(2)][step], lambda _: where, 0) as read:
         next(read)
         with pytest.raises(DataError, match=r"data\(1\) raised IndexError.* as by step % count"):
             next(read)

@@ -64,7 +64,7 @@ def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
         return np.full(8, step)
 
     where = SingleDeviceSharding(jax.devices()[0])
-    with Placed(data, shardings=where, start_step=3, threads=threads) as placed:
+    with Placed(data, shardings=lambda _: where, start_step=3, threads=threads) as placed:
         assert [int(next(placed)[0]) for _ in range(20)] == list(range(3, 23))
         together.abort()
     assert len(callers) == threads

@@ -108,13 +108,13 @@ def test_parts_of_a_mixture_are_seen_whole_before_they_repeat():
 
 
 def test_documents_of_a_sample():
-    is_first = np.array([0, 0, 1, 1, 0, 0, 1], bool)
-    found = samples.describe_documents(is_first, mask_boundaries=True)
+    is_first, learned = np.array([0, 0, 1, 1, 0, 0, 1], bool), np.array([1, 1, 1, 1, 1, 0, 1], bool)
+    found = samples.describe_documents(is_first, True, learned)
     assert found["segment_ids"].tolist() == [1, 1, 2, 3, 3, 3]
     assert found["positions"].tolist() == [0, 1, 0, 0, 1, 2]
-    assert found["weights"].tolist() == [1, 0, 0, 1, 1, 0]
-    unmasked = samples.describe_documents(is_first, mask_boundaries=False)
-    assert unmasked["weights"].tolist() == [1] * 6
+    assert found["weights"].tolist() == [1, 0, 0, 1, 0, 0]
+    unmasked = samples.describe_documents(is_first, False, learned)
+    assert unmasked["weights"].tolist() == [1, 1, 1, 1, 0, 1]
 
 
 @given(st.lists(st.integers(1, 40), min_size=8, max_size=20), st.integers(0, 9))
@@ -174,7 +174,8 @@ def test_reads_across_shards(lengths, shards, draw):
     whole = make(lengths, shards)
     start = draw.draw(st.integers(0, len(whole) - 1))
     stop = draw.draw(st.integers(start + 1, len(whole)))
-    tokens, is_first = whole.read(start, stop)
+    tokens, is_first, learned = whole.read(start, stop)
+    assert learned.all()
     np.testing.assert_array_equal(tokens, np.arange(start, stop))
     begins = np.cumsum([0, *lengths])[:-1]
     np.testing.assert_array_equal(is_first, np.isin(np.arange(start, stop), begins))
@@ -213,7 +214,7 @@ def test_only_documents_longer_than_a_chunk_are_cut():
 
 def test_first_token_of_a_range_begins_a_document_and_pickles():
     part = corpus.CorpusPart(make([10]), np.array([[2, 4], [7, 9]]))
-    tokens, is_first = everything(part)
+    tokens, is_first, _ = everything(part)
     assert tokens.tolist() == [2, 3, 7, 8]
     assert is_first.tolist() == [True, False, True, False]
     assert part.read(1, 3)[1].tolist() == [False, True]

@@ -42,13 +42,17 @@ def skipping_step(params, opt_state, batch):
     return params + (batch if good else 0), opt_state, metrics
 
 
+def mean(params):
+    return {"loss": float(params)}
+
+
 class Saver:
     """Keeps steps; a save has ended when it is asked the second time."""
 
     def __init__(self):
         self.saved, self.running, self.is_finished = [], None, False
 
-    def save(self, state):
+    def save(self, state, notes):
         self.saved.append((state.step, int(state.params)))
         self.running = {"step": state.step, "save_seconds": 1.0, "save_stall_seconds": 0.0}
 
@@ -135,7 +139,7 @@ def test_the_first_step_does_not_count_as_typical(monkeypatch):
 
 def test_evaluates_and_saves_on_time_and_at_the_end():
     saver = Saver()
-    outcome, notes = run(steps=5, eval_every=2, save_every=3, evaluate=float, saver=saver)
+    outcome, notes = run(steps=5, eval_every=2, save_every=3, evaluate=mean, saver=saver)
     evaluated = [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r]
     assert evaluated == [(2, 1.0), (4, 6.0), (5, 10.0)]
     assert outcome.eval_loss == 10.0
@@ -148,7 +152,7 @@ def test_evaluates_and_saves_on_time_and_at_the_end():
 def test_a_stop_saves_and_leaves_the_rest(stop, saved):
     """Before the first step there is nothing to save."""
     saver = Saver()
-    outcome, notes = run(steps=9, saver=saver, evaluate=float, should_stop=lambda s: s == stop)
+    outcome, notes = run(steps=9, saver=saver, evaluate=mean, should_stop=lambda s: s == stop)
     assert (outcome.is_stopped, outcome.state.step, saver.saved) == (True, stop, saved)
     assert outcome.eval_loss is None
     assert [record["step"] for record in notes if "loss" in record] == [*range(1, stop + 1)]
@@ -157,11 +161,13 @@ def test_a_stop_saves_and_leaves_the_rest(stop, saved):
 def test_a_stop_at_the_last_step_is_none_nothing_to_do_and_an_evaluation_before_all():
     outcome, _ = run(steps=3, should_stop=lambda step: step == 3)
     assert not outcome.is_stopped
-    outcome, notes = run(steps=2, evaluate=float, evaluates_first=True)
+    outcome, notes = run(steps=2, evaluate=mean, evaluates_first=True)
     assert [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r] == [(0, 0), (2, 1)]
     assert outcome.state.step == 2
     saver = Saver()
-    outcome, notes = run(state=TrainState(7, None, 3), steps=3, saver=saver, evaluate=lambda p: 1.0)
+    outcome, notes = run(
+        state=TrainState(7, None, 3), steps=3, saver=saver, evaluate=lambda p: {"loss": 1.0}
+    )
     assert outcome.state == TrainState(7, None, 3)
     assert (outcome.first, outcome.last, outcome.typical_seconds) == (None, None, None)
     assert (notes, saver.saved) == ([], [])
@@ -183,7 +189,7 @@ class Told(list):
 
 def test_the_watchdog_hears_of_steps_and_of_what_takes_longer():
     told = Told()
-    run(steps=4, watch=told, evaluate=float, eval_every=2, saver=Saver(), save_every=3)
+    run(steps=4, watch=told, evaluate=mean, eval_every=2, saver=Saver(), save_every=3)
     assert told == [
         1, 2, "evaluating", 3, "saving", 4, "evaluating", "saving", "waiting for the last save",
     ]  # fmt: skip
@@ -197,9 +203,9 @@ def test_what_keeps_records_is_flushed_before_a_save():
             events.append(f"flush after {self[-1]['step']}")
 
     class Noting(Saver):
-        def save(self, state):
+        def save(self, state, notes):
             events.append(f"save {state.step}")
-            super().save(state)
+            super().save(state, notes)
 
     Loop(
         counting_step, TrainState(0, None), itertools.count(), Schedule(steps=2, save_every=1),

@@ -58,9 +58,9 @@ def marked(x, mesh, rows):
 def test_microbatches_add_up_to_the_batch(params, weighted):
     batch = make_batch(weighted=weighted)
     split = jax.jit(functools.partial(loss_and_grads, loss_fn), static_argnums=2)
-    loss, grads = split(params, batch, 1)
+    loss, _, grads = split(params, batch, 1)
     for microbatches in (2, 4):
-        parts_loss, parts = split(params, batch, microbatches)
+        parts_loss, _, parts = split(params, batch, microbatches)
         np.testing.assert_allclose(parts_loss, loss, rtol=1e-6)
         assert_close(parts, grads, rtol=1e-4, atol=1e-6)
 
@@ -68,7 +68,7 @@ def test_microbatches_add_up_to_the_batch(params, weighted):
 def test_gradients_keep_their_dtype_and_are_summed_in_float32(params):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     jaxpr = str(jax.make_jaxpr(lambda p, b: loss_and_grads(loss_fn, p, b, 4))(params, make_batch()))
-    _, grads = jax.eval_shape(lambda b: loss_and_grads(loss_fn, params, b, 4), make_batch())
+    _, _, grads = jax.eval_shape(lambda b: loss_and_grads(loss_fn, params, b, 4), make_batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
     assert "f32[8,16] = add" in jaxpr
 
