@@ -12,12 +12,12 @@ import sys
 from benchmarks.environment import xla_flags
 
 ON_CPUS = (
-    "decode_ahead", "experts", "long", "plan_llama", "stages", "tpu",  # for slices not here
-    "bytes", "compare_shardy", "compiler", "memory", "packages",
+    "decode_ahead", "experts", "long", "tpu",  # for slices not here
+    "bytes", "compare_shardy", "compiler", "memory",
 )  # fmt: skip
 """They run nothing that would need a GPU."""
 
-COMPILED = ("bytes", "compiler", "packages")
+COMPILED = ("bytes", "compiler")
 """They compile for eight virtual devices, and run next to nothing."""
 
 EIGHT_DEVICES = ("compare_training", "memory")

@@ -1,10 +1,11 @@
 """Milliseconds of attention on one device: each implementation, forward and with the gradient.
 
 `kernel` is what `spmd.jit` puts onto each device (cuDNN's or the splash kernel), `xla` the
-reference in plain jax, `cudnn` jax's own wrapper of cuDNN. TFLOP/s count a causal mask as half.
+reference in plain jax, `cudnn` jax's own wrapper of cuDNN. Tensors are bfloat16, masks causal.
+TFLOP/s count the mask as half.
 
 Example:
-    benchmarks/run attention --lengths 2048,4096,8192 --heads 32 --key_heads 8
+    benchmarks/run attention --packed
 """
 
 import argparse
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 
 import spmd
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.cli.flags import Parser, Switch, positive
 from spmd.measure.profile import run_steps
 from spmd.ops import attention
 
+HEADS, WIDTH = 32, 128
+LENGTHS, TOKENS = (2048, 4096, 8192), 16384  # of a sequence, and of a batch
 IMPLEMENTATIONS = ("kernel", "xla", "cudnn")
 TIMES = ("forward, ms", "TFLOP/s", "with gradient, ms", "TFLOP/s")
 
@@ -72,53 +75,31 @@ def timed_cells(
 
 def row(given: argparse.Namespace, name: str, length: int) -> list[str]:
     """One line of the table."""
-    batch = max(1, given.tokens // length)
+    batch = TOKENS // length
     keys = jax.random.split(jax.random.key(0), 3)
-    args = [
-        jax.random.normal(key, (batch, length, heads, given.width), given.dtype)
-        for key, heads in zip(keys, (given.heads, *(given.key_heads,) * 2), strict=True)
-    ]
+    shape = (batch, length, HEADS, WIDTH)
+    args = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
     segments = None
     if given.packed:
         ids = jnp.arange(length, dtype=jnp.int32) * 4 // length
         segments = jnp.broadcast_to(ids, (batch, length))
-    product = batch * given.heads * length * length * given.width  # two FLOPs, of which half
+    product = batch * HEADS * length * length * WIDTH  # two FLOPs, of which half
     cells: list[str] = []
     for run, products in zip(functions(name, segments), (2, 7), strict=True):
         cells += timed_cells(given, run, args, products * product)
     return [name, f"{batch} x {length}", *cells]
 
 
-def make_parser() -> Parser:
-    """The flags."""
-    parser = Parser("benchmarks/run attention", __doc__)
-    add = parser.add_argument
-    add("--lengths", type=words, default="2048,4096,8192", help="tokens in a sequence")
-    add("--tokens", type=positive, default=16384, help="tokens of a batch: sequences times length")
-    add("--heads", type=positive, default=32, help="query heads")
-    add("--key_heads", type=positive, default=32, help="key heads")
-    add("--width", type=positive, default=128, help="width of a head")
-    add(
-        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of tensors"
-    )
-    add("--packed", action=Switch, help="four documents in each sequence")
-    add("--steps", type=positive, default=10, help="timed runs, after two others")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    given = make_parser().parse_args(arguments)
-    if given.heads % given.key_heads:
-        raise SystemExit(
-            f"error: --heads {given.heads} is no multiple of --key_heads {given.key_heads}"
-        )
+    parser = Parser("benchmarks/run attention", __doc__)
+    parser.add_argument("--packed", action=Switch, help="four documents in each sequence")
+    parser.add_argument("--steps", type=positive, default=10, help="timed runs, after two others")
+    given = parser.parse_args(arguments)
     device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {device.device_kind}; {given.heads} heads of {given.width}, "
-          f"{given.key_heads} key heads, {given.dtype}, causal"
-          f"{', packed' if given.packed else ''}")  # fmt: skip
+    print(f"jax {jax.__version__}, {device.device_kind}{', packed' if given.packed else ''}")
     print_head(("attention", "batch", *TIMES))
-    for length in map(int, given.lengths):
+    for length in LENGTHS:
         for name in IMPLEMENTATIONS:
             if name != "cudnn" or device.platform == "gpu":
                 print_line(row(given, name, length))

@@ -75,7 +75,6 @@ class Row(NamedTuple):
     # how many of our collectives name a source line and a reason, and of how many
     explained: tuple[int, int] = (0, 0)
     errors: Mapping[str, str] = {}  # what failed -> the first line of why
-    stages: float = 0.0  # seconds that all of our stages took, planning among them
 
     @property
     def family(self) -> str:
@@ -92,12 +91,8 @@ class Row(NamedTuple):
         return self.spmd.bytes / self.given.bytes if self.given.bytes else float("inf")
 
 
-def measure(program: Program, options: spmd.Options, *, guess_trips: bool = False) -> Row:
-    """Compiles a program three times and reads the results; failures go into the row.
-
-    Args:
-      guess_trips: whether loops whose trips XLA does not state may communicate.
-    """
+def measure(program: Program, options: spmd.Options) -> Row:
+    """Compiles a program three times and reads the results; failures go into the row."""
     errors: dict[str, str] = {}
 
     def attempt(what: str, run: Callable[[], Any]) -> Any:
@@ -113,29 +108,24 @@ def measure(program: Program, options: spmd.Options, *, guess_trips: bool = Fals
         start = time.perf_counter()
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
-        moved = read(compiled.as_text("hlo"), compiled.memory, seconds, guess_trips)
+        moved = read(compiled.as_text("hlo"), compiled.memory, seconds)
         named = sum(bool(c.source and c.reason) for c in compiled.collectives)
         explained = (named, len(compiled.collectives))
         return moved, lowered, explained
 
     mesh, built = program.make()
     jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
-    alone = attempt("alone", lambda: compile_with_xla(built, built.args, guess_trips))
+    alone = attempt("alone", lambda: compile_with_xla(built, built.args))
     found = attempt("spmd", ours)
     if found is None:
         return Row(program.name, alone=alone, errors=errors)
     moved, lowered, explained = found
     placed = placed_arguments(lowered, built.args)
     is_open = any(leaf.sharding is None for leaf in jax.tree.leaves(built.args))
-    given = (
-        attempt("given", lambda: compile_with_xla(built, placed, guess_trips)) if is_open else alone
-    )
+    given = attempt("given", lambda: compile_with_xla(built, placed)) if is_open else alone
     predicted = sum(c.bytes * c.count for c in lowered.collectives)
-    seconds = lowered.stages.seconds
-    stages = sum(seconds.values())
-    return Row(
-        program.name, moved, alone, given, predicted, seconds["plan"], explained, errors, stages
-    )
+    planning = lowered.stages.seconds["plan"]
+    return Row(program.name, moved, alone, given, predicted, planning, explained, errors)
 
 
 def placed_arguments(lowered: spmd.Lowered, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -153,7 +143,7 @@ def placed_arguments(lowered: spmd.Lowered, args: tuple[Any, ...]) -> tuple[Any,
     return tuple(jax.tree.unflatten(tree, placed))
 
 
-def compile_with_xla(built: Built, args: tuple[Any, ...], guess_trips: bool = False) -> Moved:
+def compile_with_xla(built: Built, args: tuple[Any, ...]) -> Moved:
     """Plain `jax.jit` of the same function; results are placed as XLA likes."""
     with warnings.catch_warnings():
         # XLA cannot always reuse a donated argument: that is its own loss of memory.
@@ -163,17 +153,17 @@ def compile_with_xla(built: Built, args: tuple[Any, ...], guess_trips: bool = Fa
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory = Memory.of(compiled.memory_analysis())
-    return read(str(compiled.as_text()), memory, seconds, guess_trips)
+    return read(str(compiled.as_text()), memory, seconds)
 
 
-def read(text: str, memory: Memory, seconds: float, guess_trips: bool = False) -> Moved:
+def read(text: str, memory: Memory, seconds: float) -> Moved:
     """What an optimized module moves.
 
     Raises:
-      ArgumentError: a loop that communicates has an unknown trip count, and none is guessed.
+      ArgumentError: a loop that communicates has an unknown trip count.
     """
-    found = hlo_collectives(text, guess_trips=guess_trips, scatter_slices=True)
-    raw = hlo_collectives(text, guess_trips=guess_trips)
+    found = hlo_collectives(text, guess_trips=False, scatter_slices=True)
+    raw = hlo_collectives(text, guess_trips=False)
     kinds: Counter[str] = Counter()
     for collective in found:
         kinds[collective.kind] += collective.bytes * collective.count

@@ -108,7 +108,6 @@ class Row(NamedTuple):
     topology: str  # the slice
     axes: Mapping[str, int]  # sizes of the mesh's axes
     batch: int = 1  # sequences in a step
-    microbatches: int = 1  # into how many a pipeline cuts them
 
     def case(self, given: Any, sharding_name: str = "2d", **fields: Any) -> Case:
         """Its training step in bf16, with the layers and sizes that flags ask for."""

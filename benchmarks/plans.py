@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import spmd
@@ -27,7 +26,7 @@ from benchmarks.train import time_steps
 from spmd.cli.flags import Parser, Switch, positive
 from spmd.mesh.topology import Topology
 from spmd.models.llama import sharding
-from spmd.models.llama.config import ATTENTIONS, LlamaConfig
+from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.marks import Mark, no_marks
 from spmd.models.llama.step import argument_types, train_step
 
@@ -120,12 +119,9 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--model", default="quickstart", help="named config")
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
-    add("--seq_len", type=positive, default=1024, help="tokens in a sequence")
-    add("--global_batch", type=positive, default=8, help="sequences in a step")
+    parser.set_defaults(global_batch=8, seq_len=1024)
     add("--steps", type=positive, default=6, help="timed steps")
-    add("--dtype", default="bfloat16", help="compute dtype")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
-    add("--attention", choices=ATTENTIONS, default="einsum", help="of the model")
     add("--topology", help="file of tools/calibrate; default: known figures")
     return parser
 
@@ -133,19 +129,14 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    config = ahead.model_of(
-        given.model,
-        given.layers,
-        dtype=jnp.dtype(given.dtype).name,
-        scan_layers=given.scan,
-        attention=given.attention,
-    )
+    fields = {"dtype": "bfloat16", "scan_layers": given.scan, "attention": "einsum"}
+    config = ahead.model_of(given.model, given.layers, **fields)
     topology = Topology.load(given.topology) if given.topology else None
     devices = jax.devices()
     print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
     layers = f"{config.num_hidden_layers} layers {'scanned' if given.scan else 'unrolled'}"
     batch = f"batch {given.global_batch} x {given.seq_len}"
-    print(f"{given.model}, {layers}, {batch}, {given.dtype}, adamw")
+    print(f"{given.model}, {layers}, {batch}, {config.dtype}, adamw")
     rows = []
     for way in ways(len(devices)):
         rows.append(run(given, way, config, topology))

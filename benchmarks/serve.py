@@ -24,9 +24,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.load_client import (
     Answer,
@@ -39,9 +36,11 @@ from benchmarks.load_client import (
     parse_bounds,
     run_load,
 )
+from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, Switch, positive, words
 
 PERCENTILES = (50, 90, 99)
+TIMEOUT = 600.0  # seconds that one read may take
 
 
 class Result(NamedTuple):
@@ -82,32 +81,13 @@ async def find_model(client: httpx.AsyncClient) -> str:
         raise BenchError(f"{client.base_url} names no models: give one with --model") from error
 
 
-async def run(given: argparse.Namespace, load: Load, console: Console) -> Result:
-    """Put the load on the server, with a bar on a terminal."""
-    columns = (
-        TextColumn("asking"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens, {task.fields[wrong]} wrong"),
-        TimeElapsedColumn(),
-    )
-    asks = make_asks(load)
-    async with open_client(given.url, given.api_key, given.timeout) as client:
+async def run(given: argparse.Namespace, load: Load) -> Result:
+    """Put the load on the server."""
+    async with open_client(given.url, given.api_key, TIMEOUT) as client:
         model = given.model or await find_model(client)
-        with Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        ) as bar:
-            task = bar.add_task("", total=len(asks), tokens=0, wrong=0)
-            seen: collections.Counter[str] = collections.Counter()
-
-            def report(answer: Answer) -> None:
-                seen["tokens"] += answer.tokens
-                seen["wrong"] += answer.outcome == "failed"
-                bar.update(task, advance=1, tokens=seen["tokens"], wrong=seen["wrong"])
-
-            started = time.perf_counter()
-            answers = await run_load(client, load, model, asks, report)
-            seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        answers = await run_load(client, load, model, make_asks(load))
+        seconds = time.perf_counter() - started
         done = [answer for answer in answers if answer.outcome == "done"][: given.verify]
         alone = Load(**{**vars(load), "concurrency": 1, "rate": None})
         again: list[Ask] = [answer.ask for answer in done]
@@ -146,23 +126,20 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
 
 
-def print_summary(summary: dict[str, Any], console: Console) -> None:
+def print_summary(summary: dict[str, Any]) -> None:
     """Two small tables."""
-    counts = Table("requests", "done", "left", "refused", "failed", "seconds", "tokens/s")
-    counts.add_row(
-        *(str(summary[name]) for name in ("requests", "done", "left", "refused", "failed")),
-        f"{summary['seconds']:.2f}",
-        f"{summary['tokens_per_second']:,.1f}",
-    )
-    times = Table("milliseconds", *(f"p{p}" for p in PERCENTILES))
+    counted = ("requests", "done", "left", "refused", "failed")
+    print_head((*counted, "seconds", "tokens/s"))
+    rates = f"{summary['seconds']:.2f}", f"{summary['tokens_per_second']:,.1f}"
+    print_line([*(str(summary[name]) for name in counted), *rates])
+    print()
+    print_head(("milliseconds", *(f"p{p}" for p in PERCENTILES)))
     for name in ("first_token_ms", "between_tokens_ms", "whole_ms"):
         values = summary[name] or {}
         shown = [f"{values[f'p{p}']:,.1f}" if values else "-" for p in PERCENTILES]
-        times.add_row(name.removesuffix("_ms").replace("_", " "), *shown)
-    console.print(counts)
-    console.print(times)
+        print_line([name.removesuffix("_ms").replace("_", " "), *shown])
     if summary["verified"]:
-        console.print(f"{summary['same_alone']} of {summary['verified']} the same when alone")
+        print(f"\n{summary['same_alone']} of {summary['verified']} the same when alone")
 
 
 def check(result: Result) -> None:
@@ -196,7 +173,6 @@ def make_parser() -> Parser:
     add("--ignore_eos", action=Switch, help="ask for all tokens, past the model's ends")
     add("--seed", type=int, default=0, help="of everything random")
     add("--verify", type=int, default=0, help="ask so many again, alone")
-    add("--timeout", type=float, default=600.0, help="seconds that one read may take")
     add("--json", help="write the numbers to this file too")
     return parser
 
@@ -204,16 +180,14 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the load and print what came of it."""
     given = make_parser().parse_args(arguments)
-    console = Console(stderr=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     try:
         load = make_load(given)
-        result = asyncio.run(run(given, load, console))
+        result = asyncio.run(run(given, load))
         summary = summarize(result)
-        print_summary(summary, Console())
+        print_summary(summary)
         if given.json:
             Path(given.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         check(result)
     except (BenchError, OSError) as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(f"error: {error}")

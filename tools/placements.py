@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import spmd
 from spmd.cli.flags import Parser, positive
@@ -208,6 +206,11 @@ class Explored(NamedTuple):
         """Time of the free plan, over that of the fastest."""
         return self.free / self.fastest
 
+    @property
+    def is_beaten(self) -> bool:
+        """Whether some marks are faster than none, by more than 1%."""
+        return self.ratio > 1.01
+
 
 def explored(seed: int, draws: int) -> Explored:
     """A random program with random marks; the same for the same seed and number of draws."""
@@ -222,87 +225,52 @@ def explored(seed: int, draws: int) -> Explored:
     return Explored(program, len(every), free, fastest, marks)
 
 
-# ---------------------------------------------------------------------------------------------
-# Many programs.
-
-
-TOLERANCE = 1.01
-
-
-class Done(NamedTuple):
-    """What came of a seed: what was found, or why nothing was."""
-
-    seed: int
-    found: Explored | None = None
-    error: str = ""
-
-    @property
-    def is_beaten(self) -> bool:
-        """Whether some marks are faster than none."""
-        return self.found is not None and self.found.ratio > TOLERANCE
-
-
-def in_own_process(seed: int, draws: int) -> Done:
+def in_own_process(seed: int, draws: int) -> Explored | str:
     """Tries one program in a process that ends with it; whatever goes wrong is the outcome."""
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            return Done(seed, process.submit(explored, seed, draws).result())
+            return process.submit(explored, seed, draws).result()
     except Exception as error:
-        return Done(seed, error=f"{type(error).__name__}: {error}".splitlines()[0])
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def report(done: Done) -> str:
-    """What is said of a seed whose plan was beaten, or that failed."""
-    if done.found is None:
-        return f"seed {done.seed}: {done.error}"
-    found = done.found
+def report(found: Explored | str) -> str:
+    """What is said of a program whose plan was beaten, or that failed."""
+    if isinstance(found, str):
+        return found
     times = f"{found.free * 1e6:.1f} us, {found.fastest * 1e6:.1f} us with these marks"
     text = found.program.text(found.marks).replace("\n", "\n    ")
-    return f"seed {done.seed}: {found.ratio:.3f} ({times})\n    {text}"
+    return f"{found.ratio:.3f} ({times})\n    {text}"
 
 
-def summary(every: Sequence[Done]) -> str:
+def summary(every: Sequence[Explored | str]) -> str:
     """How many programs and draws there were, and how many plans were beaten."""
-    found = [done.found for done in every if done.found is not None]
-    draws = sum(one.draws for one in found)
-    beaten = sum(done.is_beaten for done in every)
+    found = [one for one in every if isinstance(one, Explored)]
+    draws, beaten = sum(one.draws for one in found), sum(one.is_beaten for one in found)
     worst = max((one.ratio for one in found), default=1.0)
-    line = (
-        f"{len(found)} programs, {draws} draws: {beaten} beaten by more than 1%, worst {worst:.3f}"
-    )
-    failed = len(every) - len(found)
-    return line + (f"; {failed} failed" if failed else "")
+    what = f"{len(found)} programs, {draws} draws, {len(every) - len(found)} failed"
+    return f"{what}: {beaten} beaten by more than 1%, worst {worst:.3f}"
 
 
-def make_parser() -> Parser:
-    """The flags."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plans that were beaten, and a summary; returns the exit status."""
     parser = Parser("tools/run placements", __doc__)
     add = parser.add_argument
     add("--programs", type=positive, default=30, help="how many programs")
     add("--draws", type=positive, default=30, help="random marks of each, at most")
     add("--first", type=int, default=0, help="seed of the first program; the next follow it")
     add("--processes", type=positive, default=os.cpu_count() or 1, help="processes at a time")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the plans that were beaten, and a summary; returns the exit status."""
-    given = make_parser().parse_args(arguments)
+    given = parser.parse_args(arguments)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # the processes take all cores
         os.environ.setdefault(name, "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     seeds = range(given.first, given.first + given.programs)
-    every: list[Done] = []
-    pool = ThreadPoolExecutor(given.processes)
-    try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            tasks = [pool.submit(in_own_process, seed, given.draws) for seed in seeds]
-            for task in bar.track(tasks):
-                every.append(task.result())
-                if every[-1].is_beaten or every[-1].error:
-                    print(report(every[-1]), flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    every: list[Explored | str] = []
+    with ThreadPoolExecutor(given.processes) as pool:
+        found = pool.map(in_own_process, seeds, itertools.repeat(given.draws))
+        for seed, one in zip(seeds, found, strict=True):
+            every.append(one)
+            if isinstance(one, str) or one.is_beaten:
+                print(f"seed {seed}: {report(one)}", flush=True)
     print(summary(every))
-    return int(any(done.is_beaten or done.error for done in every))
+    return int(any(isinstance(one, str) or one.is_beaten for one in every))

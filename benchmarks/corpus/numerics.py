@@ -1,10 +1,9 @@
-"""jax.numpy beyond networks: linear algebra, einsums, sorting, indexing, scans, control flow."""
+"""jax.numpy beyond networks: linear algebra, sorting, indexing, scans, control flow."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy as jsp
 from jax import lax
 
 from benchmarks.corpus.program import Made
@@ -16,33 +15,6 @@ BATCH, SIZE = 8, 4
 def positive(a: Any) -> Any:
     """A well-conditioned positive definite matrix for each matrix."""
     return a @ a.swapaxes(-1, -2) + 2 * jnp.eye(a.shape[-1])
-
-
-def linalg() -> Made:
-    """Batched qr, cholesky, solve, lu, eigh, svd, inv, det, pinv, triangular_solve, expm, lstsq."""
-
-    def fn(a: Any, b: Any) -> Any:
-        spd = positive(a)
-        q, r = jnp.linalg.qr(a)
-        values, vectors = jnp.linalg.eigh(spd)
-        factor = jnp.linalg.cholesky(spd)
-        return {
-            "qr": (q, r),
-            "eigh": (values, jnp.abs(vectors)),
-            "cholesky": factor,
-            "solve": jnp.linalg.solve(spd, b),
-            "singular": jnp.linalg.svd(a, compute_uv=False),
-            "inv": jnp.linalg.inv(spd),
-            "det": (jnp.linalg.det(spd), jnp.linalg.slogdet(spd)),
-            "pinv": jnp.linalg.pinv(spd),
-            "triangular": lax.linalg.triangular_solve(factor, b, left_side=True, lower=True),
-            "cho_solve": jax.vmap(lambda c, y: jsp.linalg.cho_solve((c, True), y))(factor, b),
-            "expm": jax.vmap(jsp.linalg.expm)(0.1 * a),
-            "norms": (jnp.linalg.norm(a, axis=(1, 2)), jnp.linalg.matrix_power(0.5 * a, 3)),
-            "lstsq": jax.vmap(lambda m, y: jnp.linalg.lstsq(m, y)[0])(spd, b),
-        }
-
-    return Made(fn, (normal(0, BATCH, SIZE, SIZE), normal(1, BATCH, SIZE, 2)), ("batch", "batch"))
 
 
 def linalg_gradients() -> Made:
@@ -64,40 +36,6 @@ def linalg_gradients() -> Made:
     a = normal(0, BATCH, SIZE, SIZE) + 2 * jnp.eye(SIZE)
     args = (normal(1, SIZE, SIZE) * 0.3 + jnp.eye(SIZE), a, normal(2, BATCH, SIZE, 2))
     return Made(jax.value_and_grad(loss, (0, 1, 2)), args, ("params", "batch", "batch"))
-
-
-EINSUMS = [
-    ("bij,jk->bik", "aw"),
-    ("bij,bkj->bik", "aa"),
-    ("bii->b", "a"),
-    ("bii->bi", "a"),
-    ("bij->bji", "a"),
-    ("...ij,jk->...ki", "aw"),
-    ("bij,cij->bc", "aa"),
-    ("bij,jk,bkl->bil", "awa"),
-    ("bij,bij->", "aa"),
-    ("bij->j", "a"),
-    ("ij,kl->ikjl", "ww"),
-    ("bij,ij->bij", "aw"),
-    ("bij,ji->b", "aw"),
-    ("bij,bjk,bkl,blm->bim", "aaaa"),
-]
-
-
-def einsum() -> Made:
-    """Fourteen einsums, diagonals and outer products among them, and their gradients."""
-
-    def all_of(w: Any, a: Any) -> Any:
-        named = {"w": w, "a": a}
-        return [jnp.einsum(spec, *[named[name] for name in names]) for spec, names in EINSUMS]
-
-    def loss(w: Any, a: Any) -> Any:
-        return sum(jnp.sum(jnp.sin(r)) for r in all_of(w, a))
-
-    def fn(w: Any, a: Any) -> Any:
-        return all_of(w, a), jax.grad(loss, (0, 1))(w, a)
-
-    return Made(fn, (normal(0, SIZE, SIZE), normal(1, BATCH, SIZE, SIZE)), ("params", "batch"))
 
 
 def sorting() -> Made:

@@ -22,8 +22,8 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return jnp.mean((h @ params["w_out"] - batch["y"]) ** 2)
 
 
-def step_of(optimizer: Any, per_example: bool) -> Callable[..., Any]:
-    """A step of an optimizer, which gets what it may ask for; perhaps gradients of each example."""
+def step_of(optimizer: Any) -> Callable[..., Any]:
+    """A step of an optimizer, which gets what it may ask for."""
     extended = optax.with_extra_args_support(optimizer)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -32,17 +32,15 @@ def step_of(optimizer: Any, per_example: bool) -> Callable[..., Any]:
 
         value, grads = jax.value_and_grad(value_fn)(params)
         extras = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
-        if per_example:
-            grads = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, batch)
         updates, state = extended.update(grads, state, params, **extras)
         return optax.apply_updates(params, updates), state, value
 
     return step
 
 
-def optimizer_step(optimizer: optax.GradientTransformation, per_example: bool) -> Made:
+def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
     """The second step of an optimizer on a two-layer network."""
-    step = step_of(optimizer, per_example)
+    step = step_of(optimizer)
     params = {"w_in": normal(0, 16, 32), "b": normal(1, 32), "w_out": normal(2, 32, 8)}
     batch = {"x": normal(3, 8, 16), "y": normal(4, 8, 8)}
     params, state, _ = jax.jit(step)(params, optimizer.init(params), batch)
@@ -83,25 +81,10 @@ CHAINS: dict[str, Callable[[], Any]] = {
         optax.clip_by_global_norm(0.5),
         optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10), mask=matrices),
     ),
-    "clip_elementwise_noise": lambda: optax.chain(
-        optax.clip(0.1),
-        optax.add_noise(0.01, 0.55, jax.random.key(0)),
-        optax.trace(0.9, nesterov=True),
-        optax.scale_by_schedule(optax.exponential_decay(-1e-2, 3, 0.5)),
-    ),
-    "masked_ema": lambda: optax.chain(
-        optax.masked(optax.add_decayed_weights(0.1), matrices),
-        optax.ema(0.9),
-        optax.scale(-1e-2),
-    ),
-    "agc_centralize_lion": lambda: optax.chain(
-        optax.adaptive_grad_clip(0.1), optax.centralize(), optax.scale_by_lion(), optax.scale(-0.01)
-    ),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(LEARNING_RATE, eps=1e-3), 3),
     "accumulated": lambda: optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(LEARNING_RATE, eps=1e-3)), 2
     ).gradient_transformation(),
-    "freezing": lambda: optax.freeze(lambda params: jax.tree.map(lambda p: p.ndim == 1, params)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
         optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, 2, 10), eps=1e-3
     ),
@@ -109,18 +92,13 @@ CHAINS: dict[str, Callable[[], Any]] = {
         {True: optax.contrib.muon(LEARNING_RATE), False: optax.adam(LEARNING_RATE, eps=1e-3)},
         matrices,
     ),
-    "mechanic": lambda: optax.contrib.mechanize(optax.sgd(LEARNING_RATE)),
-    "private": lambda: optax.contrib.differentially_private_aggregate(0.1, 0.5, jax.random.key(0)),
-    "reduce_on_plateau": lambda: optax.chain(
-        optax.sgd(LEARNING_RATE), optax.contrib.reduce_on_plateau(patience=2)
-    ),
 }
 QUICK = {"adafactor", "lamb", "chain.clip_schedule"}
 
 
 def _program(name: str, make: Callable[[], Any]) -> Program:
     def made() -> Made:
-        return optimizer_step(make(), per_example=name == "chain.private")
+        return optimizer_step(make())
 
     made.__doc__ = "The second step of the optimizer on a two-layer network."
     return Program(f"optax.{name}", made, heavy=name not in QUICK)

@@ -43,31 +43,6 @@ def minimize() -> Made:
     return Made(fn, (normal(0, 4, 4) * 0.3 + jnp.eye(4), normal(1, BATCH, 4)), ("params", "batch"))
 
 
-def special() -> Made:
-    """jax.scipy.special and stats: gamma, beta, error, Bessel functions, densities; gradients."""
-
-    def all_of(x: Any) -> Any:
-        positive = jnp.abs(x) + 0.5
-        unit = jax.nn.sigmoid(x)
-        return [
-            jsp.special.gammaln(positive), jsp.special.digamma(positive),
-            jsp.special.betainc(2.0, 3.0, unit), jsp.special.erf(x),
-            jsp.special.erfinv(unit), jsp.special.i0e(x), jsp.special.i1e(x),
-            jsp.special.logsumexp(x, 0), jsp.special.logit(unit), jsp.special.entr(positive),
-            jsp.special.xlogy(positive, positive), jsp.special.ndtri(unit),
-            jsp.stats.norm.logcdf(x), jsp.stats.gamma.logpdf(positive, 2.0),
-            jsp.stats.t.logpdf(x, 3.0), jsp.stats.beta.logpdf(unit, 2.0, 3.0),
-            jnp.sinc(x), jnp.logaddexp(x, 1.0), jnp.hypot(x, 1.0), jnp.cbrt(positive),
-        ]  # fmt: skip
-
-    def fn(x: Any) -> Any:
-        total = jax.grad(lambda x: sum(map(jnp.sum, all_of(x))))
-        smooth = (jsp.special.gammainc(2.0, jnp.abs(x)), jsp.special.zeta(jnp.abs(x) + 2, 1.0))
-        return all_of(x), total(x), smooth, jnp.frexp(x), jnp.modf(x)
-
-    return Made(fn, (normal(0, BATCH, 8),), ("batch",))
-
-
 def signals() -> Made:
     """Convolutions, STFT, map_coordinates, scale_and_translate, polynomials, sparse matrices."""
 

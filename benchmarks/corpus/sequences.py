@@ -1,4 +1,4 @@
-"""Sequence models in plain jax: recurrent, spectral, mixtures of experts, state space, bf16."""
+"""Sequence models in plain jax: recurrent, mixtures of experts, state space."""
 
 from typing import Any
 
@@ -8,8 +8,6 @@ from jax import lax
 
 from benchmarks.corpus.program import Made
 from benchmarks.corpus.training import (
-    cross_entropy,
-    integers,
     momentum_state,
     momentum_step,
     normal,
@@ -47,26 +45,6 @@ def lstm() -> Made:
     def loss(params: Any, x: Any, y: Any) -> Any:
         h = run(params["first"], x.swapaxes(0, 1), False)
         return jnp.mean((run(params["second"], h, True).swapaxes(0, 1) - y) ** 2)
-
-    return trained(loss, params, *regression())
-
-
-def spectral() -> Made:
-    """A Fourier model: rfft and irfft along time, complex weights, fft2 along time and width."""
-    modes = LENGTH // 2 + 1
-    params = {
-        "re": normal(0, modes, WIDTH, WIDTH) * 0.1,
-        "im": normal(1, modes, WIDTH, WIDTH) * 0.1,
-        "w": normal(2, WIDTH, WIDTH) * 0.2,
-    }
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        spectrum = jnp.fft.rfft(x, axis=1)
-        kernel = lax.complex(params["re"], params["im"])
-        h = jnp.fft.irfft(jnp.einsum("bmi,mio->bmo", spectrum, kernel), LENGTH, axis=1)
-        h = jax.nn.gelu(h + x @ params["w"])
-        mixed = jnp.fft.fft2(h).real + jnp.fft.ifft(h, axis=1).imag
-        return jnp.mean((mixed - y) ** 2)
 
     return trained(loss, params, *regression())
 
@@ -143,36 +121,3 @@ def state_space() -> Made:
         return jnp.mean((h @ params["c"] - y) ** 2)
 
     return trained(loss, params, *regression())
-
-
-def mixed_precision() -> Made:
-    """bf16 computation on f32 master weights, scaled loss, fp32 softmax and accumulation."""
-    params = {
-        "embed": normal(0, 32, WIDTH) * 0.5,
-        "w_in": normal(1, WIDTH, 32) * 0.3,
-        "w_out": normal(2, 32, WIDTH) * 0.3,
-    }
-    tokens = integers(3, 32, BATCH, LENGTH + 1)
-
-    def loss(params: Any, tokens: Any) -> Any:
-        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        x = half["embed"][tokens[:, :-1]]
-        h = jax.nn.silu(jnp.einsum("bsd,df->bsf", x, half["w_in"]))
-        x = x + jnp.einsum("bsf,fd->bsd", h, half["w_out"])
-        logits = lax.dot_general(
-            x, half["embed"], (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        return 8.0 * cross_entropy(logits, tokens[:, 1:])
-
-    inner = momentum_step(loss)
-
-    def step(params: Any, state: Any, tokens: Any) -> Any:
-        params, state, value, grads = inner(params, state, tokens)
-        # The f32 weights hold bf16 gradients: they are compared as what they were computed in.
-        low = jax.tree.map(lambda g: (g / 8.0).astype(jnp.bfloat16), grads)
-        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-        scaled = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (params, state))
-        return scaled, value.astype(jnp.bfloat16), low, finite
-
-    args = (params, momentum_state(params), tokens)
-    return Made(step, args, ("params", "open", "batch"))

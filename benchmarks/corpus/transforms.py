@@ -26,25 +26,6 @@ def squared(params: Any, x: Any) -> Any:
     return jnp.mean(network(params, x) ** 2)
 
 
-def jacobians() -> Made:
-    """jacrev, jacfwd, hessian, jvp, vjp and a Hessian-vector product."""
-
-    def fn(params: Any, x: Any) -> Any:
-        ones = jax.tree.map(jnp.ones_like, params)
-        value, push = jax.linearize(lambda p: network(p, x), params)
-        return {
-            "jacrev": jax.jacrev(network)(params, x[0]),
-            "jacfwd": jax.jacfwd(network, 1)(params, x[0]),
-            "hessian": jax.hessian(squared)(params, x),
-            "jvp": jax.jvp(lambda p: network(p, x), (params,), (ones,)),
-            "hvp": jax.jvp(jax.grad(lambda p: squared(p, x)), (params,), (ones,)),
-            "vjp": jax.vjp(network, params, x)[1](value),
-            "linear": push(ones),
-        }
-
-    return Made(fn, (parameters(), normal(2, BATCH, 4)), ("params", "batch"))
-
-
 def per_example() -> Made:
     """vmap(grad) for each example, clipped one by one; vmap(jacrev); vmap over parameters."""
 
@@ -81,53 +62,6 @@ def remat() -> Made:
         return jnp.mean(jax.checkpoint(last)(x, params["v"]) ** 2)
 
     args = (params, momentum_state(params), normal(2, BATCH, 8))
-    return Made(momentum_step(loss), args, ("params", "open", "batch"))
-
-
-@jax.custom_vjp
-def clipped_identity(x: Any) -> Any:
-    return x
-
-
-def _clip_forward(x: Any) -> Any:
-    return x, jnp.mean(jnp.abs(x), 0)
-
-
-def _clip_backward(scale: Any, g: Any) -> Any:
-    return (jnp.clip(g, -1e-3, 1e-3) * scale,)
-
-
-clipped_identity.defvjp(_clip_forward, _clip_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def quantized(levels: int, x: Any) -> Any:
-    return jnp.round(x * levels) / levels
-
-
-quantized.defvjp(
-    lambda levels, x: (quantized(levels, x), x),
-    lambda levels, x, g: (jnp.where(jnp.abs(x) < 1, g, 0.0),),
-)
-
-
-@jax.custom_jvp
-def softplus(x: Any) -> Any:
-    return jnp.log1p(jnp.exp(x))
-
-
-softplus.defjvps(lambda t, y, x: t * jax.nn.sigmoid(x))
-
-
-def custom_vjp() -> Made:
-    """custom_vjp: clipped gradients, straight-through rounding; custom_jvp: one SGD step."""
-
-    def loss(params: Any, x: Any) -> Any:
-        h = clipped_identity(jnp.tanh(x @ params["w1"]))
-        h = softplus(quantized(64, h)) @ params["w2"]
-        return jnp.mean(jnp.sin(h) ** 2)
-
-    args = (parameters(), momentum_state(parameters()), normal(2, BATCH, 4))
     return Made(momentum_step(loss), args, ("params", "open", "batch"))
 
 

@@ -94,11 +94,10 @@ def test_the_same_seed_asks_the_same() -> None:
         ([], "error: http://127.0.0.1:9: ConnectError "),
     ],
 )
-def test_what_cannot_be_run(flags: list[str], message: str, capsys: Any) -> None:
+def test_what_cannot_be_run(flags: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as stop:
         serve.main(["--url=http://127.0.0.1:9", *flags])
-    assert stop.value.code == 1
-    assert message in capsys.readouterr().err
+    assert str(stop.value.code).startswith(message)
 
 
 @pytest.mark.parametrize("value", ["9,8", "a", "0,5", "1,2,3", ""])
@@ -188,11 +187,10 @@ def test_refusals(status: int, outcome: str) -> None:
     assert answer.problem.startswith(f"HTTP {status}")
 
 
-def test_ids_that_come_twice(capsys: Any) -> None:
+def test_ids_that_come_twice() -> None:
     ask = Ask(0, "", 1, None, 0)
     assert find_doubles([Answer(ask, id=one) for one in ("a", "b", "a", "")]) == ["a"]
     same = [{**one, "id": "same"} for one in (event(), finish(), usage(1))]
     with cheat([*same, DONE]) as url, pytest.raises(SystemExit) as stop:
         serve.main([f"--url={url}", "--model=m", "--requests=2", "--tokens=1,1"])
-    assert stop.value.code == 1
-    assert "1 ids belong to more than one answer, as same" in capsys.readouterr().err
+    assert stop.value.code == "error: 1 ids belong to more than one answer, as same"

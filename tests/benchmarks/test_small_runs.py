@@ -4,8 +4,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compiled_ahead, decode, experts, long, paged, placed, products
-from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
+from benchmarks import (
+    compiled_ahead,
+    decode,
+    experts,
+    long,
+    paged,
+    placed,
+    products,
+    published,
+)
 from spmd.ir.dialect import rule
 
 Capture = pytest.CaptureFixture[str]
@@ -96,21 +104,13 @@ def test_placed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.heavy
-def test_plan_llama() -> None:
-    row = ROWS["7b"]
-    lowered = lower(row, 1024)
-    cells = plan_cells(row, 1024, lowered)
-    name, sent, seconds, waiting, shares, count, permutes, memory = cells
-    assert name == "llama2-7b, v4:2x2x4, 16x1, 256 x 1024"
-    assert shares == mfu(row, 1024, lowered.cost)
-    # Three gathers of the weights in bf16 and one reduction of their gradients, at least.
-    assert float(sent) > 3 * 2 * 6.6 * 15 / 16
-    assert 0 <= float(waiting) < float(seconds)
-    causal, palm = (float(share.rstrip("%")) for share in shares.split(" / "))
-    assert 40 < causal < palm < 80
-    assert int(count) > 32 * 7
-    assert 0 <= int(permutes) <= int(count)
-    assert 1.5 < float(memory) < 32
-    # A loop-invariant mask is computed piece by piece: nobody holds it for the whole batch.
-    types = lowered.stages.optimized.program.types
-    assert not any(t.shape[:1] == (256,) and t.rank == 4 for t in types)
+def test_published(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own mesh is planned as well, and is no faster than the best."""
+    run = published.PublishedRun("tiny", "h200:4", 8, 64, {"data": 4, "model": 1}, 1000)
+    monkeypatch.setitem(published.RUNS, "tiny", run)
+    published.main(["--rows", "tiny", "--seconds", "2", "--microbatches", "1"])
+    (row,) = table(capsys)
+    assert (row["run"], row["batch"], row["published"]) == ("tiny", "8 x 64", "1,000")
+    best, own = (float(row[name].replace(",", "")) for name in ("predicted", "predicted there"))
+    assert row["memory there"] == "fits" and best >= own > 0
+    assert float(row["predicted there / published"]) == pytest.approx(own / 1000, abs=0.01)
