@@ -98,17 +98,6 @@ def gpt2(folder: Path) -> Served:
     return Served(folder / "bundle", SHAPE, alone)
 
 
-def recurrent(folder: Path) -> Served:
-    """Against a loop over tokens."""
-    nnx = pytest.importorskip("flax.nnx")
-    from examples import serve_recurrent
-
-    model = serve_recurrent.Recurrent(nnx.Rngs(0))
-    shape = SHAPE._replace(page=SHAPE.max_length)
-    serve_recurrent.export(model, folder / "bundle", shape, platforms=("cpu",))
-    return Served(folder / "bundle", shape, functools.partial(serve_recurrent.continue_text, model))
-
-
 def torch(folder: Path) -> Served:
     """Against the torch module."""
     pytest.importorskip("spmd.torch", reason="needs torch and torchax", exc_type=ImportError)
@@ -122,7 +111,7 @@ def torch(folder: Path) -> Served:
     return Served(folder / "bundle", SHAPE, functools.partial(serve_torch.continue_text, model))
 
 
-@pytest.fixture(scope="module", params=[gpt2, recurrent, torch], ids=lambda make: make.__name__)
+@pytest.fixture(scope="module", params=[gpt2, torch], ids=lambda make: make.__name__)
 def served(request: Any, tmp_path_factory: Any) -> Served:
     found: Served = request.param(tmp_path_factory.mktemp(request.param.__name__))
     return found

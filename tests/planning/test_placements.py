@@ -1,5 +1,6 @@
 """Every placement: marks added by hand make no plan faster, by predicted time."""
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +13,26 @@ from jax import lax
 
 import spmd
 from benchmarks.placed import newton_schulz
-from tools.placements import H200, MESH, QUIET, Spec, explored, specs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 LINE = spmd.Mesh(None, (8,), ("data",))
 SEQ = spmd.Mesh(None, (8,), ("seq",))
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+H200, QUIET = spmd.Topology("h200:8"), spmd.Options(progress=False)
+
+Spec = tuple[Any, ...]
+
+
+def specs_of(rank: int) -> list[Spec]:
+    """Every way to lay whole axes on the dims of a value."""
+    places = itertools.product(range(-1, rank), repeat=2)
+    pairs = [list(zip(MESH.axis_names, place, strict=True)) for place in places]
+    of = [
+        [tuple(name for name, p in pair if p == d) or None for d in range(rank)] for pair in pairs
+    ]
+        [tuple(name for name, p in pair if p == d) or None for d in range(rank)] for pair in pairs
+    ]
+    return [tuple(dims) for dims in of]
 
 
 def struct(shape: Sequence[int], mesh: spmd.Mesh, spec: Spec | None, dtype: Any = F32) -> Any:
@@ -282,13 +298,3 @@ def test_of_a_state_space_model_only_gradients_are_sent() -> None:
     summed = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert {c.kind for c in lowered.collectives} <= {"all_reduce", "reduce_scatter"}
     assert sum(c.bytes * (c.count or 1) for c in lowered.collectives) <= 2 * 7 / 8 * (summed + 4)
-
-
-# Random programs, everything open at the ends; `tools/run placements` tries many more.
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", [3])
-def test_marks_make_no_random_program_faster(seed: int) -> None:
-    found = explored(seed, 2)
-    assert found.ratio <= CLOSE, found.program.text(found.marks)
