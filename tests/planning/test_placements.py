@@ -30,8 +30,6 @@ def specs_of(rank: int) -> list[Spec]:
     of = [
         [tuple(name for name, p in pair if p == d) or None for d in range(rank)] for pair in pairs
     ]
-        [tuple(name for name, p in pair if p == d) or None for d in range(rank)] for pair in pairs
-    ]
     return [tuple(dims) for dims in of]
 
 
