@@ -2,8 +2,7 @@
 
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    # Nothing is run: machine code need not be fast.
-    "--xla_backend_optimization_level": "0",
+    "--xla_backend_optimization_level": "0",  # nothing is run
     "--xla_llvm_disable_expensive_passes": "true",
 }
 

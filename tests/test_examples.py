@@ -52,7 +52,7 @@ ELSEWHERE = "serve_module"
 # What the heavy ones show, others run as well: docs/performance.md, docs/pipeline.md and
 # docs/long_sequences.md, which tests/test_docs.py runs, and tests/test_nnx.py.
 HEAVY = ("flax_nnx", "fp8", "hybrid", "long_sequences", "moe", "nanochat", "pipeline",
-         "train_equinox", "train_own_model", "train_nnx")  # fmt: skip
+         "train_own_model", "train_nnx")  # fmt: skip
 LONG = {"llama_2d": pytest.mark.slow("its plan is what it shows")}
 LONG |= dict.fromkeys(HEAVY, pytest.mark.heavy)
 

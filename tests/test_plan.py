@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError, MeshError, PlanError
-from spmd.plan import Spot, choices_of, read_choice
+from spmd.plan import Spot
 
 MESHES = [{"data": 8 // size, "model": size} for size in (1, 2, 4, 8)]
 
@@ -129,11 +129,3 @@ def test_neighbours_reach_every_mesh():
             todo += spot.neighbours({})
             assert np.prod(sizes) == 12
     assert len(seen) == 18  # 12 as a product of three
-
-
-def test_choices():
-    assert choices_of(build, {"batch": [1, 2]}) == {
-        "batch": [1, 2], "gated": [False, True], "width": [8192],
-    }  # fmt: skip
-    assert read_choice("64,128") == (64, 128) and read_choice("full") == "full"
-    assert read_choice("none,full") == ("none", "full") and read_choice("0.5") == 0.5

@@ -52,9 +52,6 @@ def training_step(
         remat: what is kept for the backward pass; with `none` the compiler decides by itself.
         stage_microbatches: of a pipeline; 0: four for each stage.
         layers: so many instead of the model's own.
-
-    Raises:
-        ConfigError: fields that do not go together, such as stages that do not divide the layers.
     """
     config = config_of(model)
     stages = mesh.shape.get("stage", 1)
@@ -75,7 +72,6 @@ def training_step(
     rule = make_optimizer(OptimizerConfig(name=optimizer, learning_rate=1e-4, total_steps=1000))
     loss = batch_loss(config, shardings.activation_marks(mesh, config, table))
     step = make_train_step(loss, rule, microbatches=microbatches)
-    tokens = batch * seq_len
     settings = {
         "model" if model in CONFIGS else "config": model,
         "mesh": dict(mesh.shape),
@@ -98,8 +94,8 @@ def training_step(
         step,
         argument_types(config, rule, mesh, (batch, seq_len), table),
         donate_argnums=(0, 1),
-        tokens=tokens,
-        flops=flops_per_token(config, seq_len) * tokens,
+        tokens=batch * seq_len,
+        flops=flops_per_token(config, seq_len) * batch * seq_len,
         dtype="fp8" if matmul == "fp8" else "bf16",
         settings=settings | (pipeline if stages > 1 else {}),
     )

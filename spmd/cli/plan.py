@@ -97,7 +97,13 @@ def program(name: str) -> tuple[Callable[..., Any], Sequence[str]]:
     """Returns (the build that a name on the command line means, its usual axes)."""
     place, _, function = name.rpartition(":")
     if place:
-        return getattr(_module(place), function, None) or _missing(name), ("data", "model")
+        if (build := getattr(_module(place), function, None)) is None:
+            raise ArgumentError(
+                f"{place} has no function {function!r}",
+                required="a function: (mesh, **choices) -> (function, arguments)",
+                fix="define one that returns train_step, (params, opt_state, batch)",
+            )
+        return build, ("data", "model")
     if name.endswith((".mlir", ".mlirbc", ".bc")):
         return partial(_stablehlo, name), ("data", "model")
     llama = importlib.import_module(LLAMA)
@@ -121,15 +127,6 @@ def _module(place: str) -> Any:
     sys.path.insert(0, str(path.parent.absolute()))
     spec.loader.exec_module(module)
     return module
-
-
-def _missing(name: str) -> Any:
-    place, _, function = name.rpartition(":")
-    raise ArgumentError(
-        f"{place} has no function {function!r}",
-        required="a function: (mesh, **choices) -> (function, arguments)",
-        fix="define one that returns train_step, (params, opt_state, batch)",
-    )
 
 
 def _stablehlo(path: str, mesh: Any) -> spmd.Lowered:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import CollectiveSpeed, Link, Topology
+from spmd.mesh.topology import Link, Topology
 from spmd.reshard.comm import collective_seconds
 from tools import calibrate
-from tools.calibrate import KINDS, Sample, axis_sets, calibrated, fit_link
+from tools.calibrate import KINDS, Sample, axis_sets, calibrated
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 
@@ -41,40 +41,6 @@ def test_the_fit_finds_the_link_behind_the_times(link: Link) -> None:
     assert found.chip.dcn == known.chip.dcn
     assert found.peak_flops("bf16") == 8e14
     assert found.peak_flops("i8") == pytest.approx(1.6e15, 1e-3)
-
-
-def test_on_a_torus_an_axis_has_several_links() -> None:
-    known = Topology("v5p:2x2x2")
-    link = Link(60e9, 3e-6)
-    truth = Topology("v5p:2x2x2", dataclasses.replace(known.chip, ici=link))
-    found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 4e14}, 2e12)
-    assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
-
-
-def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> None:
-    known = Topology("a100:8")
-    speeds = tuple(
-        CollectiveSpeed(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
-        for number, kind in enumerate(KINDS)
-        for devices in (2, 4, 8)
-    )
-    chip = dataclasses.replace(known.chip, measured=speeds)
-    truth = Topology("a100:8", chip)
-    found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
-    assert len(found.chip.measured) == len(chip.measured)
-    for m in chip.measured:
-        again = found.measured(m.kind, m.devices)
-        assert again is not None
-        assert again.latency == pytest.approx(m.latency, rel=1e-3)
-        assert again.bandwidth == pytest.approx(m.bandwidth, rel=1e-3)
-    found.save(tmp_path / "topology.json")
-    assert Topology.load(tmp_path / "topology.json") == found
-
-
-def test_noise_never_makes_a_link_impossible() -> None:
-    noisy = [s._replace(seconds=1e-3) for s in samples(Topology("a100:8"))]
-    link = fit_link(noisy, MESH)
-    assert link.bandwidth > 0 and link.latency > 0
 
 
 @pytest.mark.thorough
