@@ -59,7 +59,7 @@ def text_of(node: Any) -> str:
 
 def test_texts_of_the_sources() -> None:
     texts: dict[str, str] = {}
-    for folder in ("spmd", "models", "serving", "scripts"):
+    for folder in ("spmd", "models", "serving", "pytorch", "scripts"):
         for path in Path(ROOT, folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 called = getattr(getattr(node, "func", None), "id", "")

@@ -27,7 +27,16 @@ import spmd
 from spmd.scripts import commands
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spmd", "models", "serving", "scripts")
+SOURCES = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "spmd",
+    "models",
+    "serving",
+    "pytorch",
+    "scripts",
+)
 """What building needs."""
 
 COMPILED = shutil.ignore_patterns("__pycache__")

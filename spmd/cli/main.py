@@ -6,6 +6,10 @@
     spmd diff      how one plan differs from another
     spmd check     whether a program still keeps to the plan that it had
 
+Examples:
+    spmd plan llama3-8b h200:8 --batch 64
+    spmd explain model.mlir --mesh data=4,model=2
+
 `spmd COMMAND --help` lists a command's flags.
 """
 
