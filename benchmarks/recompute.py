@@ -20,7 +20,7 @@ import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.tables import print_head, print_line
 from benchmarks.train import parse_mesh, time_steps
-from spmd.cli.flags import Parser, Switch, positive
+from spmd.cli.flags import Parser, positive
 from spmd.models.llama.config import LlamaConfig
 
 POLICIES = ("none", "full", "dots", "dots_no_batch", "save_attention")
@@ -68,10 +68,9 @@ def make_parser() -> Parser:
     add("--model", default="quickstart", help="named config")
     add("--mesh", default="data=8", help="sizes of the axes data and model, joined by ':'")
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
-    add("--seq_len", type=positive, default=4096, help="tokens in a sequence")
+    parser.set_defaults(seq_len=4096)
     add("--global_batch", type=positive, default=16, help="sequences in a step")
     add("--steps", type=positive, default=8, help="timed steps")
-    add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     return parser
 
 
@@ -79,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
     mesh, devices = parse_mesh(given.mesh), jax.devices()
-    config = ahead.model_of(given.model, given.layers, dtype="bfloat16", scan_layers=given.scan)
+    config = ahead.model_of(given.model, given.layers, dtype="bfloat16")
     print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}; {given.model}, "
-          f"{config.num_hidden_layers} layers, {'scanned' if given.scan else 'unrolled'}, "
+          f"{config.num_hidden_layers} layers, scanned, "
           f"batch {given.global_batch} x {given.seq_len}, mesh {given.mesh}")  # fmt: skip
     print_head(HEADER)
     limits: dict[str, int | None] = {}

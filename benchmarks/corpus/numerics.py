@@ -1,4 +1,4 @@
-"""jax.numpy beyond networks: linear algebra, sorting, indexing, scans, control flow."""
+"""jax.numpy beyond networks: linear algebra, indexing, control flow."""
 
 from typing import Any
 
@@ -38,29 +38,6 @@ def linalg_gradients() -> Made:
     return Made(jax.value_and_grad(loss, (0, 1, 2)), args, ("params", "batch", "batch"))
 
 
-def sorting() -> Made:
-    """sort, argsort, lexsort, top_k, searchsorted, unique, histogram, quantiles; gradients."""
-
-    def fn(x: Any, n: Any) -> Any:
-        edges = jnp.linspace(-2, 2, 9)
-        return {
-            "sort": (jnp.sort(x, 1), jnp.sort(x, 0), jnp.argsort(x, 0), jnp.argsort(x, 1)),
-            "lexsort": jnp.lexsort((x[:, 0], n[:, 0])),
-            "top_k": (lax.top_k(x, 3), lax.approx_max_k(x, 3, aggregate_to_topk=True)),
-            "searchsorted": (jnp.searchsorted(edges, x), jnp.digitize(x, edges)),
-            "unique": jnp.unique(n, size=8, fill_value=-1, return_counts=True),
-            "nonzero": jnp.nonzero(n > 2, size=16, fill_value=0),
-            "counts": (jnp.bincount(n.ravel(), length=6), jnp.histogram(x, edges)[0]),
-            "quantiles": (jnp.median(x, 0), jnp.percentile(x, 30.0, axis=1)),
-            "best": (jnp.argmax(x, 0), jnp.argmin(x, 1), jnp.argmax(x)),
-            "partition": jnp.sort(jnp.partition(x, 3, axis=1)[:, :3], 1),
-            "gradient": jax.grad(lambda x: jnp.sum(jnp.sort(x, 0) * jnp.arange(8.0)))(x),
-            "pooled": jax.grad(lambda x: jnp.sum(lax.top_k(x, 2)[0] ** 2))(x),
-        }
-
-    return Made(fn, (normal(0, BATCH, 8), integers(1, 6, BATCH, 4)), ("batch", "batch"))
-
-
 def indexing() -> Made:
     """Gather, scatter, segment sums, roll, dynamic slices, pad, where, meshgrid; gradients."""
 
@@ -93,28 +70,6 @@ def indexing() -> Made:
 
     args = (normal(0, 16, 8), integers(1, 8, BATCH, 3), normal(2, BATCH, 8))
     return Made(fn, args, ("params", "batch", "batch"))
-
-
-def cumulative() -> Made:
-    """cumsum, cumprod, cummax, cumlogsumexp, associative_scan along split and unsplit dims."""
-
-    def all_of(x: Any) -> Any:
-        def along(axis: int) -> Any:
-            return [
-                jnp.cumsum(x, axis),
-                jnp.cumprod(x, axis),
-                lax.cummax(x, axis),
-                lax.cumlogsumexp(x, axis, reverse=True),
-                lax.associative_scan(lambda p, q: p * 0.5 + q, x, axis=axis, reverse=True),
-                jnp.diff(x, axis=axis),
-            ]
-
-        return along(0), along(1)
-
-    def fn(x: Any) -> Any:
-        return all_of(x), jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(all_of(x)))))(x)
-
-    return Made(fn, (normal(0, BATCH, 8),), ("batch",))
 
 
 def control_flow() -> Made:

@@ -19,18 +19,14 @@ MODELS: list[Program] = [
     Program("vision.unet", vision.unet, heavy=True),
     Program("sequence.lstm", sequences.lstm, heavy=True),
     Program("sequence.experts", sequences.experts),
-    Program("sequence.ragged_experts", sequences.ragged_experts, heavy=True),
     Program("sequence.state_space", sequences.state_space),
 ]
 
 FUNCTIONS: list[Program] = [
     Program("numerics.linalg_gradients", numerics.linalg_gradients, heavy=True),
-    Program("numerics.sorting", numerics.sorting, heavy=True),
     Program("numerics.indexing", numerics.indexing, heavy=True),
-    Program("numerics.cumulative", numerics.cumulative, heavy=True),
     Program("numerics.control_flow", numerics.control_flow),
     Program("science.ode", science.ode, heavy=True),
-    Program("science.minimize", science.minimize, heavy=True),
     Program("science.signals", science.signals, heavy=True),
     Program("science.quantized", science.quantized),
     *sampling.programs(),

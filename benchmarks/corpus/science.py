@@ -1,4 +1,4 @@
-"""Scientific programs of jax's own libraries: equations, optimization, signals, small types."""
+"""Scientific programs of jax's own libraries: equations, signals, small types."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ import jax.scipy as jsp
 from jax import lax
 from jax.experimental import sparse
 from jax.experimental.ode import odeint
-from jax.scipy.optimize import minimize as bfgs
 
 from benchmarks.corpus.program import Made
 from benchmarks.corpus.training import integers, normal
@@ -25,22 +24,6 @@ def ode() -> Made:
 
     args = (normal(0, 4, 4) * 0.5, normal(1, BATCH, 4))
     return Made(jax.value_and_grad(loss, (0, 1)), args, ("params", "batch"))
-
-
-def minimize() -> Made:
-    """BFGS with its line search on a least squares problem; GMRES and BiCGStab on a system."""
-
-    def fn(w: Any, x: Any) -> Any:
-        def residual(v: Any) -> Any:
-            return jnp.mean((x @ w @ v - x.sum(1)) ** 2) + 0.1 * jnp.sum(v**2)
-
-        found = bfgs(residual, jnp.zeros(4), method="BFGS", options={"maxiter": 10})
-        matrix = jnp.eye(4) + 0.1 * (x.T @ x)
-        solved, _ = jsp.sparse.linalg.gmres(matrix, w[0], maxiter=2)
-        other, _ = jsp.sparse.linalg.bicgstab(lambda v: matrix @ v, w[1], maxiter=8)
-        return found.x, found.fun, solved, other
-
-    return Made(fn, (normal(0, 4, 4) * 0.3 + jnp.eye(4), normal(1, BATCH, 4)), ("params", "batch"))
 
 
 def signals() -> Made:

@@ -80,25 +80,6 @@ def experts() -> Made:
     return trained(loss, params, *regression())
 
 
-def ragged_experts() -> Made:
-    """A mixture of experts without capacity: tokens sorted by expert, ragged_dot, unsorted."""
-    count = 4
-    params = {"gate": normal(0, WIDTH, count), "w": normal(1, count, WIDTH, WIDTH) * 0.2}
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        tokens = x.reshape(-1, WIDTH)
-        gates = jax.nn.softmax(tokens @ params["gate"])
-        chosen = gates.argmax(-1)
-        order = jnp.argsort(chosen, stable=True)
-        sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
-        h = lax.ragged_dot(tokens[order], params["w"], sizes)
-        out = jnp.zeros_like(h).at[order].set(h)
-        out = out * jnp.take_along_axis(gates, chosen[:, None], 1)
-        return jnp.mean((out.reshape(x.shape) - y) ** 2)
-
-    return trained(loss, params, *regression())
-
-
 def state_space() -> Made:
     """A diagonal state space model: associative_scan over time, gated, depthwise convolution."""
     params = {
