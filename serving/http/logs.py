@@ -28,7 +28,8 @@ def set_up(level: str, form: LogFormat = "text") -> None:
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    # A library may have set it up when it was imported; who asks for JSON gets nothing else.
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=form == "json")
     if form == "json":
         logging.captureWarnings(True)
     if level != "debug":  # what libraries tell of themselves; the server says it in its own words
