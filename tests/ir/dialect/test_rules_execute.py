@@ -130,7 +130,7 @@ def test_modules(case: ModuleCase, number: int, monkeypatch: pytest.MonkeyPatch)
 
 OTHER_TESTS = ("custom_call:test_", "custom_call:rms_norm", "composite:test.", "composite:my.",
                "composite:spmd.linear_attention")  # fmt: skip
-"""Ops of other tests: rules that they register, and what tests/ops/test_linear_attention.py runs."""
+"""Ops of other tests: rules they register, and what tests/ops/test_linear_attention.py runs."""
 
 LOCAL = ("composite:spmd.attention_piece", "composite:spmd.attention_piece_grad", "spmd.inspect")
 """Ops that are no module's; tests/ops/test_attention_split.py and tests/api/test_callbacks.py run
