@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tools.house import HERE, facts
 
 
@@ -15,5 +13,3 @@ def test_lines_of_a_folder_and_of_a_revision(tmp_path: Path) -> None:
     found = facts(str(tmp_path))
     assert [found[name] for name in ("spmd", "models", "tests", "all but tests")] == list("2024")
     assert all(int(count.replace(",", "")) > 1000 for count in facts(str(HERE)).values())
-    with pytest.raises(ValueError, match="'no-such-thing' is no folder and no revision"):
-        facts("no-such-thing")

@@ -43,7 +43,7 @@ def logps(params, kind):
     """Of answers and the ends of their documents, each alone in a sequence."""
     texts = [(row["prompt"] + row[kind] + "\0").encode().ljust(33, b"\0") for row in PAIRS]
     tokens = np.array([list(text) for text in texts], np.int32)
-    found = jax.nn.log_softmax(forward(params, tokens[:, :-1], TINY))
+    found = jax.nn.log_softmax(forward(params, jnp.asarray(tokens[:, :-1]), TINY))
     each = np.take_along_axis(np.asarray(found), tokens[:, 1:, None], -1)[..., 0]
     spans = [(len(row["prompt"]), len(row["prompt"] + row[kind])) for row in PAIRS]
     return [row[start - 1 : stop].sum() for row, (start, stop) in zip(each, spans, strict=True)]
@@ -87,12 +87,15 @@ def test_distillation_is_as_written_down_and_as_on_a_mesh():
     tokens = np.random.default_rng(0).integers(0, 256, (8, 49)).astype(np.int32)
     weights = (np.arange(48) % 3 > 0) * np.ones((8, 1), np.float32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+    batch = jax.tree.map(jnp.asarray, batch)
     ours, theirs = (
         jax.nn.log_softmax(forward(params, batch["inputs"], config) / 2)
         for params, config in ((PARAMS, TINY), (TAUGHT, TEACHING))
     )
     apart = np.average(jnp.sum(jnp.exp(theirs) * (theirs - ours), -1), weights=weights)
-    entropy = objective.loss(PARAMS, batch["inputs"], batch["targets"], TINY, weights_BS=weights)
+    entropy = objective.loss(
+        PARAMS, batch["inputs"], batch["targets"], TINY, weights_BS=batch["weights"]
+    )
     wanted = 0.5 * entropy + 0.5 * 4 * apart
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     made = program(structs, teacher=TEACHING)

@@ -80,7 +80,7 @@ def test_masks_are_those_of_transformers(source, bpe):
     )
     ((_, tokens, marks),) = encoded(load_tokenizer(str(bpe)), items)
     assert tokens.tolist() == found["input_ids"]
-    assert marks.tolist() == [bool(x) for x in found["assistant_masks"]]
+    assert marks is not None and marks.tolist() == [bool(x) for x in found["assistant_masks"]]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def tokenized(tmp_path, rows, name="rows.jsonl"):
 
 def answers(batch, row, mask):
     """The learned texts of a sample, by segment."""
-    found = {}
+    found: dict[int, bytearray] = {}
     leaves = (batch[name][row] for name in ("targets", "segment_ids", mask))
     for token, segment, counts in zip(*leaves, strict=True):
         found.setdefault(int(segment), bytearray()).extend([token] if counts else [])
@@ -154,7 +154,7 @@ def test_chats_are_packed_whole(tmp_path, name):
     seen = [
         text
         for data in (train, held_out)
-        for row in data.windows[0]
+        for row in map(data.windows[0].__getitem__, range(len(data.windows[0])))
         for text in answers({n: x[None] for n, x in row.items()}, 0, "weights")
     ]
     wanted = ["".join(m["content"] + "\n" for m in row["messages"][1::2]) for row in CHATS]
@@ -188,8 +188,9 @@ def test_preferences_are_pairs(tmp_path):
             PAIRS[number]["rejected"],
         ]
     short = load_datasets(DataConfig([str(folder)], valid=[str(folder)]), seq_len=23, batch_size=4)
-    for window in short[0].windows[0]:
-        assert {1, 2} <= set(window["segment_ids"])
+    windows = short[0].windows[0]
+    for window in range(len(windows)):
+        assert {1, 2} <= set(windows[window]["segment_ids"])
     with pytest.raises(DataError, match="packed as pairs alone: leave out --packing"):
         load_datasets(DataConfig([str(folder)], packing="none"), seq_len=63, batch_size=4)
 
