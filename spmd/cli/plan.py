@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(given.json).write_text(data, encoding="utf-8")
         if given.out:
             Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
+    except ModuleNotFoundError as error:
+        print(f'error: {error}; named models take pip install "spmd[train]"', file=sys.stderr)
+        return 2
     except (SpmdError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -61,6 +61,7 @@ def test_a_stablehlo_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["llama9", "h200:4", "--batch", "8"], "llama9"),
         (["tiny", "h200:4", "--batch"], "'--batch' is no flag with a value"),
         (["nowhere.py:build", "h200:4"], "no file nowhere.py"),
+        (["nowhere:build", "h200:4"], "No module named 'nowhere'"),
         (["tests.cli.test_plan:nothing", "h200:4"], "has no function 'nothing'"),
     ],
 )
