@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return loaded
 
     with launch.stopping_peers(), ending_on_interrupt(), one_message(*USER_ERRORS):
-        logs.set_up(given.log_level, given.log_format)
+        logs.set_up(given.log_level, given.log_format, replaces=True)
         try:
             reached, limits = http_options(given), options(given)
             # Connections tell who dies; silence counts after a hung call has been seen in /health.

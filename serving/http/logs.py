@@ -20,16 +20,16 @@ FIELDS = "fields"
 """The attribute of a record that holds more fields: `log.info(text, extra={FIELDS: {...}})`."""
 
 
-def set_up(level: str, form: LogFormat = "text") -> None:
+def set_up(level: str, form: LogFormat = "text", replaces: bool = False) -> None:
     """Sets the process's logging up, on stderr.
 
     Args:
       level: least important lines to write.
+      replaces: also where it is set up already, as a library may do when it is imported.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    # A library may have set it up when it was imported; who asks for JSON gets nothing else.
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=form == "json")
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=replaces)
     if form == "json":
         logging.captureWarnings(True)
     if level != "debug":  # what libraries tell of themselves; the server says it in its own words
