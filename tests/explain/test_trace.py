@@ -84,6 +84,6 @@ def test_long_loops_show_their_first_iteration(looped: Any, monkeypatch: Any) ->
 @pytest.mark.thorough
 def test_the_measured_step_is_a_process_of_its_own(looped: Any) -> None:
     measured = looped.measure(np.ones((64, 32), np.float32), np.ones((4, 32, 64), np.float32))
-    written = trace_of(looped._report())
+    written = trace_of(looped._report(), measured.step)
     check(written, {PREDICTED, MEASURED})
     assert len(slices(written, MEASURED)) == len(measured.step)
