@@ -49,7 +49,7 @@ class Task(NamedTuple):
     args: Sequence[Any]  # arrays or `ShapeDtypeStruct`s
     donate_argnums: int | Sequence[int] = ()
     tokens: int = 0  # how many one run handles, for rates; 0 if that is not known
-    flops: float = 0.0  # operations that one run is credited with, for the MFU; 0: as `tokens`
+    flops: float = 0.0  # operations that one run is credited with, for the MFU; 0 if not known
     dtype: str = "bf16"  # whose peak the MFU is a share of, as in `Topology.peak_flops`
     settings: Mapping[str, Any] = {}  # name -> value, of the program that trains or serves it
 
@@ -348,7 +348,8 @@ def plan(
       axes: names of the mesh axes, major first; every way to share the devices among them counts.
       meshes: these meshes alone, axis -> size, each over all of a machine's devices.
       prices: chip or machine -> what one device costs an hour.
-      most_seconds: when to stop, for all machines together; each gets at least one candidate.
+      most_seconds: after which no candidate is begun, for all machines together; each gets at
+        least one, and the best is tried once more with twice its batch.
       shows_progress: whether a terminal shows what is being planned.
       **choices: parameters of `build`: a value, or a list or tuple of values to choose from.
 
@@ -385,14 +386,14 @@ def plan(
                 else:
                     refused[f"{machine}, {spot.text(free)}"] = made
             is_over &= ended
-    if not rows:
-        raise PlanError(
-            f"no plan of {name} was found",
-            actual="; ".join(f"{spot}: {why}" for spot, why in list(refused.items())[:4]),
-            fix="free other axes or choices, or name more devices",
-        )
-    rows.sort(key=_order)
-    larger = _larger(build, free, rows[0])
+        if not rows:
+            raise PlanError(
+                f"no plan of {name} was found",
+                actual="; ".join(f"{spot}: {why}" for spot, why in list(refused.items())[:4]),
+                fix="free other axes or choices, or name more devices",
+            )
+        rows.sort(key=_order)
+        larger = _larger(build, free, rows[0])
     return Plans(name, tuple(rows), refused, time.monotonic() - started, is_over, larger)
 
 

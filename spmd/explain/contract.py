@@ -66,15 +66,15 @@ def assert_plan(program: Any, file: str | os.PathLike[str], budget: Budget = BUD
     Example:
       >>> assert_plan(step.lower(params, batch, topology="v5e:4x4"), "plans/step.json")
     """
-    path, now = Path(file), program.to_json()
+    path, now = Path(file), program._report()
     if os.environ.get(WRITE) == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(now), encoding="utf-8")
+        path.write_text(json.dumps(now.to_json()), encoding="utf-8")
         return
     if not path.exists():
         raise AssertionError(f"there is no plan {path}; {WRITE}=1 writes it")
     kept = from_json(json.loads(path.read_text(encoding="utf-8")))
-    found = breaches(kept, from_json(json.loads(json.dumps(now))), budget)
+    found = breaches(kept, now, budget)
     if found:
         lines = "\n".join(found)
         raise AssertionError(f"{path}: the plan became worse\n{lines}\nif it has to be, {WRITE}=1")
