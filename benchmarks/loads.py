@@ -395,7 +395,7 @@ def make_parser() -> Parser:
     add("--page", type=positive, default=exported("page"), help="tokens of a page of the cache")
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
     add("--drafts", type=int, default=exported("drafts"), help="as of scripts/export_llama")
-    add("--turns", type=positive, default=exported("turns"), help="as of scripts/export_llama")
+    add("--turns", type=positive, help="as of scripts/export_llama")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")

@@ -86,8 +86,8 @@ def make_parser() -> Parser:
     add(
         "--turns",
         type=positive,
-        default=ServingShape._field_defaults["turns"],
-        help="tokens of each sequence that one call may draw where nothing waits: for small models",
+        help="tokens of each sequence that one call may draw where nothing waits (default: "
+        f"{TURNS} for models of less than {SMALL / 1e9:g} billion parameters, 1 for others)",
     )
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
@@ -142,10 +142,14 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
         groups=given.groups,
         top_logprobs=min(given.top_logprobs, source.config.vocab_size),
         drafts=given.drafts,
-        turns=given.turns,
+        turns=given.turns or (TURNS if source.config.parameter_count() < SMALL else 1),
         cache_dtype=given.cache_dtype or given.dtype,
     )
 
+
+SMALL, TURNS = 4e9, 4
+"""Models of fewer parameters take accelerators less time for a token than the host for a call: a
+call draws several tokens then."""
 
 PIECES = (256, 512, 1024, 2048, 4096)
 """Rows of steps with pieces of prompts. With fewer sizes more of a step is padding: a prompt of 345

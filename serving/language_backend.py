@@ -84,7 +84,10 @@ def served_functions(
 
     Shorter tables are for attention that takes as long as a table is. The kernel for GPUs reads
     what a slot holds, whatever its table could, so there the longest tables alone are enough.
+    Several turns a call gain time where a step takes less than the call, so none on CPUs.
     """
+    if contract.get("kind") == KIND and platform == "cpu":
+        return [name for name, mine in tags.items() if mine.get("kind") != "turns"]
     if contract.get("kind") != KIND or platform != "cuda":
         return list(tags)
     model, shape = contract["model"], contract["shape"]

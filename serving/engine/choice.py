@@ -47,6 +47,15 @@ class Delta(NamedTuple):
     ids: tuple[int, ...] = ()
     stop: str = ""  # the stop string that ended the completion, if one did
 
+    def joined(self, later: "Delta") -> "Delta":
+        """This delta and the next one of the same completion, as one."""
+        return later._replace(
+            text=self.text + later.text,
+            tokens=self.tokens + later.tokens,
+            scores=self.scores,
+            ids=self.ids + later.ids,
+        )
+
 
 NAN = "the model's logits are not numbers (NaN): its weights may be damaged"
 
@@ -98,43 +107,53 @@ class CompletionText:
             self._scores.append(Tokens(*parts))
             self._scored = start + len(scores.ids)
 
-    def take(self, drawn: Tokens, row: int | None, finish: Finish | None) -> Delta:
-        """Makes a delta of the next token.
+    def take(self, drawn: Sequence[tuple[Tokens, int]], finish: Finish | None) -> Delta:
+        """Makes a delta of the next tokens.
 
         Args:
-          drawn: arrays (N, ...).
-          row: which of these tokens is the next one; None if the completion ends without any.
-          finish: why it ends with this token; None if the scheduler knows of no end.
+          drawn: arrays (N, ...), and which of them the token is, of each; of no token if the
+            completion ends without any.
+          finish: why it ends with these tokens; None if the scheduler knows of no end.
 
         Returns:
-          The delta. A stop string ends the completion even if `finish` is None.
+          The delta. A stop string ends the completion even if `finish` is None; tokens behind it
+          are left alone.
 
         Raises:
           NotFinite: a log-probability is NaN.
         """
         scores = self._take_scores() if self._scores else None
+        before, job = self.generated, self.job
+        if any(math.isnan(arrays.logprobs[row]) for arrays, row in drawn):
+            raise NotFinite(NAN)
+        texts = drawn[:-1] if finish == "stop" else drawn  # the last one's is a mark like </s>
         text, stopped = "", False
-        if row is not None:
-            text, stopped = self._push(drawn, row, ends=finish == "stop")
+        if job.stops or job.hidden or job.logprobs is not None:
+            for arrays, row in texts:
+                if not stopped:
+                    shown, stopped = self._push(arrays, row)
+                    text += shown
+        elif texts:
+            text = self._detokenizer.push(*(int(arrays.ids[row]) for arrays, row in texts))
+            self._length += len(text)
+            self.generated += len(texts)
         if stopped:
             finish = "stop"
         elif finish is not None:
+            self.generated = before + len(drawn)
             rest, stopped = self._flush()
             text += rest
             finish = "stop" if stopped else finish
         self._shown += len(text)
         tokens = self._release(finish is not None, stopped) if self._tokens else ()
-        ids = (int(drawn.ids[row]),) if row is not None and self.job.reports_ids else ()
+        taken = drawn[: self.generated - before] if job.reports_ids else ()
+        ids = tuple(int(arrays.ids[row]) for arrays, row in taken)
         stop = self._matcher.found if stopped else ""
         return Delta(self.index, text, tokens, self.generated, finish, scores, ids, stop)
 
-    def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
+    def _push(self, drawn: Tokens, i: int) -> tuple[str, bool]:
         """Takes one token: (text that can be shown now, whether a stop string is complete)."""
-        if math.isnan(drawn.logprobs[i]):
-            raise NotFinite(NAN)
         self.generated += 1
-        if ends:  # its text is a mark like </s>
-            return "", False
         token = int(drawn.ids[i])
         piece = "" if token in self.job.hidden else self._detokenizer.push(token)
         if self.job.logprobs is not None:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from spmd.serving.engine.actions import Job, Progress
+from spmd.serving.engine.actions import Finish, Job
 from spmd.serving.engine.backend import Tokens, Words
 from spmd.serving.engine.choice import CompletionText, Delta, NotFinite, Token, read_scores
 from spmd.serving.engine.core import BackendFailed, Ran, Steps
@@ -39,6 +39,7 @@ class Entry:
     def __init__(self, choice: CompletionText, stream: Stream, now: float) -> None:
         self.choice = choice
         self.stream = stream
+        self.used = 0  # tokens that went to its reader
         self._arrived = now
         self._placed: float | None = None
         self._first: float | None = None
@@ -81,11 +82,21 @@ class Entry:
         )
 
 
+class _News:
+    """What some steps did for one request: which tokens they drew, and why it ended, if it did."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self.record = record  # of the step that drew the first of them
+        self.drawn: list[tuple[Tokens, int]] = []
+        self.finish: Finish | None = None
+
+
 _LOG = logging.getLogger("serving")
 
-LAG = 16
-"""So many steps may wait for their text. Then the device waits, too: with ever more of them, tokens
-would come later and later, and requests run ever further beyond their stop strings."""
+LAG = 8
+"""So many steps may wait behind those whose text is made. Then the device waits, too: with ever
+more of them, tokens would come later and later, and requests run ever further beyond their stop
+strings."""
 
 
 class Engine:
@@ -119,6 +130,7 @@ class Engine:
         self._lock = threading.Lock()
         self._stopped: Callable[[], Stopped] | None = None
         self._used = self._unused = 0
+        self._over = False
         self._guides = Guides(self._take_mask)
         self._done: queue.Queue[Ran | None] = queue.Queue(LAG)
         self._threads = [
@@ -272,80 +284,106 @@ class Engine:
 
     def _make_texts(self) -> None:
         try:
-            while (ran := self._done.get()) is not None:
-                self._take(ran)
+            while rans := self._wait():
+                self._take(rans)
         except Exception as error:
             _LOG.exception("the server failed to make text; no more requests are taken")
             self._fail(f"the server failed to make text: {type(error).__name__}: {error}")
-            while self._done.get() is not None:
+            while self._wait():
                 pass
 
-    def _take(self, ran: Ran) -> None:
-        """Makes text of the tokens of a step, and hands it out."""
-        record = ran.record
-        self._observer.ran(record)
-        for key, cached in record.placed:
-            if (entry := self._entries.get(key)) is not None:
-                entry.note_placed(record.chosen, cached)
-        for key, start, scores in ran.scores:
-            if (entry := self._entries.get(key)) is not None:
-                entry.choice.take_scores(start, scores)
-        made: list[tuple[Progress, Delta | Failed | None]] = []
-        over = set[int]()  # a step may draw several tokens of a request, behind a stop string, too
-        for one in ran.progress:
-            delta = None if one.key in over else self._make(one, ran.drawn)
-            if isinstance(delta, Failed) or (delta is not None and delta.finish is not None):
-                over.add(one.key)
-            made.append((one, delta))
-        told = self._settle(made)
-        record.told = now = time.monotonic()
+    def _wait(self) -> list[Ran]:
+        """All steps that are done, one at least; none at the end.
+
+        While steps come faster than their texts are made, a request has its tokens of several
+        steps at once, which takes little longer than one of them.
+        """
+        rans = list[Ran]()
+        ran = None if self._over else self._done.get()
+        while ran is not None:
+            rans.append(ran)
+            try:
+                ran = self._done.get_nowait()
+            except queue.Empty:
+                return rans
+        self._over = True
+        return rans
+
+    def _take(self, rans: Sequence[Ran]) -> None:
+        """Makes text of the tokens of steps, and hands it out."""
+        news = dict[int, _News]()
+        for ran in rans:
+            record = ran.record
+            self._observer.ran(record)
+            for key, cached in record.placed:
+                if (entry := self._entries.get(key)) is not None:
+                    entry.note_placed(record.chosen, cached)
+            for key, start, scores in ran.scores:
+                if (entry := self._entries.get(key)) is not None:
+                    entry.choice.take_scores(start, scores)
+            for key, row, finish in ran.progress:
+                one = news.get(key)
+                if one is None:
+                    one = news[key] = _News(record)
+                if row is not None:
+                    one.record = one.record if one.drawn else record
+                    one.drawn.append((ran.drawn, row))
+                one.finish = one.finish or finish
+        told = self._settle([(key, one, self._make(key, one)) for key, one in news.items()])
+        now = time.monotonic()
+        for ran in rans:
+            ran.record.told = now
         gaps = Counter[float]()  # nearly all who draw a token drew one in the step before
-        for entry, one, delta in told:
+        for entry, one, delta, used in told:
             if isinstance(delta, Failed):
                 self._report([entry], "error", now)
                 continue
-            if one.row is not None:
-                gap = entry.note_token(now, record, self._observer)
-                if gap is not None:
-                    gaps[gap] += 1
+            if used:
+                gap = entry.note_token(now, one.record, self._observer)
+                gaps[0.0 if gap is None else gap / used] += used - (gap is None)
             if delta.finish is not None:
                 self._report([entry], delta.finish, now)
         for gap, times in gaps.items():
             self._observer.next_tokens(gap, times)
-        deliver([(entry.stream, delta) for entry, _, delta in told])
+        deliver([(entry.stream, delta) for entry, _, delta, _ in told])
 
     def _settle(
-        self, made: Sequence[tuple[Progress, Delta | Failed | None]]
-    ) -> list[tuple[Entry, Progress, Delta | Failed]]:
-        """Counts tokens and ends requests by their text; leaves out those that are over already."""
-        told: list[tuple[Entry, Progress, Delta | Failed]] = []
-        used, ended = 0, []
+        self, made: Sequence[tuple[int, _News, Delta | Failed | None]]
+    ) -> list[tuple[Entry, _News, Delta | Failed, int]]:
+        """Counts tokens and ends requests by their text; leaves out those that are over already.
+
+        Returns:
+          (entry, news, delta, tokens that are used) of each.
+        """
+        told: list[tuple[Entry, _News, Delta | Failed, int]] = []
+        ended = []
         with self._lock:
-            for one, delta in made:
-                entry = self._entries.get(one.key)
-                if entry is None or delta is None:  # cancelled, perhaps while its text was made
-                    continue
-                told.append((entry, one, delta))
-                used += one.row is not None and not isinstance(delta, Failed)
-                if isinstance(delta, Failed) or delta.finish is not None:
-                    del self._entries[one.key]
-                    if one.finish is None:
-                        ended.append(one.key)
-            self._used += used
-            self._unused += sum(one.row is not None for one, _ in made) - used
+            for key, one, delta in made:
+                entry, used = self._entries.get(key), 0
+                if entry is not None and delta is not None:  # else cancelled, perhaps meanwhile
+                    if isinstance(delta, Delta):
+                        used = delta.generated - entry.used
+                        entry.used = delta.generated
+                    told.append((entry, one, delta, used))
+                    if isinstance(delta, Failed) or delta.finish is not None:
+                        del self._entries[key]
+                        if one.finish is None:
+                            ended.append(key)
+                self._used += used
+                self._unused += len(one.drawn) - used
         if ended:
             self.core.end(ended)
         return told
 
-    def _make(self, progress: Progress, drawn: Tokens) -> Delta | Failed | None:
-        entry = self._entries.get(progress.key)
+    def _make(self, key: int, news: _News) -> Delta | Failed | None:
+        entry = self._entries.get(key)
         if entry is None:
             return None
         # A mistake in one request's text must not end the thread, and with it all the others.
         try:
-            return entry.choice.take(drawn, progress.row, progress.finish)
+            return entry.choice.take(news.drawn, news.finish)
         except NotFinite as error:
-            _LOG.error("request %d: %s", progress.key, error)
+            _LOG.error("request %d: %s", key, error)
             return Failed(str(error))
         except Exception as error:
             _LOG.exception("a request's tokens could not be shown")

@@ -85,13 +85,19 @@ class Stream:
         return self._take()
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
-        """Iterates over lists of all deltas that are ready: a slow reader gets several at once."""
+        """Iterates over lists of all that is ready, a delta of each completion.
+
+        Tokens that a reader did not keep up with, or that one call drew, come to it as one delta:
+        writing and reading an event costs more than drawing a small model's token.
+        """
         async for delta in self:
-            batch = [delta]
+            batch = {delta.choice: delta}
             # A failure stays in the queue until the deltas before it have been handed out.
             while self._ready and isinstance(self._ready[0], Delta):
-                batch.append(self._take())
-            yield batch
+                delta = self._take()
+                before = batch.get(delta.choice)
+                batch[delta.choice] = delta if before is None else before.joined(delta)
+            yield [*batch.values()]
 
     def put(self, delta: Delta | Failed) -> None:
         """Adds a delta; has to be called on the stream's own loop."""

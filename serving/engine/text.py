@@ -44,12 +44,15 @@ class Detokenizer:
         self._read = len(self._ids)
         self._context = decode(self._ids)
 
-    def push(self, token: int) -> str:
-        """Takes a token, and returns the text that is certain now."""
-        self._ids.append(token)
+    def push(self, *tokens: int) -> str:
+        """Takes tokens, and returns the text that is certain now; several at once cost as one."""
+        self._ids += tokens
         text = self._decode(self._ids)
         if not text.endswith(REPLACEMENT):
             return self._advance(len(self._ids), text)
+        if len(tokens) > 1:
+            del self._ids[-len(tokens) :]
+            return "".join(map(self.push, tokens))
         if len(self._ids) - self._read < CHARACTER_TOKENS:
             return ""
         return self._advance(*self._first_mark())

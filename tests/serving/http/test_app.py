@@ -73,14 +73,16 @@ def test_the_bytes_of_a_stream(live: Live, client: httpx.Client) -> None:
     assert response.headers["cache-control"] == "no-cache"
     first = json.loads(response.text.split("\n")[0][6:])
     head = f'"id":"{first["id"]}","object":"text_completion","created":{first["created"]}'
-    expected = ""
-    for i, letter in enumerate(live.alone("hello", 3, 3)):
-        finish = '"length"' if i == 2 else "null"
+    texts = [chunk["choices"][0]["text"] for chunk in events(response.text)]
+    expected = ""  # a slow reader gets several letters at once
+    for i, text in enumerate(texts):
+        finish = '"length"' if i == len(texts) - 1 else "null"
         expected += (
-            f'data: {{{head},"model":"{MODEL}","choices":[{{"index":0,"text":"{letter}",'
+            f'data: {{{head},"model":"{MODEL}","choices":[{{"index":0,"text":"{text}",'
             f'"logprobs":null,"finish_reason":{finish}}}]}}\n\n'
         )
     assert response.text == expected + "data: [DONE]\n\n"
+    assert "".join(texts) == live.alone("hello", 3, 3)
 
 
 def test_a_chat(live: Live, client: httpx.Client) -> None:
@@ -113,19 +115,20 @@ def test_a_chat_as_a_stream(live: Live, client: httpx.Client) -> None:
     chunks = events(response.text)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
-    letters = live.alone("User: hi\n\nAssistant:", 3, 1)
-    deltas = [{"role": "assistant", "content": ""}, *({"content": c} for c in letters), {}]
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == deltas
+    first, *deltas, last = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert (first, last) == ({"role": "assistant", "content": ""}, {})
+    letters = "".join(delta["content"] for delta in deltas)
+    assert letters == live.alone("User: hi\n\nAssistant:", 3, 1)
     finish = [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]]
-    assert finish == [None] * 4 + ["length"]
+    assert finish == [None] * (len(deltas) + 1) + ["length"]
     usage = {"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23}
-    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 5
+    assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
     assert chunks[-1]["usage"].items() >= usage.items()
     assert chunks[-1]["choices"] == []
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(client.post("/v1/chat/completions", json=body).text)
     made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert made == sorted(made) and made[1] == 1 and chunks[-1]["usage"].items() >= usage.items()
+    assert made == sorted(made) and made[1] >= 1 and chunks[-1]["usage"].items() >= usage.items()
 
 
 @pytest.mark.parametrize("stream", [False, True])

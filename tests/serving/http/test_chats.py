@@ -79,7 +79,7 @@ def test_what_is_asked_of_a_text_is_asked_of_the_answer(live: Live, form: Any) -
     deltas = ask(live, stream=True, **form)
     for name in ("reasoning_content", "reasoning", "content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
-    assert len([delta for delta in deltas if delta.get("reasoning")]) > 5
+    assert [delta for delta in deltas if delta.get("reasoning")]
     assert "reasoning" not in ask(live, include_reasoning=False, **form)["message"]
 
 

@@ -70,7 +70,7 @@ def test_a_text_whole_and_streamed(chat: Any) -> None:
         "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
         "output_text.delta", "output_text.done", "completed",
     ]  # fmt: skip
-    assert kinds.count("output_item.added") == 2 and kinds.count("output_text.delta") == 8
+    assert kinds.count("output_item.added") == 2 and kinds.count("output_text.delta") >= 1
     assert plain(events[-1].response) == plain(response)
     assert events[-1].response.usage.input_tokens_details.cached_tokens > 0
     assert events[0].response.usage is None and events[0].response.output == []
