@@ -172,11 +172,7 @@ def test_a_long_sequence(
     assert CALL in compiled.as_text("emitted") and CALL in compiled.as_text("hlo")
 
 
-SPLITS = {
-    "batch": ("x", None, None),
-    "heads": (None, None, "x"),
-    "sequence": (None, "x", None),
-}
+SPLITS = {"batch": ("x", None, None), "heads": (None, None, "x"), "sequence": (None, "x", None)}
 
 
 @pytest.mark.skipif(COUNT < 2, reason="one device")

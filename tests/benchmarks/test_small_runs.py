@@ -2,11 +2,7 @@
 
 import pytest
 
-from benchmarks import (
-    paged,
-    products,
-    published,
-)
+from benchmarks import paged, products, published
 
 Capture = pytest.CaptureFixture[str]
 

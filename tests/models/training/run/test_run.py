@@ -41,10 +41,7 @@ RUN = RunConfig(
         ({"seq_len": 0}, "seq_len must be positive, not 0"),
         ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
         *(
-            (
-                {"model": dataclasses.replace(RUN.model, **{name: "float16"})},
-                f"^{name}: .*float16",
-            )
+            ({"model": dataclasses.replace(RUN.model, **{name: "float16"})}, f"^{name}: .*float16")
             for name in ("dtype", "param_dtype")
         ),
         ({"global_batch": 6}, "6 sequences do not divide over data=4; the next that do are 8"),
