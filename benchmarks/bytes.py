@@ -28,8 +28,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
-from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import hlo_collectives
+from benchmarks.hlo.runs import matmul_flops
 from benchmarks.programs.catalog import programs
 from benchmarks.programs.program import Built, Program, forget, small_machine
 from benchmarks.tables import print_table

@@ -48,13 +48,12 @@ class Server:
       bundle: what it serves.
       work: for its log and its cache.
       flags: more of them.
-      more: variables of its own.
     """
 
-    def __init__(self, bundle: Path, work: Path, *flags: str, **more: str) -> None:
+    def __init__(self, bundle: Path, work: Path, *flags: str) -> None:
         self.log = work / "log"
         path = os.pathsep.join([str(ROOT), *sys.path[1:]])
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **more}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
         command = [sys.executable, "-m", "spmd.scripts.serve_bundle", str(bundle), "--port", "0"]
         command += ["--cache_dir", str(work / "cache"), *flags]
         with self.log.open("w") as out:

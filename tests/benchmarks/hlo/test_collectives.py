@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import HloCollective, hlo_collectives
+from benchmarks.hlo.runs import matmul_flops
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import parse_module_text
