@@ -86,13 +86,9 @@ def test_kernel_and_reference(form: Form) -> None:
     b, s, _, _, t = form.sizes
     q, k, v, dout = tensors(*form.sizes)
     spec: dict[str, Any] = {
-        "causal": form.causal,
-        "segments": form.packed,
-        "scale": 0.125,
-        "length": form.length,
-        "logits_dtype": "float32",
-        **({} if form.window is None else {"window": form.window}),
-    }
+        "causal": form.causal, "segments": form.packed, "scale": 0.125, "length": form.length,
+        "logits_dtype": "float32", **({} if form.window is None else {"window": form.window}),
+    }  # fmt: skip
     masks: list[Any] = [jnp.arange(form.start, form.start + s, dtype=jnp.int32)]
     masks = masks if form.causal else []
     ids = documents(b, t)
