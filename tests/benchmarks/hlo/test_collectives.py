@@ -149,7 +149,7 @@ WHILE = "%w = (s32[], f32[8]{0}) while(%t), condition=%cond, body=%body"
     ("number", "config", "trips"),
     [
         ("custom-call(%s)", known(5), 5),
-        ("constant(7)", "", 7),  # what else ends a loop: test_trips.py
+        ("constant(7)", "", 7),
         ("custom-call(%s)", "", UNKNOWN_TRIPS),
     ],
 )
