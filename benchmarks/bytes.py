@@ -28,11 +28,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
-from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import hlo_collectives
+from benchmarks.hlo.runs import matmul_flops
 from benchmarks.programs.catalog import programs
-from benchmarks.programs.conditions import forget, small_machine
-from benchmarks.programs.program import Built, Program
+from benchmarks.programs.program import Built, Program, forget, small_machine
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser
 from spmd.errors import ArgumentError

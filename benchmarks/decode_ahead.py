@@ -31,7 +31,7 @@ import jax
 import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks.hlo.modelled import modelled
-from benchmarks.hlo.read import array_bytes, arrays
+from benchmarks.hlo.runs import array_bytes, arrays
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive, words
 from spmd.lowering.ahead import devices_ahead

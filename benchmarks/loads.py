@@ -417,7 +417,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

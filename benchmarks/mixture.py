@@ -33,10 +33,7 @@ class Sizes(NamedTuple):
     choices: int
 
 
-MODELS = {
-    "mixtral-8x7b": Sizes(4096, 14336, 8, 2),
-    "qwen3-30b-a3b": Sizes(2048, 768, 128, 8),
-}
+MODELS = {"mixtral-8x7b": Sizes(4096, 14336, 8, 2), "qwen3-30b-a3b": Sizes(2048, 768, 128, 8)}
 
 
 def functions(name: str) -> list[Callable[..., Any]]:

@@ -63,11 +63,7 @@ def _model(config: LlamaConfig) -> Any:
     import torch.nn.functional as F
     from torch import nn
 
-    hidden, heads, kv_heads = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_heads,
-    )
+    hidden, heads, kv_heads = (config.hidden_size, config.num_attention_heads, config.kv_heads)
     head_dim = config.head_width
 
     def linear(rows: int, columns: int) -> nn.Linear:

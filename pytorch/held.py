@@ -471,12 +471,7 @@ class TrainStep(Held):
         if same == jax.tree.structure(opt_state):
             opt_state = old
         compiled = jitted.compile(
-            params,
-            opt_state,
-            *split(rest, changed),
-            inputs.structs(),
-            RANDOM,
-            optimizer.scalars(0),
+            params, opt_state, *split(rest, changed), inputs.structs(), RANDOM, optimizer.scalars(0)
         )
         params, _, buffers, state, *_ = compiled.in_shardings
         self._place(params | buffers | state)

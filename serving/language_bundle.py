@@ -151,11 +151,7 @@ def _goldens(
 
 
 def continue_prompts(
-    folder: str | Path,
-    mesh: Any,
-    shape: ServingShape,
-    prompts: Sequence[Sequence[int]],
-    count: int,
+    folder: str | Path, mesh: Any, shape: ServingShape, prompts: Sequence[Sequence[int]], count: int
 ) -> list[tuple[list[int], list[float]]]:
     """The likeliest continuation of each prompt, by those functions of a bundle that this takes.
 

@@ -28,12 +28,7 @@ from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import (
-    KIND,
-    is_language_model,
-    model_backend,
-    step_seconds,
-)
+from spmd.serving.language_backend import KIND, is_language_model, model_backend, step_seconds
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -128,7 +123,7 @@ def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:
 
 
 def _tell_seconds(parts: Mapping[str, float]) -> None:
-    """Says where the time of a start went; `benchmarks/run starts` reads it."""
+    """Says where the time of a start went."""
 
     def listed(seconds: Mapping[str, float]) -> str:
         return ", ".join(f"{name} {took:.1f}" for name, took in seconds.items())

@@ -29,10 +29,7 @@ _FILTERED = "what is no array is static; donate='all' or 'all-except-first' dona
 
 
 def filter_jit(
-    fn: Callable[..., Any] | None = None,
-    *,
-    donate: str = "none",
-    **options: Any,
+    fn: Callable[..., Any] | None = None, *, donate: str = "none", **options: Any
 ) -> Any:
     """Compiles a function of any pytrees for a mesh: their arrays are traced, the rest is constant.
 

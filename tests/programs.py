@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 import spmd
-from benchmarks.hlo.read import arrays
-from benchmarks.hlo.runs import Runs
+from benchmarks.hlo.runs import Runs, arrays
 from spmd.measure.hlo import parse_module_text
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.models.llama import fresh, sharding

@@ -69,8 +69,7 @@ def install(folder: Path, accelerator: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "extras"),
-    [("cpu", []), ("cuda", ["cuda"]), ("tpu", ["tpu"])],
+    ("accelerator", "extras"), [("cpu", []), ("cuda", ["cuda"]), ("tpu", ["tpu"])]
 )
 def test_the_environment_is_that_of_scripts(accelerator: str, extras: list[str], tmp_path: Path):
     done = install(tmp_path, accelerator)

@@ -89,13 +89,9 @@ def test_what_is_wrong_is_found(text: str) -> None:
 # Kernels that nobody registered.
 
 CALLS: dict[str, list[tuple[int, ...]]] = {
-    "one operand": [(64, 16)],
-    "four, of three ranks": [(5,), (5,), (9,), (8, 4)],
-    "a scalar": [()],
-    "scalars": [(), ()],
-    "none": [],
-    "more dims than letters": [(2,) * 8] * 4,
-}
+    "one operand": [(64, 16)], "four, of three ranks": [(5,), (5,), (9,), (8, 4)], "a scalar": [()],
+    "scalars": [(), ()], "none": [], "more dims than letters": [(2,) * 8] * 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)

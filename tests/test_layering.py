@@ -22,24 +22,13 @@ ROOT = Path(__file__).parents[1]
 # comes of it.
 LAYERS = (
     ("spmd.errors", "spmd.installed", "spmd.progress", "spmd.store"),
-    ("spmd.ir", "spmd.mesh", "spmd.options"),
-    ("spmd.frontend",),
-    ("spmd.propagation",),
-    ("spmd.reshard",),
-    ("spmd.predict",),
-    ("spmd.planning",),
-    ("spmd.lowering", "spmd.ops", "spmd.launch"),
-    ("spmd.compiler", "spmd.measure"),
-    ("spmd.explain", "spmd.verify"),
-    # "spmd" is spmd/__init__.py, and importing it is using the public names.
-    ("spmd.api", "spmd.auto", "spmd.plan", "spmd"),
-    ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"),
-    ("spmd.models",),
-    ("spmd.serving",),
-    ("spmd.scripts",),
-    ("benchmarks", "tools"),
-    ("tests",),
-)
+    ("spmd.ir", "spmd.mesh", "spmd.options"), ("spmd.frontend",), ("spmd.propagation",),
+    ("spmd.reshard",), ("spmd.predict",), ("spmd.planning",),
+    ("spmd.lowering", "spmd.ops", "spmd.launch"), ("spmd.compiler", "spmd.measure"),
+    ("spmd.explain", "spmd.verify"), ("spmd.api", "spmd.auto", "spmd.plan", "spmd"),
+    ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"), ("spmd.models",), ("spmd.serving",),
+    ("spmd.scripts",), ("benchmarks", "tools"), ("tests",),
+)  # fmt: skip
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 MLIR_BINDINGS = (

@@ -28,15 +28,8 @@ from spmd.scripts import commands
 
 ROOT = Path(__file__).parents[1]
 SOURCES = (
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "spmd",
-    "models",
-    "serving",
-    "pytorch",
-    "scripts",
-)
+    "pyproject.toml", "README.md", "LICENSE", "spmd", "models", "serving", "pytorch", "scripts",
+)  # fmt: skip
 """What building needs."""
 
 COMPILED = shutil.ignore_patterns("__pycache__")

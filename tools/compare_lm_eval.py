@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.served import Server
+from tools.soak import Server
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
 from spmd.models.decode import ServingShape

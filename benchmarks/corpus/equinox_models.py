@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import cross_entropy, integers
+from benchmarks.corpus.program import Made, cross_entropy, integers
 
 BATCH = 8
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import momentum_state, momentum_step, normal
+from benchmarks.corpus.program import Made, momentum_state, momentum_step, normal
 
 BATCH, LENGTH, HEADS, WIDTH = 8, 16, 2, 8
 HIDDEN = 4 * WIDTH

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import integers, normal
+from benchmarks.corpus.program import Made, integers, normal
 
 BATCH, SIZE = 8, 4
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from benchmarks.corpus.program import Made, Program
-from benchmarks.corpus.training import normal
+from benchmarks.corpus.program import Made, Program, normal
 
 LEARNING_RATE = 1e-2
 

@@ -1,10 +1,12 @@
-"""What a program of the corpus is, and how its arguments are marked."""
+"""What a program of the corpus is, how its arguments are marked, and what its models share."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 import spmd
 from spmd.mesh.spec import jax_mesh
@@ -79,3 +81,71 @@ def _mark_param(leaf: Any, mesh: spmd.Mesh) -> Any:
                 spec[dim] = axis
                 break
     return spmd.mark_sharding(leaf, mesh, tuple(spec)) if any(spec) else leaf
+
+
+def normal(seed: int, *shape: int) -> Any:
+    """Deterministic normal numbers."""
+    return jnp.asarray(np.random.RandomState(seed).standard_normal(shape), np.float32)
+
+
+def integers(seed: int, high: int, *shape: int) -> Any:
+    """Deterministic integers below `high`."""
+    return jnp.asarray(np.random.RandomState(seed).randint(0, high, shape), jnp.int32)
+
+
+def momentum_step(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """(params, trace, *rest) -> (params, trace, loss, gradients), with SGD and momentum."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def step(params: Any, state: Any, *rest: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *rest)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, grads
+
+    return step
+
+
+def momentum_state(params: Any) -> Any:
+    """The state that `momentum_step` starts with."""
+    return optax.sgd(0.1, momentum=0.9).init(params)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    """The mean over everything."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "complex64": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
+
+
+def assert_same_trees(got: Any, want: Any, tolerance: float | None = None) -> None:
+    """Two pytrees are built alike and have the same leaves.
+
+    Args:
+      got, want: pytrees of arrays.
+      tolerance: instead of `TOLERANCE` of a leaf's type.
+    """
+    assert str(jax.tree.structure(got)) == str(jax.tree.structure(want))
+    jax.tree_util.tree_map_with_path(
+        lambda path, a, b: assert_same(path, a, b, tolerance), got, want
+    )
+
+
+def assert_same(path: Any, got: Any, want: Any, tolerance: float | None = None) -> None:
+    """Equal bits where the type is discrete, else close relative to the leaf's largest entry."""
+    where = jax.tree_util.keystr(path)
+    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    assert got.dtype == want.dtype, where
+    assert got.shape == want.shape, where
+    name = str(want.dtype)
+    got, want = np.asarray(got), np.asarray(want)
+    if name not in TOLERANCE:
+        np.testing.assert_array_equal(got, want, err_msg=where)
+        return
+    wide = np.complex128 if name == "complex64" else np.float64
+    got, want = got.astype(wide), want.astype(wide)
+    finite = np.abs(want[np.isfinite(want)])
+    scale = float(finite.max()) if finite.size else 0.0
+    rtol = TOLERANCE[name] if tolerance is None else tolerance
+    np.testing.assert_allclose(got, want, rtol, rtol / 5 * max(scale, 1e-3), err_msg=where)

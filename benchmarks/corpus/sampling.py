@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.corpus.program import Made, Program
-from benchmarks.corpus.training import normal
+from benchmarks.corpus.program import Made, Program, normal
 
 IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 

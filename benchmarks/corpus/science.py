@@ -9,8 +9,7 @@ from jax import lax
 from jax.experimental import sparse
 from jax.experimental.ode import odeint
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import integers, normal
+from benchmarks.corpus.program import Made, integers, normal
 
 BATCH = 8
 

@@ -6,12 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import (
-    momentum_state,
-    momentum_step,
-    normal,
-)
+from benchmarks.corpus.program import Made, momentum_state, momentum_step, normal
 
 BATCH, LENGTH, WIDTH = 8, 16, 16
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import momentum_state, momentum_step, normal
+from benchmarks.corpus.program import Made, momentum_state, momentum_step, normal
 
 BATCH = 8
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.corpus.program import Made
-from benchmarks.corpus.training import (
+from benchmarks.corpus.program import (
+    Made,
     cross_entropy,
     integers,
     momentum_state,

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.read import array_bytes, arrays, elements, operands, source_of
-from benchmarks.hlo.runs import Runs
+from benchmarks.hlo.runs import Runs, array_bytes, arrays, elements, operands, source_of
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import (
     Instruction,

@@ -11,8 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from benchmarks.hlo.collectives import HloCollective, counted, read_account
-from benchmarks.hlo.read import frames_of
-from benchmarks.hlo.runs import Runs
+from benchmarks.hlo.runs import Runs, frames_of
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import Instruction, integer, op_name_of
 from spmd.mesh.mesh import Mesh

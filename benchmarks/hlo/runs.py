@@ -1,16 +1,75 @@
-"""How often one run of an optimized HLO module runs each of its computations."""
+"""What optimized HLO says of a run: operands and arrays, how often each computation, FLOPs."""
 
 import functools
+import math
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from benchmarks.hlo.read import operands
+import numpy as np
+
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction, Module, names_of, stated_trips
+from spmd.measure.hlo import (
+    Instruction,
+    Module,
+    integer,
+    items,
+    names_of,
+    parse_module_text,
+    places_of,
+    stated_trips,
+)
+
+
+def operands(instruction: Instruction) -> list[str]:
+    """Names of the operands: what stands before the parenthesis that closes them."""
+    found, _ = items(instruction.rest, 0)
+    return re.findall(r"%([^\s,(){}]+)", " ".join(found))
+
+
+def source_of(instruction: Instruction, module: Module) -> str:
+    """The innermost frame that is not in an installed library, else the innermost one."""
+    if "source_file=" in instruction.rest:
+        return places_of(instruction, module)[0]
+    frames = frames_of(instruction, module)
+    own = (f for f in frames if "site-packages" not in f and not f.startswith("<"))
+    return next(own, frames[0] if frames else "")
+
+
+def frames_of(instruction: Instruction, module: Module) -> list[str]:
+    """Where an instruction is from: `file.py:line (function)`, and as far as known its callers."""
+    found = []
+    frame = integer(r"stack_frame_id=(\d+)", instruction.rest)
+    while frame in module.frames:
+        where, parent = module.frames[frame]
+        found.append(where)
+        frame = parent if parent < frame else 0
+    return found
+
+
+def elements(type_: str) -> list[str]:
+    """The top-level elements of a tuple type, at least two: a single one is repeated."""
+    parts = items(type_)[0] if type_.startswith("(") else [type_]
+    return parts if len(parts) > 1 else parts * 2
+
+
+def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every array in a type."""
+    return [
+        (dtype, tuple(int(size) for size in re.findall(r"\d+", sizes)))
+        for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_)
+        if dtype not in ("token", "opaque")
+    ]
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, without padding by layout tiles."""
+    bits = 8 if dtype == "pred" else integer(r"(\d+)", dtype)
+    return -(-math.prod(shape) * bits // 8)
+
 
 # How often the loops of an optimized HLO module run.
 #
@@ -321,3 +380,67 @@ class Runs:
                 size += call.times * self._moved(callee)[0]
                 number += self._moved(callee)[1]
         return size, number
+
+
+def matmul_flops(text: str) -> int:
+    """Floating-point operations of one device in matrix products and convolutions in one run.
+
+    What a convolution's window finds in padding and between dilated elements does not count. The
+    TPU compiler writes the products of a windowed einsum as convolutions of two halves, padded.
+
+    Args:
+      text: `compiled.as_text("hlo")`.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    module = parse_module_text(text)
+    total = 0
+    counts = Runs(module, into_wrappers=True).counts()
+    for name, computation in module.computations.items():
+        types = {instruction.name: instruction.type for instruction in computation}
+        total += counts[name] * sum(_flops(instruction, types) for instruction in computation)
+    return total
+
+
+def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """Operations of a dot or a convolution: two for each term of each element; else 0."""
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0
+    left, right = (arrays(types[name])[0][1] for name in operands(instruction)[:2])
+    if instruction.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+        dims = re.findall(r"\d+", contracted[1]) if contracted else []
+        terms = math.prod(left[int(dim)] for dim in dims)
+        return 2 * terms * math.prod(arrays(instruction.type)[0][1])
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
+    if labels is None:
+        return 0
+    result = arrays(instruction.type)[0][1]
+    total = 2 * right[labels[2].index("i")]
+    total *= result[labels[3].index("b")] * result[labels[3].index("f")]
+    window = re.search(r"window=\{([^}]*)\}", instruction.rest)
+    given = dict(pair.split("=") for pair in window[1].split()) if window else {}
+    for dim in range(len(result) - 2):
+        of = {key: text.split("x")[dim] for key, text in given.items()}
+        sizes = (
+            shape[text.index(str(dim))]
+            for shape, text in zip((left, right, result), labels.groups(), strict=True)
+        )
+        total *= _taps(of, *sizes)
+    return total
+
+
+def _taps(window: Mapping[str, str], data: int, kernel: int, result: int) -> int:
+    """Pairs of a place in the result and one in the kernel that meet an element of the data.
+
+    Args:
+      window: what HLO says of one dim: `stride`, `pad` (`low_high`), and the dilations.
+      data, kernel, result: their sizes in that dim.
+    """
+    stride, dilated = int(window.get("stride", 1)), int(window.get("lhs_dilate", 1))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    steps = np.arange(kernel) * int(window.get("rhs_dilate", 1))
+    places = np.arange(result)[:, None] * stride + steps - low
+    met = (places >= 0) & (places <= (data - 1) * dilated) & (places % dilated == 0)
+    return int(met.sum())

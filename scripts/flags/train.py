@@ -199,8 +199,7 @@ def _checkpoints(add: Add) -> None:
 def _output(add: Add) -> None:
     of_options = of_fields(add, TrainerOptions)
     of_options(
-        "--metrics",
-        help=f"what is written into --run_dir: {', '.join(METRICS)}; '' for nothing",
+        "--metrics", help=f"what is written into --run_dir: {', '.join(METRICS)}; '' for nothing"
     )
     of_options("--log_every", help="steps between lines of progress; 0: twenty lines")
     of_options("--profile", help="steps to trace, first:last, both included, as in 10:13")

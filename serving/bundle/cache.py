@@ -67,12 +67,7 @@ class Cache:
         )
 
     def emitted(
-        self,
-        module: bytes,
-        mesh: Mesh,
-        options: Options,
-        asked: Any,
-        make: Callable[[], Emitted],
+        self, module: bytes, mesh: Mesh, options: Options, asked: Any, make: Callable[[], Emitted]
     ) -> Emitted:
         """What a module becomes, from the folder or made and put there.
 

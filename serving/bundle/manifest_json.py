@@ -16,12 +16,7 @@ from spmd.errors import FrontendError
 from spmd.frontend.sizes import symbols_in
 from spmd.serving.bundle.checked import Checked
 from spmd.serving.bundle.function import BundleError, one_line
-from spmd.serving.bundle.manifest import (
-    Entrypoint,
-    Filled,
-    LeafEntry,
-    Manifest,
-)
+from spmd.serving.bundle.manifest import Entrypoint, Filled, LeafEntry, Manifest
 from spmd.serving.bundle.trees import check_template
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")

@@ -235,12 +235,7 @@ class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        mesh: Mesh,
-        lower: Lower,
-        symbols: Mapping[str, int],
-        aim: Aim,
+        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int], aim: Aim
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
         self.aim = aim

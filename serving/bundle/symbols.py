@@ -24,14 +24,7 @@ from spmd.mesh.topology import Topology
 from spmd.models.placement import axes_of, present
 from spmd.options import Options
 from spmd.serving.bundle.function import BundleError
-from spmd.serving.bundle.manifest import (
-    Entrypoint,
-    LeafEntry,
-    Manifest,
-    Sizes,
-    Symbol,
-    Variant,
-)
+from spmd.serving.bundle.manifest import Entrypoint, LeafEntry, Manifest, Sizes, Symbol, Variant
 from spmd.serving.bundle.programs import (
     Aim,
     CompiledFunction,

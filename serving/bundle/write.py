@@ -29,13 +29,7 @@ from spmd.serving.bundle.describe import (
 )
 from spmd.serving.bundle.folder import hash_files, new_folder
 from spmd.serving.bundle.function import BundleError, Function, one_line
-from spmd.serving.bundle.manifest import (
-    MANIFEST,
-    PLATFORMS,
-    WEIGHTS,
-    Entrypoint,
-    Manifest,
-)
+from spmd.serving.bundle.manifest import MANIFEST, PLATFORMS, WEIGHTS, Entrypoint, Manifest
 from spmd.serving.bundle.manifest_json import check, to_json
 from spmd.serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 
 from spmd.models.training.data.beginnings import prompt_ids
 from spmd.serving.engine.actions import Job
-from spmd.serving.engine.guide import (
-    BadWords,
-    Guide,
-    GuideError,
-    WithoutBadWords,
-    counted_masks,
-)
+from spmd.serving.engine.guide import BadWords, Guide, GuideError, WithoutBadWords, counted_masks
 from spmd.serving.engine.thought import Marks, ThoughtGuide, ThoughtTokens
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.grammar.compiler import Grammar

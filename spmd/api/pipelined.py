@@ -330,9 +330,7 @@ class _Tried(NamedTuple):
 
 
 def in_fastest_schedule(
-    trace: Callable[[bool], Request],
-    plan: Callable[[Request], Lowered],
-    memory_limit: int | None,
+    trace: Callable[[bool], Request], plan: Callable[[Request], Lowered], memory_limit: int | None
 ) -> Lowered:
     """Returns a program with its pipelines in the schedule that is predicted to be the fastest.
 

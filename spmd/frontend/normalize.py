@@ -49,12 +49,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.description import BARRIER, CONSTANT, REDUCE, RESHAPE, SCATTER
 from spmd.ir.dialect.bodies import with_identity
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.reducers import (
-    NEUTRAL,
-    REDUCER_OPS,
-    identity_element,
-    is_identity,
-)
+from spmd.ir.dialect.reducers import NEUTRAL, REDUCER_OPS, identity_element, is_identity
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Edit, Now, edit_ops, remove_dead
 from spmd.ir.types import Dense, DotDims, TensorType

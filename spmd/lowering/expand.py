@@ -16,14 +16,7 @@ after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 from collections.abc import Callable, Sequence
 
 from spmd.ir.control_flow import Index, Tie, ties
-from spmd.ir.description import (
-    BROADCAST,
-    CONCATENATE,
-    CONVERT,
-    DYNAMIC_SLICE,
-    RESHAPE,
-    TRANSPOSE,
-)
+from spmd.ir.description import BROADCAST, CONCATENATE, CONVERT, DYNAMIC_SLICE, RESHAPE, TRANSPOSE
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS

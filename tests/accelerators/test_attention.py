@@ -86,13 +86,9 @@ def test_kernel_and_reference(form: Form) -> None:
     b, s, _, _, t = form.sizes
     q, k, v, dout = tensors(*form.sizes)
     spec: dict[str, Any] = {
-        "causal": form.causal,
-        "segments": form.packed,
-        "scale": 0.125,
-        "length": form.length,
-        "logits_dtype": "float32",
-        **({} if form.window is None else {"window": form.window}),
-    }
+        "causal": form.causal, "segments": form.packed, "scale": 0.125, "length": form.length,
+        "logits_dtype": "float32", **({} if form.window is None else {"window": form.window}),
+    }  # fmt: skip
     masks: list[Any] = [jnp.arange(form.start, form.start + s, dtype=jnp.int32)]
     masks = masks if form.causal else []
     ids = documents(b, t)
@@ -172,11 +168,7 @@ def test_a_long_sequence(
     assert CALL in compiled.as_text("emitted") and CALL in compiled.as_text("hlo")
 
 
-SPLITS = {
-    "batch": ("x", None, None),
-    "heads": (None, None, "x"),
-    "sequence": (None, "x", None),
-}
+SPLITS = {"batch": ("x", None, None), "heads": (None, None, "x"), "sequence": (None, "x", None)}
 
 
 @pytest.mark.skipif(COUNT < 2, reason="one device")

@@ -143,8 +143,7 @@ def test_stages_send_to_their_neighbours_alone(name: str, request: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "bubble"),
-    [("gpipe", 8 + 3, "27.3%"), ("interleaved", 2 * 4 + 3, "27.3%")],
+    ("name", "steps", "bubble"), [("gpipe", 8 + 3, "27.3%"), ("interleaved", 2 * 4 + 3, "27.3%")]
 )
 def test_the_report_has_the_bubble(name: str, steps: int, bubble: str, request: Any) -> None:
     compiled = request.getfixturevalue(name).compiled

@@ -10,13 +10,7 @@ import httpx
 import pytest
 
 from benchmarks import serve
-from benchmarks.load_client import (
-    Answer,
-    Load,
-    find_doubles,
-    make_asks,
-    run_load,
-)
+from benchmarks.load_client import Answer, Load, find_doubles, make_asks, run_load
 from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving

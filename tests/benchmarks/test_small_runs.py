@@ -1,12 +1,8 @@
-"""Benchmarks at small sizes: the rows of their tables; without a compiler where it is not here."""
+"""A benchmark at small sizes: the rows of its table."""
 
 import pytest
 
-from benchmarks import (
-    paged,
-    products,
-    published,
-)
+from benchmarks import published
 
 Capture = pytest.CaptureFixture[str]
 
@@ -16,27 +12,6 @@ def table(capsys: Capture) -> list[dict[str, str]]:
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in printed)
     return [dict(zip(head, row, strict=True)) for row in rows]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.heavy), "int8"])
-def test_paged(dtype: str, capsys: Capture) -> None:
-    sizes = "--slots 3 --context 64 --key_heads 2 --groups 2 --width 16 --page 16 --chunk 20"
-    paged.main([*sizes.split(), "--dtype", dtype, "--calls", "2", "--steps", "1"])
-    said = capsys.readouterr().out.splitlines()[3:]
-    assert [line.split(" | ")[0] for line in said] == ["| pages", "| pages, chunk"]
-    wanted = 3 * 64 * 2 * 2 * 16 * (4 if dtype == "float32" else 1.25) / 1e6
-    assert said[0].split(" | ")[2] == f"{wanted:.1f}"
-
-
-@pytest.mark.thorough
-def test_products(capsys: Capture) -> None:
-    sizes = "--width 256 --inner 256 --rows 1,3 --calls 1 --steps 1"
-    products.main(sizes.split())
-    rows = table(capsys)
-    kinds = [(row["weights"], row["rows"]) for row in rows]
-    assert kinds == [(kind, count) for kind in products.KINDS for count in ("1", "3")]
-    assert all(float(row["ours, us"]) > 0 for row in rows)
 
 
 @pytest.mark.heavy

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import spmd
-from benchmarks.programs.conditions import small_machine
+from benchmarks.programs.program import small_machine
 from benchmarks.programs.remat import CHECKPOINTS, gradient
 from spmd.frontend.normalize import accumulate, separate, unflatten
 from spmd.ir.description import RESHAPE

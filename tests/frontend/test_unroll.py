@@ -112,9 +112,7 @@ def test_the_compiler_decides_by_time(machine: str) -> None:
     assert f"{looped.cost * 1e3:.3g} ms" in chosen.summary()
 
 
-def test_what_is_written_out_chooses_from_what_loops_took(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_written_out_chooses_from_what_loops_took(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = planned("h200:2", 8192)
     assert chosen.stages.plan.like_loops
     monkeypatch.setattr("spmd.planning.exact.taken_by", lambda plan: {})  # every placement

@@ -45,10 +45,7 @@ def told(
 
 def _say(port: int, text: bytes) -> None:
     def is_said() -> bool:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("localhost", port)) as line,
-        ):
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as line:
             line.sendall(text)
             return True
         return False
@@ -92,12 +89,7 @@ def test_a_number_given_twice():
         ([(0, 2), (1, 3)], {}, "number of processes", "process 1: 3; process 0: 2"),
         # Some of them never come.
         ([(0, 4), (1, 2)], {}, "number of processes", "process 1: 2; process 0: 4"),
-        (
-            [(0, 2), (1, 2)],
-            {1: "0.11.0"},
-            "version of jax",
-            "process 1: 0.11.0; process 0: 0.10.2",
-        ),
+        ([(0, 2), (1, 2)], {1: "0.11.0"}, "version of jax", "process 1: 0.11.0; process 0: 0.10.2"),
     ],
 )
 def test_who_differs_is_said_to_all(seats: list, about: dict, differ: str, says: str):

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import (
-    Sharding,
-    format_sharding,
-    is_legal,
-    local_shape,
-    replicated,
-)
+from spmd.mesh.sharding import Sharding, format_sharding, is_legal, local_shape, replicated
 from tests.mesh.shardings import local_offset, parse_sharding
 
 MESH = Mesh(None, (4, 6, 2), ("data", "model", "x"))

@@ -12,17 +12,9 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import DTYPES, Chip, Link, Topology
 
 NAMES = [
-    "v4:4x4x8",
-    "v5e:4x4",
-    "v5p:4x4x4",
-    "v6e:2x4",
-    "a100:8",
-    "h100:16",
-    "h200:8",
-    "b200:16",
-    "mi300x:8",
-    "cpu:8",
-]
+    "v4:4x4x8", "v5e:4x4", "v5p:4x4x4", "v6e:2x4", "a100:8", "h100:16", "h200:8", "b200:16",
+    "mi300x:8", "cpu:8",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -69,11 +69,7 @@ def test_every_row_of_a_group_is_in_one_tile(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [
-        operands(64, 64, [3], jnp.float32),
-        operands(72, 64, [3]),
-        operands(64, 72, [3]),
-    ],
+    [operands(64, 64, [3], jnp.float32), operands(72, 64, [3]), operands(64, 72, [3])],
     ids=["32 bits", "outputs", "inputs"],
 )
 def test_what_is_not_for_the_kernel(args: Any) -> None:

@@ -199,13 +199,9 @@ QUICK = (
     "llama-serve/decode-tp@4x2",
 )
 LONGER = (
-    "llama-train/scan@8x1",
-    "llama-train/unrolled@4x2",
-    "remat/attention-default@8x1",
-    "recommender/rows@8x1",
-    "llama-serve/prefill-2d@4x2",
-    "moe/train-own-axis@4x2",
-)
+    "llama-train/scan@8x1", "llama-train/unrolled@4x2", "remat/attention-default@8x1",
+    "recommender/rows@8x1", "llama-serve/prefill-2d@4x2", "moe/train-own-axis@4x2",
+)  # fmt: skip
 
 
 def lowered_program(name: str) -> spmd.Lowered:

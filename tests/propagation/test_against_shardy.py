@@ -147,14 +147,10 @@ def is_settled(needs: Necessity, value: int, theirs: dict) -> bool:
 
 
 CHECKS = (
-    values_find_each_other,
-    what_is_necessary_agrees,
-    every_difference_has_a_reason,
-    no_axis_splits_a_value_twice,
-    closed_dims_stay_as_marked,
-    values_that_are_one_are_split_alike,
+    values_find_each_other, what_is_necessary_agrees, every_difference_has_a_reason,
+    no_axis_splits_a_value_twice, closed_dims_stay_as_marked, values_that_are_one_are_split_alike,
     barriers_pass_everything,
-)
+)  # fmt: skip
 
 
 @pytest.mark.thorough

@@ -19,14 +19,9 @@ from tests.mesh.shardings import local_offset
 Array = np.ndarray[Any, Any]
 
 COMBINE: dict[str, Any] = {
-    "add": np.add,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
+    "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
+    "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
 """Reduction kind -> the numpy function that combines two terms."""
 
 

@@ -46,13 +46,10 @@ def struct(*shape, dtype="float32"):
 
 STATE = {"h": StateLeaf((4, 16), "float32", 0.5), "steps": StateLeaf((), "int32")}
 SPECS = {
-    "weights/w": (None, "model"),
-    "weights/u": ("...", "model"),
-    "weights/heads": (None, "model", None, None),
-    "state/h": ("data", "model"),
-    "x": ("data", ...),
+    "weights/w": (None, "model"), "weights/u": ("...", "model"),
+    "weights/heads": (None, "model", None, None), "state/h": ("data", "model"), "x": ("data", ...),
     "outputs/y": (),
-}
+}  # fmt: skip
 
 
 def make_weights():
@@ -83,14 +80,9 @@ def make_functions():
 
 def write(folder, **changes):
     given = {
-        "weights": make_weights(),
-        "specs": SPECS,
-        "state": STATE,
-        "primary": "step",
-        "contract": {"eos": [0]},
-        "goldens": [{"prompt": [1, 2], "tokens": [3]}],
-        **changes,
-    }
+        "weights": make_weights(), "specs": SPECS, "state": STATE, "primary": "step",
+        "contract": {"eos": [0]}, "goldens": [{"prompt": [1, 2], "tokens": [3]}], **changes,
+    }  # fmt: skip
     write_bundle(folder, given.pop("functions", None) or make_functions(), **given)
 
 

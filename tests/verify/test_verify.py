@@ -72,10 +72,7 @@ def test_right_programs_agree() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "comment", "inside"),
-    [
-        (straight, "straight", ()),
-        (in_a_loop, "loop", ("iteration 3 of stablehlo.while",)),
-    ],
+    [(straight, "straight", ()), (in_a_loop, "loop", ("iteration 3 of stablehlo.while",))],
 )
 def test_names_the_op_that_is_wrong(
     fn: Any, comment: str, inside: tuple[str, ...], subtract_adds: None

@@ -609,11 +609,7 @@ def points(m: Maker, v: Var) -> None:
         m.add(f"{v.name}.at[{place}].get(mode='clip')", [v, i], v.bound)
         return
     w = m.value((i.shape[0], *v.shape[2:]), v.dtype)
-    m.add(
-        f"{v.name}.at[{place}].add({w.name}, mode='drop')",
-        [v, i, w],
-        v.bound + w.bound * i.size,
-    )
+    m.add(f"{v.name}.at[{place}].add({w.name}, mode='drop')", [v, i, w], v.bound + w.bound * i.size)
 
 
 @on(lambda v: v.rank > 0 and is_number(v))

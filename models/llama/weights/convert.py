@@ -35,12 +35,7 @@ from spmd.models.llama.weights.files import (
 )
 from spmd.models.llama.weights.names import Parameter, parameters
 from spmd.models.llama.weights.ranks import SHARDING_FILE, cuts, describe, rank_file, shard
-from spmd.models.llama.weights.save import (
-    MAX_SHARD_BYTES,
-    appearing,
-    check_can_save,
-    write_beside,
-)
+from spmd.models.llama.weights.save import MAX_SHARD_BYTES, appearing, check_can_save, write_beside
 from spmd.models.llama.weights.tensors import Source, Tensor
 from spmd.models.progress import Advance, bytes_bar
 from spmd.models.training.checkpoints.found import CheckpointError

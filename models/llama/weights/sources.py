@@ -12,13 +12,7 @@ import numpy as np
 from spmd.models.llama import fresh
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.weights.config import read_config
-from spmd.models.llama.weights.files import (
-    NUMPY_NAMES,
-    Array,
-    Index,
-    WeightsError,
-    open_folder,
-)
+from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError, open_folder
 from spmd.models.llama.weights.load import check_can_load
 from spmd.models.llama.weights.names import HEAD, Parameter, parameters
 from spmd.models.llama.weights.save import local_tokenizer

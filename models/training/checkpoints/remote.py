@@ -52,11 +52,7 @@ class StoreManager:
     """
 
     def __init__(
-        self,
-        folder: StorePath,
-        keep: Kept,
-        describe: Callable[[], None],
-        together: Together,
+        self, folder: StorePath, keep: Kept, describe: Callable[[], None], together: Together
     ) -> None:
         self.folder, self._keep = folder, keep
         self._describe, self._together = describe, together

@@ -134,12 +134,7 @@ class Kept:
 
 
 def open_manager(
-    folder: Path,
-    kept: Kept,
-    describe: Callable[[], None],
-    together: Together,
-    *,
-    pieces: bool,
+    folder: Path, kept: Kept, describe: Callable[[], None], together: Together, *, pieces: bool
 ) -> Manager:
     """Opens orbax's manager of a folder of checkpoints.
 

@@ -40,8 +40,7 @@ from spmd.models.training.checkpoints.found import (
 from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
 from spmd.models.training.checkpoints.remote import StoreManager
 from spmd.models.training.checkpoints.saving import Kept, Manager, Saving, open_manager
-from spmd.models.training.checkpoints.shared import check_shared
-from spmd.models.training.checkpoints.together import Together
+from spmd.models.training.checkpoints.together import Together, check_shared
 from spmd.models.training.paths import AnyPath, StorePath, move_tree, remove_tree
 from spmd.models.training.run.loop import TrainState
 from spmd.models.training.run.sinks import Record

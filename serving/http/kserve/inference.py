@@ -158,11 +158,7 @@ def write_tensor(output: Output, array: Array) -> tuple[dict[str, Any], bytes]:
     Raises:
       ApiError: JSON cannot say it: it holds NaN or infinities.
     """
-    about = {
-        "name": output.name,
-        "datatype": NAMES[array.dtype.name],
-        "shape": list(array.shape),
-    }
+    about = {"name": output.name, "datatype": NAMES[array.dtype.name], "shape": list(array.shape)}
     if output.binary:
         data = array.tobytes()
         return {**about, "parameters": {"binary_data_size": len(data)}}, data

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.hlo.arithmetic import matmul_flops
 from benchmarks.hlo.collectives import HloCollective, hlo_collectives
+from benchmarks.hlo.runs import matmul_flops
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import parse_module_text
@@ -149,7 +149,7 @@ WHILE = "%w = (s32[], f32[8]{0}) while(%t), condition=%cond, body=%body"
     ("number", "config", "trips"),
     [
         ("custom-call(%s)", known(5), 5),
-        ("constant(7)", "", 7),  # what else ends a loop: test_trips.py
+        ("constant(7)", "", 7),
         ("custom-call(%s)", "", UNKNOWN_TRIPS),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 import spmd
 from benchmarks.hlo.collectives import hlo_collectives
-from benchmarks.hlo.read import array_bytes
+from benchmarks.hlo.runs import array_bytes
 from spmd.mesh.sharding import local_shape
 from tests.programs import arrays_made, llama, mlp
 

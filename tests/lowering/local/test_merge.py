@@ -28,12 +28,8 @@ MESHES = {
     "2x3": spmd.Mesh(None, (2, 3), ("a", "b")),
 }
 SPLITS: tuple[tuple[str, Any], ...] = (
-    ("8", "a"),
-    ("4x2", ("b", "a")),
-    ("4x2", "a"),
-    ("2x2x2", ("c", "a", "b")),
-    ("2x3", ("b", "a")),
-)
+    ("8", "a"), ("4x2", ("b", "a")), ("4x2", "a"), ("2x2x2", ("c", "a", "b")), ("2x3", ("b", "a")),
+)  # fmt: skip
 CHECKED = spmd.Options(check=True)
 
 each_split = pytest.mark.parametrize(

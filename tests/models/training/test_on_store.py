@@ -37,7 +37,7 @@ def assert_same(state, expected):
 
 
 def test_killed_in_a_save_and_resumed_it_is_the_same(on_a_disk, s3, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("spmd.models.training.run.held.BEAT_S", 0.2)
+    monkeypatch.setattr("spmd.models.training.run.start.BEAT_S", 0.2)
     killed = Forked(Path(__file__), ["alone", "0", str(s3)], tmp_path / "said.txt", {})
     assert killed.wait() == -signal.SIGKILL, killed.said
     assert (s3 / "checkpoints/4/state/manifest.ocdbt").is_file()

@@ -7,14 +7,10 @@ import pytest
 from spmd.scripts.flags.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
 
 MAINS = (
-    "spmd.scripts.export_llama",
-    "spmd.scripts.generate_text",
-    "spmd.scripts.convert_checkpoints",
-    "tools.resume_test",
-    "spmd.scripts.serve_bundle",
-    "spmd.scripts.tokenize_data",
+    "spmd.scripts.export_llama", "spmd.scripts.generate_text", "spmd.scripts.convert_checkpoints",
+    "tools.resume_test", "spmd.scripts.serve_bundle", "spmd.scripts.tokenize_data",
     "spmd.scripts.train_llama",
-)
+)  # fmt: skip
 
 
 def test_what_can_be_mended_ends_in_one_message_and_nothing_else():

@@ -19,14 +19,7 @@ from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped, Tok
 from tests.waiting import PATIENCE
 
 LIMITS = Limits(
-    slots=4,
-    max_length=64,
-    rows=(4, 8),
-    groups=1,
-    page=4,
-    pages=64,
-    top_logprobs=5,
-    vocab_size=256,
+    slots=4, max_length=64, rows=(4, 8), groups=1, page=4, pages=64, top_logprobs=5, vocab_size=256
 )
 
 EMPTY = -1

@@ -3,74 +3,40 @@
 import asyncio
 import dataclasses
 import gc
-import json
 import random
-from typing import Any
 
-import httpx
 import pytest
 
+from benchmarks.load_client import Ask, Load, Outcome, open_client, run_load
 from spmd.serving.http.limits import ServerOptions
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
-from tests.serving.http.live import Live, get, serving
-from tests.waiting import PATIENCE
+from tests.serving.http.live import MODEL, Live, get, serving
 
 
-async def read_stream(
-    client: httpx.AsyncClient, body: dict[str, Any], leave_after: int
-) -> tuple[str, bool]:
-    """The text of a stream, and whether we stayed to its end."""
-    text, count = "", 0
-    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return text, True
-            if line:
-                text += json.loads(line[6:])["choices"][0]["text"]
-                count += 1
-            if count == leave_after:
-                return text, False
-    raise AssertionError("a stream without an end")
+def asks(count: int, seed: int) -> list[Ask]:
+    """Prompts of which many begin alike; half of those who ask leave early."""
+    rng, made = random.Random(seed), []
+    for number in range(count):
+        shared = rng.choice(["", "the quick brown fox ", "once upon a time, "])
+        prompt = shared + "".join(rng.choices("abc", k=rng.randint(1, 20)))
+        tokens = rng.randint(1, LIMITS.max_length - len(prompt))
+        leave_after = rng.choice([None, rng.randint(1, 5)])
+        made.append(Ask(number, prompt, tokens, leave_after, 0.0))
+    return made
 
 
-async def one(client: httpx.AsyncClient, live: Live, rng: random.Random) -> str:
-    """Ask for something, maybe leave early, and check what came; says what became of it."""
-    shared = rng.choice(["", "the quick brown fox ", "once upon a time, "])
-    prompt = shared + "".join(rng.choices("abc", k=rng.randint(1, 20)))
-    tokens, seed = rng.randint(1, LIMITS.max_length - len(prompt)), rng.randrange(2)
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "seed": seed}
-    body["user"] = rng.choice("xyz")
-    whole = live.alone(prompt, tokens, seed)
-    kind = rng.choice(["whole", "stream", "leave the stream", "leave"])
-    if kind == "whole":
-        answer = (await client.post("/v1/completions", json=body)).json()
-        assert answer["choices"][0]["text"] == whole
-        assert answer["usage"]["completion_tokens"] == tokens
-    elif kind == "leave":
-        try:
-            await client.post("/v1/completions", json=body, timeout=rng.uniform(0.01, 0.1))
-        except httpx.TimeoutException:
-            return "left"
-    else:
-        leave_after = rng.randint(1, 5) if kind == "leave the stream" else -1
-        text, stayed = await read_stream(client, body, leave_after)
-        assert text == whole if stayed else whole.startswith(text)
-        return "done" if stayed else "left"
-    return "done"
+def crowd(live: Live, count: int, at_once: int, seed: int) -> list[Outcome]:
+    load, asked = Load(count, at_once, ignore_eos=True), asks(count, seed)
 
-
-def crowd(live: Live, count: int, at_once: int, seed: int) -> list[str]:
-    async def go() -> list[str]:
-        gate = asyncio.Semaphore(at_once)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE, limits=limits) as client:
-
-            async def enter(number: int) -> str:
-                async with gate:
-                    return await one(client, live, random.Random(f"{seed} {number}"))
-
-            return await asyncio.gather(*map(enter, range(count)))
+    async def go() -> list[Outcome]:
+        async with open_client(live.url) as client:
+            answers = await run_load(client, load, MODEL, asked)
+        for answer in answers:
+            assert answer.outcome in ("done", "left"), answer.problem
+            whole = live.alone(answer.ask.prompt, answer.ask.max_tokens, answer.ask.number)
+            assert whole.startswith(answer.text)
+            assert answer.outcome == "left" or answer.text == whole
+        return [answer.outcome for answer in answers]
 
     results = asyncio.run(go())
     live.wait_idle()

@@ -15,13 +15,9 @@ LONG = 48
 TOKENS_BS = np.random.default_rng(0).integers(3, 128, (4, LONG)).astype(np.int32)
 
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "heads": {"num_key_value_heads": 4},
@@ -96,17 +92,10 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
 
     torch.manual_seed(0)
     given = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        # Large, so that logits are far from equal and every weight matters.
-        "initializer_range": 0.3,
-        **{"model_type": "llama", **VARIANTS[variant]},
-        **changes,
-    }
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
+        **{"model_type": "llama", **VARIANTS[variant]}, **changes,
+    }  # fmt: skip
     config = transformers.AutoConfig.for_model(**given)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():

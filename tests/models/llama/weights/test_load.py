@@ -45,8 +45,7 @@ QUICK = ("llama3", "linear", "mistral", "qwen2", "qwen3", "biased", "qwen3_moe",
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=() if v in QUICK else pytest.mark.heavy) for v in VARIANTS],
+    "variant", [pytest.param(v, marks=() if v in QUICK else pytest.mark.heavy) for v in VARIANTS]
 )
 def test_logits_are_transformers(variant, folders, mesh):
     if variant in ("heads", "qwen2"):

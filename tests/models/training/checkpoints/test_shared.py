@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import spmd
-from spmd.models.training.checkpoints import saving, shared
+from spmd.models.training.checkpoints import saving, together
 from spmd.models.training.checkpoints.found import CheckpointError
 from spmd.models.training.checkpoints.manifest import find_damage
-from spmd.models.training.checkpoints.shared import check_shared
+from spmd.models.training.checkpoints.together import check_shared
 from spmd.models.training.run.loop import TrainState
 from tests.models.training.checkpoints.states import targets
 from tests.two_processes import run_both
@@ -87,7 +87,7 @@ def main() -> None:
     """In a shared folder: saves and finds; in a private one: an error."""
     port, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     spmd.initialize(f"localhost:{port}", 2, rank)
-    shared.PATIENCE_S = 0.5
+    together.PATIENCE_S = 0.5
     said: dict[str, Any] = {}
     try:
         store.Checkpoints(folder / f"private-{rank}")

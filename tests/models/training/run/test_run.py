@@ -17,10 +17,9 @@ from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.paths import StorePath
 from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
-from spmd.models.training.run.held import held
 from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.models.training.run.profile import ProfileRange
-from spmd.models.training.run.start import restart_note
+from spmd.models.training.run.start import held, restart_note
 from spmd.models.training.run.stop import StopSignals
 from tests.waiting import wait_until
 
@@ -41,10 +40,7 @@ RUN = RunConfig(
         ({"seq_len": 0}, "seq_len must be positive, not 0"),
         ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
         *(
-            (
-                {"model": dataclasses.replace(RUN.model, **{name: "float16"})},
-                f"^{name}: .*float16",
-            )
+            ({"model": dataclasses.replace(RUN.model, **{name: "float16"})}, f"^{name}: .*float16")
             for name in ("dtype", "param_dtype")
         ),
         ({"global_batch": 6}, "6 sequences do not divide over data=4; the next that do are 8"),
@@ -194,7 +190,7 @@ def test_a_folder_is_one_jobs(where, tmp_path: Path, monkeypatch):
     """A second one by mistake would write over what the first one saves."""
     folder = StorePath("memory", "a/run") if where == "store" else tmp_path
     stopped, lock = Mock(), folder / LOCKS[where]
-    monkeypatch.setattr("spmd.models.training.run.held.BEAT_S", 0.1)
+    monkeypatch.setattr("spmd.models.training.run.start.BEAT_S", 0.1)
     if where == "disk without locks":
         monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError))
     lock.write_text("pid 1 on another, beat 7 0.0")  # of a job that was killed
