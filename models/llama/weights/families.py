@@ -11,6 +11,9 @@ Beside the sizes that all have there are
                  frequencies in all layers but every sixth
     mixtral      experts, and a window in all layers
     qwen3_moe    qwen3 with experts; a window in all layers, if `use_sliding_window`
+    deepseek_v2  latent attention, experts and an MLP for all tokens beside them; one MLP in the
+                 first layers
+    deepseek_v3  the same with sigmoids for shares of experts, and these in groups
 
 Biases of an MLP, and layers of several kinds, no family has.
 """
@@ -49,6 +52,7 @@ class Family:
     attention_bias: str | None = "none"
     qk_norm: bool = False  # the field
     parts: tuple[tuple[str, Any], ...] = ()  # other fields that all such models have
+    ignored: tuple[str, ...] = ()  # more keys that do not change what is computed
     # the keys of a window: none, `sliding_window` for all layers, with a switch, or those of
     # `LAYERED` or `PATTERN`
     window: Sequence[str] = ()
@@ -62,7 +66,7 @@ class Family:
     def keys(self) -> frozenset[str]:
         """The keys that such a file has and a Llama's lacks, or has with one value only."""
         own = {key for _, keys in self.fields for key in keys} | {key for key, _ in self.fixed}
-        own |= {*self.window, *(["output_router_logits"] if "num_experts_per_tok" in own else [])}
+        own |= {*self.window, *self.ignored, *(["output_router_logits"] if "num_experts_per_tok" in own else [])}
         return frozenset(own | ({"attention_bias"} if self.attention_bias is None else set()))
 
 
@@ -83,6 +87,37 @@ _QWEN: Mapping[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+
+_LATENT_ATTENTION = (
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor"),
+    *("moe_intermediate_size", "num_experts_per_tok"),
+)
+"""DeepSeek's keys that are fields of the same name."""
+
+
+def _deepseek(version: int, defaults: Mapping[str, Any], **more: Any) -> Family:
+    same = ((name, (name,)) for name in _LATENT_ATTENTION)
+    routed = ("n_routed_experts", "num_local_experts", "num_experts")
+    usual = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
+    usual |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+    return Family(
+        f"DeepseekV{version}ForCausalLM",
+        {**usual, **defaults},
+        parts=(("head_dim", None), *more.pop("parts")),
+        fields=(("num_experts", routed), *same, *more.pop("fields", ())),
+        fixed=(
+            ("attention_bias", (False, None)),
+            ("moe_layer_freq", (1, None)),
+            *more.pop("fixed"),
+        ),
+        # what is of training, and of a layer that predicts a further token
+        ignored=(
+            *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),
+            *("num_nextn_predict_layers", "num_mtp_layers"),
+        ),
+    )
+
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -185,6 +220,56 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             theta=1e6,
         ),
+        "deepseek_v2": _deepseek(
+            2,
+            {
+                "vocab_size": 102_400,
+                "n_routed_experts": 64,
+                "num_experts_per_tok": None,
+                "moe_intermediate_size": 1407,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 0,
+                "routed_scaling_factor": 1.0,
+            },
+            parts=(("norm_topk_prob", False),),
+            fixed=(
+                ("norm_topk_prob", (False, None)),
+                ("scoring_func", ("softmax", None)),
+                ("topk_method", ("greedy", None)),
+                ("n_group", (1, None)),
+                ("topk_group", (1, None)),
+            ),
+        ),
+        "deepseek_v3": _deepseek(
+            3,
+            {
+                "vocab_size": 129_280,
+                "hidden_size": 7168,
+                "intermediate_size": 18_432,
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 128,
+                "max_position_embeddings": 4096,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+                "n_routed_experts": 256,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 2048,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 3,
+                "routed_scaling_factor": 2.5,
+                "norm_topk_prob": True,
+                "n_group": 8,
+                "topk_group": 4,
+            },
+            parts=(("scoring_func", "sigmoid"),),
+            fields=tuple((name, (name,)) for name in ("norm_topk_prob", "n_group", "topk_group")),
+            fixed=(
+                ("scoring_func", ("sigmoid", None)),
+                ("topk_method", ("noaux_tc", None)),
+                ("rope_interleave", (True, None)),
+            ),
+        ),
     }
 )
 """`model_type` -> the family."""
@@ -235,7 +320,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 4096
 """transformers' default of `sliding_window`, where a family has one."""
 
-_GEMMA = ("hidden_act", "norm_offset", "post_norms", "scale_embeddings")
+_OWN = (
+    *("hidden_act", "norm_offset", "post_norms", "scale_embeddings"),
+    *("scoring_func", "n_group", "topk_group", *_LATENT_ATTENTION[:-2]),
+)
 _FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}
 
 
@@ -262,6 +350,8 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
         for key, value in given.items():
             typed(key, value, default)
         experts[field] = next(iter(given.values()), default)
+        if field == "q_lora_rank" and field in values:  # null is a value of its own
+            experts[field] = values[field]
     return {
         "model_type": values["model_type"],
         "attention_bias": bias,
@@ -353,7 +443,7 @@ def write_parts(config: LlamaConfig) -> dict[str, Any]:
     read = read_parts(keys, family, config.num_hidden_layers)
     wrong = [
         f"{name} {getattr(config, name)!r}"
-        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob", *_GEMMA)
+        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob", *_OWN)
         if read.get(name, _FIELDS[name].default) != getattr(config, name)
     ]
     as_read = dataclasses.replace(config, **{"moe_intermediate_size": None, **read})
