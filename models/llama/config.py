@@ -315,7 +315,7 @@ class LlamaConfig:
             raise ConfigError("only latent attention has parts of heads; set kv_lora_rank")
         if not self.kv_lora_rank:
             return
-        if not all(own) or self.head_dim not in (None, sum(own[:2])) or own[2] > self.head_width:
+        if not all(own) or self.head_dim is not None or own[2] > self.head_width:
             raise ConfigError(
                 "latent attention needs qk_nope_head_dim, qk_rope_head_dim and a v_head_dim of at "
                 f"most both together, not {own}, and no head_dim"

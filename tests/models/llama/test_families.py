@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import spmd
 from spmd.models.llama import parameters, sharding
-from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.config import LlamaConfig, RopeScaling
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import batch_loss, train_step
 from spmd.models.llama.weights import load as weights
@@ -84,8 +84,10 @@ def test_three_steps_are_transformers(
     assert set(ours) == set(theirs)
     for name, wanted in theirs.items():
         moved = np.abs(wanted - before[name]).max()
-        assert moved > 1e-3, name
-        np.testing.assert_allclose(ours[name], wanted, rtol=0, atol=0.02 * moved, err_msg=name)
+        fixed = name.endswith("correction_bias")  # no gradient moves it; this rule decays all there is
+        assert (moved > 1e-3) != fixed, name
+        rtol = 1e-3 if fixed else 0
+        np.testing.assert_allclose(ours[name], wanted, rtol, atol=0.02 * moved, err_msg=name)
 
 
 @functools.cache
@@ -145,6 +147,20 @@ MIXTURE = dataclasses.replace(
 )  # fmt: skip
 
 
+LATENT = dataclasses.replace(
+    CONFIGS["tiny"], model_type="deepseek_v3", num_hidden_layers=4, num_key_value_heads=None,
+    kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10,
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=1,
+    first_k_dense_replace=2, scoring_func="sigmoid", n_group=4, topk_group=2,
+    routed_scaling_factor=2.5, initializer_range=0.2, router_aux_loss_coef=0.1,
+    rope_scaling=RopeScaling(
+        rope_type="yarn", factor=8.0, beta_slow=1.0, beta_fast=4.0, mscale=2.0,
+        mscale_all_dim=1.0, original_max_position_embeddings=16,
+    ),
+)  # fmt: skip
+"""All of DeepSeek-V3."""
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("axes", "table", "changes"),
@@ -158,20 +174,23 @@ MIXTURE = dataclasses.replace(
     ],
     ids=str,
 )
-def test_experts_on_meshes(axes: Any, table: str, changes: Any, devices8: Any) -> None:
+@pytest.mark.parametrize("model", [MIXTURE, LATENT], ids=["mixture", "latent"])
+def test_experts_on_meshes(
+    model: LlamaConfig, axes: Any, table: str, changes: Any, devices8: Any
+) -> None:
     mesh = spmd.make_mesh(devices=devices8[: math.prod(axes.values())], **axes)
     specs = sharding.table_named(table)
-    config = dataclasses.replace(MIXTURE, **changes)
+    config = dataclasses.replace(model, **changes)
     step = jax.value_and_grad(batch_loss(config, sharding.activation_marks(mesh, config, specs)))
     found = spmd.jit(step, mesh=mesh)(
-        sharding.mark_params(drawn(MIXTURE), mesh, config, specs),
+        sharding.mark_params(drawn(model), mesh, config, specs),
         sharding.mark_batch(packed_batch(), mesh, specs),
     )
-    loss, grads = alone(MIXTURE)
+    loss, grads = alone(model)
     assert_close(found, (loss, stack_layers(grads)), rtol=5e-4, atol=1e-6)
     held = found[1]["layers"]["mlp"]["experts"]["up_proj"]["weight"].addressable_shards[0]
     split = axes["data"] if table == "2d-experts" else axes.get("expert", 1)
-    assert held.data.shape[1] <= 4 // split  # of gradients, that leave the program
+    assert held.data.shape[1] <= model.num_experts // split  # of gradients, that leave the program
 
 
 @pytest.mark.thorough
