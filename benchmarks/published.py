@@ -50,9 +50,8 @@ RUNS = {
     "mixtral-v6e": PublishedRun(
         "mixtral-8x7b", "v6e-256", 12 * 256, 4096, {"data": 256, "expert": 1, "model": 1}, 3645
     ),
-    "deepseek-v3-v5p": PublishedRun(
-        "deepseek-v3", "v5p-512", 4 * 256, 8192, {"data": 1, "expert": 256, "model": 1}, 542,
-        {"sharding": "2d-all"},
+    "deepseek-v3-v5p": _maxtext("deepseek-v3", "v5p-512", 4, 8192, 542)._replace(
+        mesh={"data": 1, "expert": 256, "model": 1}, choices={"sharding": "2d-all"}
     ),
     "llama3-8b-h100": PublishedRun(
         "llama3-8b", "h100:8", 128, 8192, {"data": 8, "model": 1}, 14_451, FP8

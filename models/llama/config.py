@@ -19,10 +19,9 @@ ROPE_NUMBERS: Mapping[RopeType, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        *("beta_slow", "beta_fast", "mscale", "mscale_all_dim"),
-        "original_max_position_embeddings",
+        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "original_max_position_embeddings",
     ),
-}
+}  # fmt: skip
 """Type -> the numbers of `RopeScaling` that it has beside the factor."""
 ROPE_TYPES = tuple(ROPE_NUMBERS)
 
@@ -110,6 +109,9 @@ LAYERS = "layers/"
 
 DENSE = "dense/"
 """What stands before that for those layers that have one MLP in a model with experts."""
+
+POST_NORMS = ("pre_feedforward", "post_feedforward")
+Shapes = dict[str, tuple[int, ...]]
 
 MAY_BE_ZERO = (
     "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
@@ -264,8 +266,7 @@ class LlamaConfig:
                 f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
                 f"{self.num_experts} of num_experts {self.num_experts}"
             )
-        self._check_experts()
-        self._check_latent()
+        self._check_parts()
         uneven = [str(len(span)) for span, _ in self.window_spans if len(span) % self.remat_every]
         if self.scan_layers and uneven:
             raise ConfigError(
@@ -290,46 +291,32 @@ class LlamaConfig:
                 "apart)"
             )
 
-    def _check_experts(self) -> None:
-        each, groups = self.num_experts // self.n_group, f"n_group {self.n_group}"
-        if self.num_experts % self.n_group or self.topk_group > self.n_group or (
-            self.n_group > 1 and (each < 2 or self.topk_group * each < self.num_experts_per_tok)
-        ):  # fmt: skip
-            raise ConfigError(
-                f"{groups} has to divide num_experts {self.num_experts} into at least pairs, and "
-                f"topk_group {self.topk_group} of them to have the num_experts_per_tok "
-                f"{self.num_experts_per_tok} that a token takes"
-            )
-        dense = self.first_k_dense_replace
-        if (dense or self.n_shared_experts) and not (
-            self.num_experts and dense < self.num_hidden_layers
-        ):
-            raise ConfigError(
-                f"first_k_dense_replace {dense} and n_shared_experts {self.n_shared_experts} are of "
-                f"models with num_experts, which at least one of {self.num_hidden_layers} layers has"
-            )
-
-    def _check_latent(self) -> None:
+    def _check_parts(self) -> None:
+        """Latent attention and kinds of experts."""
         own = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
-        if not self.kv_lora_rank and (any(own) or self.q_lora_rank):
-            raise ConfigError("only latent attention has parts of heads; set kv_lora_rank")
-        if not self.kv_lora_rank:
-            return
-        if not all(own) or self.head_dim is not None or own[2] > self.head_width:
+        others = (self.head_dim, self.sliding_window, self.query_pre_attn_scalar, self.qk_norm)
+        fits = not any(own) and not self.q_lora_rank
+        if self.kv_lora_rank:
+            fits = all(own) and own[2] <= self.head_width and self.attention_bias == "none"
+            fits = fits and not any(others) and self.kv_heads == self.num_attention_heads
+        if not fits:
             raise ConfigError(
-                "latent attention needs qk_nope_head_dim, qk_rope_head_dim and a v_head_dim of at "
-                f"most both together, not {own}, and no head_dim"
+                "latent attention has a kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and, of "
+                "at most both together, v_head_dim; one key head for each query head; and no "
+                "head_dim, attention_bias, qk_norm, sliding_window or query_pre_attn_scalar"
             )
-        wrong = {
-            "attention_bias": self.attention_bias != "none",
-            "qk_norm": self.qk_norm,
-            "sliding_window": self.sliding_window,
-            "query_pre_attn_scalar": self.query_pre_attn_scalar,
-            "num_key_value_heads": self.kv_heads != self.num_attention_heads,
-        }
-        if any(wrong.values()):
-            named = ", ".join(name for name, found in wrong.items() if found)
-            raise ConfigError(f"latent attention has no {named} of its own; leave it out")
+        dense, chosen = self.first_k_dense_replace, self.topk_group * self.num_experts
+        fits = bool(self.num_experts) or not (dense or self.n_shared_experts)
+        fits = fits and self.num_experts % self.n_group == 0 and self.topk_group <= self.n_group
+        if self.n_group > 1:
+            fits = fits and self.num_experts_per_tok * self.n_group <= chosen
+            fits = fits and self.num_experts >= 2 * self.n_group
+        if not fits or dense >= self.num_hidden_layers:
+            raise ConfigError(
+                f"n_shared_experts {self.n_shared_experts} and first_k_dense_replace {dense} are "
+                "of models with num_experts in some layers; n_group has to divide these into "
+                "groups of at least two, of which topk_group have num_experts_per_tok or more"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -363,14 +350,11 @@ class LlamaConfig:
         """The layers in order, those alike and with one window together: (indices, the window)."""
         first, pattern = self.max_window_layers, self.sliding_window_pattern
 
-        def window(layer: int) -> int | None:
+        def kind(layer: int) -> tuple[bool, int | None]:
             has_one = (layer + 1) % pattern != 0 if pattern else layer >= first
-            return self.sliding_window if has_one else None
+            return layer < self.first_k_dense_replace, self.sliding_window if has_one else None
 
-        grouped = itertools.groupby(
-            range(self.num_hidden_layers),
-            lambda layer: (layer < self.first_k_dense_replace, window(layer)),
-        )
+        grouped = itertools.groupby(range(self.num_hidden_layers), kind)
         found = ((list(span), size) for (_, size), span in grouped)
         return tuple((range(span[0], span[-1] + 1), size) for span, size in found)
 
@@ -385,14 +369,12 @@ class LlamaConfig:
         """Which of `stacks` has a parameter; None if it is not of a layer."""
         return next((stack for stack in self.stacks if path.startswith(stack)), None)
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> Shapes:
         """Shape of every parameter, by path; those of a stack exist once for each of its layers.
 
         Weights are (out, in), as in Hugging Face's checkpoints.
         """
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens/weight": (self.vocab_size, self.hidden_size)
-        }
+        shapes: Shapes = {"embed_tokens/weight": (self.vocab_size, self.hidden_size)}
         for stack in self.stacks:
             of_layer = self._layer_shapes(has_experts=bool(self.num_experts) and stack == LAYERS)
             shapes |= {f"{stack}{path}": shape for path, shape in of_layer.items()}
@@ -401,44 +383,36 @@ class LlamaConfig:
             shapes["lm_head/weight"] = (self.vocab_size, self.hidden_size)
         return shapes
 
-    def _layer_shapes(self, has_experts: bool) -> dict[str, tuple[int, ...]]:
-        hidden, heads, norms = self.hidden_size, self.num_attention_heads, ["post_attention"]
-        q_width, out_width = heads * self.head_width, heads * (self.v_head_dim or self.head_width)
-        if self.post_norms:
-            norms += ["pre_feedforward", "post_feedforward"]
-        if self.kv_lora_rank:
-            latent, q_rank = self.kv_lora_rank, self.q_lora_rank
-            queries: dict[str, tuple[int, ...]] = {"q_proj": (q_width, hidden)}
-            if q_rank:
-                queries = {"q_a_proj": (q_rank, hidden), "q_a_layernorm": (q_rank,)}
-                queries["q_b_proj"] = (q_width, q_rank)
-            attention = queries | {
-                "kv_a_proj_with_mqa": (latent + self.qk_rope_head_dim, hidden),
-                "kv_a_layernorm": (latent,),
-                "kv_b_proj": (heads * (self.qk_nope_head_dim + self.v_head_dim), latent),
-            }
+    def _layer_shapes(self, has_experts: bool) -> Shapes:
+        hidden, heads, keys = self.hidden_size, self.num_attention_heads, self.head_width
+        attention: Shapes = {"q_proj": (heads * keys, hidden)}
+        if self.q_lora_rank:
+            attention = {"q_a_proj": (self.q_lora_rank, hidden)}
+            attention["q_a_layernorm"] = (self.q_lora_rank,)
+            attention["q_b_proj"] = (heads * keys, self.q_lora_rank)
+        if latent := self.kv_lora_rank:
+            attention["kv_a_proj_with_mqa"] = (latent + self.qk_rope_head_dim, hidden)
+            attention["kv_a_layernorm"] = (latent,)
+            attention["kv_b_proj"] = (heads * (self.qk_nope_head_dim + self.v_head_dim), latent)
         else:
-            keys = (self.kv_heads * self.head_width, hidden)
-            attention = {"q_proj": (q_width, hidden), "k_proj": keys, "v_proj": keys}
-        attention["o_proj"] = (hidden, out_width)
-
-        def mlp(block: str, inner: int, *experts: int) -> dict[str, tuple[int, ...]]:
-            wide, narrow = (*experts, inner, hidden), (*experts, hidden, inner)
-            each = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
-            return {f"mlp/{block}{name}/weight": shape for name, shape in each.items()}
-
-        shapes = {"input_layernorm/weight": (hidden,)}
+            attention |= dict.fromkeys(("k_proj", "v_proj"), (self.kv_heads * keys, hidden))
+        attention["o_proj"] = (hidden, heads * (self.v_head_dim or keys))
+        shapes: Shapes = {"input_layernorm/weight": (hidden,)}
         shapes |= {f"self_attn/{name}/weight": shape for name, shape in attention.items()}
-        shapes |= {f"{name}_layernorm/weight": (hidden,) for name in norms}
+        for place in ("post_attention", *(POST_NORMS if self.post_norms else ())):
+            shapes[f"{place}_layernorm/weight"] = (hidden,)
+        blocks: Shapes = {"": (self.intermediate_size,)}
         if has_experts:
             shapes["mlp/gate/weight"] = (self.num_experts, hidden)
             if self.scoring_func == "sigmoid":
                 shapes["mlp/gate/e_score_correction_bias"] = (self.num_experts,)
-            shapes |= mlp("experts/", self.expert_width, self.num_experts)
+            blocks = {"experts/": (self.num_experts, self.expert_width)}
             if self.n_shared_experts:
-                shapes |= mlp("shared_experts/", self.expert_width * self.n_shared_experts)
-        else:
-            shapes |= mlp("", self.intermediate_size)
+                blocks["shared_experts/"] = (self.n_shared_experts * self.expert_width,)
+        for block, (*experts, inner) in blocks.items():
+            for name in ("gate", "up"):
+                shapes[f"mlp/{block}{name}_proj/weight"] = (*experts, inner, hidden)
+            shapes[f"mlp/{block}down_proj/weight"] = (*experts, hidden, inner)
         for letter in BIASED[self.attention_bias]:
             path = f"self_attn/{letter}_proj"
             shapes[f"{path}/bias"] = shapes[f"{path}/weight"][:1]

@@ -19,14 +19,7 @@ from spmd.models.decode.shape import ServingShape
 from spmd.models.decode.state import State
 from spmd.models.llama.config import DENSE, LlamaConfig
 from spmd.models.llama.experts import mixture
-from spmd.models.llama.model import (
-    activated,
-    add_bias,
-    embeddings,
-    latent_parts,
-    norm,
-    normed_heads,
-)
+from spmd.models.llama.model import activated, add_bias, embeddings, latents, norm, normed_heads
 from spmd.models.llama.rope import apply_rope, rope_angles
 
 TABLES = ("table", "slots", "positions", "first")
@@ -47,29 +40,19 @@ _SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/self_attn/o_proj/": (None, "model"),
     "weights/layers/*/self_attn/q_norm/": (None,),
     "weights/layers/*/self_attn/k_norm/": (None,),
-    "weights/layers/*/self_attn/q_a_proj/": (None, None),
-    "weights/layers/*/self_attn/q_a_layernorm/": (None,),
     "weights/layers/*/self_attn/q_b_proj/": ("model", None),
-    "weights/layers/*/self_attn/kv_a_proj_with_mqa/": (None, None),
-    "weights/layers/*/self_attn/kv_a_layernorm/": (None,),
     "weights/layers/*/self_attn/kv_b_proj/": ("model", None),
     "weights/layers/*/mlp/gate_proj/": ("model", None),
     "weights/layers/*/mlp/up_proj/": ("model", None),
     "weights/layers/*/mlp/down_proj/": (None, "model"),
-    "weights/layers/*/mlp/shared_experts/gate_proj/": ("model", None),
-    "weights/layers/*/mlp/shared_experts/up_proj/": ("model", None),
-    "weights/layers/*/mlp/shared_experts/down_proj/": (None, "model"),
     "weights/layers/*/mlp/gate/": (None, None),
     "weights/layers/*/mlp/experts/gate_proj/": (None, "model", None),
     "weights/layers/*/mlp/experts/up_proj/": (None, "model", None),
     "weights/layers/*/mlp/experts/down_proj/": (None, None, "model"),
     "state/cache/*/": ("data", None, None, "...", None, None),
 }
-SPECS = {
-    path.replace("weights/layers/", f"weights/{dense}layers/"): spec
-    for path, spec in _SPECS.items()
-    for dense in ("", DENSE)
-}
+ALIKE = (("", ""), ("layers/", f"{DENSE}layers/"), ("mlp/", "mlp/shared_experts/"))
+SPECS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
 
 Weights are tensor-parallel over `model`, groups of slots and pages are split over `data`. The
@@ -109,10 +92,8 @@ class LlamaRows:
         Latent attention keeps what keys and values are made of, and the keys of all heads.
         """
         config, latent = self.config, self.config.kv_lora_rank
-        if latent:
-            layer = kv_leaves(shape, pages, 1, latent + config.qk_rope_head_dim, apart=False)
-        else:
-            layer = kv_leaves(shape, pages, config.kv_heads, config.head_width)
+        sizes = (1, latent + config.rope_width) if latent else (config.kv_heads, config.head_width)
+        layer = kv_leaves(shape, pages, *sizes, apart=not latent)
         return {str(i): dict(layer) for i in range(config.num_hidden_layers)}
 
     def run(self, weights: Weights, cache: State, rows: Rows) -> tuple[Any, State]:
@@ -128,9 +109,8 @@ class LlamaRows:
         for span, window in config.window_spans:
             angles_XE = rope_angles(jnp.maximum(positions_X, 0), config, window is not None)
             for index in span:
-                first, at = ("dense", index) if index < dense else (None, index - dense)
-                layers = (weights[first] if first else weights)["layers"]
-                given = layers[str(at)], cache[str(index)]
+                of, at = (weights["dense"], index) if index < dense else (weights, index - dense)
+                given = of["layers"][str(at)], cache[str(index)]
                 x_XH, new[str(index)] = layer(window, *given, x_XH, angles_XE, tables)
         return x_XH.reshape(*shape, -1), new
 
@@ -158,7 +138,7 @@ def _layer(
     def in_groups(x: Any) -> Any:
         return x.reshape(*tables["slots"].shape, *x.shape[1:])
 
-    made = _latents if config.kv_lora_rank else _queries_and_keys
+    made = _absorbed if config.kv_lora_rank else _queries_and_keys
     q_XKGD, kv_XK2D = made(weights, x_XH, angles_XE, config)
     heads_ARKGD, cache = write_and_attend(
         cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
@@ -205,14 +185,14 @@ def _queries_and_keys(
     return q_XND.reshape(rows, keys, groups, width), kv_XK2D
 
 
-def _latents(layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig) -> tuple[Any, Any]:
+def _absorbed(layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig) -> tuple[Any, Any]:
     """Queries (X, 1, N, D) and latents (X, 1, 1, D) with the keys of all heads behind them.
 
     `q @ (latent @ keys) = (q @ keys) @ latent`, so no head's own keys are made (DeepSeek-AI 2024,
     *DeepSeek-V2*, section 2.1.2).
     """
     normed = _norm(x_XH, layer["input_layernorm"]["weight"], config)
-    parts = latent_parts(layer["self_attn"], _whole(normed)[None], angles_XE[None], config)
+    parts = latents(layer["self_attn"], _whole(normed)[None], angles_XE[None], config)
     q_XND, latent_XR, shared_X1D = (x[0] for x in parts)
     q_XND, rotated_XND = jnp.split(q_XND, [config.qk_nope_head_dim], axis=-1)
     keys_NDR, _ = _of_heads(layer["self_attn"], x_XH.dtype, config)

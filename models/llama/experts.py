@@ -35,9 +35,7 @@ def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Ar
     return spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given), loads
 
 
-def route(
-    gate: Any, x_BSH: jax.Array, config: LlamaConfig
-) -> tuple[jax.Array, jax.Array, Loads]:
+def route(gate: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, Loads]:
     """(weights of each token's experts (B, S, C) in float32, the experts (B, S, C), the loads)."""
     x32_BSH, weight32_EH = x_BSH.astype(jnp.float32), gate["weight"].astype(jnp.float32)
     logits_BSE = jnp.einsum("bsh,eh->bse", x32_BSH, weight32_EH)

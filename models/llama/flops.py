@@ -19,8 +19,8 @@ def flops_per_token(
 
     - `"causal"`: 6 for every parameter that multiplies something (the embedding table is
       only looked up, unless it is tied to the output), plus `6 * layers * heads * head_dim *
-      seq_len` for attention (in the mean of keys' and values' `head_dim`), of which a causal model needs only half; with a window, for as
-      many keys as a token sees in the mean.
+      seq_len` for attention, of which a causal model needs only half; with a window, for as
+      many keys as a token sees in the mean. `head_dim` is the mean of keys' and values'.
     - `"palm"`: 6 for every parameter, plus `12 * layers * heads * head_dim * seq_len`:
       attention as if no position were masked (Chowdhery et al. 2022, appendix B).
 

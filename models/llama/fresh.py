@@ -10,6 +10,7 @@ from spmd.models.llama.config import LAYERS, LlamaConfig
 from spmd.models.llama.parameters import Params, layer_with_states
 from spmd.models.training.checkpoints.tables import nested
 
+
 def init(key: jax.Array, config: LlamaConfig) -> Params:
     """Draws fresh parameters.
 

@@ -28,18 +28,7 @@ import spmd
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.experts import Loads, mixture
 from spmd.models.llama.marks import MARK_POINTS, Mark, no_marks
-from spmd.models.llama.parameters import (
-    DOWN,
-    FP8,
-    GATE_AND_UP,
-    HEADS,
-    OUTPUT,
-    QUERY,
-    QUERY_AND_LATENT,
-    QUERY_KEY_VALUE,
-    QUERY_LATENT,
-    Params,
-)
+from spmd.models.llama.parameters import DOWN, FP8, GATE_AND_UP, OUTPUT, QUERY_KEY_VALUE, Params
 from spmd.models.llama.remat import Policy, checkpoint_policy, named_mark
 from spmd.models.llama.rope import apply_rope, halves, rope_angles
 
@@ -148,11 +137,11 @@ def run_layers(
     """Runs all layers: those that are alike and have the same window together."""
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
-    loads, dense = [], config.first_k_dense_replace
+    dense, loads = config.first_k_dense_replace, list[Any]()
     for span, window in config.window_spans:
-        layers = params["layers"] if span.start >= dense else params["dense"]["layers"]
-        if span.start >= dense:
-            span = range(span.start - dense, span.stop - dense)
+        first = span.start < dense
+        layers = (params["dense"] if first else params)["layers"]
+        span = span if first else range(span.start - dense, span.stop - dense)
         rope = rope_angles(positions, config, window is not None)
         rows = (rope if rope.ndim == 3 else None, segment_ids_BS)  # what differs between sequences
 
@@ -218,12 +207,8 @@ def attention(
     else:
         projected = project(x_BSH, weights, QUERY_KEY_VALUE, config)
         q, k, v = map(mark, "qkv", projected)
-        q_BSND, k_BTKD = normed_heads(
-            weights,
-            split_heads(q, config.num_attention_heads),
-            split_heads(k, config.kv_heads),
-            config,
-        )
+        q_BSND, k_BTKD = split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads)
+        q_BSND, k_BTKD = normed_heads(weights, q_BSND, k_BTKD, config)
         q_BSND, k_BTKD = (apply_rope(x, rope, config.rope_magnitude) for x in (q_BSND, k_BTKD))
         v_BTKD = split_heads(v, config.kv_heads)
     width, narrow = q_BSND.shape[-1], v_BTKD.shape[-1]
@@ -256,8 +241,8 @@ def latent_heads(
     weights: Params, x_BSH: jax.Array, rope: jax.Array, config: LlamaConfig, mark: Mark
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys (B, S, N, D) and values (B, S, N, V's part of D) of latent attention."""
-    q_BSND, latent_BSR, shared_BS1D = latent_parts(weights, x_BSH, rope, config, mark)
-    (kv,) = project(latent_BSR, weights, HEADS, config)
+    q_BSND, latent_BSR, shared_BS1D = latents(weights, x_BSH, rope, config, mark)
+    (kv,) = project(latent_BSR, weights, ("kv_b_proj",), config)
     kv_BSND = split_heads(kv, config.num_attention_heads)
     k_BSND, v_BSND = jnp.split(kv_BSND, [config.qk_nope_head_dim], axis=-1)
     shared_BSND = jnp.broadcast_to(shared_BS1D, (*k_BSND.shape[:-1], shared_BS1D.shape[-1]))
@@ -269,7 +254,7 @@ def latent_heads(
     return q_BSND, k_BSND, v_BSND
 
 
-def latent_parts(
+def latents(
     weights: Params, x_BSH: jax.Array, rope: jax.Array, config: LlamaConfig, mark: Mark = no_marks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries (B, S, N, D); what keys and values are made of (B, S, R); the keys of all heads.
@@ -277,11 +262,10 @@ def latent_parts(
     Queries are scaled as YaRN scales scores. The latter keys, (B, S, 1, a part of D), and as much
     of the queries are rotated.
     """
+    first = "q_a_proj" if config.q_lora_rank else "q_proj"
+    q, kv = project(x_BSH, weights, (first, "kv_a_proj_with_mqa"), config)
     if config.q_lora_rank:
-        q, kv = project(x_BSH, weights, QUERY_LATENT, config)
-        (q,) = project(norm(q, weights["q_a_layernorm"], config), weights, QUERY, config)
-    else:
-        q, kv = project(x_BSH, weights, QUERY_AND_LATENT, config)
+        (q,) = project(norm(q, weights["q_a_layernorm"], config), weights, ("q_b_proj",), config)
     q_BSND = split_heads(mark("q", q), config.num_attention_heads)
     latent_BSR, shared_BSD = jnp.split(kv, [config.kv_lora_rank], axis=-1)
     latent_BSR = norm(latent_BSR, weights["kv_a_layernorm"], config)

@@ -19,12 +19,9 @@ Params = dict[str, Any]
 QUERY_KEY_VALUE, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 GATE_AND_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 
-QUERY_LATENT, QUERY = ("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",)
-QUERY_AND_LATENT, HEADS = ("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",)
-
 TOGETHER = (
-    *(QUERY_KEY_VALUE, OUTPUT, GATE_AND_UP, DOWN),
-    *(QUERY_LATENT, QUERY, QUERY_AND_LATENT, HEADS),
+    *(QUERY_KEY_VALUE, OUTPUT, GATE_AND_UP, DOWN, ("q_b_proj",), ("kv_b_proj",)),
+    *((query, "kv_a_proj_with_mqa") for query in ("q_a_proj", "q_proj")),
 )
 """Projections of a layer, those together that read one input."""
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 import spmd
 from spmd.models.llama import lora, sharding
-from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.config import LAYERS, LlamaConfig
 from spmd.models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from spmd.models.llama.fresh import init, init_keys, init_layer, init_outer
 from spmd.models.llama.lora import LoraConfig
@@ -296,7 +296,7 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
     for stack, of_model in config.stacks.items():
         made = {}
         for at, index in enumerate(of_model):
-            wanted = functools.reduce(dict.__getitem__, [*stack.split("/")[:-1], str(at)], shardings)
+            wanted = (shardings if stack == LAYERS else shardings["dense"])["layers"][str(at)]
             # Compiling a program for each of, say, 126 equal layers would take minutes.
             alike = (stack, *jax.tree.leaves(wanted))
             if alike not in makers:

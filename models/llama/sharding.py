@@ -54,14 +54,9 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     **{f"layers/self_attn/{x}_b_proj/weight": ("model", WEIGHTS) for x in ("q", "kv")},
     "layers/post_attention_layernorm/weight": (None,),
     **{f"layers/{x}_feedforward_layernorm/weight": (None,) for x in ("pre", "post")},
-    **{
-        f"layers/mlp/{block}{name}_proj/weight": spec
-        for block in ("", "shared_experts/")
-        for name, spec in {
-            **dict.fromkeys(("gate", "up"), ("model", WEIGHTS)),
-            "down": (WEIGHTS, "model"),
-        }.items()
-    },
+    "layers/mlp/gate_proj/weight": ("model", WEIGHTS),
+    "layers/mlp/up_proj/weight": ("model", WEIGHTS),
+    "layers/mlp/down_proj/weight": (WEIGHTS, "model"),
     "layers/mlp/gate/weight": (None, None),
     "layers/mlp/gate/e_score_correction_bias": (None,),
     "layers/mlp/experts/gate_proj/weight": ("expert", "model", WEIGHTS),
@@ -73,7 +68,7 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
 """Parameter -> spec of its dims (out, in), experts before them. Stacked layers are not split.
 
 A model has some of them: biases, norms of heads and experts where its config says so. Those of
-`dense` layers are split as those of others."""
+`dense` layers are split as those of others, shared experts as any MLP."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
     "inputs_embeds": (BATCH, "seq", "model"),
@@ -251,11 +246,14 @@ def _parameters(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable
 ) -> dict[str, Fitted]:
     return {
-        path: fitted(
-            path, table.parameters[path.removeprefix(DENSE)], shape, mesh_shape, otherwise=None
-        )
+        path: fitted(path, table.parameters[alike(path)], shape, mesh_shape, otherwise=None)
         for path, shape in config.parameter_shapes().items()
     }
+
+
+def alike(path: str) -> str:
+    """The parameter of a table that is split as this one is."""
+    return path.removeprefix(DENSE).replace("shared_experts/", "")
 
 
 def _activations(

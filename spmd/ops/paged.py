@@ -88,10 +88,9 @@ def paged_attention(
         described = {"q": q_ARKGD, "pool": pool_ANPK2D, "first": first_AB1, "scales": scales}
         raise _refusal(
             "paged_attention", described, tables,
-            "q (A, R, K, G, D), pool (A, N, P, K, 2, D) or, where keys are the values, (A, N, P, K, "
-            f"1, D), {TABLES}, first (A, B + 1) of integers, "
-            "scales (A, N, P, K, 2) of an int8 pool and of no other, and a window of at least one "
-            f"position, not {window}",
+            f"q (A, R, K, G, D), pool (A, N, P, K, 2 or 1, D), {TABLES}, first (A, B + 1) of "
+            "integers, scales (A, N, P, K, 2 or 1) of an int8 pool and of no other, and a window of "
+            f"at least one position, not {window}",
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
     operands = (q_ARKGD, pool_ANPK2D, *integers, *(() if scales is None else (scales,)))
@@ -211,7 +210,11 @@ def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
     """Returns what `paged_reference.attend` does, by jax's TPU kernel, or NotImplemented."""
     q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
     count, pages, size, heads, kinds, width = pool_ANPK2D.shape
-    fits = kinds == 2 and q_ARKGD.dtype == pool_ANPK2D.dtype and q_ARKGD.dtype.name in ("bfloat16", "float32")
+    fits = (
+        kinds == 2
+        and q_ARKGD.dtype == pool_ANPK2D.dtype
+        and q_ARKGD.dtype.name in ("bfloat16", "float32")
+    )
     fits = fits and width % LANES == 0 and (heads in HEADS or heads % HEADS[-1] == 0)
     if not fits or size % 8 or 0 in (*q_ARKGD.shape, *table_ABM.shape):
         return NotImplemented

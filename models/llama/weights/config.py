@@ -52,6 +52,7 @@ _RUNNING = """
     output_attentions output_hidden_states return_dict use_return_dict return_dict_in_generate
     output_scores chunk_size_feed_forward is_decoder tie_encoder_decoder max_sequence_length
     pad_token_id sep_token_id cls_token_id decoder_start_token_id tokenizer_class prefix
+    aux_loss_alpha seq_aux ep_size qk_head_dim num_nextn_predict_layers num_mtp_layers
     task_specific_params problem_type finetuning_task num_labels id2label label2id
 """
 _GENERATING = """
@@ -185,10 +186,6 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 
 
-YARN = {"beta_slow": 1.0, "beta_fast": 32.0}
-"""transformers' defaults."""
-
-
 def _with_one_rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same with `rope_parameters` of each kind of layers as the keys that were before them."""
     nested = values.get("rope_parameters")
@@ -244,7 +241,7 @@ def _parse_entry(
 
 
 def _scaling(
-    key: str, rope_type: str, entry: Mapping[str, Any], values: Mapping[str, Any]
+    key: str, rope_type: Any, entry: Mapping[str, Any], values: Mapping[str, Any]
 ) -> RopeScaling | None:
     factor = typed(f"factor of {key}", entry.get("factor"), 0.0)
     if rope_type == "default":
@@ -253,8 +250,9 @@ def _scaling(
         return None
     if not factor:
         raise ConfigError(f"{key} of type {rope_type} has no factor")
+    usual = {"beta_slow": 1.0, "beta_fast": 32.0}
     numbers: dict[str, Any] = {
-        number: typed(f"{number} of {key}", entry.get(number), 0.0) or YARN.get(number)
+        number: typed(f"{number} of {key}", entry.get(number), 0.0) or usual.get(number)
         for number in ROPE_NUMBERS[rope_type]
     }
     # The length of sequences in pretraining, looked up in the same places as by transformers.

@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.named import PUBLISHED
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 32_000,
@@ -52,7 +53,6 @@ class Family:
     attention_bias: str | None = "none"
     qk_norm: bool = False  # the field
     parts: tuple[tuple[str, Any], ...] = ()  # other fields that all such models have
-    ignored: tuple[str, ...] = ()  # more keys that do not change what is computed
     # the keys of a window: none, `sliding_window` for all layers, with a switch, or those of
     # `LAYERED` or `PATTERN`
     window: Sequence[str] = ()
@@ -66,7 +66,7 @@ class Family:
     def keys(self) -> frozenset[str]:
         """The keys that such a file has and a Llama's lacks, or has with one value only."""
         own = {key for _, keys in self.fields for key in keys} | {key for key, _ in self.fixed}
-        own |= {*self.window, *self.ignored, *(["output_router_logits"] if "num_experts_per_tok" in own else [])}
+        own |= {*self.window, *(["output_router_logits"] if "num_experts_per_tok" in own else [])}
         return frozenset(own | ({"attention_bias"} if self.attention_bias is None else set()))
 
 
@@ -88,7 +88,12 @@ _QWEN: Mapping[str, Any] = {
     "eos_token_id": None,
 }
 
-_LATENT_ATTENTION = (
+_DEEPSEEK_V3: Mapping[str, Any] = {
+    **{name: x for name, x in PUBLISHED["deepseek-v3"].items() if name != "rope_scaling"},
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+}
+_DEEPSEEK = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor"),
     *("moe_intermediate_size", "num_experts_per_tok"),
@@ -96,27 +101,14 @@ _LATENT_ATTENTION = (
 """DeepSeek's keys that are fields of the same name."""
 
 
-def _deepseek(version: int, defaults: Mapping[str, Any], **more: Any) -> Family:
-    same = ((name, (name,)) for name in _LATENT_ATTENTION)
-    routed = ("n_routed_experts", "num_local_experts", "num_experts")
-    usual = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
-    usual |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
-    return Family(
-        f"DeepseekV{version}ForCausalLM",
-        {**usual, **defaults},
-        parts=(("head_dim", None), *more.pop("parts")),
-        fields=(("num_experts", routed), *same, *more.pop("fields", ())),
-        fixed=(
-            ("attention_bias", (False, None)),
-            ("moe_layer_freq", (1, None)),
-            *more.pop("fixed"),
-        ),
-        # what is of training, and of a layer that predicts a further token
-        ignored=(
-            *("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"),
-            *("num_nextn_predict_layers", "num_mtp_layers"),
-        ),
-    )
+def _fields(*more: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    routed = ("num_experts", ("n_routed_experts", "num_local_experts", "num_experts"))
+    return (routed, *((name, (name,)) for name in (*_DEEPSEEK, *more)))
+
+
+def _fixed(**usual: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    usual |= {"attention_bias": False, "moe_layer_freq": 1}
+    return tuple((key, (value, None)) for key, value in usual.items())
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -220,55 +212,30 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             theta=1e6,
         ),
-        "deepseek_v2": _deepseek(
-            2,
+        "deepseek_v2": Family(
+            "DeepseekV2ForCausalLM",
             {
+                **{key: _DEEPSEEK_V3[key] for key in _DEEPSEEK[:5]},
                 "vocab_size": 102_400,
                 "n_routed_experts": 64,
-                "num_experts_per_tok": None,
                 "moe_intermediate_size": 1407,
                 "n_shared_experts": 2,
                 "first_k_dense_replace": 0,
                 "routed_scaling_factor": 1.0,
             },
-            parts=(("norm_topk_prob", False),),
-            fixed=(
-                ("norm_topk_prob", (False, None)),
-                ("scoring_func", ("softmax", None)),
-                ("topk_method", ("greedy", None)),
-                ("n_group", (1, None)),
-                ("topk_group", (1, None)),
+            parts=(("head_dim", None), ("norm_topk_prob", False)),
+            fields=_fields(),
+            fixed=_fixed(
+                **dict.fromkeys(("n_group", "topk_group"), 1),
+                **{"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
             ),
         ),
-        "deepseek_v3": _deepseek(
-            3,
-            {
-                "vocab_size": 129_280,
-                "hidden_size": 7168,
-                "intermediate_size": 18_432,
-                "num_hidden_layers": 61,
-                "num_attention_heads": 128,
-                "num_key_value_heads": 128,
-                "max_position_embeddings": 4096,
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-                "n_routed_experts": 256,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 2048,
-                "n_shared_experts": 1,
-                "first_k_dense_replace": 3,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-                "n_group": 8,
-                "topk_group": 4,
-            },
-            parts=(("scoring_func", "sigmoid"),),
-            fields=tuple((name, (name,)) for name in ("norm_topk_prob", "n_group", "topk_group")),
-            fixed=(
-                ("scoring_func", ("sigmoid", None)),
-                ("topk_method", ("noaux_tc", None)),
-                ("rope_interleave", (True, None)),
-            ),
+        "deepseek_v3": Family(
+            "DeepseekV3ForCausalLM",
+            _DEEPSEEK_V3,
+            parts=(("head_dim", None), ("scoring_func", "sigmoid")),
+            fields=_fields("norm_topk_prob", "n_group", "topk_group"),
+            fixed=_fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True),
         ),
     }
 )
@@ -322,7 +289,7 @@ WINDOW = 4096
 
 _OWN = (
     *("hidden_act", "norm_offset", "post_norms", "scale_embeddings"),
-    *("scoring_func", "n_group", "topk_group", *_LATENT_ATTENTION[:-2]),
+    *("scoring_func", "n_group", "topk_group", *_DEEPSEEK[:-2]),
 )
 _FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}
 

@@ -84,7 +84,9 @@ def test_three_steps_are_transformers(
     assert set(ours) == set(theirs)
     for name, wanted in theirs.items():
         moved = np.abs(wanted - before[name]).max()
-        fixed = name.endswith("correction_bias")  # no gradient moves it; this rule decays all there is
+        fixed = name.endswith(
+            "correction_bias"
+        )  # no gradient moves it; this rule decays all there is
         assert (moved > 1e-3) != fixed, name
         rtol = 1e-3 if fixed else 0
         np.testing.assert_allclose(ours[name], wanted, rtol, atol=0.02 * moved, err_msg=name)
