@@ -89,8 +89,8 @@ def paged_attention(
         raise _refusal(
             "paged_attention", described, tables,
             f"q (A, R, K, G, D), pool (A, N, P, K, 2 or 1, D), {TABLES}, first (A, B + 1) of "
-            "integers, scales (A, N, P, K, 2 or 1) of an int8 pool and of no other, and a window of "
-            f"at least one position, not {window}",
+            "integers, scales (A, N, P, K, 2 or 1) of an int8 pool and of no other, and a window "
+            f"of at least one position, not {window}",
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
     operands = (q_ARKGD, pool_ANPK2D, *integers, *(() if scales is None else (scales,)))

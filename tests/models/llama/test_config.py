@@ -70,6 +70,14 @@ def test_flops_per_token_of_both_conventions():
         assert both[1] - both[0] == more
 
 
+def test_flops_of_latent_attention_and_of_experts_in_some_layers():
+    """DeepSeek-V3 is published with 37 billion parameters that a token goes through."""
+    config = named_config("deepseek-v3")
+    attention = 3 * 128 * (192 + 128) * 61 * 4096
+    each = (flops_per_token(config, 4096) - attention) / 6 + config.vocab_size * config.hidden_size
+    assert round(each / 1e9, 1) == 37.6
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -89,6 +97,11 @@ def test_flops_per_token_of_both_conventions():
         ({"param_dtype": "int8"}, "param_dtype is 'int8'"),
         ({"attention": "flash"}, "attention is 'flash', not one of"),
         ({"matmul": "int8"}, "matmul is 'int8'"),
+        ({"kv_lora_rank": 8, "qk_rope_head_dim": 4}, "latent attention has a kv_lora_rank, qk_"),
+        ({"v_head_dim": 8}, "latent attention has a kv_lora_rank, qk_"),
+        ({"n_shared_experts": 1}, "are of models with num_experts"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "n_group": 3}, "n_group has to divide"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2}, "some layers"),
     ],
 )
 def test_bad_sizes_are_errors(changes, message):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import spmd
 from spmd.models.llama import parameters, sharding
-from spmd.models.llama.config import LlamaConfig, RopeScaling
+from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.step import batch_loss, train_step
 from spmd.models.llama.weights import load as weights
@@ -20,7 +20,7 @@ from spmd.models.llama.weights.config import read_config
 from spmd.models.training.run.optimizer import initial_state
 from spmd.ops import fp8
 from tests.models.llama.inverse import stack_layers
-from tests.models.llama.made import assert_close, fresh_params
+from tests.models.llama.made import LATENT, assert_close, fresh_params
 from tests.models.llama.test_packing import batch as packed_batch
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
@@ -84,9 +84,7 @@ def test_three_steps_are_transformers(
     assert set(ours) == set(theirs)
     for name, wanted in theirs.items():
         moved = np.abs(wanted - before[name]).max()
-        fixed = name.endswith(
-            "correction_bias"
-        )  # no gradient moves it; this rule decays all there is
+        fixed = name.endswith("correction_bias")  # no gradient moves it; this rule decays it
         assert (moved > 1e-3) != fixed, name
         rtol = 1e-3 if fixed else 0
         np.testing.assert_allclose(ours[name], wanted, rtol, atol=0.02 * moved, err_msg=name)
@@ -147,20 +145,6 @@ MIXTURE = dataclasses.replace(
     PARTS, model_type="qwen3_moe", attention_bias="none", max_window_layers=0, num_experts=4,
     num_experts_per_tok=2, moe_intermediate_size=48, router_aux_loss_coef=0.1,
 )  # fmt: skip
-
-
-LATENT = dataclasses.replace(
-    CONFIGS["tiny"], model_type="deepseek_v3", num_hidden_layers=4, num_key_value_heads=None,
-    kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10,
-    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=1,
-    first_k_dense_replace=2, scoring_func="sigmoid", n_group=4, topk_group=2,
-    routed_scaling_factor=2.5, initializer_range=0.2, router_aux_loss_coef=0.1,
-    rope_scaling=RopeScaling(
-        rope_type="yarn", factor=8.0, beta_slow=1.0, beta_fast=4.0, mscale=2.0,
-        mscale_all_dim=1.0, original_max_position_embeddings=16,
-    ),
-)  # fmt: skip
-"""All of DeepSeek-V3."""
 
 
 @pytest.mark.thorough
