@@ -50,6 +50,9 @@ RUNS = {
     "mixtral-v6e": PublishedRun(
         "mixtral-8x7b", "v6e-256", 12 * 256, 4096, {"data": 256, "expert": 1, "model": 1}, 3645
     ),
+    "deepseek-v3-v5p": _maxtext("deepseek-v3", "v5p-512", 4, 8192, 542)._replace(
+        mesh={"data": 1, "expert": 256, "model": 1}, choices={"sharding": "2d-all"}
+    ),
     "llama3-8b-h100": PublishedRun(
         "llama3-8b", "h100:8", 128, 8192, {"data": 8, "model": 1}, 14_451, FP8
     ),
@@ -93,8 +96,8 @@ def each_rate(row: RankedPlan) -> float:
 def line(name: str, run: PublishedRun, microbatches: Sequence[int], seconds: float) -> list[str]:
     """Searches, plans the run's own mesh, and compares."""
     fixed: dict[str, Any] = {
-        "model": run.model, "batch": run.batch, "seq_len": run.seq_len, **run.choices,
-        "microbatches": microbatches, "sharding": "2d",
+        "model": run.model, "batch": run.batch, "seq_len": run.seq_len,
+        "microbatches": microbatches, "sharding": "2d", **run.choices,
     }  # fmt: skip
     search: Any = {"most_seconds": seconds, **fixed}
     ours = spmd.plan(training_step, run.machine, axes=axes_of(run.model), **search)

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.soak import Server
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
 from spmd.models.decode import ServingShape
 from spmd.models.llama.weights.sources import hf_source
 from spmd.serving.llama_bundle import write_llama_bundle
+from tools.soak import Server
 
 TOLERANCE = 1e-3
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "bird", "sun", "moon", "star"]

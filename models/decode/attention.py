@@ -22,7 +22,9 @@ from spmd.models.function import StateLeaf
 INT8_MAX = 127.0
 
 
-def kv_leaves(shape: ServingShape, pages: Any, heads: int, width: int) -> dict[str, StateLeaf]:
+def kv_leaves(
+    shape: ServingShape, pages: Any, heads: int, width: int, *, apart: bool = True
+) -> dict[str, StateLeaf]:
     """The cache of one layer.
 
     `values` (A, N, P, K, 2, D) has the keys at index 0 of the second last dim and the values at
@@ -32,8 +34,9 @@ def kv_leaves(shape: ServingShape, pages: Any, heads: int, width: int) -> dict[s
         pages: N.
         heads: K.
         width: D.
+        apart: whether values are others than keys; if not, there is 1 in the place of 2.
     """
-    kv = (shape.groups, pages, shape.page, heads, 2)
+    kv = (shape.groups, pages, shape.page, heads, 2 if apart else 1)
     leaves = {"values": StateLeaf((*kv, width), shape.cache_dtype)}
     if shape.cache_dtype == "int8":
         leaves["scales"] = StateLeaf(kv, "float32")

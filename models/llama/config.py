@@ -14,8 +14,16 @@ class ConfigError(ValueError):
     """A model configuration that cannot be built."""
 
 
-RopeType = Literal["linear", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
+RopeType = Literal["linear", "llama3", "yarn"]
+ROPE_NUMBERS: Mapping[RopeType, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+    ),
+}  # fmt: skip
+"""Type -> the numbers of `RopeScaling` that it has beside the factor."""
+ROPE_TYPES = tuple(ROPE_NUMBERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,57 +32,93 @@ class RopeScaling:
 
     `linear` divides all of them by `factor`. `llama3` divides those whose wavelength is above
     `original_max_position_embeddings / low_freq_factor`, keeps those below
-    `original_max_position_embeddings / high_freq_factor`, and interpolates in between.
+    `original_max_position_embeddings / high_freq_factor`, and interpolates in between. `yarn`
+    (Peng et al. 2023) divides the frequencies of pairs that turn less than `beta_slow` times in so
+    many tokens, keeps those above `beta_fast`, and magnifies what is rotated.
 
     Raises:
         ConfigError: another type, a number that is missing, superfluous or out of range.
     """
 
-    rope_type: RopeType  # `"linear"` or `"llama3"`
+    rope_type: RopeType  # one of `ROPE_TYPES`
     factor: float  # at least 1
     low_freq_factor: float | None = None  # of `llama3` only; below `high_freq_factor`
     high_freq_factor: float | None = None  # of `llama3` only
-    # of `llama3` only; tokens of a sequence in pretraining
+    # of `llama3` and `yarn`; tokens of a sequence in pretraining
     original_max_position_embeddings: int | None = None
+    beta_slow: float | None = None  # of `yarn` only; below `beta_fast`
+    beta_fast: float | None = None  # of `yarn` only
+    mscale: float | None = None  # of `yarn`, which may lack it and the next; see `magnitude`
+    mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ConfigError(
-                f"rope_type {self.rope_type!r} is not supported; {' and '.join(ROPE_TYPES)} are"
+                f"rope_type {self.rope_type!r} is not supported; {', '.join(ROPE_TYPES)} are"
             )
         if self.factor < 1:
             raise ConfigError(f"the factor of rope scaling must be at least 1, not {self.factor}")
-        own = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
-        if self.rope_type == "linear":
-            if any(number is not None for number in own):
-                raise ConfigError("linear rope scaling has a factor and nothing else")
+        own = ROPE_NUMBERS[self.rope_type]
+        every = {name for names in ROPE_NUMBERS.values() for name in names}
+        given = {name for name in every if getattr(self, name) is not None}
+        if not set(own) - {"mscale", "mscale_all_dim"} <= given <= set(own):
+            needed = f"{', '.join(own[:-1])} and {own[-1]}," if own else "a factor"
+            raise ConfigError(f"{self.rope_type} rope scaling needs {needed} and nothing else")
+        if not own:
             return
-        low, high, original = own
-        if low is None or high is None or original is None:
+        (low, high), original = own[:2], self.original_max_position_embeddings
+        below, above = getattr(self, low), getattr(self, high)
+        if not 0 < below < above or not original or original < 1:
             raise ConfigError(
-                "llama3 rope scaling needs low_freq_factor, high_freq_factor and "
-                "original_max_position_embeddings"
+                f"{self.rope_type} rope scaling needs 0 < {low} < {high}, not {below} and "
+                f"{above}, and positive original_max_position_embeddings, not {original}"
             )
-        if not 0 < low < high or original < 1:
-            raise ConfigError(
-                f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, not {low} and "
-                f"{high}, and positive original_max_position_embeddings, not {original}"
-            )
+
+    def _magnified(self, share: float) -> float:
+        return 0.1 * share * math.log(self.factor) + 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated entries are multiplied by."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._magnified(self.mscale) / self._magnified(self.mscale_all_dim)
+        return self._magnified(1.0)
+
+    @property
+    def scores(self) -> float:
+        """What the scores of latent attention are multiplied by."""
+        return self._magnified(self.mscale_all_dim or 0.0) ** 2
 
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 MATMULS = ("dtype", "fp8")
 STAGE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "interleaved 1f1b")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
 """`attention_bias` -> the letters of the projections that have a bias."""
 
+LAYERS = "layers/"
+"""What the paths of parameters of layers begin with."""
+
+DENSE = "dense/"
+"""What stands before that for those layers that have one MLP in a model with experts."""
+
+POST_NORMS = ("pre_feedforward", "post_feedforward")
+Shapes = dict[str, tuple[int, ...]]
+
 MAY_BE_ZERO = (
     "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
-    "sliding_window_pattern", "norm_offset",
+    "sliding_window_pattern", "norm_offset", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "n_shared_experts", "first_k_dense_replace",
 )  # fmt: skip
+SCORINGS = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +154,13 @@ class LlamaConfig:
     rope_local_base_freq: float | None = None
     # scores are divided by the square root of this; None is the width of a head
     query_pre_attn_scalar: float | None = None
+    # latent attention (DeepSeek-AI 2024, *DeepSeek-V2*, section 2.1): the keys and values of all
+    # heads are made from so many numbers of a token; 0 is the usual attention
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None  # likewise the queries, or None
+    qk_nope_head_dim: int = 0  # how much of a head's queries and keys is not rotated
+    qk_rope_head_dim: int = 0  # how much is; these keys are the same for all heads
+    v_head_dim: int = 0  # width of a head's values
     hidden_act: str = "silu"  # what the MLP's gate goes through
     norm_offset: float = 0.0  # what is added to the weights of norms
     post_norms: bool = False  # whether outputs of attention and MLP are normalized, too
@@ -120,6 +171,15 @@ class LlamaConfig:
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = True  # whether the weights of a token's experts are divided by their sum
     router_aux_loss_coef: float = 0.0  # the load-balancing loss is so many times added in training
+    # an MLP beside the experts that all tokens go through, as wide as so many of them
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0  # the first so many layers have one MLP in the experts' place
+    # how an expert's share in a token follows from its logit; with `sigmoid` a bias, which is not
+    # trained, is added where experts are chosen
+    scoring_func: str = "softmax"
+    n_group: int = 1  # experts are in so many groups, side by side
+    topk_group: int = 1  # a token takes those of so many, whose best two have the largest shares
+    routed_scaling_factor: float = 1.0  # what the weights of a token's experts are multiplied by
     rms_norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     # how these are scaled, or None; a mapping of `RopeScaling`'s fields will do
@@ -179,15 +239,16 @@ class LlamaConfig:
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads {self.kv_heads}: every key head serves as many query heads"
             )
-        if self.head_width % 2:
+        if self.rope_width % 2:
             raise ConfigError(
-                f"a head is {self.head_width} wide; rotary embeddings pair its two halves, "
+                f"a head is {self.rope_width} wide; rotary embeddings pair its two halves, "
                 "so it has to be even"
             )
         for field, known in (
             ("model_type", MODEL_TYPES),
             ("attention_bias", tuple(BIASED)),
             ("hidden_act", ACTIVATIONS),
+            ("scoring_func", SCORINGS),
             ("attention", ATTENTIONS),
             ("matmul", MATMULS),
             ("stage_schedule", STAGE_SCHEDULES),
@@ -205,6 +266,7 @@ class LlamaConfig:
                 f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
                 f"{self.num_experts} of num_experts {self.num_experts}"
             )
+        self._check_parts()
         uneven = [str(len(span)) for span, _ in self.window_spans if len(span) % self.remat_every]
         if self.scan_layers and uneven:
             raise ConfigError(
@@ -229,6 +291,33 @@ class LlamaConfig:
                 "apart)"
             )
 
+    def _check_parts(self) -> None:
+        """Latent attention and kinds of experts."""
+        own = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        others = (self.head_dim, self.sliding_window, self.query_pre_attn_scalar, self.qk_norm)
+        fits = not any(own) and not self.q_lora_rank
+        if self.kv_lora_rank:
+            fits = all(own) and own[2] <= self.head_width and self.attention_bias == "none"
+            fits = fits and not any(others) and self.kv_heads == self.num_attention_heads
+        if not fits:
+            raise ConfigError(
+                "latent attention has a kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and, of "
+                "at most both together, v_head_dim; one key head for each query head; and no "
+                "head_dim, attention_bias, qk_norm, sliding_window or query_pre_attn_scalar"
+            )
+        dense, chosen = self.first_k_dense_replace, self.topk_group * self.num_experts
+        fits = bool(self.num_experts) or not (dense or self.n_shared_experts)
+        fits = fits and self.num_experts % self.n_group == 0 and self.topk_group <= self.n_group
+        if self.n_group > 1:
+            fits = fits and self.num_experts_per_tok * self.n_group <= chosen
+            fits = fits and self.num_experts >= 2 * self.n_group
+        if not fits or dense >= self.num_hidden_layers:
+            raise ConfigError(
+                f"n_shared_experts {self.n_shared_experts} and first_k_dense_replace {dense} are "
+                "of models with num_experts in some layers; n_group has to divide these into "
+                "groups of at least two, of which topk_group have num_experts_per_tok or more"
+            )
+
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
@@ -236,8 +325,20 @@ class LlamaConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of one head."""
+        """Width of one head's queries and keys."""
+        if self.kv_lora_rank:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rope_width(self) -> int:
+        """How much of a head is rotated."""
+        return self.qk_rope_head_dim or self.head_width
+
+    @property
+    def rope_magnitude(self) -> float:
+        """What is rotated is multiplied by it."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
 
     @property
     def expert_width(self) -> int:
@@ -246,61 +347,82 @@ class LlamaConfig:
 
     @property
     def window_spans(self) -> tuple[tuple[range, int | None], ...]:
-        """The layers in order, those with one window together: (their indices, the window)."""
+        """The layers in order, those alike and with one window together: (indices, the window)."""
         first, pattern = self.max_window_layers, self.sliding_window_pattern
 
-        def window(layer: int) -> int | None:
+        def kind(layer: int) -> tuple[bool, int | None]:
             has_one = (layer + 1) % pattern != 0 if pattern else layer >= first
-            return self.sliding_window if has_one else None
+            return layer < self.first_k_dense_replace, self.sliding_window if has_one else None
 
-        grouped = itertools.groupby(range(self.num_hidden_layers), window)
-        found = ((list(span), size) for size, span in grouped)
+        grouped = itertools.groupby(range(self.num_hidden_layers), kind)
+        found = ((list(span), size) for (_, size), span in grouped)
         return tuple((range(span[0], span[-1] + 1), size) for span, size in found)
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter, by path; those under `layers/` exist once for each layer.
+    @property
+    def stacks(self) -> dict[str, range]:
+        """Layers with the same parameters: what the paths of these begin with -> which they are."""
+        dense = self.first_k_dense_replace
+        first = {DENSE + LAYERS: range(dense)} if dense else {}
+        return {**first, LAYERS: range(dense, self.num_hidden_layers)}
+
+    def stack_of(self, path: str) -> str | None:
+        """Which of `stacks` has a parameter; None if it is not of a layer."""
+        return next((stack for stack in self.stacks if path.startswith(stack)), None)
+
+    def parameter_shapes(self) -> Shapes:
+        """Shape of every parameter, by path; those of a stack exist once for each of its layers.
 
         Weights are (out, in), as in Hugging Face's checkpoints.
         """
-        hidden, inner = self.hidden_size, self.expert_width
-        q_width = self.num_attention_heads * self.head_width
-        kv_width = self.kv_heads * self.head_width
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens/weight": (self.vocab_size, hidden),
-            "layers/input_layernorm/weight": (hidden,),
-            "layers/self_attn/q_proj/weight": (q_width, hidden),
-            "layers/self_attn/k_proj/weight": (kv_width, hidden),
-            "layers/self_attn/v_proj/weight": (kv_width, hidden),
-            "layers/self_attn/o_proj/weight": (hidden, q_width),
-            "layers/post_attention_layernorm/weight": (hidden,),
-        }
-        if self.post_norms:
-            for place in ("pre", "post"):
-                shapes[f"layers/{place}_feedforward_layernorm/weight"] = (hidden,)
-        mlp = {
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }
-        if self.num_experts:
-            shapes["layers/mlp/gate/weight"] = (self.num_experts, hidden)
-        for name, shape in mlp.items():
-            experts = f"layers/mlp/experts/{name}/weight", (self.num_experts, *shape)
-            path, whole = experts if self.num_experts else (f"layers/mlp/{name}/weight", shape)
-            shapes[path] = whole
-        shapes["norm/weight"] = (hidden,)
+        shapes: Shapes = {"embed_tokens/weight": (self.vocab_size, self.hidden_size)}
+        for stack in self.stacks:
+            of_layer = self._layer_shapes(has_experts=bool(self.num_experts) and stack == LAYERS)
+            shapes |= {f"{stack}{path}": shape for path, shape in of_layer.items()}
+        shapes["norm/weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head/weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def _layer_shapes(self, has_experts: bool) -> Shapes:
+        hidden, heads, keys = self.hidden_size, self.num_attention_heads, self.head_width
+        attention: Shapes = {"q_proj": (heads * keys, hidden)}
+        if self.q_lora_rank:
+            attention = {"q_a_proj": (self.q_lora_rank, hidden)}
+            attention["q_a_layernorm"] = (self.q_lora_rank,)
+            attention["q_b_proj"] = (heads * keys, self.q_lora_rank)
+        if latent := self.kv_lora_rank:
+            attention["kv_a_proj_with_mqa"] = (latent + self.qk_rope_head_dim, hidden)
+            attention["kv_a_layernorm"] = (latent,)
+            attention["kv_b_proj"] = (heads * (self.qk_nope_head_dim + self.v_head_dim), latent)
+        else:
+            attention |= dict.fromkeys(("k_proj", "v_proj"), (self.kv_heads * keys, hidden))
+        attention["o_proj"] = (hidden, heads * (self.v_head_dim or keys))
+        shapes: Shapes = {"input_layernorm/weight": (hidden,)}
+        shapes |= {f"self_attn/{name}/weight": shape for name, shape in attention.items()}
+        for place in ("post_attention", *(POST_NORMS if self.post_norms else ())):
+            shapes[f"{place}_layernorm/weight"] = (hidden,)
+        blocks: Shapes = {"": (self.intermediate_size,)}
+        if has_experts:
+            shapes["mlp/gate/weight"] = (self.num_experts, hidden)
+            if self.scoring_func == "sigmoid":
+                shapes["mlp/gate/e_score_correction_bias"] = (self.num_experts,)
+            blocks = {"experts/": (self.num_experts, self.expert_width)}
+            if self.n_shared_experts:
+                blocks["shared_experts/"] = (self.n_shared_experts * self.expert_width,)
+        for block, (*experts, inner) in blocks.items():
+            for name in ("gate", "up"):
+                shapes[f"mlp/{block}{name}_proj/weight"] = (*experts, inner, hidden)
+            shapes[f"mlp/{block}down_proj/weight"] = (*experts, hidden, inner)
         for letter in BIASED[self.attention_bias]:
-            path = f"layers/self_attn/{letter}_proj"
+            path = f"self_attn/{letter}_proj"
             shapes[f"{path}/bias"] = shapes[f"{path}/weight"][:1]
         if self.qk_norm:
-            shapes |= {f"layers/self_attn/{x}_norm/weight": (self.head_width,) for x in "qk"}
-        if not self.tie_word_embeddings:
-            shapes["lm_head/weight"] = (self.vocab_size, hidden)
+            shapes |= {f"self_attn/{x}_norm/weight": (self.head_width,) for x in "qk"}
         return shapes
 
     def parameter_count(self) -> int:
         """Number of parameters in the whole model, all experts included."""
         return sum(
-            math.prod(shape) * (self.num_hidden_layers if path.startswith("layers/") else 1)
+            math.prod(shape) * len(self.stacks.get(self.stack_of(path) or "", [path]))
             for path, shape in self.parameter_shapes().items()
         )

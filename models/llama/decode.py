@@ -17,9 +17,9 @@ from spmd.models.decode.attention import kv_leaves, write_and_attend
 from spmd.models.decode.model import Rows
 from spmd.models.decode.shape import ServingShape
 from spmd.models.decode.state import State
-from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.config import DENSE, LlamaConfig
 from spmd.models.llama.experts import mixture
-from spmd.models.llama.model import activated, add_bias, embeddings, norm, normed_heads
+from spmd.models.llama.model import activated, add_bias, embeddings, latents, norm, normed_heads
 from spmd.models.llama.rope import apply_rope, rope_angles
 
 TABLES = ("table", "slots", "positions", "first")
@@ -28,7 +28,7 @@ TABLES = ("table", "slots", "positions", "first")
 Weights = dict[str, Any]
 """As `parameters.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""
 
-SPECS: Mapping[str, tuple[Any, ...]] = {
+_SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/embed_tokens/": ("model", None),
     "weights/lm_head/": ("model", None),
     "weights/norm/": (None,),
@@ -40,6 +40,8 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/self_attn/o_proj/": (None, "model"),
     "weights/layers/*/self_attn/q_norm/": (None,),
     "weights/layers/*/self_attn/k_norm/": (None,),
+    "weights/layers/*/self_attn/q_b_proj/": ("model", None),
+    "weights/layers/*/self_attn/kv_b_proj/": ("model", None),
     "weights/layers/*/mlp/gate_proj/": ("model", None),
     "weights/layers/*/mlp/up_proj/": ("model", None),
     "weights/layers/*/mlp/down_proj/": (None, "model"),
@@ -49,6 +51,8 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/mlp/experts/down_proj/": (None, None, "model"),
     "state/cache/*/": ("data", None, None, "...", None, None),
 }
+ALIKE = (("", ""), ("layers/", f"{DENSE}layers/"), ("mlp/", "mlp/shared_experts/"))
+SPECS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
 
 Weights are tensor-parallel over `model`, groups of slots and pages are split over `data`. The
@@ -83,9 +87,13 @@ class LlamaRows:
         return () if self.config.tie_word_embeddings else ("weights/embed_tokens/",)
 
     def cache_leaves(self, shape: ServingShape, pages: Any) -> Any:
-        """`I/values` and `I/scales` of layer I: see `spmd.models.decode.attention.kv_leaves`."""
-        config = self.config
-        layer = kv_leaves(shape, pages, config.kv_heads, config.head_width)
+        """`I/values` and `I/scales` of layer I: see `spmd.models.decode.attention.kv_leaves`.
+
+        Latent attention keeps what keys and values are made of, and the keys of all heads.
+        """
+        config, latent = self.config, self.config.kv_lora_rank
+        sizes = (1, latent + config.rope_width) if latent else (config.kv_heads, config.head_width)
+        layer = kv_leaves(shape, pages, *sizes, apart=not latent)
         return {str(i): dict(layer) for i in range(config.num_hidden_layers)}
 
     def run(self, weights: Weights, cache: State, rows: Rows) -> tuple[Any, State]:
@@ -97,12 +105,13 @@ class LlamaRows:
         tables = {name: rows[name] for name in TABLES}
         # Layers are one function, which is traced once, and written once in exported programs.
         layer = jax.jit(functools.partial(_layer, config), static_argnums=0)
-        new = {}
+        new, dense = {}, config.first_k_dense_replace
         for span, window in config.window_spans:
             angles_XE = rope_angles(jnp.maximum(positions_X, 0), config, window is not None)
-            for index in map(str, span):
-                given = weights["layers"][index], cache[index]
-                x_XH, new[index] = layer(window, *given, x_XH, angles_XE, tables)
+            for index in span:
+                of, at = (weights["dense"], index) if index < dense else (weights, index - dense)
+                given = of["layers"][str(at)], cache[str(index)]
+                x_XH, new[str(index)] = layer(window, *given, x_XH, angles_XE, tables)
         return x_XH.reshape(*shape, -1), new
 
     def logits(self, weights: Weights, x_XH: Any) -> Any:
@@ -129,10 +138,15 @@ def _layer(
     def in_groups(x: Any) -> Any:
         return x.reshape(*tables["slots"].shape, *x.shape[1:])
 
-    q_XKGD, kv_XK2D = _queries_and_keys(weights, x_XH, angles_XE, config)
+    made = _absorbed if config.kv_lora_rank else _queries_and_keys
+    q_XKGD, kv_XK2D = made(weights, x_XH, angles_XE, config)
     heads_ARKGD, cache = write_and_attend(
         cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
     )
+    if config.kv_lora_rank:
+        heads_XND = heads_ARKGD.reshape(len(x_XH), config.num_attention_heads, -1)
+        _, made_NVR = _of_heads(weights["self_attn"], x_XH.dtype, config)
+        heads_ARKGD = jnp.einsum("xnr,nvr->xnv", heads_XND[..., : config.kv_lora_rank], made_NVR)
     output = weights["self_attn"]["o_proj"]
     added_XH = add_bias(_linears(heads_ARKGD.reshape(len(x_XH), -1), [output])[0], output)
     if config.post_norms:
@@ -147,10 +161,11 @@ def _layer(
 
 
 def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:
-    if config.num_experts:
-        x_XH, factor_X1 = normed
-        rows_1XH = (x_XH * factor_X1).astype(x_XH.dtype)[None]
-        return mixture(weights, rows_1XH, config)[0][0]
+    if "experts" in weights:
+        added_XH = mixture(weights, _whole(normed)[None], config)[0][0]
+        if config.n_shared_experts:
+            added_XH += _mlp(weights["shared_experts"], normed, config)
+        return added_XH
     gate_XM, up_XM = _project(normed, [weights[n] for n in ("gate_proj", "up_proj")])
     return _linears(activated(gate_XM, config) * up_XM, [weights["down_proj"]])[0]
 
@@ -165,13 +180,45 @@ def _queries_and_keys(
     q, k, v = _project(normed, [layer["self_attn"][f"{n}_proj"] for n in "qkv"])
     q_XND, k_XKD = q.reshape(rows, keys * groups, width), k.reshape(rows, keys, width)
     q_XND, k_XKD = normed_heads(layer["self_attn"], q_XND, k_XKD, config)
-    q_XND, k_XKD = _rotate(q_XND, angles_XE), _rotate(k_XKD, angles_XE)
+    q_XND, k_XKD = (_rotate(x, angles_XE, config.rope_magnitude) for x in (q_XND, k_XKD))
     kv_XK2D = jnp.stack([k_XKD, v.reshape(rows, keys, width)], axis=2)
     return q_XND.reshape(rows, keys, groups, width), kv_XK2D
 
 
-def _rotate(x_XND: Any, angles_XE: Any) -> Any:
-    return apply_rope(x_XND[:, None], angles_XE[:, None])[:, 0]
+def _absorbed(layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig) -> tuple[Any, Any]:
+    """Queries (X, 1, N, D) and latents (X, 1, 1, D) with the keys of all heads behind them.
+
+    `q @ (latent @ keys) = (q @ keys) @ latent`, so no head's own keys are made (DeepSeek-AI 2024,
+    *DeepSeek-V2*, section 2.1.2).
+    """
+    normed = _norm(x_XH, layer["input_layernorm"]["weight"], config)
+    parts = latents(layer["self_attn"], _whole(normed)[None], angles_XE[None], config)
+    q_XND, latent_XR, shared_X1D = (x[0] for x in parts)
+    q_XND, rotated_XND = jnp.split(q_XND, [config.qk_nope_head_dim], axis=-1)
+    keys_NDR, _ = _of_heads(layer["self_attn"], x_XH.dtype, config)
+    q_XND = jnp.concatenate([jnp.einsum("xnd,ndr->xnr", q_XND, keys_NDR), rotated_XND], axis=-1)
+    # Scores are divided by the square root of this width, which is not a head's.
+    q_XND *= (q_XND.shape[-1] / config.head_width) ** 0.5
+    latent_XD = jnp.concatenate([latent_XR, shared_X1D[:, 0]], axis=-1)
+    return q_XND[:, None], latent_XD[:, None, None]
+
+
+def _of_heads(weights: Weights, dtype: Any, config: LlamaConfig) -> tuple[Any, Any]:
+    """What makes keys (N, D, R) and values (N, V, R) of each head of a latent (R)."""
+    weight_OR = weights["kv_b_proj"]["weight"].astype(dtype)
+    weight_NDR = weight_OR.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    keys_NDR, values_NVR = jnp.split(weight_NDR, [config.qk_nope_head_dim], axis=1)
+    return keys_NDR, values_NVR
+
+
+def _whole(normed: tuple[Any, Any]) -> Any:
+    """Both parts of `_norm` together."""
+    x_XH, factor_X1 = normed
+    return (x_XH * factor_X1).astype(x_XH.dtype)
+
+
+def _rotate(x_XND: Any, angles_XE: Any, magnitude: float) -> Any:
+    return apply_rope(x_XND[:, None], angles_XE[:, None], magnitude)[:, 0]
 
 
 def logits(weights: Weights, x_XH: Any, config: LlamaConfig) -> Any:

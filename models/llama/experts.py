@@ -4,8 +4,10 @@ Shapes are in the names, as in `model.py`, and
 
     E experts    C choices of a token
 
-The router is Mixtral's (Jiang et al. 2024): a softmax over all experts in float32, of which each
-token takes the largest. No expert has a capacity, and no token is dropped: see `spmd.ops.experts`.
+The router is Mixtral's (Jiang et al. 2024), a softmax over all experts in float32, of which each
+token takes the largest; or DeepSeek-V3's (DeepSeek-AI 2024, equations 12 to 16), of sigmoids, where
+a bias for each expert counts in the choice, and experts of some groups alone are chosen among. No
+expert has a capacity, and no token is dropped: see `spmd.ops.experts`.
 """
 
 from typing import Any
@@ -27,24 +29,45 @@ def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Ar
         weights: `gate` and `experts` of a layer's `mlp`.
         x_BSH: the layer's normalized input.
     """
-    gates_BSC, chosen_BSC, loads = route(weights["gate"]["weight"], x_BSH, config)
+    gates_BSC, chosen_BSC, loads = route(weights["gate"], x_BSH, config)
     names = ("gate_proj", "up_proj", "down_proj")
     given = (weights["experts"][name]["weight"].astype(x_BSH.dtype) for name in names)
     return spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given), loads
 
 
-def route(
-    weight_EH: jax.Array, x_BSH: jax.Array, config: LlamaConfig
-) -> tuple[jax.Array, jax.Array, Loads]:
+def route(gate: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, Loads]:
     """(weights of each token's experts (B, S, C) in float32, the experts (B, S, C), the loads)."""
-    x32_BSH, weight32_EH = x_BSH.astype(jnp.float32), weight_EH.astype(jnp.float32)
-    shares_BSE = jax.nn.softmax(jnp.einsum("bsh,eh->bse", x32_BSH, weight32_EH), axis=-1)
-    gates_BSC, chosen_BSC = jax.lax.top_k(shares_BSE, config.num_experts_per_tok)
+    x32_BSH, weight32_EH = x_BSH.astype(jnp.float32), gate["weight"].astype(jnp.float32)
+    logits_BSE = jnp.einsum("bsh,eh->bse", x32_BSH, weight32_EH)
+    if config.scoring_func == "softmax":
+        shares_BSE = jax.nn.softmax(logits_BSE, axis=-1)
+        favored_BSE = in_groups(shares_BSE, config)
+        gates_BSC, chosen_BSC = jax.lax.top_k(favored_BSE, config.num_experts_per_tok)
+    else:
+        scores_BSE = jax.nn.sigmoid(logits_BSE)
+        shares_BSE = scores_BSE / jnp.sum(scores_BSE, axis=-1, keepdims=True)
+        bias_E = gate["e_score_correction_bias"].astype(jnp.float32)
+        favored_BSE = in_groups(jax.lax.stop_gradient(scores_BSE + bias_E), config)
+        _, chosen_BSC = jax.lax.top_k(favored_BSE, config.num_experts_per_tok)
+        gates_BSC = jnp.take_along_axis(scores_BSE, chosen_BSC, axis=-1)
     if config.norm_topk_prob:
         gates_BSC /= jnp.sum(gates_BSC, axis=-1, keepdims=True)
+    if config.routed_scaling_factor != 1:
+        gates_BSC *= config.routed_scaling_factor
     is_chosen_BSCE = chosen_BSC[..., None] == jnp.arange(config.num_experts)
     taken_E = jnp.mean(jnp.sum(is_chosen_BSCE, axis=2, dtype=jnp.float32), axis=(0, 1))
     return gates_BSC, chosen_BSC, jnp.stack([taken_E, jnp.mean(shares_BSE, axis=(0, 1))])
+
+
+def in_groups(favored_BSE: jax.Array, config: LlamaConfig) -> jax.Array:
+    """What speaks for each expert; nothing for those outside of a token's `topk_group` groups."""
+    if config.n_group == 1:
+        return favored_BSE
+    grouped = favored_BSE.reshape(*favored_BSE.shape[:-1], config.n_group, -1)
+    best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    _, chosen = jax.lax.top_k(best, config.topk_group)
+    is_chosen = jnp.any(chosen[..., None] == jnp.arange(config.n_group), axis=-2)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(favored_BSE.shape)
 
 
 def balance(loads: Loads) -> jax.Array:

@@ -20,7 +20,7 @@ def flops_per_token(
     - `"causal"`: 6 for every parameter that multiplies something (the embedding table is
       only looked up, unless it is tied to the output), plus `6 * layers * heads * head_dim *
       seq_len` for attention, of which a causal model needs only half; with a window, for as
-      many keys as a token sees in the mean.
+      many keys as a token sees in the mean. `head_dim` is the mean of keys' and values'.
     - `"palm"`: 6 for every parameter, plus `12 * layers * heads * head_dim * seq_len`:
       attention as if no position were masked (Chowdhery et al. 2022, appendix B).
 
@@ -29,10 +29,12 @@ def flops_per_token(
     Args:
         convention: `"causal"` or `"palm"`.
     """
-    width = config.num_attention_heads * config.head_width
+    heads, key, value = config.num_attention_heads, config.head_width, config.v_head_dim
+    width = heads * (key + (value or key)) / 2
     idle = config.num_experts - config.num_experts_per_tok
+    idle *= config.num_hidden_layers - config.first_k_dense_replace
     expert = 3 * config.hidden_size * config.expert_width
-    parameters = config.parameter_count() - config.num_hidden_layers * idle * expert
+    parameters = config.parameter_count() - idle * expert
     if convention == "palm":
         return 6.0 * parameters + 12.0 * config.num_hidden_layers * width * seq_len
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import safetensors.numpy
 
-from spmd.models.llama.config import ConfigError
+from spmd.models.llama.config import DENSE, LAYERS, ConfigError
 from spmd.models.llama.parameters import TOGETHER, Params
 from spmd.models.llama.weights.files import write_json
 from spmd.models.llama.weights.save import gathered, publish
@@ -25,7 +25,7 @@ from spmd.models.placement import Spec
 from spmd.models.training.checkpoints.tables import STACKED, by_path, nested
 from spmd.models.training.paths import AnyPath
 
-TARGETS = tuple(name for names in TOGETHER for name in names)
+TARGETS = tuple(dict.fromkeys(name for names in TOGETHER for name in names))
 """The projections of attention and of the MLP. Those of experts get no adapters."""
 
 
@@ -141,12 +141,17 @@ def save(adapters: Params, lora: LoraConfig, folder: str | AnyPath, base: str | 
     Raises:
         WeightsError: the folder cannot be written.
     """
-    tensors = {}
+    tensors, first = {}, adapters.get("dense", {}).get("layers", {})
+    dense = len(first) if "0" in first else len(next(iter(by_path(first).values()), ()))
     for path, leaf in by_path(adapters).items():
         stack = STACKED.match(path)
         places: list[tuple[int, ...]] = [(i,) for i in range(leaf.shape[0])] if stack else [()]
         for place in places:
             name = f"layers/{place[0]}/{stack['rest']}" if stack else path
+            if path.startswith(LAYERS):  # behind those that are dense
+                index, rest = name.removeprefix(LAYERS).split("/", 1)
+                name = f"{LAYERS}{int(index) + dense}/{rest}"
+            name = name.removeprefix(DENSE)
             dotted = f"base_model.model.model.{name}.weight".replace("/", ".")
             tensors[dotted] = gathered(leaf, place, "float32")
     about = {

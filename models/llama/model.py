@@ -1,13 +1,13 @@
 """Llama, and what its relatives do differently, as single-device functions that know no mesh.
 
-A family is fields of `LlamaConfig` (biases, norms of queries and keys, windows, experts), and
-parameters and steps exist where these say so.
+A family is fields of `LlamaConfig` (biases, norms of queries and keys, windows, latent attention,
+experts), and parameters and steps exist where these say so.
 
 Shapes are in the names:
 
     B batch    S, T sequence (query, key)    H hidden    M inside the MLP    V vocabulary
     N query heads    K key/value heads    G query heads of one key head    D head    E half a head
-    L layers    I, O in and out of a projection
+    L layers    I, O in and out of a projection    R latent, of which keys and values are made
 
 Weights are (O, I). At each point of `marks.MARK_POINTS` a value is passed to `mark`, which returns
 it, perhaps with a sharding; `sharding.py` decides which.
@@ -30,7 +30,7 @@ from spmd.models.llama.experts import Loads, mixture
 from spmd.models.llama.marks import MARK_POINTS, Mark, no_marks
 from spmd.models.llama.parameters import DOWN, FP8, GATE_AND_UP, OUTPUT, QUERY_KEY_VALUE, Params
 from spmd.models.llama.remat import Policy, checkpoint_policy, named_mark
-from spmd.models.llama.rope import apply_rope, rope_angles
+from spmd.models.llama.rope import apply_rope, halves, rope_angles
 
 
 def attention_weights(
@@ -114,7 +114,7 @@ def logits_and_loads(
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", embeddings(table_VH, tokens_BS, config))
     positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
-    x_BSH, loads = run_layers(params["layers"], x_BSH, positions, segment_ids_BS, config, mark)
+    x_BSH, loads = run_layers(params, x_BSH, positions, segment_ids_BS, config, mark)
     x_BSH = norm(x_BSH, params["norm"], config)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     return mark("logits", linear(x_BSH, head["weight"])), loads
@@ -127,18 +127,21 @@ def embeddings(table_VH: jax.Array, tokens: jax.Array, config: LlamaConfig) -> j
 
 
 def run_layers(
-    layers: Params,
+    params: Params,
     x_BSH: jax.Array,
     positions: jax.Array,
     segment_ids_BS: jax.Array | None,
     config: LlamaConfig,
     mark: Mark,
 ) -> Ran:
-    """Runs all layers: those that have the same window together (see `stack.py`)."""
+    """Runs all layers: those that are alike and have the same window together."""
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
-    loads = []
+    dense, loads = config.first_k_dense_replace, list[Any]()
     for span, window in config.window_spans:
+        first = span.start < dense
+        layers = (params["dense"] if first else params)["layers"]
+        span = span if first else range(span.start - dense, span.stop - dense)
         rope = rope_angles(positions, config, window is not None)
         rows = (rope if rope.ndim == 3 else None, segment_ids_BS)  # what differs between sequences
 
@@ -154,8 +157,8 @@ def run_layers(
             return decoder_layer(layer, x_BSH, angles, segments, window, config, mark)
 
         x_BSH, found = run_span(run, policy, layers, span, x_BSH, rows, config)
-        loads.append(found)
-    mean = jax.tree.map(lambda *sums: sum(sums) / config.num_hidden_layers, *loads)
+        loads += [] if found is None else [found]
+    mean = sum(loads) / (config.num_hidden_layers - dense) if loads else None
     return x_BSH, mean
 
 
@@ -177,11 +180,13 @@ def decoder_layer(
     x_BSH, loads = x_BSH + added_BSH, None
     before = "pre_feedforward" if config.post_norms else "post_attention"
     normed_BSH = norm(x_BSH, layer[f"{before}_layernorm"], config)
-    if config.num_experts:
+    if "experts" in layer["mlp"]:
         added_BSH, loads = mixture(layer["mlp"], normed_BSH, config)
+        if config.n_shared_experts:
+            added_BSH += mlp(layer["mlp"]["shared_experts"], normed_BSH, config)
         added_BSH = mark("mlp_output", added_BSH)
     else:
-        added_BSH = mlp(layer["mlp"], normed_BSH, config, mark)
+        added_BSH = mark("mlp_output", mlp(layer["mlp"], normed_BSH, config))
     if config.post_norms:
         added_BSH = norm(added_BSH, layer["post_feedforward_layernorm"], config)
     return x_BSH + added_BSH, loads
@@ -197,13 +202,16 @@ def attention(
     mark: Mark,
 ) -> jax.Array:
     """Causal self-attention; grouped-query if there are fewer key heads than query heads."""
-    projected = project(x_BSH, weights, QUERY_KEY_VALUE, config)
-    q, k, v = map(mark, "qkv", projected)
-    q_BSND, k_BTKD = normed_heads(
-        weights, split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads), config
-    )
-    q_BSND, k_BTKD = apply_rope(q_BSND, rope), apply_rope(k_BTKD, rope)
-    v_BTKD = split_heads(v, config.kv_heads)
+    if config.kv_lora_rank:
+        q_BSND, k_BTKD, v_BTKD = latent_heads(weights, x_BSH, rope, config, mark)
+    else:
+        projected = project(x_BSH, weights, QUERY_KEY_VALUE, config)
+        q, k, v = map(mark, "qkv", projected)
+        q_BSND, k_BTKD = split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads)
+        q_BSND, k_BTKD = normed_heads(weights, q_BSND, k_BTKD, config)
+        q_BSND, k_BTKD = (apply_rope(x, rope, config.rope_magnitude) for x in (q_BSND, k_BTKD))
+        v_BTKD = split_heads(v, config.kv_heads)
+    width, narrow = q_BSND.shape[-1], v_BTKD.shape[-1]
     if config.attention == "einsum":
         # The weights between the two einsums are in memory and can be marked.
         groups = config.num_attention_heads // config.kv_heads
@@ -212,6 +220,8 @@ def attention(
         weights_BNST = mark("attention_weights", weights_BNST)
         heads_BSND = jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
     else:
+        if narrow < width:  # kernels take one width; entries that are 0 stay so
+            v_BTKD = jnp.pad(v_BTKD, ((0, 0),) * 3 + ((0, width - narrow),))
         heads_BSND = spmd.ops.attention(
             q_BSND,
             k_BTKD,
@@ -221,9 +231,53 @@ def attention(
             zigzag=config.zigzag,
             implementation=cast(Any, config.attention),
         )
+        heads_BSND = heads_BSND if narrow == width else heads_BSND[..., :narrow]
     heads_BSI = heads_BSND.reshape(*heads_BSND.shape[:-2], -1)
     (output_BSH,) = project(heads_BSI, weights, OUTPUT, config)
     return mark("attention_output", output_BSH)
+
+
+def latent_heads(
+    weights: Params, x_BSH: jax.Array, rope: jax.Array, config: LlamaConfig, mark: Mark
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys (B, S, N, D) and values (B, S, N, V's part of D) of latent attention."""
+    q_BSND, latent_BSR, shared_BS1D = latents(weights, x_BSH, rope, config, mark)
+    (kv,) = project(latent_BSR, weights, ("kv_b_proj",), config)
+    kv_BSND = split_heads(kv, config.num_attention_heads)
+    k_BSND, v_BSND = jnp.split(kv_BSND, [config.qk_nope_head_dim], axis=-1)
+    shared_BSND = jnp.broadcast_to(shared_BS1D, (*k_BSND.shape[:-1], shared_BS1D.shape[-1]))
+    k_BSND = jnp.concatenate([k_BSND, shared_BSND], axis=-1)
+    k_BSND, v_BSND = (
+        mark(name, x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+        for name, x in (("k", k_BSND), ("v", v_BSND))
+    )
+    return q_BSND, k_BSND, v_BSND
+
+
+def latents(
+    weights: Params, x_BSH: jax.Array, rope: jax.Array, config: LlamaConfig, mark: Mark = no_marks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries (B, S, N, D); what keys and values are made of (B, S, R); the keys of all heads.
+
+    Queries are scaled as YaRN scales scores. The latter keys, (B, S, 1, a part of D), and as much
+    of the queries are rotated.
+    """
+    first = "q_a_proj" if config.q_lora_rank else "q_proj"
+    q, kv = project(x_BSH, weights, (first, "kv_a_proj_with_mqa"), config)
+    if config.q_lora_rank:
+        (q,) = project(norm(q, weights["q_a_layernorm"], config), weights, ("q_b_proj",), config)
+    q_BSND = split_heads(mark("q", q), config.num_attention_heads)
+    latent_BSR, shared_BSD = jnp.split(kv, [config.kv_lora_rank], axis=-1)
+    latent_BSR = norm(latent_BSR, weights["kv_a_layernorm"], config)
+    q_BSND, rotated_BSND = jnp.split(q_BSND, [config.qk_nope_head_dim], axis=-1)
+    rotated_BSND, shared_BS1D = (
+        apply_rope(halves(x), rope, config.rope_magnitude)
+        for x in (rotated_BSND, shared_BSD[..., None, :])
+    )
+    q_BSND = jnp.concatenate([q_BSND, rotated_BSND], axis=-1)
+    if config.rope_scaling is not None and config.rope_scaling.scores != 1:
+        q_BSND *= config.rope_scaling.scores
+    return q_BSND, latent_BSR, shared_BS1D
 
 
 def normed_heads(
@@ -240,11 +294,11 @@ def normed_heads(
     return q, k
 
 
-def mlp(weights: Params, x_BSH: jax.Array, config: LlamaConfig, mark: Mark) -> jax.Array:
+def mlp(weights: Params, x_BSH: jax.Array, config: LlamaConfig) -> jax.Array:
     """SwiGLU, or GEGLU: `down(silu(gate(x)) * up(x))`."""
     gate_BSM, up_BSM = project(x_BSH, weights, GATE_AND_UP, config)
     (down_BSH,) = project(activated(gate_BSM, config) * up_BSM, weights, DOWN, config)
-    return mark("mlp_output", down_BSH)
+    return down_BSH
 
 
 def activated(gate: jax.Array, config: LlamaConfig) -> jax.Array:
@@ -359,7 +413,7 @@ def run_span(
 
     if not config.scan_layers:
         return run_some([layers[str(index)] for index in span], x_BSH, rows)
-    groups = _grouped(layers, span, group, config)
+    groups = _grouped(layers, span, group)
     if config.stages > 1:
         x_BSH = spmd.pipeline(
             lambda stacked, x_BSH, rows: run_group(x_BSH, stacked, rows)[0],
@@ -375,9 +429,9 @@ def run_span(
     return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
 
 
-def _grouped(layers: Params, span: range, group: int, config: LlamaConfig) -> Params:
+def _grouped(layers: Params, span: range, group: int) -> Params:
     """The layers of a span, (L, ...), in groups of so many: (L / group, group, ...)."""
-    if len(span) < config.num_hidden_layers:
+    if len(span) < len(jax.tree.leaves(layers)[0]):
         layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
     if group == 1:
         return layers

@@ -151,6 +151,51 @@ def _gemma3(hidden: int, inner: int, layers: int) -> Fields:
     }
 
 
+def _yarn(scale: float) -> Fields:
+    numbers = {"beta_slow": 1.0, "beta_fast": 32.0, "mscale": scale, "mscale_all_dim": scale}
+    length = {"original_max_position_embeddings": 4096}
+    return {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, **numbers, **length}}
+
+
+_DEEPSEEK_V2_LITE: Fields = {
+    **_sized(_yarn(0.707), 2048, 10_944, 27, 16),
+    "model_type": "deepseek_v2",
+    "vocab_size": 102_400,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840,
+    "bos_token_id": 100_000,
+    "eos_token_id": 100_001,
+}
+_DEEPSEEK_V3: Fields = {
+    **_sized({**_DEEPSEEK_V2_LITE, **_yarn(1.0)}, 7168, 18_432, 61, 128),
+    "model_type": "deepseek_v3",
+    "vocab_size": 129_280,
+    "q_lora_rank": 1536,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
 _SMALL = {"tie_word_embeddings": True}
 _SHORT = {**_SMALL, "max_position_embeddings": 32_768}
 
@@ -195,6 +240,8 @@ PUBLISHED: Mapping[str, Fields] = MappingProxyType(
             **_sized(_QWEN3_30B, 4096, 12_288, 94, 64),
             "moe_intermediate_size": 1536,
         },
+        "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+        "deepseek-v3": _DEEPSEEK_V3,
     }
 )
 """Name -> what such a model is, as first published; `mistral-7b` is 0.1."""

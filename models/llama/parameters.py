@@ -5,6 +5,7 @@ the weights.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,10 @@ Params = dict[str, Any]
 QUERY_KEY_VALUE, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 GATE_AND_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 
-TOGETHER = (QUERY_KEY_VALUE, OUTPUT, GATE_AND_UP, DOWN)
+TOGETHER = (
+    *(QUERY_KEY_VALUE, OUTPUT, GATE_AND_UP, DOWN, ("q_b_proj",), ("kv_b_proj",)),
+    *((query, "kv_a_proj_with_mqa") for query in ("q_a_proj", "q_proj")),
+)
 """Projections of a layer, those together that read one input."""
 
 FP8 = "fp8"
@@ -30,20 +34,26 @@ TEACHER = "teacher"
 
 def unstack_layers(params: Params) -> Params:
     """Parameters with a leading dim L -> parameters with a dict for each layer."""
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = {
-        str(index): jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
-        for index in range(count)
-    }
-    return {**params, "layers": layers}
+
+    def unstacked(layers: Params) -> Params:
+        count = jax.tree.leaves(layers)[0].shape[0]
+        return {str(at): jax.tree.map(lambda leaf, i=at: leaf[i], layers) for at in range(count)}
+
+    return on_stacks(unstacked, params)
 
 
 def with_states(params: Params, config: LlamaConfig) -> Params:
     """The parameters with states of their 8-bit products; fresh ones where they have none."""
-    layers, add = params["layers"], functools.partial(layer_with_states, config=config)
+    add = functools.partial(layer_with_states, config=config)
     if config.scan_layers:
-        return {**params, "layers": jax.vmap(add)(layers)}
-    return {**params, "layers": {index: add(layer) for index, layer in layers.items()}}
+        return on_stacks(jax.vmap(add), params)
+    return on_stacks(lambda layers: {at: add(layer) for at, layer in layers.items()}, params)
+
+
+def on_stacks(change: Callable[[Params], Params], params: Params) -> Params:
+    """The parameters with their layers changed: all of `LlamaConfig.stacks`."""
+    first = {"dense": on_stacks(change, params["dense"])} if "dense" in params else {}
+    return {**params, **first, "layers": change(params["layers"])}
 
 
 def without_states(params: Params) -> Params:
@@ -71,6 +81,6 @@ def _block_with_states(weights: Params) -> Params:
     fresh = {
         " ".join(names): spmd.ops.fp8_state(tuple(weights[name]["weight"] for name in names))
         for names in TOGETHER
-        if names[0] in weights
+        if all(name in weights for name in names)
     }
     return {FP8: fresh} | weights

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 import spmd
 from spmd.models.llama import lora, sharding
-from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.config import LAYERS, LlamaConfig
 from spmd.models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from spmd.models.llama.fresh import init, init_keys, init_layer, init_outer
 from spmd.models.llama.lora import LoraConfig
@@ -29,6 +29,7 @@ from spmd.models.llama.parameters import (
     without_teacher,
 )
 from spmd.models.llama.step import batch_loss
+from spmd.models.training.checkpoints.tables import nested
 from spmd.models.training.data import source as data
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
@@ -288,17 +289,19 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
         make = jax.jit(functools.partial(init, config=config), out_shardings=shardings)
         return make(key)
     outer_key, keys_L = init_keys(key, config)
-    outer = {name: value for name, value in shardings.items() if name != "layers"}
+    outer = {n: value for n, value in shardings.items() if n not in ("layers", "dense")}
     make_outer = functools.partial(init_outer, config=config)
     params = jax.jit(make_outer, out_shardings=outer)(outer_key)
     makers: dict[Any, Any] = {}
-    params["layers"] = {}
-    for index in range(config.num_hidden_layers):
-        wanted = shardings["layers"][str(index)]
-        # Compiling a program for each of, say, 126 equal layers would take minutes.
-        alike = tuple(jax.tree.leaves(wanted))
-        if alike not in makers:
-            make_layer = functools.partial(init_layer, config=config)
-            makers[alike] = jax.jit(make_layer, out_shardings=wanted)
-        params["layers"][str(index)] = makers[alike](keys_L[index])
+    for stack, of_model in config.stacks.items():
+        made = {}
+        for at, index in enumerate(of_model):
+            wanted = (shardings if stack == LAYERS else shardings["dense"])["layers"][str(at)]
+            # Compiling a program for each of, say, 126 equal layers would take minutes.
+            alike = (stack, *jax.tree.leaves(wanted))
+            if alike not in makers:
+                make_layer = functools.partial(init_layer, config=config, stack=stack)
+                makers[alike] = jax.jit(make_layer, out_shardings=wanted)
+            made[str(at)] = makers[alike](keys_L[index])
+        params |= nested({stack.removesuffix("/"): made})
     return params

@@ -89,14 +89,15 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
         of: quantizes one matrix, or returns something that does so when it is read.
 
     Raises:
-        ConfigError: the model has experts.
+        ConfigError: the model has experts, or latent attention.
     """
     if kind == "none":
         return weights
 
     def visit(tree: Any, name: str) -> Any:
-        if name == "experts":
-            raise ConfigError(f"{kind}: weights of experts cannot be quantized; use none")
+        if name in ("experts", "kv_b_proj"):
+            what = "experts" if name == "experts" else "latent attention"
+            raise ConfigError(f"{kind}: weights of {what} cannot be quantized; use none")
         if name in QUANTIZED and "weight" in tree:
             return {k: x for k, x in tree.items() if k != "weight"} | of(tree["weight"], kind)
         if not isinstance(tree, Mapping):

@@ -25,21 +25,31 @@ def rope_frequencies(config: LlamaConfig, is_local: bool = False) -> npt.NDArray
     Returns:
         (E,) in float32.
     """
-    half, base = config.head_width // 2, config.rope_local_base_freq if is_local else None
+    half, base = config.rope_width // 2, config.rope_local_base_freq if is_local else None
     frequencies_E = (base or config.rope_theta) ** (-np.arange(half) / half)
     if config.rope_scaling is not None and base is None:
-        frequencies_E = _scaled(frequencies_E, config.rope_scaling)
+        frequencies_E = _scaled(frequencies_E, config.rope_scaling, config.rope_theta)
     return frequencies_E.astype(np.float32)
 
 
 def _scaled(
-    frequencies_E: npt.NDArray[np.float64], scaling: RopeScaling
+    frequencies_E: npt.NDArray[np.float64], scaling: RopeScaling, base: float
 ) -> npt.NDArray[np.float64]:
     slow_E = frequencies_E / scaling.factor
     if scaling.rope_type == "linear":
         return slow_E
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     length = scaling.original_max_position_embeddings
+    if scaling.rope_type == "yarn":
+        slow, fast = scaling.beta_slow, scaling.beta_fast
+        assert slow is not None and fast is not None and length is not None  # RopeScaling checks
+        # Between which pairs the turns within a sequence of pretraining go from `fast` to `slow`.
+        pairs = len(frequencies_E) / math.log(base)
+        first, last = (pairs * math.log(length / (2 * math.pi * n)) for n in (fast, slow))
+        first = max(math.floor(first), 0)
+        last = max(min(math.ceil(last), 2 * len(frequencies_E) - 1), first + 0.001)
+        slowed_E = np.clip((np.arange(len(frequencies_E)) - first) / (last - first), 0.0, 1.0)
+        return slowed_E * slow_E + (1 - slowed_E) * frequencies_E
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None and length is not None  # RopeScaling checks
     # Turns within a sequence of pretraining: below `low` it is slowed down, above `high` kept.
     turns_E = length * frequencies_E / (2 * math.pi)
@@ -60,18 +70,29 @@ def rope_angles(positions: jax.Array, config: LlamaConfig, is_local: bool = Fals
     return positions.astype(jnp.float32)[..., None] * rope_frequencies(config, is_local)
 
 
-def apply_rope(x_BSND: jax.Array, angles: jax.Array) -> jax.Array:
+def apply_rope(x_BSND: jax.Array, angles: jax.Array, magnitude: float = 1.0) -> jax.Array:
     """Rotary embedding (Su et al. 2021), which rotates a head's first half against its second half.
 
     Hugging Face's weights are laid out for that; the paper pairs neighbouring entries instead.
 
     Args:
         angles: (S, E) or (B, S, E).
+        magnitude: what the result is multiplied by.
     """
     cos_S1E, sin_S1E = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    if magnitude != 1:
+        cos_S1E, sin_S1E = magnitude * cos_S1E, magnitude * sin_S1E
     first_BSNE, second_BSNE = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
     rotated = (
         first_BSNE * cos_S1E - second_BSNE * sin_S1E,
         second_BSNE * cos_S1E + first_BSNE * sin_S1E,
     )
     return jnp.concatenate(rotated, axis=-1).astype(x_BSND.dtype)
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """Neighbouring pairs (..., 2 E) -> first halves, then second ones, as `apply_rope` takes them.
+
+    DeepSeek's weights make pairs.
+    """
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.config import DENSE, LAYERS, ConfigError, LlamaConfig
 from spmd.models.llama.marks import Mark
 from spmd.models.placement import Entry, Fitted, Spec, fitted, present
 
@@ -47,12 +47,18 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     **{f"layers/self_attn/{x}_proj/bias": ("model",) for x in "qkv"},
     "layers/self_attn/o_proj/bias": (None,),
     **{f"layers/self_attn/{x}_norm/weight": (None,) for x in "qk"},
+    # Of latent attention: what is as narrow as a latent is whole, heads are over `model`.
+    "layers/self_attn/q_a_proj/weight": (None, WEIGHTS),
+    "layers/self_attn/kv_a_proj_with_mqa/weight": (None, WEIGHTS),
+    **{f"layers/self_attn/{x}_a_layernorm/weight": (None,) for x in ("q", "kv")},
+    **{f"layers/self_attn/{x}_b_proj/weight": ("model", WEIGHTS) for x in ("q", "kv")},
     "layers/post_attention_layernorm/weight": (None,),
     **{f"layers/{x}_feedforward_layernorm/weight": (None,) for x in ("pre", "post")},
     "layers/mlp/gate_proj/weight": ("model", WEIGHTS),
     "layers/mlp/up_proj/weight": ("model", WEIGHTS),
     "layers/mlp/down_proj/weight": (WEIGHTS, "model"),
     "layers/mlp/gate/weight": (None, None),
+    "layers/mlp/gate/e_score_correction_bias": (None,),
     "layers/mlp/experts/gate_proj/weight": ("expert", "model", WEIGHTS),
     "layers/mlp/experts/up_proj/weight": ("expert", "model", WEIGHTS),
     "layers/mlp/experts/down_proj/weight": ("expert", WEIGHTS, "model"),
@@ -61,7 +67,8 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
 }
 """Parameter -> spec of its dims (out, in), experts before them. Stacked layers are not split.
 
-A model has some of them: biases, norms of heads and experts where its config says so."""
+A model has some of them: biases, norms of heads and experts where its config says so. Those of
+`dense` layers are split as those of others, shared experts as any MLP."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
     "inputs_embeds": (BATCH, "seq", "model"),
@@ -205,12 +212,12 @@ def parameter_rules(
     """
     rules = {}
     for path, (spec, _) in _parameters(config, mesh_shape, table).items():
-        if not path.startswith("layers/"):
+        if config.stack_of(path) is None:
             rules[path] = spec
         elif config.scan_layers:
             rules[path] = (present("stage", mesh_shape) if config.stages > 1 else None, *spec)
         else:
-            rules[path.replace("layers/", "layers/*/")] = spec
+            rules[path.replace(LAYERS, f"{LAYERS}*/")] = spec
     return rules
 
 
@@ -239,9 +246,14 @@ def _parameters(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: SpecTable
 ) -> dict[str, Fitted]:
     return {
-        path: fitted(path, table.parameters[path], shape, mesh_shape, otherwise=None)
+        path: fitted(path, table.parameters[alike(path)], shape, mesh_shape, otherwise=None)
         for path, shape in config.parameter_shapes().items()
     }
+
+
+def alike(path: str) -> str:
+    """The parameter of a table that is split as this one is."""
+    return path.removeprefix(DENSE).replace("shared_experts/", "")
 
 
 def _activations(

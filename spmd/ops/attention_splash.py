@@ -13,7 +13,7 @@ from spmd.ops.attention_reference import Spec
 
 LANES = 128  # sequences must be multiples of this
 BLOCKS = (512, 256, LANES)  # sizes of a block; the first that divides a sequence is taken
-WIDTHS = (64, 128, 256)  # widths of a head
+WIDTHS = (64, 128, 192, 256)  # widths of a head; 192 is that of latent attention
 INTERPRET = False  # whether to run kernels step by step on any platform, for tests
 
 

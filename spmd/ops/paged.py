@@ -52,7 +52,8 @@ def paged_attention(
 
     Args:
       q_ARKGD: queries.
-      pool_ANPK2D: keys (index 0 of the second last dim) and values (index 1).
+      pool_ANPK2D: keys (index 0 of the second last dim) and values (index 1). If that dim is 1,
+        keys are the values, too, as the latents of DeepSeek's attention are.
       table_ABM: the pages of each slot, from 0 to N - 1; entries after its last one are not used.
       slots_AR: the slot of each row.
       positions_AR: each row's position, the last that it sees (attends to); its result is 0 at -1.
@@ -77,7 +78,8 @@ def paged_attention(
     fits = q_ARKGD.ndim == 5 and pool_ANPK2D.ndim == 6 and _tables_fit(q_ARKGD, *tables)
     if fits:
         a, _, k, _, d = q_ARKGD.shape
-        fits = (pool_ANPK2D.shape[0], *pool_ANPK2D.shape[3:]) == (a, k, 2, d)
+        stored = (pool_ANPK2D.shape[0], *pool_ANPK2D.shape[3:])
+        fits = stored in ((a, k, 2, d), (a, k, 1, d))
         fits = fits and first_AB1.shape == (a, table_ABM.shape[1] + 1) and _are_integers(first_AB1)
         fits = fits and (pool_ANPK2D.dtype == jnp.int8) == (scales is not None)
         fits = fits and (scales is None or scales.shape == pool_ANPK2D.shape[:-1])
@@ -86,9 +88,9 @@ def paged_attention(
         described = {"q": q_ARKGD, "pool": pool_ANPK2D, "first": first_AB1, "scales": scales}
         raise _refusal(
             "paged_attention", described, tables,
-            f"q (A, R, K, G, D), pool (A, N, P, K, 2, D), {TABLES}, first (A, B + 1) of integers, "
-            "scales (A, N, P, K, 2) of an int8 pool and of no other, and a window of at least one "
-            f"position, not {window}",
+            f"q (A, R, K, G, D), pool (A, N, P, K, 2 or 1, D), {TABLES}, first (A, B + 1) of "
+            "integers, scales (A, N, P, K, 2 or 1) of an int8 pool and of no other, and a window "
+            f"of at least one position, not {window}",
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
     operands = (q_ARKGD, pool_ANPK2D, *integers, *(() if scales is None else (scales,)))
@@ -207,8 +209,12 @@ ROWS = 32  # rows of a block
 def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
     """Returns what `paged_reference.attend` does, by jax's TPU kernel, or NotImplemented."""
     q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
-    count, pages, size, heads, _, width = pool_ANPK2D.shape
-    fits = q_ARKGD.dtype == pool_ANPK2D.dtype and q_ARKGD.dtype.name in ("bfloat16", "float32")
+    count, pages, size, heads, kinds, width = pool_ANPK2D.shape
+    fits = (
+        kinds == 2
+        and q_ARKGD.dtype == pool_ANPK2D.dtype
+        and q_ARKGD.dtype.name in ("bfloat16", "float32")
+    )
     fits = fits and width % LANES == 0 and (heads in HEADS or heads % HEADS[-1] == 0)
     if not fits or size % 8 or 0 in (*q_ARKGD.shape, *table_ABM.shape):
         return NotImplemented

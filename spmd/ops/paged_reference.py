@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KEYS, VALUES = 0, 1
+KEYS, VALUES = 0, -1  # one entry is both
 
 MOST_ELEMENTS = 1 << 24  # how many keys and values are taken out of their pages at a time
 

@@ -48,7 +48,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     """
     q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
     groups, width = q_ARKGD.shape[3:]
-    if 0 in (*q_ARKGD.shape, *table_ABM.shape):
+    if 0 in (*q_ARKGD.shape, *table_ABM.shape) or pool_ANPK2D.shape[4] != 2:
         return NotImplemented
     item = max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
     if not takes(groups, width, pool_ANPK2D.shape[2], item):

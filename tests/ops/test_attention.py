@@ -348,7 +348,7 @@ def test_the_splash_kernel_computes_what_the_reference_does(
     packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splash, "INTERPRET", True)
-    q, k, v, w = tensors(1, 256, 2, 1, d=64)
+    q, k, v, w = tensors(1, 256, 2, 1, d=192 if packed else 64)
     spec = {**SPEC, "length": 256, "segments": packed}
     spec |= {} if window is None else {"window": window}
     masks = [jnp.arange(256)]

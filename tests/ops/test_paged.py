@@ -147,6 +147,19 @@ def test_the_reference_holds_the_pages_of_a_few_rows() -> None:
     assert memory.temporary < all_rows / 8
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_keys_may_be_the_values(quantized: bool) -> None:
+    case = ragged(Sizes(a=2, k=1, quantized=quantized), 3)
+    keys = case._replace(pool=case.pool[..., :1, :])
+    twice = case._replace(pool=np.repeat(keys.pool, 2, axis=4))
+    if quantized:
+        keys = keys._replace(scales=case.scales[..., :1])
+        twice = twice._replace(scales=np.repeat(keys.scales, 2, axis=4))
+    run = jax.jit(functools.partial(paged_attention, scales=keys.scales))
+    np.testing.assert_allclose(run(*keys.operands[:6]), attended(twice), rtol=0, atol=1e-5)
+    assert paged_triton.attend(*keys.operands, interpret=True) is NotImplemented
+
+
 def test_rows_without_a_position_are_zero() -> None:
     case = ragged(Sizes(), 1)
     case = case._replace(positions=np.full_like(case.positions, -1))

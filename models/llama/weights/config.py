@@ -10,7 +10,13 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spmd.models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
+from spmd.models.llama.config import (
+    ROPE_NUMBERS,
+    ROPE_TYPES,
+    ConfigError,
+    LlamaConfig,
+    RopeScaling,
+)
 from spmd.models.llama.weights import families
 from spmd.models.llama.weights.families import SIZES, typed
 from spmd.models.training.paths import AnyPath, as_path
@@ -46,6 +52,7 @@ _RUNNING = """
     output_attentions output_hidden_states return_dict use_return_dict return_dict_in_generate
     output_scores chunk_size_feed_forward is_decoder tie_encoder_decoder max_sequence_length
     pad_token_id sep_token_id cls_token_id decoder_start_token_id tokenizer_class prefix
+    aux_loss_alpha seq_aux ep_size qk_head_dim num_nextn_predict_layers num_mtp_layers
     task_specific_params problem_type finetuning_task num_labels id2label label2id
 """
 _GENERATING = """
@@ -122,8 +129,7 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
     else:
         eos = _token_id("eos_token_id", eos)
     return LlamaConfig(
-        **sizes,
-        **families.read_parts(values, family, sizes["num_hidden_layers"]),
+        **{**sizes, **families.read_parts(values, family, sizes["num_hidden_layers"])},
         rope_theta=theta,
         rope_scaling=scaling,
         bos_token_id=_token_id("bos_token_id", given["bos_token_id"]),
@@ -161,7 +167,7 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         **families.write_parts(config),
         **own,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
+        "head_dim": config.rope_width,
         "hidden_act": config.hidden_act,
         "attention_dropout": 0.0,
         **({"mlp_bias": False, "pretraining_tp": 1} if config.model_type == "llama" else {}),
@@ -216,13 +222,12 @@ def _parse_entry(
     if rope_type not in ("default", *ROPE_TYPES):
         raise ConfigError(
             f"rope_type {json.dumps(rope_type)} of {key} is not supported; "
-            f"default, {' and '.join(ROPE_TYPES)} are"
+            f"default, {', '.join(ROPE_TYPES)} are"
         )
     # transformers reads the original length for llama3 alone, but it stands with others too.
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
     known |= {"original_max_position_embeddings"}
-    if rope_type == "llama3":
-        known |= {"low_freq_factor", "high_freq_factor"}
+    known |= set(ROPE_NUMBERS.get(rope_type, ()))
     unknown = sorted(set(entry) - known)
     if unknown:
         raise ConfigError(f"{key} has keys that {rope_type} scaling lacks: {', '.join(unknown)}")
@@ -236,28 +241,24 @@ def _parse_entry(
 
 
 def _scaling(
-    key: str, rope_type: str, entry: Mapping[str, Any], values: Mapping[str, Any]
+    key: str, rope_type: Any, entry: Mapping[str, Any], values: Mapping[str, Any]
 ) -> RopeScaling | None:
-    factor, low, high = (
-        typed(f"{name} of {key}", entry.get(name), 0.0)
-        for name in ("factor", "low_freq_factor", "high_freq_factor")
-    )
+    factor = typed(f"factor of {key}", entry.get("factor"), 0.0)
     if rope_type == "default":
         if factor not in (0.0, 1.0):
             raise ConfigError(f"{key} has a factor, {factor}, but no rope_type to apply it")
         return None
     if not factor:
         raise ConfigError(f"{key} of type {rope_type} has no factor")
-    if rope_type == "linear":
-        return RopeScaling(rope_type="linear", factor=factor)
+    usual = {"beta_slow": 1.0, "beta_fast": 32.0}
+    numbers: dict[str, Any] = {
+        number: typed(f"{number} of {key}", entry.get(number), 0.0) or usual.get(number)
+        for number in ROPE_NUMBERS[rope_type]
+    }
     # The length of sequences in pretraining, looked up in the same places as by transformers.
     name = "original_max_position_embeddings"
-    places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
-    found = next((place for place in places if place is not None), None)
-    return RopeScaling(
-        rope_type="llama3",
-        factor=factor,
-        low_freq_factor=low or None,
-        high_freq_factor=high or None,
-        original_max_position_embeddings=typed(name, found, SIZES["max_position_embeddings"]),
-    )
+    if name in numbers:
+        places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
+        found = next((place for place in places if place is not None), None)
+        numbers[name] = typed(name, found, SIZES["max_position_embeddings"])
+    return RopeScaling(rope_type=rope_type, factor=factor, **numbers)

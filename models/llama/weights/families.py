@@ -11,6 +11,9 @@ Beside the sizes that all have there are
                  frequencies in all layers but every sixth
     mixtral      experts, and a window in all layers
     qwen3_moe    qwen3 with experts; a window in all layers, if `use_sliding_window`
+    deepseek_v2  latent attention, experts and an MLP for all tokens beside them; one MLP in the
+                 first layers
+    deepseek_v3  the same with sigmoids for shares of experts, and these in groups
 
 Biases of an MLP, and layers of several kinds, no family has.
 """
@@ -22,6 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.named import PUBLISHED
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 32_000,
@@ -83,6 +87,29 @@ _QWEN: Mapping[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+
+_DEEPSEEK_V3: Mapping[str, Any] = {
+    **{name: x for name, x in PUBLISHED["deepseek-v3"].items() if name != "rope_scaling"},
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+}
+_DEEPSEEK = (
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor"),
+    *("moe_intermediate_size", "num_experts_per_tok"),
+)
+"""DeepSeek's keys that are fields of the same name."""
+
+
+def _fields(*more: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    routed = ("num_experts", ("n_routed_experts", "num_local_experts", "num_experts"))
+    return (routed, *((name, (name,)) for name in (*_DEEPSEEK, *more)))
+
+
+def _fixed(**usual: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    usual |= {"attention_bias": False, "moe_layer_freq": 1}
+    return tuple((key, (value, None)) for key, value in usual.items())
+
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -185,6 +212,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             theta=1e6,
         ),
+        "deepseek_v2": Family(
+            "DeepseekV2ForCausalLM",
+            {
+                **{key: _DEEPSEEK_V3[key] for key in _DEEPSEEK[:5]},
+                "vocab_size": 102_400,
+                "n_routed_experts": 64,
+                "moe_intermediate_size": 1407,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 0,
+                "routed_scaling_factor": 1.0,
+            },
+            parts=(("head_dim", None), ("norm_topk_prob", False)),
+            fields=_fields(),
+            fixed=_fixed(
+                **dict.fromkeys(("n_group", "topk_group"), 1),
+                **{"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
+            ),
+        ),
+        "deepseek_v3": Family(
+            "DeepseekV3ForCausalLM",
+            _DEEPSEEK_V3,
+            parts=(("head_dim", None), ("scoring_func", "sigmoid")),
+            fields=_fields("norm_topk_prob", "n_group", "topk_group"),
+            fixed=_fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True),
+        ),
     }
 )
 """`model_type` -> the family."""
@@ -235,7 +287,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 4096
 """transformers' default of `sliding_window`, where a family has one."""
 
-_GEMMA = ("hidden_act", "norm_offset", "post_norms", "scale_embeddings")
+_OWN = (
+    *("hidden_act", "norm_offset", "post_norms", "scale_embeddings"),
+    *("scoring_func", "n_group", "topk_group", *_DEEPSEEK[:-2]),
+)
 _FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}
 
 
@@ -262,6 +317,8 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
         for key, value in given.items():
             typed(key, value, default)
         experts[field] = next(iter(given.values()), default)
+        if field == "q_lora_rank" and field in values:  # null is a value of its own
+            experts[field] = values[field]
     return {
         "model_type": values["model_type"],
         "attention_bias": bias,
@@ -353,7 +410,7 @@ def write_parts(config: LlamaConfig) -> dict[str, Any]:
     read = read_parts(keys, family, config.num_hidden_layers)
     wrong = [
         f"{name} {getattr(config, name)!r}"
-        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob", *_GEMMA)
+        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob", *_OWN)
         if read.get(name, _FIELDS[name].default) != getattr(config, name)
     ]
     as_read = dataclasses.replace(config, **{"moe_intermediate_size": None, **read})

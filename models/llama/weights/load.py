@@ -25,7 +25,7 @@ from spmd.models.llama.weights.files import (
     open_folder,
     shortened,
 )
-from spmd.models.llama.weights.names import EMBEDDING, HEAD, Parameter, parameters
+from spmd.models.llama.weights.names import EMBEDDING, HEAD, Parameter, order, parameters
 from spmd.models.llama.weights.save import check_can_save, save
 from spmd.models.progress import bytes_bar
 from spmd.models.shards import local_bytes, put_shards
@@ -106,12 +106,16 @@ def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig)
     """Raises `WeightsError` with all differences between the folder and the model."""
     shapes = {name: p.tensor_shape for p in wanted for name in p.names}
     found = stored.tensors
+    # Behind the last layer DeepSeek's files have one that predicts a further token.
     ignored = {HEAD} if config.tie_word_embeddings else set()
     missing = [name for name in shapes if name not in found]
     unexpected = [
         name
         for name in found
-        if name not in shapes and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+        if name not in shapes
+        and name not in ignored
+        and not name.endswith("rotary_emb.inv_freq")
+        and not (config.kv_lora_rank and order(name) >= (1, config.num_hidden_layers))
     ]
     both = [name for name in shapes if name in found]
     misshaped = [

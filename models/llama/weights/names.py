@@ -5,6 +5,8 @@ layers/self_attn/q_proj/weight          model.layers.0.self_attn.q_proj.weight
 
 layers/0/mlp/experts/up_proj/weight     model.layers.0.mlp.experts.0.up_proj.weight
 (E, out, in)                            model.layers.0.mlp.experts.1.up_proj.weight, ...
+
+Where the first layers are `dense/layers`, those in `layers` are numbered behind them.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import jax
 import numpy as np
 
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.fresh import LAYERS, init
+from spmd.models.llama.fresh import init
 from spmd.models.llama.parameters import without_states
 from spmd.models.llama.weights.files import Array, Index
 
@@ -98,12 +100,14 @@ def parameters(config: LlamaConfig) -> tuple[tuple[Parameter, ...], Any]:
 
 
 def _parameter(path: str, shape: tuple[int, ...], config: LlamaConfig) -> Parameter:
-    if not path.startswith(LAYERS):
+    stack = config.stack_of(path)
+    if stack is None:
         name = path.replace("/", ".")
         return Parameter(path, shape, (name if name == HEAD else f"model.{name}",), 0, False)
-    parts = path.removeprefix(LAYERS).split("/")
+    parts, layers = path.removeprefix(stack).split("/"), config.stacks[stack]
     stacked, mixed = config.scan_layers, EXPERTS in parts
-    layers = range(config.num_hidden_layers) if stacked else [int(parts.pop(0))]
+    if not stacked:
+        layers = layers[int(parts.pop(0)) :][:1]
     if config.model_type == "mixtral" and "mlp" in parts:
         parts = [_MIXTRAL.get(part, part) for part in parts]
     before = parts.index(EXPERTS) + 1 if mixed else 0

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ FORMAT = "spmd-ranks"
 SCHEMA = 1
 AXIS = "model"
 
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+_BY_OUTPUTS = ("q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
 _BY_INPUTS = ("o_proj", "down_proj", "w2")
 
 
@@ -77,6 +78,8 @@ def cuts(config: LlamaConfig, ranks: int) -> dict[str, RankCut]:
       WeightsError: the ranks do not divide the heads or the MLP's width; names what does.
     """
     heads, keys, width = config.num_attention_heads, config.kv_heads, config.expert_width
+    if config.first_k_dense_replace:
+        width = math.gcd(width, config.intermediate_size)
     possible = [
         n for n in range(1, heads + 1) if not (heads % n or width % n or (keys % n and n % keys))
     ]

@@ -160,20 +160,23 @@ def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
     config = unrolled(config)
     outer_key, keys_L = fresh.init_keys(jax.random.key(seed), config)
     make_outer = jax.jit(functools.partial(fresh.init_outer, config=config))
-    make_layer = jax.jit(functools.partial(fresh.init_layer, config=config))
+    make_layer = jax.jit(fresh.init_layer, static_argnums=(1, 2))
 
     @functools.lru_cache(maxsize=1)
-    def part(layer: int) -> Mapping[str, Array]:
-        made = make_outer(outer_key) if layer < 0 else make_layer(keys_L[layer])
+    def part(stack: str | None, layer: int = 0) -> Mapping[str, Array]:
+        if stack is None:
+            made = make_outer(outer_key)
+        else:
+            made = make_layer(keys_L[config.stacks[stack][layer]], config, stack)
         flat, _ = jax.tree_util.tree_flatten_with_path(made)
         return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in flat}
 
     def read(path: str, place: tuple[int, ...], index: Index) -> Array:
-        local = path.replace("/", ".")
-        if not local.startswith("layers."):
-            return part(-1)[local][index]
-        _, layer, rest = local.split(".", 2)
-        whole: Any = part(int(layer))[rest]
+        stack = config.stack_of(path)
+        if stack is None:
+            return part(None)[path.replace("/", ".")][index]
+        layer, rest = path.removeprefix(stack).replace("/", ".").split(".", 1)
+        whole: Any = part(stack, int(layer))[rest]
         return np.asarray(whole[(*place, *index)])
 
     tensors = {

@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.models.llama.parameters import Params
+from spmd.models.llama.parameters import Params, on_stacks
 
 Array = np.ndarray[Any, Any]
 
 
 def stack_layers(params: Params) -> Params:
     """Parameters of an unrolled model -> those of a scanned one."""
-    layers = params["layers"]
-    ordered = [layers[str(index)] for index in range(len(layers))]
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)}
+
+    def stacked(layers: Params) -> Params:
+        ordered = [layers[str(index)] for index in range(len(layers))]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)
+
+    return on_stacks(stacked, params)
 
 
 def dequantize(weight: Mapping[str, Any]) -> Array:

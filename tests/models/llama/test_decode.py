@@ -27,7 +27,7 @@ from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.inverse import dequantize
-from tests.models.llama.made import forward, fresh_params
+from tests.models.llama.made import LATENT, forward, fresh_params
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
 
@@ -245,6 +245,19 @@ def test_every_variant(variant, folders):
     prompt = checkpoints.TOKENS_BS[0, :5].tolist()
     ours, _ = generate(backend, prompt, 32)
     assert ours == checkpoints.their_continuation(folders(variant), prompt, 32)
+
+
+@pytest.mark.thorough
+def test_latents_are_whole_on_each_device(devices8):
+    config = dataclasses.replace(LATENT, scan_layers=False, vocab_size=VOCABULARY)
+    params = fresh_params(config)
+    mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
+    programs = on_mesh(params, config, mesh, FEW)
+    check_against_forward(backend_of(programs, FEW), params, config)
+    cache = programs.state["state/cache/3/values"]
+    assert cache.addressable_shards[0].data.shape == (1, PAGES, 8, 1, 1, 16 + 4)
+    made = programs.weights["weights/layers/1/self_attn/kv_b_proj/weight"]
+    assert made.addressable_shards[0].data.shape == (18, 16)  # of one of four heads
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import spmd
 from spmd.models.llama import lora
@@ -18,7 +19,7 @@ from spmd.models.llama.program import LlamaProgram
 from spmd.models.llama.weights import load as weights
 from spmd.models.training.checkpoints.tables import by_path
 from spmd.models.training.run.optimizer import OptimizerConfig
-from tests.models.llama.made import assert_close
+from tests.models.llama.made import LATENT, assert_close
 from tests.models.llama.test_program import make_run, take, windows
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -74,6 +75,16 @@ def test_merged_it_is_the_model_with_adapters():
     assert up.sharding == before.sharding
     assert_close(logits(whole), expected, rtol=1e-3, atol=1e-4)
     assert float(jnp.abs(plain - expected).max()) > 0.1
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_layers_are_numbered_behind_those_without_experts(tmp_path, scan_layers):
+    config = dataclasses.replace(LATENT, scan_layers=scan_layers)
+    adapters = lora.init(jax.random.key(1), init(jax.random.key(0), config), LORA)
+    lora.save(adapters, LORA, tmp_path / "saved", None)
+    found = safetensors.numpy.load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    parts = [name.split(".") for name in found]
+    assert {p[4] for p in parts} == set("0123") and {p[4] for p in parts if "mlp" in p} == set("01")
 
 
 @pytest.mark.parametrize("text", ["rang=4", "rank=x", "rank=0", "rank=2,targets=lm_head"])

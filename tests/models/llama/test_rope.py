@@ -64,7 +64,8 @@ def test_rope_rotates_pairs_of_complex_numbers():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not supported"),
+        ({"rope_type": "ntk", "factor": 2.0}, "rope_type 'ntk' is not supported"),
+        ({"rope_type": "yarn", "factor": 2.0}, "yarn rope scaling needs beta_slow, beta_fast"),
         ({"rope_type": "linear", "factor": 0.5}, "must be at least 1, not 0.5"),
         ({"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}, "and nothing else"),
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor and"),

@@ -19,6 +19,20 @@ _LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 
+_LATENT = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "heads": {"num_key_value_heads": 4},
     "grouped": {},
@@ -75,10 +89,30 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     },
+    "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
+    "deepseek_v3": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "mscale": 2.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
 }
 """Name -> what differs from a small Llama 2."""
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe", "gemma3_text")
+FAMILIES = (
+    *("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe", "gemma3_text"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 """The variants that are Llama with a difference."""
 
 SHARDED = "grouped"
@@ -98,7 +132,7 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
     }  # fmt: skip
     config = transformers.AutoConfig.for_model(**given)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith("bias"):

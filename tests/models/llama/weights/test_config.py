@@ -24,7 +24,9 @@ QWEN25_7B, QWEN3_30B_A3B = PUBLISHED["qwen2.5-7b"], PUBLISHED["qwen3-30b-a3b"]
 def explicit(config):
     """The same model with nothing left to defaults."""
     return dataclasses.replace(
-        config, num_key_value_heads=config.kv_heads, head_dim=config.head_width
+        config,
+        num_key_value_heads=config.kv_heads,
+        head_dim=None if config.kv_lora_rank else config.head_width,
     )
 
 
