@@ -69,6 +69,9 @@ class Chip:
     # Bytes/s, read and written, at which 8-bit operands of products are transposed; 0 where
     # products read them in any order.
     byte_transpose: float = 0.0
+    kernel: float = (
+        0.0  # seconds of a kernel beside its arithmetic or traffic: filling, running dry
+    )
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
@@ -115,6 +118,7 @@ _MEASURED: dict[str, Any] = {
     "measured": _HOPPER,
     "efficiency": (("attention", 0.63),),
     "byte_transpose": 1.2e12,
+    "kernel": 1.2e-6,  # 400 of a step of Llama 2 7B for one token: docs/benchmarks/decoding.md
 }
 _GIB, _GB = 2**30, 10**9
 
