@@ -1,16 +1,17 @@
-"""Finds how to serve a model on machines that are not here: `spmd plan --serve`.
+r"""Finds how to serve a model on machines that are not here: `spmd plan --serve`.
 
-A model is a named one (llama2-7b), a config.json, or the folder of a Llama's bundle. For each mesh
-of a machine, quantization and number of slots, the model's step functions are planned for the
-machine, and priced; then the engine's own scheduler meets the traffic on a clock of its own, with
-steps that take the predicted times. Nothing runs. Targets decide how many machines there are.
+A model is a named one (llama2-7b), a config.json, or the folder of a Llama's bundle. For each mesh,
+quantization and number of slots, the model's step functions are planned for the machine, and
+priced; then the engine's own scheduler meets the traffic on a clock of its own, in steps that take
+the predicted times, greedy and without drafts. Targets decide how many machines share the traffic.
 
-Traffic is one of streams, wide, long, prefix, one (as of benchmarks/run loads), a .jsonl file of
-requests, or lengths in tokens with clients (at_once) or requests a second (rate), in groups by
-`requests`, and with tokens that all prompts begin with (common):
+Traffic is streams, wide, long, prefix or one (loads of benchmarks/run loads); a .jsonl file of
+requests; or lengths in tokens, with clients (at_once) or requests a second (rate), and if need be
+`requests`, and the tokens with which all prompts begin (common).
 
+Examples:
     spmd plan --serve llama2-7b h200:1 --traffic streams
-    spmd plan --serve llama3.1-8b h200:1 v6e:2x4 --price h200=3.5,v6e=2.7 \\
+    spmd plan --serve llama3.1-8b h200:1 v6e:2x4 --price h200=3.5,v6e=2.7 \
         --traffic prompt=245-445,answer=64-256,rate=40 --first_token 500,2000 --between 50
     spmd plan --serve llama3.1-70b h200:4 --quantize none,fp8 --traffic monday.jsonl
 
@@ -18,15 +19,18 @@ Exit status: 0; 1 if nothing fits and meets the targets; 2 for flags that cannot
 """
 
 import argparse
+import bisect
 import dataclasses
 import functools
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import spmd
@@ -35,17 +39,16 @@ from spmd.cli.plan import prices
 from spmd.cli.specs import default_to_cpus
 from spmd.errors import ArgumentError, SpmdError
 from spmd.explain import words as w
-from spmd.ir.dialect.composites import arguments_of
 from spmd.lowering.emit import Emitted
 from spmd.models import decode
 from spmd.models.decode.shape import ServingShape, default_rows
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.decode import LlamaRows
 from spmd.models.llama.planned import config_of
-from spmd.models.llama.quantize import QUANTIZATIONS, quantized_types
+from spmd.models.llama.quantize import quantized_types
 from spmd.ops.paged import ATTENTION
 from spmd.predict.ops import arithmetic_seconds
-from spmd.predict.timeline import Slot, predict_timeline
+from spmd.predict.timeline import COMPUTE, predict_timeline
 from spmd.progress import doing, progress
 from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.manifest import MANIFEST, Entrypoint
@@ -56,220 +59,169 @@ from spmd.serving.engine.backend import Limits
 from spmd.serving.language_bundle import SMALL, check_shape
 from spmd.serving.simulated import (
     LOADS,
-    LayersSeconds,
     OfferedLoad,
     SimulatedLoad,
     StepTimes,
-    fewest_machines,
+    read_load,
     simulate,
 )
 
 KEEPS_UP = 0.05
 """Share of the requests at a rate that may wait for a slot when the last one comes."""
 
-SLOTS = (16, 64, 256)
-
 MOST_MACHINES = 64
 
-
-class ServingModel(NamedTuple):
-    """What is to be served."""
-
-    name: str
-    config: LlamaConfig
-    quantize: str | None = None  # None leaves it open
-    shape: ServingShape | None = None  # that of a bundle
-
-    @staticmethod
-    def named(name: str) -> "ServingModel":
-        """That of a bundle's folder, or a model as `spmd plan` knows it.
-
-        ArgumentError: a bundle that is not a Llama's.
-        """
-        fields: dict[str, Any] = {"scan_layers": False}
-        if not (Path(name) / MANIFEST).is_file():
-            fields |= {"dtype": "bfloat16", "param_dtype": "bfloat16"}
-            return ServingModel(name, dataclasses.replace(config_of(name), **fields))
-        manifest = read_manifest(name)
-        facts, shape = manifest.contract.get("model", {}), manifest.contract.get("shape", {})
-        try:
-            config = LlamaConfig(**{**facts, **fields})
-            lists = {n: tuple(shape[n]) for n in ("rows", "lengths")}
-            kind = (manifest.quantization or {"kind": "none"})["kind"]
-            return ServingModel(name, config, kind, ServingShape(**{**shape, **lists}))
-        except (TypeError, KeyError) as error:
-            raise ArgumentError(
-                f"{name} is no bundle of a Llama: {error}",
-                fix="name a model, a config.json, or a folder that export_llama made",
-            ) from error
-
-
-class StepCosts(NamedTuple):
-    """A step of a model, on one device; sums over layers, so that two are a third's difference."""
-
-    seconds: float  # of what a greedy step does, but for attention
-    longest: float  # the same with filters and alternatives, as a server's scheduler is told
-    bytes: float  # at its peak, but for the cache
-    page_bytes: float  # of a page of the cache
-    reads: Mapping[float, float]  # reach -> seconds to read a position's keys and values
-    pairs: Mapping[float, float]  # reach -> seconds for a row and a position
-
-    def more(self, layers: float, first: "StepCosts") -> "StepCosts":
-        """That of so many more layers, where it has one more than `first`."""
-
-        def at(a: Any, b: Any) -> Any:
-            if isinstance(a, Mapping):
-                return {reach: at(a.get(reach, 0.0), value) for reach, value in b.items()}
-            return b + layers * (b - a)
-
-        return StepCosts(*map(at, first, self))
+Costs = Mapping[str, float]
+"""Of a step on one device: `seconds` and `longest` (with all ways to draw), both without attention;
+`bytes` at the peak without the cache, `page` of the cache; `read` and `pair` as of `StepTimes`."""
 
 
 @functools.cache
 def step_costs(
     config: LlamaConfig, quantize: str, topology: spmd.Topology, shape: ServingShape
-) -> Mapping[int, StepCosts]:
-    """Rows -> costs, of steps that are planned for a machine: as `load_bundle` plans them."""
+) -> Mapping[int, Costs]:
+    """Rows of a step -> costs, of steps that are planned for a machine as a server plans them."""
     types = quantized_types(config, quantize)
-    found, state, specs, primary = decode.functions(LlamaRows(config), shape, types)
-    found = [one for one in found if one.tags["kind"] == "step"]
-    mesh = spmd.make_mesh(
-        data=shape.groups, model=topology.count // shape.groups, topology=topology
-    )
-    manifest, traced = described(
-        found, topology.platform or "cpu", types, {**specs, **SMALL}, state, primary
-    )
+    functions, state, specs, primary = decode.functions(LlamaRows(config), shape, types)
+    steps = {int(f.tags["rows"]): f for f in functions if f.tags["kind"] == "step"}
+    across, pages = topology.count // shape.groups, shape.pages_of_slot
+    mesh = spmd.make_mesh(data=shape.groups, model=across, topology=topology)
+    told = types, {**specs, **SMALL}, state, primary
+    manifest, traced = described(list(steps.values()), topology.platform or "cpu", *told)
     lowered: dict[str, spmd.Lowered] = {}
 
     def lower(entry: Entrypoint, asked: FunctionKey) -> Emitted:
-        doing(f"{entry.name}, {config.num_hidden_layers} layers, {mesh} of {topology}")
+        doing(f"{entry.name} of {config.num_hidden_layers} layers, {mesh} of {topology}")
         module = static_module(traced(entry.name), entry, asked)
         lowered[entry.name] = lowered_of(module, mesh.refined(), asked, spmd.Options())
         return lowered[entry.name].stages.emitted.major_to_minor()
 
-    pages = shape.pages_of_slot
-    names = {int(one.tags["rows"]): one.name for one in found}
-    planner(manifest, mesh, lower)({decode.PAGES: pages}, list(names.values()), "fill")
-    return {rows: _costs(lowered[name], topology, pages) for rows, name in names.items()}
+    names = [function.name for function in steps.values()]
+    planner(manifest, mesh, lower)({decode.PAGES: pages}, names, "fill")
+    leaves = jax.tree.leaves(LlamaRows(config).cache_leaves(shape._replace(groups=1), 1))
+    page = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
+    page /= min(across, config.kv_heads)
+    return {rows: _costs(lowered[f.name], topology, pages, page) for rows, f in steps.items()}
 
 
-def _costs(lowered: spmd.Lowered, topology: spmd.Topology, pages: int) -> StepCosts:
-    stages = lowered.stages
+def _costs(lowered: spmd.Lowered, topology: spmd.Topology, pages: int, page: float) -> Costs:
+    stages, costs = lowered.stages, {"page": page, "read": 0.0, "pair": 0.0}
     greedy = predict_timeline(stages.optimized.program, stages.plan.mesh, topology, least=True)
-    reads, pairs, page_bytes = dict[float, float](), dict[float, float](), 0.0
-    for slot in filter(_is_attention, greedy.slots):
+    for name, line in (("seconds", greedy), ("longest", lowered.timeline)):
+        attention = [s for s in line.slots if s.op.kind.attrs.get("name") == ATTENTION]
+        costs[name] = line.seconds - sum(s.seconds * s.trips for s in attention)
+    kernels = (slot.trips for slot in greedy.slots if slot.lane == COMPUTE and not slot.op.regions)
+    costs["seconds"] += topology.chip.kernel * sum(kernels)  # the scheduler is told nothing of it
+    # All rows are taken to see all that their slots hold: of windows nothing is known. Where there
+    # is no kernel for attention, it counts among the rest, with tables as long as they can be.
+    for slot in attention:
         queries, pool, table = slot.op.kind.operands[:3]
-        reach = table.shape[2] * pool.shape[2]
-        reach = min(reach, int(arguments_of(slot.op.kind).get("window", reach)))
-        a_page = sum(t.bytes for t in (pool, *slot.op.kind.operands[6:])) / pool.shape[1]
-        read = a_page / pool.shape[2] / topology.hbm_bandwidth
-        pair = arithmetic_seconds(slot.op.kind, topology) / (queries.shape[1] * reach)
-        reads[reach] = reads.get(reach, 0.0) + read * slot.trips
-        pairs[reach] = pairs.get(reach, 0.0) + pair * slot.trips
-        page_bytes += a_page * slot.trips
-    seconds, longest = (
-        line.seconds - sum(s.seconds * s.trips for s in line.slots if _is_attention(s))
-        for line in (greedy, lowered.timeline)
-    )
-    held = lowered.predicted_memory.peak - pages * page_bytes
-    return StepCosts(seconds, longest, held, page_bytes, reads, pairs)
+        pairs = queries.shape[1] * table.shape[2] * pool.shape[2]
+        read = sum(t.bytes for t in (pool, *slot.op.kind.operands[6:])) / math.prod(pool.shape[1:3])
+        costs["pair"] += slot.trips * arithmetic_seconds(slot.op.kind, topology) / pairs
+        costs["read"] += slot.trips * read / topology.hbm_bandwidth
+    costs["bytes"] = lowered.predicted_memory.peak - pages * page
+    return costs
 
 
-def _is_attention(slot: Slot) -> bool:
-    return slot.op.kind.attrs.get("name") == ATTENTION
+class ServingSetup(NamedTuple):
+    """One way to serve a model on one machine, priced."""
 
-
-@dataclasses.dataclass(frozen=True)
-class ServingSetup:
-    """One way to serve a model on one machine, priced.
-
-    Attributes:
-      pages: of a group; 0 if the model does not fit.
-      bytes: of one device at most.
-    """
-
-    model: ServingModel
     topology: spmd.Topology
     quantize: str
     shape: ServingShape
+    limits: Limits  # with no pages if the model does not fit
     times: StepTimes
-    pages: int
-    bytes: float
-    price: float | None
-
-    @staticmethod
-    def of(
-        model: ServingModel, topology: spmd.Topology, quantize: str, shape: ServingShape,
-        price: float | None = None,
-    ) -> "ServingSetup":  # fmt: skip
-        """Plans a few steps of a few layers; other sizes lie on lines between them."""
-        check_shape(shape)
-        config, slots = model.config, shape.slots_of_group
-        few = {1, next(n for n in shape.rows if n >= slots), *shape.rows[-1:]}
-        few |= {n for n in shape.rows if n == 1024}
-        # Layers that are alike count as often as there are some, others are planned as they are.
-        layers, alike = config.num_hidden_layers, len(config.window_spans) == 1
-        counts = (1, 2) if alike and layers > 2 else (layers,)
-        planned = shape._replace(rows=tuple(sorted(few)), lengths=(shape.max_length,))
-        made = [
-            step_costs(
-                dataclasses.replace(config, num_hidden_layers=n), quantize, topology, planned
-            )
-            for n in counts
-        ]
-        costs = {rows: made[-1][rows].more(layers - counts[-1], made[0][rows]) for rows in few}
-        some = costs[shape.rows[-1]]
-        # What a server takes of a device's memory, and what it keeps for later functions.
-        share = MEMORY_SHARE * (float(XLA_SHARE) if topology.platform == "cuda" else 1.0)
-        held = SPARE * max(one.bytes for one in costs.values())
-        room = share * topology.hbm_bytes - held
-        pages = int(min(room // some.page_bytes, slots * shape.pages_of_slot))
-        pages = pages if pages >= shape.pages_of_slot else 0
-        rows, known = shape.rows, sorted(costs)
-        seconds, longest = (
-            np.interp(rows, known, [getattr(costs[n], field) for n in known]).tolist()
-            for field in ("seconds", "longest")
-        )
-        attention = [LayersSeconds(some.reads[n], some.pairs[n], n) for n in some.reads]
-        # As `language_backend.step_seconds` says it: all rows see all that their tables reach.
-        for i, n in enumerate(rows):
-            seen = min(min(n, slots) * shape.max_length, pages * shape.page)
-            each = [(a.pair * n * min(a.reach, shape.max_length), a.read * seen) for a in attention]
-            longest[i] += sum(max(0.0, pairs - read) for pairs, read in each)
-        told = dict(zip(rows, longest, strict=True))
-        times = StepTimes(dict(zip(rows, seconds, strict=True)), told, attention)
-        total = max(one.bytes for one in costs.values()) + pages * some.page_bytes
-        return ServingSetup(model, topology, quantize, shape, times, pages, total, price)
-
-    @property
-    def limits(self) -> Limits:
-        """As the engine knows them; without drafts."""
-        shape = self.shape
-        sizes = shape.slots, shape.max_length, shape.rows, shape.groups, shape.page, self.pages
-        return Limits(
-            *sizes, top_logprobs=shape.top_logprobs, vocab_size=self.model.config.vocab_size
-        )
-
-    def serve(self, load: OfferedLoad, machines: int) -> SimulatedLoad:
-        """What clients see of so many machines that share a load."""
-        shares = (load.share(i, machines) for i in range(machines))
-        return SimulatedLoad.of(
-            simulate(share, self.limits, self.times) for share in shares if share.requests
-        )
+    bytes: float  # of one device at most
+    price: float | None = None  # of a device an hour
 
 
-class Targets(NamedTuple):
-    """Milliseconds at most, of p50 and p99."""
+def serving_setup(
+    config: LlamaConfig, topology: spmd.Topology, quantize: str, shape: ServingShape,
+    price: float | None = None,
+) -> ServingSetup:  # fmt: skip
+    """Plans few steps, of one layer and of two: other sizes lie on lines between them."""
+    check_shape(shape)
+    slots, longest = shape.slots_of_group, shape.max_length
+    few = {shape.rows[0], next(n for n in shape.rows if n >= slots), shape.rows[-1]}
+    rows = tuple(n for n in shape.rows if n in few or n == 1024)
+    planned = shape._replace(rows=rows, lengths=(longest,))
+    layers = config.num_hidden_layers
+    counts = (1, 2) if len(config.window_spans) == 1 and layers > 2 else (layers, layers)
+    first, second = (
+        step_costs(dataclasses.replace(config, num_hidden_layers=n), quantize, topology, planned)
+        for n in counts
+    )
+    more = layers - counts[1]
+    costs = [{k: x + more * (x - first[n][k]) for k, x in second[n].items()} for n in rows]
+    # What a server takes of a device's memory, and keeps for functions that it plans later.
+    share = MEMORY_SHARE * (float(XLA_SHARE) if topology.platform == "cuda" else 1)
+    largest = max(cost["bytes"] for cost in costs)
+    page, read, pair = (costs[-1][of] for of in ("page", "read", "pair"))
+    room = int((share * topology.hbm_bytes - SPARE * largest) // page)
+    pages = min(room, slots * shape.pages_of_slot) if room >= shape.pages_of_slot else 0
+    seconds, told = (
+        dict(zip(shape.rows, map(float, line), strict=True))
+        for of in ("seconds", "longest")
+        for line in [np.interp(shape.rows, rows, [cost[of] for cost in costs])]
+    )
+    for n in told:  # as `language_backend.step_seconds` has it: all rows see all of their tables
+        seen = min(min(n, slots) * longest, pages * shape.page)
+        told[n] += max(0.0, pair * n * longest - read * seen)
+    limits = Limits(
+        shape.slots, longest, shape.rows, shape.groups, shape.page, pages, shape.top_logprobs,
+        config.vocab_size,
+    )  # fmt: skip
+    times = StepTimes(seconds, told, read, pair)
+    held = largest + max(pages, shape.pages_of_slot) * page
+    return ServingSetup(topology, quantize, shape, limits, times, held, price)
 
-    first: tuple[float, float] = (float("inf"),) * 2
-    gap: tuple[float, float] = (float("inf"),) * 2
 
-    def are_met(self, load: SimulatedLoad) -> bool:
-        """Whether they are, and the machines keep up."""
-        first = zip((50, 99), self.first, strict=True)
-        gap = zip((50, 99), self.gap, strict=True)
-        met = all(load.first_ms(p) <= most for p, most in first)
-        return met and all(load.gap_ms(p) <= most for p, most in gap) and load.late <= KEEPS_UP
+def read_model(name: str) -> tuple[LlamaConfig, str | None, ServingShape | None]:
+    """A model; of a bundle also its quantization and its sizes. ArgumentError: it is no Llama."""
+    if not (Path(name) / MANIFEST).is_file():
+        fields: Any = {"dtype": "bfloat16", "param_dtype": "bfloat16", "scan_layers": False}
+        return dataclasses.replace(config_of(name), **fields), None, None
+    manifest = read_manifest(name)
+    try:
+        config = LlamaConfig(**{**manifest.contract["model"], "scan_layers": False})
+        shape = manifest.contract["shape"]
+        shape = ServingShape(**{**shape, **{n: tuple(shape[n]) for n in ("rows", "lengths")}})
+        return config, (manifest.quantization or {"kind": "none"})["kind"], shape
+    except (TypeError, KeyError) as error:
+        fix = "name a model, a config.json, or a folder that export_llama made"
+        raise ArgumentError(f"{name} is no bundle of a Llama: {error}", fix=fix) from error
+
+
+def setups(given: argparse.Namespace, load: OfferedLoad) -> Iterator[ServingSetup]:
+    """Plans machines x meshes x slots x quantizations."""
+    config, quantized, exported = read_model(given.model)
+    most = max(given.max_length or 0, max(len(one.prompt) + one.answer for one in load.requests))
+    longest = -(-most // given.page) * given.page
+    usual = next((n for n in (16, 64) if 0 < load.at_once <= n), 256)
+    for name in given.machines:
+        topology = spmd.Topology(name)
+        known = (given.price.get(n) for n in (name, topology.name, topology.chip.name))
+        price = next((each for each in known if each is not None), None)
+        for across in given.model_axis or range(1, topology.count + 1):
+            groups = topology.count / across
+            if not groups.is_integer() or config.num_attention_heads % across:
+                continue
+            for slots in given.slots or [usual]:
+                rows = default_rows(max(slots // int(groups), 1), longest)
+                shape = exported or ServingShape(
+                    slots, longest, rows, (longest,), given.page, int(groups),
+                    cache_dtype=given.cache_dtype,
+                )  # fmt: skip
+                for kind in (quantized,) if quantized else given.quantize:
+                    if shape.groups == groups and not shape.slots % shape.groups:
+                        yield serving_setup(config, topology, kind, shape, price)
+
+
+HEADS = (
+    "machine", "mesh", "weights", "slots", "pages", "memory", "machines", "tokens/s",
+    "first token, ms", "between, ms", "targets", "cost/M",
+)  # fmt: skip
 
 
 class ServingRow(NamedTuple):
@@ -278,158 +230,102 @@ class ServingRow(NamedTuple):
     setup: ServingSetup
     machines: int
     load: SimulatedLoad
-    is_met: bool
-
-    @property
-    def devices(self) -> int:
-        """Of all machines."""
-        return self.setup.topology.count * self.machines
-
-    @property
-    def cost(self) -> float | None:
-        """What a million tokens of answers cost, if the price is known."""
-        price = self.setup.price
-        return None if price is None else price * self.devices / self.load.rate / 3600 * 1e6
+    is_enough: bool
 
     def order(self) -> tuple[bool, float, float]:
-        """What rows are sorted by: targets, then cost or devices, then tokens/s."""
-        cost = self.cost
-        return not self.is_met, self.devices if cost is None else cost, -self.load.rate
+        """What rows are sorted by: targets, then what a million tokens cost, or tokens/s."""
+        devices = self.setup.topology.count * self.machines
+        each = self.load.seconds * devices / self.load.tokens / 3600 * 1e6
+        cost = math.inf if self.setup.price is None else self.setup.price * each
+        return not self.is_enough, cost, each
 
     def cells(self) -> tuple[str, ...]:
         """Its line of the table."""
-        setup, load, cost = self.setup, self.load, self.cost
-        mesh = f"data={setup.shape.groups}, model={setup.topology.count // setup.shape.groups}"
+        setup, shape, cost = self.setup, self.setup.shape, self.order()[1]
+        across = setup.topology.count // shape.groups
+        figures = "{:,.0f} / {:,.0f}|{:.1f} / {:.1f}".format(*self.load.figures()).split("|")
         return (
-            str(setup.topology), mesh, setup.quantize, str(setup.shape.slots), f"{setup.pages:,}",
-            str(self.machines), f"{load.rate:,.0f}",
-            f"{load.first_ms(50):,.0f} / {load.first_ms(99):,.0f}",
-            f"{load.gap_ms(50):.1f} / {load.gap_ms(99):.1f}", w.bytes_text(round(setup.bytes)),
-            "yes" if self.is_met else "no", "-" if cost is None else f"{cost:.3g}",
+            str(setup.topology), f"data={shape.groups}, model={across}", setup.quantize,
+            str(shape.slots), f"{setup.limits.pages:,}", w.bytes_text(round(setup.bytes)),
+            str(self.machines), f"{self.load.tokens / self.load.seconds:,.0f}", *figures,
+            "met" if self.is_enough else "missed", "-" if math.isinf(cost) else f"{cost:.3g}",
         )  # fmt: skip
 
 
-HEADS = (
-    "machine", "mesh", "weights", "slots", "pages", "machines", "tokens/s", "first token, ms",
-    "between, ms", "memory", "enough", "cost/M",
-)  # fmt: skip
-
-
-def setups(given: argparse.Namespace, load: OfferedLoad) -> list[partial[ServingSetup]]:
-    """All that is weighed: machines x meshes x quantizations x slots."""
-    model, found = ServingModel.named(given.model), list[partial[ServingSetup]]()
-    page = model.shape.page if model.shape else given.page
-    longest = -(-max(load.longest, given.max_length or 0) // page) * page
-    for name in given.machines:
-        topology = spmd.Topology(name)
-        priced = (name, topology.name, topology.chip.name)
-        price = next((given.price[each] for each in priced if each in given.price), None)
-        usual = [next((n for n in SLOTS if n >= load.at_once), SLOTS[-1])]
-        for across in given.model_axis or range(1, topology.count + 1):
-            if topology.count % across or model.config.num_attention_heads % across:
-                continue
-            groups = topology.count // across
-            for slots in given.slots or ([SLOTS[-1]] if not load.at_once else usual):
-                shape = model.shape or ServingShape(
-                    slots, longest, given.rows or default_rows(max(slots // groups, 1), longest),
-                    (longest,), page, groups, cache_dtype=given.cache_dtype,
-                )  # fmt: skip
-                if shape.groups != groups or shape.slots % groups:
-                    continue
-                for kind in [model.quantize] if model.quantize else given.quantize:
-                    found.append(partial(ServingSetup.of, model, topology, kind, shape, price))
-    if not found:
-        raise ArgumentError(
-            f"no mesh of {', '.join(given.machines)} can serve {given.model} so",
-            fix="name other machines, --slots that groups divide, or leave --model_axis out",
-        )
-    return found
-
-
-def _pair(text: str) -> tuple[float, float]:
-    """Parses `500,2000` as p50 and p99, `2000` as p99 alone."""
-    first, _, last = text.partition(",")
-    return (float(first), float(last)) if last else (float("inf"), float(first))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted({positive(part) for part in text.split(",")}))
-
-
-def _kinds(text: str) -> tuple[str, ...]:
-    if unknown := [kind for kind in words(text) if kind not in QUANTIZATIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not among {', '.join(QUANTIZATIONS)}")
-    return words(text)
-
-
-def make_parser() -> Parser:
-    """Returns the parser of the flags of `spmd plan --serve`."""
-    made = Parser("spmd plan --serve", __doc__)
-    add = made.add_argument
-    add("model", help="a model's name, config.json, or the folder of a Llama's bundle")
-    add("machines", nargs="+", help="what to plan for, as h200:1, v6e:2x4")
-    add("--traffic", default="streams", help=f"what is asked for: {', '.join(LOADS)}, ...")
-    add("--first_token", type=_pair, help="target: ms until it, p50,p99 or p99")
-    add("--between", type=_pair, help="target: ms between tokens, p50,p99 or p99")
-    add("--quantize", type=_kinds, default=("none",), help="weights, as none,int8,fp8,int4")
-    add("--slots", type=_numbers, help="sequences that run together (256, or as clients need)")
-    add("--model_axis", type=_numbers, help="devices that share a layer (all that divide)")
-    add("--rows", type=_numbers, help="of steps, as of scripts/export_llama")
-    add("--max_length", type=positive, help="tokens of a sequence (the longest of the traffic)")
-    add("--page", type=positive, default=64, help="tokens of a page of the cache")
-    add("--cache_dtype", default="bfloat16", help="of keys and values, or int8")
-    add("--price", type=prices, default={}, help="of a device an hour, as v6e=2.7,h200=3.5")
-    add("--most_machines", type=positive, default=MOST_MACHINES, help="that share the traffic")
-    add("--top", type=positive, default=10, help="so many rows of the table")
-    return made
+def fewest_machines(
+    serve: Callable[[int], SimulatedLoad], is_enough: Callable[[SimulatedLoad], bool]
+) -> tuple[int, SimulatedLoad, bool]:
+    """How many machines are enough, what they do, and whether they are; one if no number is."""
+    counts = range(1, 2 if is_enough(serve(1)) else MOST_MACHINES + 1)
+    found = bisect.bisect_left(counts, True, key=lambda count: is_enough(serve(count)))
+    count = counts[found] if found < len(counts) else 1
+    return count, serve(count), found < len(counts)
 
 
 def plan_serving(given: argparse.Namespace) -> tuple[list[ServingRow], list[str]]:
     """Plans, prices and serves each setup: (the best first, why others are left out)."""
-    load = OfferedLoad.read(given.traffic)
-    none = Targets()
-    targets = Targets(given.first_token or none.first, given.between or none.gap)
-    rows, refused = list[ServingRow](), list[str]()
+    load, rows, refused = read_load(given.traffic), list[ServingRow](), list[str]()
+    targets = (*given.first_token, *given.between)
+
+    def is_enough(seen: SimulatedLoad) -> bool:
+        pairs = zip(seen.figures(), targets, strict=True)
+        return seen.late <= KEEPS_UP and all(figure <= most for figure, most in pairs)
+
     with progress(f"plans of {given.model}", True):
-        for make in setups(given, load):
-            setup = make()
-            where = f"{setup.topology}, data={setup.shape.groups}, {setup.quantize}"
-            if load.longest > setup.limits.longest:
-                held = f"a pool of {setup.pages:,} pages holds {setup.limits.longest:,} tokens"
-                refused.append(f"{where}: {held}, and a sequence has {load.longest:,}")
-                continue
-            found = fewest_machines(
-                partial(setup.serve, load), targets.are_met, given.most_machines
-            )
-            rows.append(ServingRow(setup, *found))
+        for setup in setups(given, load):
+            try:
+                serve = functools.cache(functools.partial(simulate, load, *setup[3:5]))
+                rows.append(ServingRow(setup, *fewest_machines(serve, is_enough)))
+            except ValueError as error:  # a sequence that the pool cannot hold
+                memory = w.bytes_text(setup.topology.hbm_bytes)
+                needs = f"needs {w.bytes_text(round(setup.bytes))} of {memory}"
+                where = f"{setup.topology}, data={setup.shape.groups}, {setup.quantize}"
+                refused.append(f"{where}: {needs}, {setup.limits.pages} pages: {error}")
     return sorted(rows, key=ServingRow.order), refused
+
+
+def _target(text: str) -> tuple[float, float]:
+    p50, _, p99 = text.rpartition(",")  # of "2000" the latter
+    return float(p50 or math.inf), float(p99)
+
+
+def make_parser() -> Parser:
+    """Returns the parser of the flags of `spmd plan --serve`."""
+    made, none = Parser("spmd plan --serve", __doc__), (math.inf, math.inf)
+    add, sizes = made.add_argument, lambda text: [positive(part) for part in text.split(",")]
+    add("model", help="a model's name, config.json, or the folder of a Llama's bundle")
+    add("machines", nargs="+", help="what to plan for, as h200:1, v6e:2x4")
+    add("--traffic", default="streams", help=f"what is asked for: {', '.join(LOADS)}, ...")
+    add("--first_token", type=_target, default=none, help="target: ms until it, p50,p99 or p99")
+    add("--between", type=_target, default=none, help="target: ms between tokens, p50,p99 or p99")
+    add("--quantize", type=words, default="none", help="weights, as none,int8,fp8,int4")
+    add("--slots", type=sizes, help="sequences that run together (256, or as clients need)")
+    add("--model_axis", type=sizes, help="devices that share a layer (all that divide)")
+    add("--max_length", type=positive, help="tokens of a sequence (the longest of the traffic)")
+    add("--page", type=positive, default=64, help="tokens of a page of the cache")
+    add("--cache_dtype", default="bfloat16", help="of keys and values, or int8")
+    add("--price", type=prices, default={}, help="of a device an hour, as v6e=2.7,h200=3.5")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `spmd plan --serve` with these flags and returns its exit status."""
-    given = make_parser().parse_args(arguments)
+    given, started = make_parser().parse_args(arguments), time.monotonic()
     default_to_cpus()
-    started = time.monotonic()
     try:
         rows, refused = plan_serving(given)
     except (SpmdError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    took = time.monotonic() - started
-    print(f"serving {given.model}, {given.traffic}: {w.plural(len(rows), 'setup')} in {took:.0f} s")
-    lines = [HEADS, *(row.cells() for row in rows[: given.top])]
-    print("\n".join([*w.aligned(lines, range(3, len(HEADS))), *refused]))
     if not rows:
+        why = refused or [f"no mesh of {', '.join(given.machines)} has these sizes"]
+        print(f"error: {given.model} cannot be served so", *why, sep="\n", file=sys.stderr)
         return 1
-    best = rows[0].setup
-    shape, flags = (
-        best.shape,
-        f"--mesh data={best.shape.groups},model={best.topology.count // best.shape.groups}",
-    )
-    sizes = ",".join(map(str, shape.rows))
-    print(
-        f"\nbest: export_llama --slots {shape.slots} --groups {shape.groups} --rows {sizes} "
-        f"--max_length {shape.max_length} --quantize {best.quantize}; serve {flags}, on "
-        f"{w.plural(rows[0].machines, 'machine')}"
-    )
-    return 0 if rows[0].is_met else 1
+    tried = f"{w.plural(len(rows), 'setup')} in {time.monotonic() - started:.0f} s"
+    lines = w.aligned([HEADS, *(row.cells() for row in rows)], range(3, len(HEADS)))
+    shape, (_, mesh, kind, *_) = rows[0].setup.shape, rows[0].cells()
+    flags = f"--slots {shape.slots} --groups {shape.groups} --max_length {shape.max_length}"
+    flags += f" --rows {','.join(map(str, shape.rows))} --quantize {kind}"
+    print(f"{given.model}, {given.traffic}: {tried}", *lines, *refused, "", sep="\n")
+    print(f"best: export_llama {flags}; serve --mesh {mesh.replace(' ', '')}")
+    return 0 if rows[0].is_enough else 1

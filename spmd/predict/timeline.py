@@ -206,8 +206,7 @@ class _Schedule:
 
 
 class LocalTimes:
-    """Seconds of a local program's ops on one device: the longer of arithmetic and memory traffic,
-    and what each kernel takes besides.
+    """Seconds of a local program's ops on one device: the longer of arithmetic and memory traffic.
 
     What is computed inside its readers takes no time of its own: these read what it is made of.
     """
@@ -233,7 +232,7 @@ class LocalTimes:
             return self._known[op.kind]
         moved = sum(self._bytes_read(op).values()) + _moves(op.kind)[1]
         memory = memory_seconds(op.kind, moved, self.topology)
-        found = max(arithmetic_seconds(op.kind, self.topology), memory) + self.topology.chip.kernel
+        found = max(arithmetic_seconds(op.kind, self.topology), memory)
         if is_plain:
             self._known[op.kind] = found
         return found
