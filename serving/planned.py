@@ -42,10 +42,10 @@ from spmd.explain import words as w
 from spmd.lowering.emit import Emitted
 from spmd.models import decode
 from spmd.models.decode.shape import ServingShape, default_rows
-from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.config import DTYPES, LlamaConfig
 from spmd.models.llama.decode import LlamaRows
 from spmd.models.llama.planned import config_of
-from spmd.models.llama.quantize import quantized_types
+from spmd.models.llama.quantize import QUANTIZATIONS, quantized_types
 from spmd.ops.paged import ATTENTION
 from spmd.predict.ops import arithmetic_seconds
 from spmd.predict.timeline import COMPUTE, predict_timeline
@@ -289,21 +289,33 @@ def _target(text: str) -> tuple[float, float]:
     return float(p50 or math.inf), float(p99)
 
 
+def numbers(text: str) -> list[int]:
+    """Parses `64,256`."""
+    return [positive(part) for part in text.split(",")]
+
+
+def kinds(text: str) -> tuple[str, ...]:
+    """Parses `none,fp8`."""
+    if unknown := [kind for kind in words(text) if kind not in QUANTIZATIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not among {', '.join(QUANTIZATIONS)}")
+    return words(text)
+
+
 def make_parser() -> Parser:
     """Returns the parser of the flags of `spmd plan --serve`."""
     made, none = Parser("spmd plan --serve", __doc__), (math.inf, math.inf)
-    add, sizes = made.add_argument, lambda text: [positive(part) for part in text.split(",")]
+    add = made.add_argument
     add("model", help="a model's name, config.json, or the folder of a Llama's bundle")
     add("machines", nargs="+", help="what to plan for, as h200:1, v6e:2x4")
     add("--traffic", default="streams", help=f"what is asked for: {', '.join(LOADS)}, ...")
     add("--first_token", type=_target, default=none, help="target: ms until it, p50,p99 or p99")
     add("--between", type=_target, default=none, help="target: ms between tokens, p50,p99 or p99")
-    add("--quantize", type=words, default="none", help="weights, as none,int8,fp8,int4")
-    add("--slots", type=sizes, help="sequences that run together (256, or as clients need)")
-    add("--model_axis", type=sizes, help="devices that share a layer (all that divide)")
+    add("--quantize", type=kinds, default="none", help="weights, as none,int8,fp8,int4")
+    add("--slots", type=numbers, help="sequences that run together (256, or as clients need)")
+    add("--model_axis", type=numbers, help="devices that share a layer (all that divide)")
     add("--max_length", type=positive, help="tokens of a sequence (the longest of the traffic)")
     add("--page", type=positive, default=64, help="tokens of a page of the cache")
-    add("--cache_dtype", default="bfloat16", help="of keys and values, or int8")
+    add("--cache_dtype", choices=(*DTYPES, "int8"), default="bfloat16", help="of keys and values")
     add("--price", type=prices, default={}, help="of a device an hour, as v6e=2.7,h200=3.5")
     return made
 
@@ -326,6 +338,7 @@ def main(arguments: Sequence[str]) -> int:
     shape, (_, mesh, kind, *_) = rows[0].setup.shape, rows[0].cells()
     flags = f"--slots {shape.slots} --groups {shape.groups} --max_length {shape.max_length}"
     flags += f" --rows {','.join(map(str, shape.rows))} --quantize {kind}"
+    flags += f" --cache_dtype {shape.cache_dtype}"
     print(f"{given.model}, {given.traffic}: {tried}", *lines, *refused, "", sep="\n")
     print(f"best: export_llama {flags}; serve --mesh {mesh.replace(' ', '')}")
     return 0 if rows[0].is_enough else 1

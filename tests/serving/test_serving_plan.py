@@ -114,3 +114,6 @@ def test_the_command_plans_meshes_and_says_the_best(capsys: pytest.CaptureFixtur
     assert main(["plan", "--serve", "tiny", *flags, "--model_axis", "3"]) == 1
     assert "cannot be served" in capsys.readouterr().err
     assert main(["plan", "--serve", "tiny", "h200:2", "--traffic", "wild"]) == 2
+    with pytest.raises(SystemExit):
+        main(["plan", "--serve", "tiny", "h200:2", "--quantize", "int9"])
+    assert "'int9' is not among none, int8" in capsys.readouterr().err
