@@ -256,7 +256,10 @@ def fewest_machines(
     serve: Callable[[int], SimulatedLoad], is_enough: Callable[[SimulatedLoad], bool]
 ) -> tuple[int, SimulatedLoad, bool]:
     """How many machines are enough, what they do, and whether they are; one if no number is."""
-    counts = range(1, 2 if is_enough(serve(1)) else MOST_MACHINES + 1)
+    most = 1
+    while most < MOST_MACHINES and not is_enough(serve(most)):
+        most *= 2
+    counts = range(most // 2 + 1, most + 1)
     found = bisect.bisect_left(counts, True, key=lambda count: is_enough(serve(count)))
     count = counts[found] if found < len(counts) else 1
     return count, serve(count), found < len(counts)

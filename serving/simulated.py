@@ -128,7 +128,7 @@ def read_load(text: str) -> OfferedLoad:
         ends = [said.pop(name).partition("-")[::2] for name in ("prompt", "answer")]
         prompts, answers = (range(int(low), int(high or low) + 1) for low, high in ends)
         at_once, rate = int(said.pop("at_once", 0)), float(said.pop("rate", 0))
-        count = int(said.pop("requests", 4 * at_once or max(256, math.ceil(60 * rate))))
+        count = int(said.pop("requests", 4 * at_once or max(256, math.ceil(30 * rate))))
         if said or not at_once + rate or min(at_once, rate, prompts[0] - 1, answers[0] - 1) < 0:
             raise ValueError
         for _ in range(count):
