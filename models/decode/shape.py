@@ -58,3 +58,26 @@ def symbolic_pages(shape: ServingShape) -> Any:
     least = shape.pages_of_slot
     bounds = (f"{PAGES} >= {least}", f"{PAGES} <= {shape.slots_of_group * least}")
     return jax.export.symbolic_shape(PAGES, constraints=bounds)[0]
+
+
+PIECES = (256, 512, 1024, 2048, 4096)
+"""Rows of steps with pieces of prompts. With fewer sizes more of a step is padding: a prompt of 345
+tokens would take a step of 1024 rows, which takes twice as long as one of 512."""
+
+
+def default_rows(slots: int, longest: int) -> tuple[int, ...]:
+    """Numbers of rows: one slot decodes, some or all do, or do so beside pieces of prompts.
+
+    A step is padded to the next of them, so a server of many slots for few streams has small ones.
+
+    Args:
+      slots: of a group.
+      longest: sequence.
+
+    Example:
+      >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
+      ((1, 8, 256, 512, 1024, 2048, 4096), (1, 16, 64, 256, 512, 1024, 2048, 4096), (1, 2, 96))
+    """
+    few = [n for n in (1, 16, 64, 256) if 2 * n <= slots] if slots >= 64 else [1]
+    pieces = [min(n, slots * longest) for n in PIECES if n >= 2 * slots] or [2 * slots]
+    return tuple(sorted({*few, slots, *pieces}))

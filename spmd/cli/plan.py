@@ -13,11 +13,15 @@ search chooses: --batch 256,512. Those of named models are --batch, --seq_len, -
 --optimizer, --attention, --layers. A machine is chip:shape, as v5e:16x16, h200:8, h200:4x8 (hosts x
 GPUs), or a slice as clouds name it, as v5p-256.
 
+With --serve the program is a model to be served, and the plan is for a traffic and its targets:
+spmd plan --serve --help has its flags.
+
 Examples:
     spmd plan llama3-70b v5p-256 --batch 256 --seq_len 8192
     spmd plan llama3-8b h200:8 b200:8 --batch 64 --price h200=3.5,b200=5.9 --report plans.html
     spmd plan train.py:build v6e-16 --axes data,model --batch 128,256
     spmd plan model.mlir v5e-8 --mesh data=8 --mesh data=4,model=2
+    spmd plan --serve llama3.1-8b h200:1 v6e:2x4 --traffic prompt=345,answer=160,rate=20
 
 Exit status: 0; 1 if nothing that was planned fits; 2 for flags and programs that cannot be used.
 """
@@ -34,13 +38,13 @@ from typing import Any
 import spmd
 from spmd.api import static_module
 from spmd.auto import auto_specs
-from spmd.cli.flags import Parser, words
+from spmd.cli.flags import Parser, Switch, words
 from spmd.cli.specs import default_to_cpus, mesh_axes
 from spmd.errors import ArgumentError, SpmdError
 from spmd.frontend.importer.module import boundary_names
 from spmd.plan import choices_of, read_choice
 
-LLAMA = "spmd.models.llama.planned"
+LLAMA, SERVING = "spmd.models.llama.planned", "spmd.serving.planned"
 
 
 def make_parser() -> Parser:
@@ -49,9 +53,10 @@ def make_parser() -> Parser:
     add = made.add_argument
     add("program", help="a model's name, config.json, script.py:build, module:build or .mlir file")
     add("machines", nargs="+", help="what to plan for, as v5p-256, v5e:16x16, h200:8")
+    add("--serve", action=Switch, help="plan how to serve a model; its own flags")
     add("--axes", type=words, help="names of the mesh axes, major first (data,model)")
     add("--mesh", type=mesh_axes, action="append", help="this mesh alone (repeatable)")
-    add("--price", type=_prices, default={}, help="of a device an hour, as v5p=4.2,h200=3.5")
+    add("--price", type=prices, default={}, help="of a device an hour, as v5p=4.2,h200=3.5")
     add("--seconds", type=float, default=50.0, help="how long to search")
     add("--top", type=int, default=10, help="so many rows of the table")
     add("--report", metavar="FILE", help="also write a page that compares the candidates")
@@ -63,10 +68,13 @@ def make_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `spmd plan` with these flags (None: `sys.argv`) and returns its exit status."""
-    parser = make_parser()
-    given, rest = parser.parse_known_args(arguments)
-    default_to_cpus()
+    flags = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if "--serve" in flags:
+            flags.remove("--serve")
+            return int(importlib.import_module(SERVING).main(flags))
+        given, rest = make_parser().parse_known_args(flags)
+        default_to_cpus()
         build, axes = program(given.program)
         choices = read_choices(build, rest)
         found = spmd.plan(
@@ -90,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.out:
             Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
     except ModuleNotFoundError as error:
-        print(f'error: {error}; named models take pip install "spmd[train]"', file=sys.stderr)
+        print(f'error: {error}; named models take pip install "spmd[train,serve]"', file=sys.stderr)
         return 2
     except (SpmdError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -154,7 +162,8 @@ def read_choices(build: Callable[..., Any], words_: Sequence[str]) -> dict[str, 
     return given
 
 
-def _prices(text: str) -> dict[str, float]:
+def prices(text: str) -> dict[str, float]:
+    """Parses "v5p=4.2,h200=3.5" as {"v5p": 4.2, "h200": 3.5}."""
     pairs = (part.partition("=") for part in text.split(","))
     return {name.strip(): float(price) for name, _, price in pairs}
 

@@ -69,6 +69,9 @@ class Chip:
     # Bytes/s, read and written, at which 8-bit operands of products are transposed; 0 where
     # products read them in any order.
     byte_transpose: float = 0.0
+    kernel: float = (
+        0.0  # seconds of a kernel beside its arithmetic or traffic: filling, running dry
+    )
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
@@ -95,8 +98,9 @@ _ICI_LATENCY = 1e-6
 #   reach 70% of the data sheet's peak (fp8 1,380 TFLOP/s), copies 90%, transposes of 8-bit operands
 #   a quarter, and three quarters of what could be hidden behind arithmetic is: so steps of 8 and 32
 #   layers are predicted within 5% (docs/benchmarks/training.md). cuDNN's attention, both ways
-#   together, reaches 63% of what products do: heads of width 128, 4096 causal tokens. Of other
-#   chips' kernels nothing is known.
+#   together, reaches 63% of what products do: heads of width 128, 4096 causal tokens. Ours over
+#   pages reaches half with prompts of 2,000 to 4,000 (spmd/ops/paged_hopper.py). Of other chips'
+#   kernels nothing is known.
 #   B200: the DGX B200 data sheet, an eighth of it, dense. MI300X: AMD's data sheet, dense; of its
 #   seven links to the others of a host one way each. Nothing was measured on either: what they
 #   reach of these figures is less.
@@ -113,8 +117,9 @@ _HOPPER = tuple(
 )
 _MEASURED: dict[str, Any] = {
     "measured": _HOPPER,
-    "efficiency": (("attention", 0.63),),
+    "efficiency": (("attention", 0.63), ("paged_attention", 0.5)),
     "byte_transpose": 1.2e12,
+    "kernel": 1.2e-6,  # 400 of a step of Llama 2 7B for one token: docs/benchmarks/decoding.md
 }
 _GIB, _GB = 2**30, 10**9
 

@@ -29,7 +29,6 @@ from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
 from spmd.ops import paged_reference, paged_triton
-from spmd.ops.attention_split import ARITHMETIC
 
 ATTENTION = "spmd.paged_attention"
 UPDATE = "spmd.paged_update"
@@ -268,6 +267,6 @@ register_composite(
     # Two products of every row with all positions that it may see.
     flops=lambda kind: 4.0 * kind.operands[0].size * _reach(kind),
     bytes_read=_bytes_read,
-    arithmetic=ARITHMETIC,
+    arithmetic="paged_attention",
 )
 register_composite(UPDATE, _update_rule, decomposition=paged_reference.update)

@@ -11,6 +11,7 @@ during which a backend computes nothing (`XlaBackend.waits_for`) take the lane o
             data    | all_gather ..|           (hidden but for what is longer than the first dot)
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -74,9 +75,14 @@ class Timeline(NamedTuple):
         return max((slot.end for slot in self.slots if slot.depth == 0), default=0.0)
 
 
-def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
-    """Returns when each op of a local program is predicted to run, and the time of one run."""
-    run = _Schedule(program, mesh, topology)
+def predict_timeline(
+    program: Program, mesh: Mesh, topology: Topology, *, least: bool = False
+) -> Timeline:
+    """Returns when each op of a local program is predicted to run, and the time of one run.
+
+    With `least` it takes the shortest branch of every case, not the longest.
+    """
+    run = _Schedule(program, mesh, topology, least)
     end = run.region(program.body, 0.0, 1, 0)
     parts = [slot for slot in run.slots if not slot.op.regions]
     compute = sum(slot.seconds * slot.trips for slot in parts if slot.lane == COMPUTE)
@@ -107,8 +113,9 @@ def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
 
 
 class _Schedule:
-    def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
+    def __init__(self, program: Program, mesh: Mesh, topology: Topology, least: bool) -> None:
         self.mesh, self.topology, self.index = mesh, topology, Index(program)
+        self.least = least
         self.local = LocalTimes(program, topology, self.index)
         self.waits_for = backend_of(topology.platform).waits_for
         self.ready: dict[Value, float] = {}  # when each value is there
@@ -170,7 +177,7 @@ class _Schedule:
         return begin
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
-        """Schedules a loop (an iteration times its trips) or a case (its longest branch).
+        """Schedules a loop (an iteration times its trips) or a case (one branch, as `least` says).
 
         Nothing else runs meanwhile. Of a case only that branch has slots. Returns when it ends.
         """
@@ -183,10 +190,10 @@ class _Schedule:
                 end = self.region(region, end, trips * inner, depth + 1)
             seconds = inner * (end - begin)
         else:
-            seconds, mark = 0.0, place
-            for region in op.regions:  # only the slots of the branch that takes longest stay
+            seconds, mark = math.inf if self.least else 0.0, place
+            for region in op.regions:  # only the slots of the branch that counts stay
                 took = self.region(region, begin, trips, depth + 1) - begin
-                if took > seconds:
+                if took < seconds if self.least else took > seconds:
                     del self.slots[place:mark]
                     seconds = took
                 else:

@@ -1,0 +1,39 @@
+"""What `spmd plan --serve` predicts for loads that one H200 was measured under, and the ratios.
+
+Nothing runs: the engine's scheduler meets each load on a clock of its own. Measured figures are
+those of `benchmarks/run loads --slots 256 --length 4352` on one H200, bf16.
+
+Example:
+    benchmarks/run serving_plan --rows llama2-7b
+"""
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.tables import print_head, print_line
+from spmd.cli.flags import Parser, words
+from spmd.serving import planned
+
+MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "llama2-7b": {
+        "streams": (5195, 49, 422), "wide": (7146, 154, 2708), "long": (64 * 32 / 7.86,),
+        "prefix": (3683,), "one": (225,),
+    },
+    "llama3.2-1b": {"streams": (13558,), "wide": (27361,), "long": (64 * 32 / 1.73,)},
+}  # fmt: skip
+"""Model -> load -> tokens/s and, where they are known, p50 and p99 of the first token in ms."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    parser = Parser("benchmarks/run serving_plan", __doc__)
+    parser.add_argument("--rows", type=words, default=",".join(MEASURED), help="which models")
+    heads = ("tokens/s", "first token, p50 ms", "p99 ms")
+    print_head(("model", "load", *(f"{head}: predicted / measured" for head in heads)))
+    for model in parser.parse_args(arguments).rows:
+        for load, measured in MEASURED[model].items():
+            flags = f"{model} h200:1 --slots 256 --max_length 4352 --traffic {load}"
+            (row, *_), _ = planned.plan_serving(planned.make_parser().parse_args(flags.split()))
+            found = (row.load.tokens / row.load.seconds, *row.load.figures())
+            pairs = zip(found, measured, strict=False)
+            cells = [f"{a:,.0f} / {b:,.0f} = {a / b:.2f}" for a, b in pairs]
+            print_line((model, load, *cells, *[""] * (3 - len(cells))))
