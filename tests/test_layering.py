@@ -32,7 +32,7 @@ LAYERS = (
     ("spmd.compiler", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
     # "spmd" is spmd/__init__.py, and importing it is using the public names.
-    ("spmd.api", "spmd.auto", "spmd.plan", "spmd"),
+    ("spmd.api", "spmd.auto", "spmd.plan", "spmd.transfer", "spmd"),
     ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"),
     ("spmd.models",),
     ("spmd.serving",),
