@@ -33,7 +33,7 @@ from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.plan import Plans, Task, plan
-from spmd.transfer import Transfer, transfer
+from spmd.transfer import TransferPlan, transfer
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ __all__ = [
     "SpmdError",
     "Task",
     "Topology",
-    "Transfer",
+    "TransferPlan",
     "UnsupportedOpError",
     "auto",
     "compile_stablehlo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,7 +27,7 @@ Struct = jax.ShapeDtypeStruct
 Bytes = Counter[Any]  # device -> bytes
 
 
-class Transfer:
+class TransferPlan:
     """Moves a pytree to the shardings of another program: planned when made, done when called.
 
     Among the same devices the compiler's own collectives move values. On other or overlapping ones
@@ -56,7 +57,7 @@ class Transfer:
 
     Example:
       >>> half = lambda tree: jax.tree.map(lambda x: x.astype("bfloat16"), tree)
-      >>> move = spmd.Transfer(params, serve.in_info[0], convert=half)
+      >>> move = spmd.TransferPlan(params, serve.in_info[0], convert=half)
       >>> print(move.summary())
       >>> served = move(params)
     """
@@ -99,7 +100,7 @@ class Transfer:
                 source=caller(),
                 actual=str(given),
                 required=str(self._planned),
-                fix="plan another: spmd.Transfer(tree, to)",
+                fix="plan another: spmd.TransferPlan(tree, to)",
             )
         leaves, structure = jax.tree.leaves(tree), jax.tree.structure(self.out_info)
         results: dict[int, Any] = {}
@@ -124,12 +125,12 @@ class Transfer:
 
 
 def transfer(tree: Any, to: Any, **options: Any) -> Any:
-    """Moves a pytree of arrays to where another program takes it, as `Transfer` does and says.
+    """Moves a pytree of arrays to where another program takes it, as `TransferPlan` does and says.
 
     Example:
       >>> params = spmd.transfer(params, serve.in_info[0], donate=True)
     """
-    return Transfer(tree, to, **options)(tree)
+    return TransferPlan(tree, to, **options)(tree)
 
 
 class _Stage(NamedTuple):
@@ -156,10 +157,16 @@ def _stages(
         return [_program(closed, ins, outs, donate)]
     read, made = (sum(x.size * x.dtype.itemsize for x in some) for some in (ins, outs))
     if _meet(ins) and made <= read:
-        first = _program(closed, ins, [Struct(x.shape, x.dtype) for x in outs], donate)
+        first = _program(closed, ins, _like(outs, ins), donate)
         return [first, _pieces(first.made, outs, sent, True)]
-    last = _program(closed, [Struct(x.shape, x.dtype) for x in ins], outs, True)
+    last = _program(closed, _like(ins, outs), outs, True)
     return [_pieces(ins, last.read, sent, donate), last]
+
+
+def _like(structs: list[Struct], others: list[Struct]) -> list[Struct]:
+    """Returns structs with the shardings of others of the same shape, and without where none is."""
+    where = {x.shape: x.sharding for x in others}  # copies of a cast value stay where they were
+    return [Struct(x.shape, x.dtype, sharding=where.get(x.shape)) for x in structs]
 
 
 def _program(closed: ClosedJaxpr, ins: list[Struct], outs: list[Struct], donate: bool) -> _Stage:
@@ -177,7 +184,9 @@ def _program(closed: ClosedJaxpr, ins: list[Struct], outs: list[Struct], donate:
         return list(map(_on, made, results))  # the program has them on its own mesh
 
     mesh = next(x.sharding.mesh for x in (*ins, *outs) if x.sharding)
-    compiled = jit(convert, mesh=mesh).compile(*ins)
+    with warnings.catch_warnings():  # on marks that cost much
+        warnings.filterwarnings("ignore", "convert: ")
+        compiled = jit(convert, mesh=mesh).compile(*ins)
     made = [x if x.sharding else y for x, y in zip(outs, compiled.out_info, strict=True)]
     sent = sum(c.bytes * c.count for c in compiled.collectives)
     each = (dict.fromkeys(mesh.devices.flat, n) for n in (sent, compiled.memory.temporary))
@@ -192,9 +201,11 @@ def _pieces(ins: list[Struct], outs: list[Struct], sent: Bytes, donate: bool) ->
     for x, y in zip(ins, outs, strict=True):
         found = copies(boxes(x.sharding, x.shape), boxes(y.sharding, x.shape), sent)
         moves.append(partial(_move, y, found, donate))
+        cuts = {(c.source, c.cut, c.size) for pieces in found for c in pieces if c.cut}
+        for source, _, size in cuts:
+            buffer[source] += size * x.dtype.itemsize
         for copy, count in ((copy, len(pieces)) for pieces in found for copy in pieces):
             size = copy.size * x.dtype.itemsize
-            buffer[copy.source] += size if copy.cut else 0
             if copy.source != copy.target:
                 messages += 1
                 given[copy.source] += size
@@ -223,16 +234,15 @@ def _move(like: Struct, found: list[list[Copy]], donate: bool, array: jax.Array)
         return jax.device_put(array, like.sharding)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     every = [copy for pieces in found for copy in pieces]
-    values = [
-        jax.lax.slice(shards[copy.source], *zip(*copy.cut, strict=True))
-        if copy.cut
-        else shards[copy.source]
-        for copy in every
-    ]
+    cut: dict[Any, Any] = {}
+    for _, box, source, *_ in every:
+        if box and (source, box) not in cut:
+            cut[source, box] = jax.lax.slice(shards[source], *zip(*box, strict=True))
+    values = [cut.get((copy.source, copy.cut), shards[copy.source]) for copy in every]
     moved, parts = iter(jax.device_put(values, [copy.target for copy in every])), []
     for pieces in found:
-        (_, cut, source, target, _), some = pieces[0], [next(moved) for _ in pieces]
-        stays = len(pieces) == 1 and not cut and source == target
+        (_, box, source, target, _), some = pieces[0], [next(moved) for _ in pieces]
+        stays = len(pieces) == 1 and not box and source == target
         if len(pieces) > 1:
             grid = [len({copy.box[dim] for copy in pieces}) for dim in range(array.ndim)]
             some = [_join(some, tuple(grid))]
@@ -318,8 +328,8 @@ def _placed(tree: Any, to: Any) -> Any:
             f"{name or 'the tree'} cannot be transferred: {why}",
             source=caller(),
             actual=described(leaf),
-            fix="pass arrays on devices, and the other program's in_info[0] as `to`; make "
-            "its tree by convert=, as in lambda x: jax.tree.map(lambda x: x.astype('bfloat16'), x)",
+            fix="pass arrays that are on devices, and the other program's in_info as `to`; its "
+            "tree is made of this one by convert=, a function: other names, a cast, weights joined",
         )
     return jax.tree.unflatten(structure, found)
 
