@@ -30,18 +30,16 @@ Bytes = Counter[Any]  # device -> bytes
 class TransferPlan:
     """Moves a pytree to the shardings of another program: planned when made, done when called.
 
-    Among the same devices the compiler's own collectives move values. On other or overlapping ones
-    each device gets just the pieces of its part that it does not hold, each from the nearest and
-    least busy holder. Arrays move one after another, so little more memory is needed than both
-    trees take.
+    Among the same devices the compiler's own collectives move values. Else each device gets just
+    the pieces of its part that it does not hold, from the nearest and least busy holder. Arrays
+    move one after another, so little more memory is needed than both trees take.
 
     Args:
       tree: arrays, or `jax.ShapeDtypeStruct`s with shardings, such as a `Compiled`'s `out_info`.
       to: a pytree like the result, of structs with shardings (`Compiled.in_info` has those of each
         argument), arrays or shardings; or one sharding for all.
-      convert: makes the other program's tree of this one's: a cast, a quantization, other names,
-        weights joined. It runs on each device's part, where that moves fewer bytes. Arrays that it
-        combines with one another move together.
+      convert: a function that makes the other program's tree of this one's: a cast, other names,
+        weights joined. It runs where that moves fewer bytes. Arrays that it combines move together.
       donate: frees each array of the tree when it has moved.
 
     Attributes:
@@ -53,7 +51,7 @@ class TransferPlan:
     Raises:
       ArgumentError: trees differ in structure, or a leaf in shape or dtype, or has no sharding.
       MeshError: `convert` combines arrays of several meshes to results on several meshes.
-      LaunchError: pieces would have to go to devices of another process.
+      LaunchError: a piece would have to go to a device of another process.
 
     Example:
       >>> half = lambda tree: jax.tree.map(lambda x: x.astype("bfloat16"), tree)
@@ -62,17 +60,10 @@ class TransferPlan:
       >>> served = move(params)
     """
 
-    def __init__(
-        self,
-        tree: Any,
-        to: Any,
-        *,
-        convert: Callable[[Any], Any] = lambda tree: tree,
-        donate: bool = False,
-    ) -> None:
-        self._planned = _placed(tree, tree)
+    def __init__(self, tree: Any, to: Any, *, convert: Any = None, donate: bool = False) -> None:
+        self._planned, self._donate = _placed(tree, tree), donate
         bare = jax.tree.map(lambda x: Struct(x.shape, x.dtype), self._planned)
-        closed, made = jax.make_jaxpr(convert, return_shape=True)(bare)
+        closed, made = jax.make_jaxpr(convert or (lambda x: x), return_shape=True)(bare)
         self.out_info = _placed(made, to)
         ins, outs = jax.tree.leaves(self._planned), jax.tree.leaves(self.out_info)
         known: dict[Any, list[_Stage]] = {}  # equal arrays of many layers move in the same way
@@ -94,15 +85,19 @@ class TransferPlan:
 
     def __call__(self, tree: Any) -> Any:
         """Moves a tree; ArgumentError for one of another structure, types or shardings."""
-        if (given := _placed(tree, tree)) != self._planned:
+        leaves, structure = jax.tree.leaves(tree), jax.tree.structure(self.out_info)
+        is_fit = (given := _placed(tree, tree)) == self._planned
+        is_once = not self._donate or len(set(map(id, leaves))) == len(leaves)
+        if not is_fit or not is_once or any(x.is_deleted() for x in leaves):
             raise ArgumentError(
-                "the tree is not as the transfer was planned for it",
+                "the tree is not as the transfer was planned for it"
+                if not is_fit
+                else "an array of the tree is deleted, or donated and there twice",
                 source=caller(),
                 actual=str(given),
                 required=str(self._planned),
-                fix="plan another: spmd.TransferPlan(tree, to)",
+                fix="plan another, spmd.TransferPlan(tree, to), or pass arrays that are there",
             )
-        leaves, structure = jax.tree.leaves(tree), jax.tree.structure(self.out_info)
         results: dict[int, Any] = {}
         for reads, writes, stages in self._parts:
             arrays = [leaves[i] for i in reads]
@@ -114,11 +109,10 @@ class TransferPlan:
     def summary(self) -> str:
         """Returns the price as text: bytes, memory, predicted time."""
         ends = [_held(jax.tree.leaves(x)) for x in (self._planned, self.out_info)]
-        totals = [f"{bytes_text(x.total())} on {len(x)} devices" for x in ends]
-        received = [bytes_text(count) for count in (self.bytes, self.received.total())]
+        totals = " to ".join(f"{bytes_text(x.total())} on {len(x)} devices" for x in ends)
+        most, every = bytes_text(self.bytes), bytes_text(self.received.total())
         return (
-            f"transfer of {' to '.join(totals)}\n"
-            f"  received  {received[0]} by one device at most, {received[1]} in all\n"
+            f"transfer of {totals}\n  received  {most} by one device at most, {every} in all\n"
             f"  memory    {bytes_text(self.peak_bytes)} of one device at most\n"
             f"  time      {seconds_text(self.seconds)} predicted"
         )
@@ -206,20 +200,19 @@ def _pieces(ins: list[Struct], outs: list[Struct], sent: Bytes, donate: bool) ->
             buffer[source] += size * x.dtype.itemsize
         for copy, count in ((copy, len(pieces)) for pieces in found for copy in pieces):
             size = copy.size * x.dtype.itemsize
+            if copy.source.process_index != copy.target.process_index:
+                raise LaunchError(
+                    f"a piece would have to go from {copy.source} to another process",
+                    source=caller(),
+                    fix="give both programs meshes of the same devices, with axes of common parts, "
+                    "so that collectives move the values; or save a checkpoint and restore it",
+                )
             if copy.source != copy.target:
                 messages += 1
                 given[copy.source] += size
                 received[copy.target] += size
                 buffer[copy.target] += size if count > 1 else 0  # until they are joined
-    devices = [d for x in (*ins, *outs) for d in x.sharding.device_set]
-    if far := {d.process_index for d in devices} - {jax.process_index()}:
-        raise LaunchError(
-            f"pieces would have to go from one process to another, {min(far)}",
-            source=caller(),
-            fix="give both programs meshes of the same devices, with axes of common parts, so that "
-            "collectives move the values; or save a checkpoint and restore it",
-        )
-    link = Topology.for_devices(devices).chip.ici
+    link = Topology.for_devices([*outs[0].sharding.device_set]).chip.ici
     busiest = max((received | given).values(), default=0)
 
     def run(arrays: list[Any]) -> list[Any]:
@@ -233,6 +226,7 @@ def _move(like: Struct, found: list[list[Copy]], donate: bool, array: jax.Array)
     if not array.size:
         return jax.device_put(array, like.sharding)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
+    found = [pieces for pieces in found if pieces[0].target.process_index == jax.process_index()]
     every = [copy for pieces in found for copy in pieces]
     cut: dict[Any, Any] = {}
     for _, box, source, *_ in every:

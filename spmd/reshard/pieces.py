@@ -33,8 +33,8 @@ def boxes(sharding: Any, shape: Sequence[int]) -> dict[Any, Box]:
 def copies(have: dict[Any, Box], need: dict[Any, Box], sent: Counter[Any]) -> list[list[Copy]]:
     """Returns for each device of `need` the copies that make up its part, in row-major order.
 
-    Of several holders the nearest sends, of those the one that has `sent` the fewest elements so
-    far, which this counts on.
+    Of several holders the nearest sends, first those of the same process; of equally near ones that
+    which has `sent` the fewest elements so far, which this counts on.
     """
     # The parts of a sharding are the cells of a grid, and so are their cuts with another part:
     # of (4, 4) in rows over 2 devices, columns 0 and 1 are 2 x 2 of each, one above the other.
@@ -59,6 +59,7 @@ def copies(have: dict[Any, Box], need: dict[Any, Box], sent: Counter[Any]) -> li
     return found
 
 
-def _distance(one: Any, other: Any) -> int:
+def _distance(one: Any, other: Any) -> tuple[bool, int]:
     ends = (getattr(device, "coords", ()) for device in (one, other))  # of a TPU, in its torus
-    return sum(abs(a - b) for a, b in zip(*ends, strict=True))
+    hops = sum(abs(a - b) for a, b in zip(*ends, strict=True))
+    return one.process_index != other.process_index, hops
