@@ -13,7 +13,7 @@ Example:
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,18 @@ CASES = {
 }
 
 
-HEADER = (
-    "weights go", "as", "received", "least", "XLA sends", "memory", "s", "device_put s", "checkpoint s"
-)  # fmt: skip
+HEADER = ("weights go", "as", "received", "least", "XLA sends", "memory", "s", "device_put s")
 
 
-def lacking(source: NamedSharding, x: jax.Array) -> Counter[Any]:
-    """Bytes of each device's part of an array that it had not got, element by element."""
-    have, found = source.devices_indices_map(x.shape), Counter[Any]()
-    for device, index in x.sharding.devices_indices_map(x.shape).items():
-        missing = np.zeros(x.shape, bool)
+def lacking(source: Any, target: Any, shape: tuple[int, ...], size: int) -> Counter[Any]:
+    """The bytes of each device's part that it has not got, element by element."""
+    have, found = source.devices_indices_map(shape), Counter[Any]()
+    for device, index in target.devices_indices_map(shape).items():
+        missing = np.zeros(shape, bool)
         missing[index] = True
-        missing[have.get(device, slice(0, 0))] = False
-        found[device] = int(missing.sum()) * x.dtype.itemsize
+        if device in have:
+            missing[have[device]] = False
+        found[device] = int(missing.sum()) * size
     return found
 
 
@@ -83,16 +82,20 @@ def line(name: str, kind: str, weights: Any) -> list[str]:
             found = checkpoints.find(1)
             return found and checkpoints.restore(found, TrainState(targets, {})).params
 
-    move = spmd.TransferPlan(tree, places, convert=convert)
-    seconds = []
-    for run in (lambda: move(tree), lambda: jax.device_put(jitted(tree), places), restored):
+    move, seconds = spmd.TransferPlan(tree, places, convert=convert), list[str]()
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: move(tree), lambda: jax.device_put(jitted(tree), places), restored
+    )  # fmt: skip
+    for run in ways:
         for _ in range(2):  # compiled the first time
             start = time.perf_counter()
-            result = jax.block_until_ready(run())
+            jax.block_until_ready(run())
         seconds.append(f"{time.perf_counter() - start:.3f}")
     moved, sent = move(tree), "-"
     jax.tree.map(np.testing.assert_array_equal, moved, wanted)
-    least = sum((lacking(source, x) for x in jax.tree.leaves(moved)), Counter())
+    leaves = jax.tree.leaves(moved)
+    each = (lacking(source, x.sharding, x.shape, x.dtype.itemsize) for x in leaves)
+    least: Counter[Any] = sum(each, Counter())
     if source.device_set == to.device_set:
         text = str(jax.jit(convert, out_shardings=places).lower(tree).compile().as_text())
         total = sum(c.bytes * c.count for c in hlo_collectives(text))
@@ -118,4 +121,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fresh = init(jax.random.key(0), config)
     weights = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), fresh)
     ways = ((name, kind) for name in CASES for kind in ("none", "int8"))
-    print_table(HEADER, (line(*way, weights) for way in ways))
+    print_table((*HEADER, "checkpoint s"), (line(*way, weights) for way in ways))

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from benchmarks.transfer import lacking
 from spmd.errors import bytes_text
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.fresh import init
@@ -36,18 +37,6 @@ def layouts(draw: st.DrawFn) -> NamedSharding:
     names = draw(st.sampled_from(["a", *["b", "ab", "ba"][: 4 * (len(shape) - 1)]]))
     spec = draw(st.permutations([tuple(names), ()] if draw(st.booleans()) else [*names, None]))
     return on(sorted(devices) if draw(st.booleans()) else devices, shape, *spec[:2])
-
-
-def lacking(src: Any, dst: Any, shape: tuple[int, ...], size: int) -> Counter[Any]:
-    """The bytes of each device's part that it has not got, element by element."""
-    have, found = src.devices_indices_map(shape), Counter[Any]()
-    for device, index in dst.devices_indices_map(shape).items():
-        missing = np.zeros(shape, bool)
-        missing[index] = True
-        if device in have:
-            missing[have[device]] = False
-        found[device] = int(missing.sum()) * size
-    return found
 
 
 def held(tree: Any) -> Counter[Any]:
