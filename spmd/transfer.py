@@ -88,11 +88,12 @@ class TransferPlan:
         leaves, structure = jax.tree.leaves(tree), jax.tree.structure(self.out_info)
         is_fit = (given := _placed(tree, tree)) == self._planned
         is_once = not self._donate or len(set(map(id, leaves))) == len(leaves)
-        if not is_fit or not is_once or any(x.is_deleted() for x in leaves):
+        is_here = all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves)
+        if not (is_fit and is_once and is_here):
             raise ArgumentError(
                 "the tree is not as the transfer was planned for it"
                 if not is_fit
-                else "an array of the tree is deleted, or donated and there twice",
+                else "an array of the tree has no values, is deleted, or donated and there twice",
                 source=caller(),
                 actual=str(given),
                 required=str(self._planned),
