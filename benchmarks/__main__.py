@@ -13,14 +13,14 @@ from benchmarks.environment import xla_flags
 
 ON_CPUS = (
     "decode_ahead", "long", "serving_plan", "tpu",  # for machines not here
-    "bytes", "compare_shardy", "compiler", "memory",
+    "bytes", "compare_shardy", "compiler", "memory", "transfer",
 )  # fmt: skip
 """They run nothing that would need a GPU."""
 
 COMPILED = ("bytes", "compiler")
 """They compile for eight virtual devices, and run next to nothing."""
 
-EIGHT_DEVICES = ("compare_training", "memory")
+EIGHT_DEVICES = ("compare_training", "memory", "transfer")
 """They take eight virtual devices where the user says nothing."""
 
 

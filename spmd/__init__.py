@@ -33,6 +33,7 @@ from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.plan import Plans, Task, plan
+from spmd.transfer import TransferPlan, transfer
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "SpmdError",
     "Task",
     "Topology",
+    "TransferPlan",
     "UnsupportedOpError",
     "auto",
     "compile_stablehlo",
@@ -72,4 +74,5 @@ __all__ = [
     "plan",
     "register_composite",
     "register_rule",
+    "transfer",
 ]

@@ -33,7 +33,7 @@ FP8_MAX = float(ml_dtypes.finfo(FP8).max)
 
 
 def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
-    """Quantizes one matrix.
+    """Quantizes one matrix, of numpy or of jax: inside a program, too, to the same numbers.
 
     Args:
         kind: `int8`, `int4` or `fp8`.
@@ -44,19 +44,20 @@ def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
     Raises:
         ConfigError: the kind is unknown, or groups of 4-bit values do not divide the width.
     """
-    rows_OI = np.asarray(weight_OI).astype(np.float32)
+    xp: Any = jnp if isinstance(weight_OI, jax.Array) else np
+    rows_OI = xp.asarray(weight_OI).astype(np.float32)
     if kind == "int4":
-        return _int4(rows_OI)
+        return _int4(rows_OI, xp)
     if kind not in ("int8", "fp8"):
         raise ConfigError(f"no quantization is called {kind!r}; there are {QUANTIZATIONS}")
     largest = INT8_MAX if kind == "int8" else FP8_MAX
-    scales_O = _scales(rows_OI, largest)
-    scaled_OI = rows_OI / scales_O[:, None]
-    values_OI = np.rint(scaled_OI).astype(np.int8) if kind == "int8" else scaled_OI.astype(FP8)
+    scales_O = _scales(rows_OI, largest, xp)
+    scaled_OI = rows_OI * (1 / scales_O)[:, None]
+    values_OI = xp.rint(scaled_OI).astype(np.int8) if kind == "int8" else scaled_OI.astype(FP8)
     return {"values": values_OI, "scales": scales_O}
 
 
-def _int4(rows_OI: Array) -> dict[str, Array]:
+def _int4(rows_OI: Any, xp: Any) -> dict[str, Array]:
     outputs, inputs = rows_OI.shape
     group = min(GROUP, inputs)
     if inputs % group or group % 2:
@@ -64,19 +65,19 @@ def _int4(rows_OI: Array) -> dict[str, Array]:
             f"int4: rows of {inputs} weights do not divide into groups of {group}; use int8"
         )
     groups_OQI = rows_OI.reshape(outputs, inputs // group, group)
-    scales_OQ = _scales(groups_OQI, INT4_MAX)
-    values_OQI = (np.rint(groups_OQI / scales_OQ[..., None]) + 8).astype(np.uint8)
+    scales_OQ = _scales(groups_OQI, INT4_MAX, xp)
+    values_OQI = (xp.rint(groups_OQI * (1 / scales_OQ)[..., None]) + 8).astype(np.uint8)
     # A byte holds entry i of the group's first half (low bits) and of its second half (high bits):
     # unpacking is one concatenation, where pairs of neighbours would have to be interleaved.
     low_OQW, high_OQW = values_OQI[..., : group // 2], values_OQI[..., group // 2 :]
     return {"values": low_OQW | (high_OQW << 4), "scales": scales_OQ}
 
 
-def _scales(rows: Array, largest: float) -> Array:
+def _scales(rows: Any, largest: float, xp: Any) -> Any:
     """Scales over the last dim; 1 where all values are 0."""
-    scales = np.max(np.abs(rows), axis=-1) / largest
-    safe: Array = np.where(scales > 0, scales, 1.0).astype(np.float32)
-    return safe
+    # XLA multiplies by the inverse of what it should divide by: so does numpy, here and above.
+    scales = xp.max(xp.abs(rows), axis=-1) * np.float32(1 / largest)
+    return xp.where(scales > 0, scales, np.float32(1))
 
 
 def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_weight) -> Any:

@@ -144,7 +144,7 @@ class Compiled(Planned):
         ((positional, ...), {name: ...}) if there are keywords. Donated ones have the memory order
         that the program's collectives want, see `Options.layouts`. An array that comes in another
         order is copied at each call; `jax.device_put(x, format)` does that beforehand.
-      in_shardings: their `NamedSharding`s, likewise.
+      in_shardings, in_info: their `NamedSharding`s, and their `jax.ShapeDtypeStruct`s, likewise.
       out_formats, out_shardings: those of the results, pytrees like the result.
       input_formats, input_shardings: as ((positional, ...), {name: ...}), as jax has them.
       output_formats, output_shardings: the results', under jax's names.
@@ -166,6 +166,8 @@ class Compiled(Planned):
         self.out_formats: Any = jax.tree.unflatten(self.out_tree, self.boundary.seen_results)
         self.output_formats = self.out_formats
         self.in_shardings = jax.tree.map(_SHARDING, self.in_formats)
+        args, kwargs = jax.tree.map(_placed, self.request.args, self.input_formats)
+        self.in_info: Any = (args, kwargs) if kwargs else args
         self.input_shardings = jax.tree.map(_SHARDING, self.input_formats)
         self.out_shardings = self.output_shardings = jax.tree.map(_SHARDING, self.out_formats)
         self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
