@@ -25,7 +25,8 @@ LAYERS = (
     ("spmd.ir", "spmd.mesh", "spmd.options"), ("spmd.frontend",), ("spmd.propagation",),
     ("spmd.reshard",), ("spmd.predict",), ("spmd.planning",),
     ("spmd.lowering", "spmd.ops", "spmd.launch"), ("spmd.compiler", "spmd.measure"),
-    ("spmd.explain", "spmd.verify"), ("spmd.api", "spmd.auto", "spmd.plan", "spmd.transfer", "spmd"),
+    ("spmd.explain", "spmd.verify"),
+    ("spmd.api", "spmd.auto", "spmd.plan", "spmd.transfer", "spmd"),
     ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"), ("spmd.models",), ("spmd.serving",),
     ("spmd.scripts",), ("benchmarks", "tools"), ("tests",),
 )  # fmt: skip

@@ -1,8 +1,6 @@
 """Loads on the project's server, with a tiny model: a process, several clients, a table."""
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,33 +18,6 @@ FLAGS = (
 COSTS = Costs(slots=4, weight_bytes=1000, token_bytes=10, bandwidth=100, token_seconds=0.5)
 WORKLOAD = Workload((Load(2, concurrency=2),))
 TRACE = {"share": 0.925, "gaps": 3, "longest": 0.0021}
-
-
-@pytest.mark.heavy
-def test_two_loads_on_a_tiny_model(tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "numbers.json"
-    loads.main([*FLAGS, f"--json={file}"])
-    numbers, printed = json.loads(file.read_text()), capsys.readouterr()
-    assert list(numbers) == ["streams", "one"]
-    assert "long: skipped, as it asks for 203 tokens and a sequence has at most 64" in printed.err
-    for name, requests in (("streams", 13), ("one", 1)):
-        found = numbers[name]
-        assert found["requests"] == found["done"] == requests
-        for per_second, count in (("tokens_per_second", "tokens"),
-                                  ("prompt_tokens_per_second", "prompt_tokens")):  # fmt: skip
-            assert found[per_second] * found["seconds"] == pytest.approx(found[count])
-        assert found["share_of_floor"] * found["seconds"] == pytest.approx(found["floor_seconds"])
-        assert found["first_token_ms"]["p99"] <= found["seconds"] * 1e3
-        assert found["trace"] is None or 0 <= found["trace"]["share"] <= 1
-        assert (found["found_tokens"], found["preempted"]) == (0, 0)
-        assert loads.row(name, found) in printed.out
-    # A word is a token, and 13 tokens take 12 steps behind a prompt of 17 words and its number. A
-    # layer has 9216 weights in products and 64 in norms; 2 heads of 8 wide, keys and values.
-    one = numbers["one"]
-    assert (one["prompt_tokens"], one["tokens"]) == (18, 13)
-    weights, token = 2 * (2 * (9216 + 64) + 32 + 256 * 32), 2 * (2 * 2 * 2 * 8)
-    read = 12 * weights + token * sum(range(18, 30))
-    assert one["floor_seconds"] == pytest.approx(read / 20e9 + 18 * 2 * 2 * 9216 / 1e11)
 
 
 def answers(*outcomes: Outcome) -> list[Answer]:

@@ -11,6 +11,7 @@ import pytest
 import spmd
 from spmd.models.decode import ServingShape
 from spmd.models.decode.packing import row_shapes, width
+from spmd.models.decode.shape import PIECES, default_rows
 from spmd.models.llama import quantize
 from spmd.models.llama.weights.sources import hf_source
 from spmd.models.training.data.tokenizer import load_tokenizer
@@ -346,9 +347,9 @@ def test_errors_of_the_script(arguments, message, tmp_path, export):
 
 @pytest.mark.parametrize(
     ("slots", "longest", "rows"),
-    [(8, 4096, (1, 8, *script.PIECES)), (256, 4096, (1, 16, 64, *script.PIECES)),
+    [(8, 4096, (1, 8, *PIECES)), (256, 4096, (1, 16, 64, *PIECES)),
      (2, 48, (1, 2, 96)), (1, 1, (1,)), (300, 4096, (1, 16, 64, 300, 1024, 2048, 4096)),
      (600, 1, (1, 16, 64, 256, 600)), (3000, 4096, (1, 16, 64, 256, 3000, 6000))],
 )  # fmt: skip
 def test_rows_that_nobody_named(slots, longest, rows):
-    assert script.default_rows(slots, longest) == rows
+    assert default_rows(slots, longest) == rows

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import re
-import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -34,7 +32,7 @@ from tests.serving.conftest import (
     struct,
     write,
 )
-from tests.two_processes import record_reads, run_both
+from tests.two_processes import record_reads
 
 X = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
 MESHES = [*(pytest.param(sizes, marks=pytest.mark.heavy) for sizes in ((1,), (2,))), (8,), (2, 4)]
@@ -170,25 +168,6 @@ def test_every_weight_is_read_once(folder, mesh_of, cache_dir, monkeypatch):
     load_bundle(folder, mesh_of(2, 4), cache_dir=cache_dir)
     assert sum(nbytes for _, _, nbytes in seen) == sum(x.nbytes for x in make_weights().values())
     assert {shape for name, shape, _ in seen if name == "weights/w"} == {(16, 4)}
-
-
-@pytest.mark.heavy
-def test_two_processes(folder, tmp_path):
-    """Each reads what its devices hold, damage that one finds is known to both."""
-    bundle = shutil.copytree(folder, tmp_path / "bundle")
-    damaged = shutil.copytree(folder, tmp_path / "bundle-damaged") / "functions/order.mlirbc"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    said = run_both(Path(__file__), bundle, tmp_path / "cache")
-    x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
-    state = {"h": jnp.full((4, 16), 0.5), "steps": jnp.int32(0)}
-    for number in range(3):
-        state, outputs_here = recurrent(make_weights(), state, x * number)
-    failures = sorted(one["failure"] for one in said)
-    assert "does not hold what was written" in "".join(failures)
-    assert "found a damaged file and says which" in "".join(failures)
-    for one in said:
-        np.testing.assert_allclose(one["y"], outputs_here["y"], rtol=1e-4, atol=1e-5)
-        assert 0 < one["read"] <= sum(w.nbytes for w in make_weights().values())
 
 
 # Inputs
@@ -397,25 +376,3 @@ def test_constants_in_pieces_are_kept(mesh: spmd.Mesh, tmp_path: Path) -> None:
     assert kept(True).constants == kept(False).constants == made.constants
     assert len(made.constants) == 1 and made.constants[0].sharding.dims != ((), ())
     np.testing.assert_array_equal(compile_emitted(kept(False), {})(x)[0], table)
-
-
-def main() -> None:
-    """Runs a bundle together with another process, and meets a damaged one."""
-    port, rank, folder, cache = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
-    reads = record_reads()
-    mesh = spmd.make_mesh(data=2, model=2)
-    bundle = load_bundle(folder, mesh, cache_dir=cache)
-    x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
-    made = [bundle.run("step", x * number)["y"] for number in range(3)]
-    try:
-        load_bundle(f"{folder}-damaged", mesh)
-        failure = ""
-    except BundleError as error:
-        failure = str(error)
-    read = sum(nbytes for _, _, nbytes in reads)
-    print(json.dumps({"y": np.asarray(made[-1]).tolist(), "read": read, "failure": failure}))
-
-
-if __name__ == "__main__":
-    main()

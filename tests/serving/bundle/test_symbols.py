@@ -4,8 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +25,6 @@ from spmd.serving.bundle.programs import plan_functions
 from spmd.serving.bundle.read import Modules, load_bundle
 from spmd.serving.bundle.write import write_bundle
 from tests.serving.conftest import struct
-from tests.two_processes import run_both
 
 A, B, M, P, D = 2, 4, 3, 4, 8
 """Groups, slots of a group, pages of a slot, positions of a page, width."""
@@ -222,13 +219,6 @@ def test_what_is_compiled_behind_is_planned_behind(mesh_of, tmp_path, monkeypatc
     assert len({*planned}) == len(planned)
 
 
-@pytest.mark.heavy
-def test_two_processes_take_what_both_have(folder):
-    one, other = run_both(Path(__file__), folder)
-    assert one == other
-    assert 0.9 * (4 << 20) < one["peak"] <= 4 << 20
-
-
 def test_an_upper_bound_ends_it_where_axes_of_a_split_dim_divide(mesh_of):
     exported, state = functions("n <= 30", "mod(n, 4) == 0")
     bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
@@ -368,20 +358,3 @@ def test_the_first_pattern_counts_on_the_refined_mesh():
     assert found == ((("model.0", "model.1"), ...), ())
     assert spec_for(LeafEntry("b", (8,), "float32"), specs, MESH) == ((None,), ())
     assert spec_for(LeafEntry("c", (8,), "float32"), specs, MESH) is None
-
-
-def main() -> None:
-    """Loads a bundle whose size memory decides, as one of two processes."""
-    port, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
-    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=16 << 20)
-    options = spmd.Options(topology=spmd.Topology("cpu:4", chip))
-    mesh = spmd.make_mesh(data=2, model=2)
-    share = (0.5, 0.25)[rank]  # as if one had less left
-    bundle = load_bundle(folder, mesh, options=options, memory_share=share)
-    peak = max(program.emitted.peak_bytes or 0 for program in bundle.programs.values())
-    print(json.dumps({"symbols": bundle.symbols, "peak": peak}))
-
-
-if __name__ == "__main__":
-    main()
