@@ -98,7 +98,7 @@ def run_layers(params: Any, cache: Any, tokens_BS: Any, position: Any) -> tuple[
         attended, entry = attention(layer["self_attn"], normed, entry, rope_SE, position, config)
         x_BSH = x_BSH + attended
         normed = norm(x_BSH, layer["post_attention_layernorm"])
-        x_BSH = x_BSH + model.mlp(layer["mlp"], normed, config, marks.no_marks)
+        x_BSH = x_BSH + model.mlp(layer["mlp"], normed, config)
         filled.append(entry)
     return x_BSH, filled
 
