@@ -203,6 +203,8 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
         return module_name(Path(rest[0])), rest[1:]
     if program in project().get("scripts", {}):
         module, _, name = project()["scripts"][program].partition(":")
+        if module == "spmd.cli.main" and rest[1] == "--serve":
+            return "spmd.serving.planned", rest[2:]
         if module == "spmd.cli.main":
             return f"spmd.cli.{rest[0]}", rest[1:]
         if module != "spmd.scripts.commands":

@@ -14,7 +14,7 @@ import numpy as np
 import spmd
 from benchmarks.programs.llama_training import CONFIG
 from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
-from spmd.models.llama import fresh, marks, model, rope, sharding
+from spmd.models.llama import fresh, model, rope, sharding
 from spmd.models.llama.config import LlamaConfig
 
 CONFIG_SERVING = dataclasses.replace(CONFIG, scan_layers=False, num_key_value_heads=8)

@@ -82,7 +82,9 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     contract = bundle.manifest.contract
     assert contract["eos_token_ids"] == [3, 5]
     found = ServingShape(**contract["shape"])
-    assert found._replace(rows=tuple(found.rows), lengths=tuple(found.lengths)) == SHAPE
+    assert found._replace(rows=tuple(found.rows), lengths=tuple(found.lengths)) == SHAPE._replace(
+        turns=4
+    )
     assert contract["model"]["num_key_value_heads"] == 2
     assert set(bundle.functions) == set(FUNCTIONS)
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
@@ -126,7 +128,7 @@ def tokens_of_backend(bundle):
     """The same through what the engine calls: a slot of the second group."""
     backend = language.model_backend(bundle)
     assert bundle.symbols == {"pages": 12}  # no more than its slots can fill
-    assert backend.limits == Limits(4, 48, (2, 8), 2, 8, 12, 2, 128, drafts=7)
+    assert backend.limits == Limits(4, 48, (2, 8), 2, 8, 12, 2, 128, drafts=7, turns=4)
     assert backend.budget == 8
     backend.begin(3, Sampling(temperature=0), PROMPT)
     pages = (11, 3, 7)
