@@ -142,7 +142,7 @@ def test_the_device_waits_for_text_that_lags() -> None:
     assert (delta.text, delta.finish) == ("", "stop")
     counts = engine.state().counts
     assert counts.drawn == 1
-    assert LAG <= backend.drawn - 1 <= LAG + 3
+    assert LAG <= backend.drawn - 1 <= 2 * LAG + 3  # as many may have been taken together
 
 
 def test_totals_never_fall() -> None:
