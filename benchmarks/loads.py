@@ -42,7 +42,7 @@ import jax
 
 from benchmarks.load_client import WORDS, Answer, Ask, Asked, BenchError, Clients, Load, make_asks
 from benchmarks.serve import PERCENTILES, Result, check, summarize
-from spmd.cli.flags import Parser, positive, words
+from spmd.cli.flags import Parser, numbers, positive, words
 from spmd.cli.specs import symbol_values
 from spmd.models.llama.config import DTYPES
 from spmd.models.llama.quantize import QUANTIZATIONS
@@ -390,8 +390,8 @@ def make_parser() -> Parser:
     add("--groups", type=positive, default=1, help="of slots, each on devices of its own")
     add("--slots", type=positive, default=exported("slots"), help="as of scripts/export_llama")
     add("--max_length", type=positive, default=4352, help="tokens of a sequence")
-    add("--rows", type=export_llama.numbers, help="as of scripts/export_llama")
-    add("--length", type=export_llama.numbers, help="as of scripts/export_llama")
+    add("--rows", type=numbers, help="as of scripts/export_llama")
+    add("--length", type=numbers, help="as of scripts/export_llama")
     add("--page", type=positive, default=exported("page"), help="tokens of a page of the cache")
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
     add("--drafts", type=int, default=exported("drafts"), help="as of scripts/export_llama")

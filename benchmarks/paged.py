@@ -23,8 +23,8 @@ import spmd
 from benchmarks.attention import milliseconds
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
+from spmd.cli.flags import numbers as numbers_of
 from spmd.ops import paged_attention
-from spmd.scripts.export_llama import numbers as numbers_of
 
 
 def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:

@@ -20,12 +20,11 @@ import numpy as np
 import spmd
 from benchmarks.attention import milliseconds
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, positive, words
+from spmd.cli.flags import Parser, numbers, positive, words
 from spmd.mesh.topology import Topology
 from spmd.models.llama.quantize import quantize_weight
 from spmd.ops import linears
 from spmd.ops.linear import EIGHT_BIT_ROWS
-from spmd.scripts.export_llama import numbers
 
 KINDS = ("bfloat16", "int8", "fp8", "int4")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spmd.cli.flags import Parser, positive, words
+from spmd.cli.flags import Parser, numbers, positive, words
 from spmd.errors import SpmdError
 from spmd.models.decode import ServingShape
 from spmd.models.decode.shape import default_rows
@@ -101,11 +101,6 @@ def make_parser() -> Parser:
     )
     add("--platforms", type=words, default=",".join(PLATFORMS), help="that it can be served on")
     return parser
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Numbers joined by commas."""
-    return tuple(positive(word) for word in words(text))
 
 
 def open_source(given: argparse.Namespace) -> contextlib.AbstractContextManager[Source]:

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.cli.flags import Parser, positive, words
+from spmd.cli.flags import Parser, numbers, positive, words
 from spmd.cli.plan import prices
 from spmd.cli.specs import default_to_cpus
 from spmd.errors import ArgumentError, SpmdError
@@ -290,11 +290,6 @@ def plan_serving(given: argparse.Namespace) -> tuple[list[ServingRow], list[str]
 def _target(text: str) -> tuple[float, float]:
     p50, _, p99 = text.rpartition(",")  # of "2000" the latter
     return float(p50 or math.inf), float(p99)
-
-
-def numbers(text: str) -> list[int]:
-    """Parses `64,256`."""
-    return [positive(part) for part in text.split(",")]
 
 
 def kinds(text: str) -> tuple[str, ...]:

@@ -161,6 +161,11 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Parses `64,256` as integers of at least 1; ValueError for any other text."""
+    return tuple(map(positive, words(text)))
+
+
 def _spelled(value: Any) -> str:
     """Returns a default as a flag spells it: ("a", "b") -> `a,b`; {"data": 4} -> `data=4`."""
     if isinstance(value, dict):

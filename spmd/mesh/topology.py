@@ -69,9 +69,8 @@ class Chip:
     # Bytes/s, read and written, at which 8-bit operands of products are transposed; 0 where
     # products read them in any order.
     byte_transpose: float = 0.0
-    kernel: float = (
-        0.0  # seconds of a kernel beside its arithmetic or traffic: filling, running dry
-    )
+    # seconds of a kernel beside its arithmetic or traffic, in which it fills up and runs dry
+    kernel: float = 0.0
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:

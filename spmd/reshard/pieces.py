@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-Box = tuple[
-    tuple[int, int], ...
-]  # a part: of each dim the first index, and the one behind the last
+Box = tuple[tuple[int, int], ...]
+"""A part of a value: of each dim its first index, and the one behind its last."""
 
 
 class Copy(NamedTuple):

@@ -48,6 +48,8 @@ def test_bytes_that_are_no_text_become_marks_and_wait_for_four_tokens_at_most(da
         certain = DECODE(data[: max(0, i - 2)])
         assert text.startswith(certain.rstrip("\ufffd"))
     assert text + detokenizer.flush() == DECODE(data)
+    several = Detokenizer(DECODE)
+    assert several.push(*data[:9]) + several.push(*data[9:]) + several.flush() == DECODE(data)
 
 
 def test_memory_of_endless_nonsense_is_flat() -> None:
