@@ -75,9 +75,13 @@ def post(url: str, **more: Any) -> httpx.Response:
 
 
 def begin(live: Live, path: str, body: Any, address: str = "127.0.0.1") -> socket.socket:
-    """Sends a request, and waits for nothing."""
+    """Sends a request, and waits for nothing: what is not read waits in the server."""
     content = json.dumps(body).encode()
-    made = socket.create_connection(("127.0.0.1", live.port), PATIENCE, (address, 0))
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    made.settimeout(PATIENCE)
+    made.bind((address, 0))
+    made.connect(("127.0.0.1", live.port))
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     made.sendall("\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode())
     made.sendall(content)
