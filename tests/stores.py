@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from spmd.models.training import store_path
-from spmd.models.training.paths import StorePath
+from spmd.models.training.paths import StorePath, file_system
 
 BUCKET = "tests"
 
@@ -31,8 +30,8 @@ def serving_s3() -> Iterator[StorePath]:
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     with environment(variables):
-        bucket = StorePath("s3", BUCKET)
-        store_path._file_system("s3").mkdir(BUCKET)
+        bucket = StorePath(f"s3://{BUCKET}")
+        file_system("s3").mkdir(BUCKET)
         yield bucket
     started.stop()
 
@@ -52,7 +51,7 @@ def serving_gs() -> Iterator[StorePath]:
     where = f"http://127.0.0.1:{port}"
     variables = {"STORAGE_EMULATOR_HOST": where, "TENSORSTORE_GCS_HTTP_URL": where}
     with environment(variables):
-        yield StorePath("gs", BUCKET)
+        yield StorePath(f"gs://{BUCKET}")
     started.stop()
 
 
@@ -80,11 +79,11 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
     """Variables that are set inside, for this process and those that it starts."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    store_path._file_system.cache_clear()
+    file_system.cache_clear()
     try:
         yield
     finally:
-        store_path._file_system.cache_clear()
+        file_system.cache_clear()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

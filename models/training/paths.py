@@ -4,23 +4,153 @@
 methods over an object store. Code that reads and writes by these methods works with both. What an
 object store lacks (renaming, appending, mapping into memory) is asked for by `isinstance`.
 
-Files go through fsspec, arrays through tensorstore's own drivers; both take the credentials from
+Files go through fsspec's drivers, arrays through tensorstore's own; both take the credentials from
 where the store's own tools do.
 """
 
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import importlib.util
+import io
 import os
+import posixpath
 import re
 import shutil
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from spmd.models.training.store_path import StoreError, StorePath, at_once
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # with fsspec's driver of a kind of store
+_URL = re.compile(r"([a-z][a-z0-9+.-]+)://")
 
-__all__ = ["AnyPath", "StoreError", "StorePath", "as_path", "at_once", "is_url"]
+
+class StoreError(OSError):
+    """An object store that cannot be reached or used; the message is one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.strerror = text
+
+
+class StorePath(PurePosixPath):
+    """A file or folder of an object store: names as in `pathlib`, and what `Path` does with files.
+
+    Folders are only the beginnings of their files' names, so an empty one is not there. A file
+    appears whole when it is closed. Errors are `StoreError`, or `FileNotFoundError` with the URL.
+    There is no `rename`: see `move_tree`.
+
+    Example:
+        >>> StorePath("s3://bucket/runs") / "a"
+        StorePath('s3://bucket/runs/a')
+    """
+
+    # universal_pathlib has such paths too. They need one request more to list or remove, connect
+    # anew for every path unless listings are cached, leave half a file behind a block that fails,
+    # and pass the drivers' errors on as they are.
+
+    @property
+    def scheme(self) -> str:
+        """`s3` or `gs`."""
+        return self.parts[0].removesuffix(":")
+
+    @property
+    def place(self) -> str:
+        """The bucket, and the path within it."""
+        return "/".join(self.parts[1:])
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.place}"
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is no local path")
+
+    def absolute(self) -> StorePath:
+        """Itself."""
+        return self
+
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """What a method of fsspec's driver answers; its errors become ours."""
+        with one_error(self):
+            return getattr(file_system(self.scheme), method)(self.place, *args, **options)
+
+    def _named(self, places: Iterable[str]) -> list[StorePath]:
+        return sorted({StorePath(f"{self.scheme}://{place}") for place in places} - {self})
+
+    def _kind(self) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            return str(self.ask("info")["type"])
+        return None
+
+    def exists(self) -> bool:
+        """Whether there is a file or folder of this name."""
+        return self._kind() is not None
+
+    def is_file(self) -> bool:
+        """Whether there is a file of this name."""
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Whether there are files below this name."""
+        return bool(self.ask("isdir"))
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """What is in the folder; nothing if it is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            yield from self._named(self.ask("ls", detail=False))
+
+    def glob(self, pattern: str) -> Iterator[StorePath]:
+        """What matches a pattern below the folder; `**` stands for any number of folders."""
+        return iter(self._named((self / pattern).ask("glob")))
+
+    def rglob(self, pattern: str) -> Iterator[StorePath]:
+        """The files below the folder whose names match a pattern; no folders."""
+        return (self / name for name in file_sizes(self) if PurePosixPath(name).match(pattern))
+
+    def stat(self) -> SimpleNamespace:
+        """`st_size` and `st_mtime_ns` of a file."""
+        info = self.ask("info")
+        written = info.get("LastModified") or info.get("mtime")
+        time_ns = int(written.timestamp() * 1e9) if written else 0
+        return SimpleNamespace(st_size=int(info["size"]), st_mtime_ns=time_ns)
+
+    def open(self, mode: str = "rb") -> Any:
+        """Opens a file, to read it by ranges (`rb`) or to write it anew (`wb`)."""
+        file = StoreFile(self, self.ask("open", mode))
+        return io.BufferedReader(file, READ_BYTES) if mode == "rb" else file
+
+    def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
+        """A file's bytes, or those from `start` to before `stop`."""
+        if start is not None and start == stop:
+            return b""
+        return bytes(self.ask("cat_file", start=start, end=stop))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """A file's text."""
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Writes a file; it appears whole, in place of one that was there."""
+        self.ask("pipe_file", content)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        """Writes a file of text."""
+        self.write_bytes(text.encode(encoding))
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: folders come with their files. Buckets are never made."""
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes a file."""
+        with contextlib.suppress(*([FileNotFoundError] if missing_ok else [])):
+            self.ask("rm_file")
+
 
 AnyPath = Path | StorePath
-
-_URL = re.compile(r"([a-z][a-z0-9+.-]+)://")
 
 
 def as_path(where: str | AnyPath) -> AnyPath:
@@ -38,12 +168,110 @@ def as_path(where: str | AnyPath) -> AnyPath:
     match = _URL.match(where)
     if match is None:
         return Path(where)
-    return StorePath.parse(where, match[1])
+    scheme, place = match[1], posixpath.normpath(where[match.end() :].lstrip("/"))
+    if scheme not in PACKAGES:
+        known = " and ".join(f"{name}://" for name in PACKAGES)
+        raise StoreError(f"{where}: {scheme}:// is not supported, only {known} and local paths")
+    if importlib.util.find_spec(PACKAGES[scheme]) is None:
+        raise StoreError(f"{where} needs a package: pip install {PACKAGES[scheme]}")
+    if place == ".":
+        raise StoreError(f"{where} names no bucket")
+    return StorePath(f"{scheme}://{place}")
 
 
 def is_url(where: str | AnyPath) -> bool:
     """Whether a path is no local one."""
-    return isinstance(where, StorePath) or _URL.match(str(where)) is not None
+    return _URL.match(str(where)) is not None
+
+
+# Drivers of stores, and their open files
+
+
+@functools.cache
+def file_system(scheme: str) -> Any:
+    """Fsspec's driver of a kind of store."""
+    import fsspec  # type: ignore[import-untyped]
+
+    # Others write to the same folders: what was listed once is not true for long.
+    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+
+
+@contextlib.contextmanager
+def one_error(path: object) -> Iterator[None]:
+    """Errors of any driver become `OSError`s with one line that says where."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        text = "there is no such file, or no such bucket"
+        raise FileNotFoundError(errno.ENOENT, text, str(path)) from error
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise StoreError(f"{path}: {lines[0]}") from error
+
+
+READ_BYTES = 2**20
+"""So much of an open file is read together, from what its driver has read ahead."""
+
+
+class StoreFile(io.RawIOBase):
+    """A driver's open file: errors are `one_error`s, and a block that fails leaves no file."""
+
+    def __init__(self, path: StorePath, file: Any) -> None:
+        self._path, self._file = path, file
+
+    def readable(self) -> bool:
+        """Whether it was opened to be read."""
+        return bool(self._file.readable())
+
+    def writable(self) -> bool:
+        """Whether it was opened to be written."""
+        return bool(self._file.writable())
+
+    def seekable(self) -> bool:
+        """Whether `seek` works."""
+        return self.readable()
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        """Goes to a place; returns it."""
+        return int(self._file.seek(place, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a buffer; returns how many bytes there were."""
+        with one_error(self._path):
+            return int(self._file.readinto(buffer))
+
+    def write(self, content: Any) -> int:
+        """Adds bytes; returns their number."""
+        with one_error(self._path):
+            return int(self._file.write(content))
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None and self.writable():
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            self._file.closed = True
+        self.close()
+
+    def close(self) -> None:
+        """Closes it; what was written appears."""
+        if not self.closed:
+            with one_error(self._path):
+                self._file.close()
+            super().close()
+
+
+AT_ONCE = 32
+"""So many requests of a process are under way at a time: each waits for the network."""
+
+_pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, thread_name_prefix="store")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def at_once(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Results of calls that wait for the network, in order."""
+    return list(_pool.map(call, items))
 
 
 # Whole folders
@@ -59,7 +287,11 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
     if isinstance(folder, Path):
         files = (path for path in folder.rglob("*") if path.is_file())
         return {name_within(folder, path): path.stat().st_size for path in files}
-    return folder.sizes()
+    return {
+        place.removeprefix(f"{folder.place}/"): int(info["size"])
+        for place, info in sorted(folder.ask("find", detail=True).items())
+        if info["type"] == "file" and not place.endswith("/") and place != folder.place
+    }
 
 
 def remove_tree(folder: AnyPath, first: str = "") -> None:
@@ -73,7 +305,8 @@ def remove_tree(folder: AnyPath, first: str = "") -> None:
         return
     if first:
         (folder / first).unlink(missing_ok=True)
-    folder.remove_all()
+    if file_sizes(folder):
+        folder.ask("rm", recursive=True)
 
 
 def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
@@ -90,7 +323,7 @@ def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
     assert isinstance(target, StorePath)
     names = sorted(file_sizes(folder), key=lambda name: name == last)
     for name in names:
-        (folder / name).copy_to(target / name)
+        (folder / name).ask("cp_file", (target / name).place)  # its bytes do not come here
     remove_tree(folder, last)
 
 
@@ -101,9 +334,11 @@ def kvstore(folder: AnyPath) -> dict[str, Any]:
     """The spec for tensorstore of a folder, by its own driver."""
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder.absolute()}/"}
+    _, bucket, *key = folder.parts
+    spec: dict[str, Any] = {"bucket": bucket, "path": f"{'/'.join(key)}/"}
     if folder.scheme == "gs":
-        return {"driver": "gcs", "bucket": folder.bucket, "path": f"{folder.key}/"}
-    spec: dict[str, Any] = {"driver": "s3", "bucket": folder.bucket, "path": f"{folder.key}/"}
+        return {"driver": "gcs", **spec}
+    spec["driver"] = "s3"
     # fsspec's driver looks at these variables itself; tensorstore's does not.
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import orbax.checkpoint as ocp
+import tensorstore
 
 from spmd.models.shards import put_shards
 from spmd.models.training.checkpoints.found import saved_steps
@@ -155,8 +156,6 @@ def _write_parts(
     own: AnyPath, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
 ) -> None:
     """Writes shards; of the arrays that this process has no shard of, nothing."""
-    import tensorstore
-
     context = _context()
     group, waiting = tensorstore.Transaction(), 0
     for path, blocks in parts.items():
@@ -180,8 +179,6 @@ def _write_parts(
 
 def _merge(state: AnyPath, processes: int) -> None:
     """Names the arrays of all processes in one place; their bytes stay where they are."""
-    import tensorstore
-
     # A copy that copies no bytes needs both ends in one context.
     context, done = _context(), tensorstore.Transaction(atomic=True)
     whole = _opened_store(state, context)
@@ -192,8 +189,6 @@ def _merge(state: AnyPath, processes: int) -> None:
 
 
 def _opened_store(folder: AnyPath, context: Any) -> Any:
-    import tensorstore
-
     spec = {"driver": "ocdbt", "base": kvstore(folder)}
     return tensorstore.KvStore.open(spec, context=context).result()
 
@@ -228,12 +223,8 @@ def _name_arrays(folder: AnyPath, shapes: Mapping[str, Any]) -> None:
 
 
 def _context() -> Any:
-    import tensorstore
-
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 26}})
 
 
 def _open(spec: Mapping[str, Any], context: Any, transaction: Any = None) -> Any:
-    import tensorstore
-
     return tensorstore.open(dict(spec), context=context, transaction=transaction).result()

@@ -35,8 +35,7 @@ def find_files(patterns: Sequence[str]) -> list[AnyPath]:
         if not files:
             raise DataError(f"no file matches {pattern!r}")
         found |= files
-    local = sorted(path for path in found if isinstance(path, Path))
-    return [*local, *sorted(path for path in found if isinstance(path, StorePath))]
+    return sorted(found, key=lambda path: (isinstance(path, StorePath), path))
 
 
 def _on_store(path: StorePath) -> set[AnyPath]:
@@ -44,5 +43,4 @@ def _on_store(path: StorePath) -> set[AnyPath]:
         return {path}
     if not any(sign in path.place for sign in "*?["):
         return set(path.rglob("*"))
-    root = StorePath(path.scheme, path.bucket)
-    return {one for one in root.glob(path.key) if one.is_file()}
+    return {one for one in path.parent.glob(path.name) if one.is_file()}

@@ -76,7 +76,7 @@ def test_a_store_that_fails_stops_no_run_and_gets_all_later(s3, tmp_path, capsys
         assert (s3 / "metrics.jsonl").read_text() == "1\n"
         (tmp_path / "metrics.jsonl").write_text("1\n2\n")
         with monkeypatch.context() as broken:
-            broken.setattr(mirror, "kept", StorePath("s3", "no-such-bucket/x"))
+            broken.setattr(mirror, "kept", StorePath("s3://no-such-bucket/x"))
             for _ in range(2):
                 mirror.copy()
         assert capsys.readouterr().err.count("training goes on, and it is tried again") == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.models.training import paths, store_path
+from spmd.models.training import paths
 from spmd.models.training.paths import StoreError, as_path, file_sizes, move_tree
 
 
@@ -68,7 +68,7 @@ def test_folders_are_moved_and_copied(store):
 
 
 def test_a_store_that_cannot_be_reached_is_one_line(s3_bucket, monkeypatch):
-    store_path._file_system.cache_clear()
+    paths.file_system.cache_clear()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     fsspec = pytest.importorskip("fsspec")
@@ -76,4 +76,4 @@ def test_a_store_that_cannot_be_reached_is_one_line(s3_bucket, monkeypatch):
     with pytest.raises(StoreError, match=r"^s3://tests/a: .*127\.0\.0\.1:9") as caught:
         (s3_bucket / "a").read_bytes()
     assert "\n" not in str(caught.value)
-    store_path._file_system.cache_clear()
+    paths.file_system.cache_clear()

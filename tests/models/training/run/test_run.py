@@ -188,7 +188,7 @@ LOCKS = {"disk": ".lock", "disk without locks": ".lock-beats", "store": ".lock"}
 @pytest.mark.parametrize("where", LOCKS)
 def test_a_folder_is_one_jobs(where, tmp_path: Path, monkeypatch):
     """A second one by mistake would write over what the first one saves."""
-    folder = StorePath("memory", "a/run") if where == "store" else tmp_path
+    folder = StorePath("memory://a/run") if where == "store" else tmp_path
     stopped, lock = Mock(), folder / LOCKS[where]
     monkeypatch.setattr("spmd.models.training.run.start.BEAT_S", 0.1)
     if where == "disk without locks":
