@@ -32,8 +32,8 @@ import optax
 
 import spmd
 from benchmarks import compiled_ahead as ahead
-from benchmarks import kernels, torch_fsdp
-from benchmarks.kernels import SECONDS, Kernel, Kinds, joules, kinds_of
+from benchmarks import kinds, torch_fsdp
+from benchmarks.kinds import SECONDS, Kernel, Kinds, joules, kinds_of
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print()
         by_kind = [(row, row.kinds) for row in rows if row.kinds]
         print_table(
-            ("milliseconds", "mesh", *kernels.HEADER),
+            ("milliseconds", "mesh", *kinds.HEADER),
             ([row.name, row.mesh, *kinds.cells()] for row, kinds in by_kind),
         )
         for row in rows:
