@@ -301,8 +301,8 @@ class Plans:
         lines = [f"a run is {', '.join(shares)}"]
         if best.verdict != "fits":
             lines.append(
-                f"memory: {w.bytes_text(best.bytes)} of {w.bytes_text(best.machine.hbm_bytes)} is "
-                f"{best.verdict}; more devices, a smaller batch or more microbatches need less"
+                f"memory: {w.bytes_text(best.bytes)} of {w.bytes_text(best.machine.hbm_bytes)}, "
+                f"{best.verdict}: more devices, a smaller batch or more microbatches need less"
             )
         if (costly := best.lowered.prices.costly_mark) is not None:
             lines.append(costly_text(costly, best.lowered.mesh))

@@ -122,7 +122,7 @@ def program(name: str) -> tuple[Callable[..., Any], Sequence[str]]:
     llama = importlib.import_module(LLAMA)
     build = partial(llama.training_step, model=name)
     build.__name__ = name  # type: ignore[attr-defined]
-    return build, llama.axes_of(name)
+    return build, llama.axes_of(llama.config_of(name))
 
 
 def _module(place: str) -> Any:
