@@ -16,7 +16,7 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.data import source as data
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.description import RunConfig
-from spmd.models.training.run.loop import Loop, Schedule
+from spmd.models.training.run.loop import Loop
 from spmd.models.training.run.optimizer import OptimizerConfig
 from tests.models.llama.inverse import stack_layers
 from tests.models.llama.made import assert_close, fresh_params, shardings_of
@@ -53,8 +53,8 @@ def take(trainer, state, steps):
     """The state after so many steps in all, and the losses of those taken."""
     notes = Notes()
     batches = map(trainer.place, map(windows(trainer.run), itertools.count(state.step)))
-    schedule = Schedule(steps=steps)
-    loop = Loop(trainer.step, state, batches, schedule, cost=trainer.cost, sinks=[notes])
+    options = TrainerOptions(steps=steps)
+    loop = Loop(trainer.step, state, batches, options, cost=trainer.cost, sinks=[notes])
     outcome = loop.run()
     return outcome.state, [record["loss"] for record in notes]
 
