@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd.scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
+from spmd.cli.fields import taken
+from spmd.scripts.serve_bundle import KEYS, LIMITS, make_parser, options
 from spmd.serving.errors import ServingError
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from tests.forked import Forked
@@ -39,13 +40,13 @@ def test_every_limit_has_a_flag() -> None:
 
 def test_flags_say_how_the_server_is_reached() -> None:
     parser = make_parser()
-    assert http_options(parser.parse_args(["bundle"])) == HttpOptions()
+    assert taken(HttpOptions, parser.parse_args(["bundle"])) == HttpOptions()
     flags = (
         "--ssl_certfile cert.pem --ssl_keyfile key.pem --root_path /llama "
         "--allow_origins https://a.example,http://localhost:3000 "
         "--forwarded_allow_ips 10.0.0.7,fd00::/8 --otlp_endpoint http://collector:4318"
     )
-    assert http_options(parser.parse_args(["bundle", *flags.split()])) == HttpOptions(
+    assert taken(HttpOptions, parser.parse_args(["bundle", *flags.split()])) == HttpOptions(
         ssl_certfile="cert.pem",
         ssl_keyfile="key.pem",
         allow_origins=("https://a.example", "http://localhost:3000"),
