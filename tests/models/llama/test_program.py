@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped: to the bit, or on another mesh."""
+"""Fresh parameters of a program are those of `init`, made layer by layer; runs of a small one."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.models.llama import objective
 from spmd.models.llama.fresh import init
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import LlamaProgram, init_params
@@ -59,34 +58,6 @@ def take(trainer, state, steps):
     return outcome.state, [record["loss"] for record in notes]
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """A run that never stopped: trainer, losses, parameters and optimizer state at the end."""
-
-    trainer: LlamaProgram
-    losses: list
-    params: dict
-    opt_state: object
-
-
-@pytest.fixture(scope="module")
-def whole():
-    trainer = make_trainer({"data": 4, "model": 2})
-    state, losses = take(trainer, trainer.fresh_state(), STEPS)
-    return Whole(trainer, losses, *jax.device_get((state.params, state.opt_state)))
-
-
-@pytest.fixture(scope="module")
-def half_way(whole, tmp_path_factory):
-    """The folder with the checkpoint of a run that stopped half way."""
-    folder = tmp_path_factory.mktemp("half") / "checkpoints"
-    state, losses = take(whole.trainer, whole.trainer.fresh_state(), HALF)
-    assert losses == whole.losses[:HALF]
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(state)
-    return folder
-
-
 def go_on(trainer, folder):
     with Checkpoints(folder) as checkpoints:
         state = checkpoints.restore(latest(checkpoints), trainer.targets())
@@ -94,43 +65,17 @@ def go_on(trainer, folder):
 
 
 @pytest.mark.thorough
-def test_on_the_same_mesh_to_the_bit(whole, half_way):
-    state, losses = go_on(whole.trainer, half_way)
-    assert losses == whole.losses[HALF:]
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (state.params, state.opt_state),
-        (whole.params, whole.opt_state),
-    )
-
-
-@pytest.mark.thorough
-def test_evaluates_what_the_loss_is(whole):
-    trainer = whole.trainer
-    options = dataclasses.replace(trainer.run.options, seed=9)
-    dataset = windows(dataclasses.replace(trainer.run, options=options))
-    state, _ = take(trainer, trainer.fresh_state(), 1)
-    got = trainer.evaluation(dataset, 2)(state.params)["loss"]
-    params = jax.device_get(state.params)
-    loss = jax.jit(lambda p, b: objective.loss(p, b["inputs"], b["targets"], SMALL))
-    expected = [loss(params, dataset(0)), loss(params, dataset(1))]
-    assert got == pytest.approx(np.mean(expected), rel=1e-5)
-
-
-# Fresh parameters
-
-
-@pytest.mark.thorough
-def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
+def test_fresh_parameters_are_those_of_init_stacked_or_unrolled():
+    trainer = make_trainer({"data": 4, "model": 2})
     config = dataclasses.replace(SMALL, scan_layers=False)
-    stacked = whole.trainer.step.in_shardings[0]
+    stacked = trainer.step.in_shardings[0]
     without_layers = jax.tree.map(
         lambda s: jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec(*s.spec[1:])),
         stacked["layers"],
     )
     layers = {str(i): without_layers for i in range(config.num_hidden_layers)}
     params = init_params(config, jax.random.key(0), {**stacked, "layers": layers})
-    fresh = whole.trainer.fresh_state().params
+    fresh = trainer.fresh_state().params
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), fresh)
     assert_close(fresh, fresh_params(SMALL), rtol=1e-6)
     assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].sharding.spec[0] == "model"
