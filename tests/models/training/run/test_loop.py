@@ -12,20 +12,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.models.llama import objective
-from spmd.models.llama.named import CONFIGS
-from spmd.models.training.data import source as data
 from spmd.models.training.errors import TrainingError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.loop import NAMES, Loop, TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
-from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
-from spmd.models.training.run.step import make_train_step
-from tests.models.llama.made import fresh_params
 from tests.models.training.notes import Notes
 
-TINY = CONFIGS["tiny"]
 COST = StepCost(tokens=100, devices=1)
 
 
@@ -72,25 +65,6 @@ def run(step=counting_step, state=None, batches=None, *, steps, **options):
     notes = Notes()
     batches = itertools.count(state.step) if batches is None else iter(batches)
     return Loop(step, state, batches, when, cost=COST, sinks=[notes], **options).run(), notes
-
-
-def test_llama_learns_in_a_few_steps():
-    tokens = data.encode("the quick brown fox jumps over the lazy dog. " * 40)
-    corpus = data.whole(data.from_documents([tokens], 256))
-    windows = data.PackedTokens([corpus], seq_len=16, batch_size=4)
-    optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=20, learning_rate=1e-2))
-
-    def loss_fn(params, batch):
-        return objective.loss(params, batch["inputs"], batch["targets"], TINY)
-
-    params = jax.tree.map(jnp.copy, fresh_params(TINY))  # they are donated
-    state = TrainState(params, optimizer.init(params))
-    step = jax.jit(make_train_step(loss_fn, optimizer, microbatches=2), donate_argnums=(0, 1))
-    outcome, notes = run(step, state, map(windows, itertools.count()), steps=20)
-    assert outcome.state.step == 20
-    assert outcome.first["loss"] == pytest.approx(np.log(256), abs=0.2)
-    assert outcome.last["loss"] < 3.5
-    assert all(record["grad_norm"] > 0 for record in notes)
 
 
 def test_records_are_of_their_own_step_also_of_a_resumed_run():
