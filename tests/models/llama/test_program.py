@@ -1,4 +1,4 @@
-"""Fresh parameters of a program are those of `init`, made layer by layer; runs of a small one."""
+"""A Llama's program: what it evaluates, its fresh parameters; runs of a small one."""
 
 import dataclasses
 import itertools
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.models.llama import objective
 from spmd.models.llama.fresh import init
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import LlamaProgram, init_params
@@ -64,9 +65,24 @@ def go_on(trainer, folder):
     return take(trainer, state, STEPS)
 
 
+@pytest.fixture(scope="module")
+def trainer():
+    return make_trainer({"data": 4, "model": 2})
+
+
 @pytest.mark.thorough
-def test_fresh_parameters_are_those_of_init_stacked_or_unrolled():
-    trainer = make_trainer({"data": 4, "model": 2})
+def test_evaluates_what_the_loss_is(trainer):
+    dataset = windows(trainer.run)
+    params = take(trainer, trainer.fresh_state(), 1)[0].params
+    got = trainer.evaluation(dataset, 2)(params)["loss"]
+    params = jax.device_get(params)
+    loss = jax.jit(lambda p, b: objective.loss(p, b["inputs"], b["targets"], SMALL))
+    expected = [loss(params, dataset(0)), loss(params, dataset(1))]
+    assert got == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(trainer):
     config = dataclasses.replace(SMALL, scan_layers=False)
     stacked = trainer.step.in_shardings[0]
     without_layers = jax.tree.map(
