@@ -307,8 +307,8 @@ class Runs:
       sent: computation -> bytes that each collective of its own sends in one execution. Of a
         conditional's branches only the one that moves the most is followed, so that bytes are those
         of one run, at worst. None: every branch counts.
-      guess_trips: whether loops whose trip count nobody knows may communicate.
-      unknown_trips: how often such a loop is taken to run.
+      guess_trips: whether loops whose trip count nobody knows may communicate. They are taken to
+        run `UNKNOWN_TRIPS` times.
       into_wrappers: whether the computations of fusions and of asynchronous starts are run, too.
     """
 
@@ -318,11 +318,9 @@ class Runs:
         sent: Mapping[str, list[int]] | None = None,
         *,
         guess_trips: bool = True,
-        unknown_trips: int = UNKNOWN_TRIPS,
         into_wrappers: bool = False,
     ) -> None:
         self.module, self.sent, self.guess_trips = module, sent, guess_trips
-        self.unknown_trips = unknown_trips
         self.opcodes = set(_CALLS) if into_wrappers else set(_CALLS) - _WRAPPERS
         self._loops = Loops(module)
         self.calls = functools.cache(self._calls)
@@ -360,7 +358,7 @@ class Runs:
                 self._check(instruction, callees)
             if instruction.opcode == "conditional" and self.sent is not None:
                 callees = [max(callees, key=self._moved)]
-            found.append(Call(instruction, callees, self.unknown_trips if times is None else times))
+            found.append(Call(instruction, callees, UNKNOWN_TRIPS if times is None else times))
         return found
 
     def _check(self, loop: Instruction, callees: list[str]) -> None:
