@@ -100,16 +100,6 @@ def random_batch(given: argparse.Namespace, compiled: Any, config: LlamaConfig) 
     return jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 
 
-def time_steps(
-    given: argparse.Namespace, compiled: spmd.Compiled, config: LlamaConfig
-) -> tuple[float, float]:
-    """Median seconds of a step of AdamW, and the last loss."""
-    params = compiled.init(0, lambda key: init(key, config), jax.random.key(0))
-    state = compiled.init(1, optax.adamw(1e-4).init, params)
-    loop = Loop(compiled, params, state, random_batch(given, compiled, config))
-    return run_steps(loop.run, lambda: None, given.steps, profiled=0).seconds, loop.loss
-
-
 @dataclasses.dataclass
 class Row:
     """One program's line in the tables."""

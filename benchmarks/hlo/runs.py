@@ -292,14 +292,6 @@ _WRAPPERS = {"fusion", "async-start"}
 """Opcodes of one kernel, or of one transfer, that is written as a computation."""
 
 
-class Call(NamedTuple):
-    """Computations that an instruction runs, and how often it runs each."""
-
-    instruction: Instruction
-    callees: list[str]
-    times: int
-
-
 class Runs:
     """What one run of a module runs.
 
@@ -336,16 +328,15 @@ class Runs:
 
         def visit(name: str, times: int) -> None:
             counts[name] += times
-            for call in self.calls(name):
-                for callee in call.callees:
-                    visit(callee, times * call.times)
+            for callee, each in self.calls(name):
+                visit(callee, times * each)
 
         visit(self.module.entry, 1)
         return counts
 
-    def _calls(self, name: str) -> list[Call]:
-        """The calls that a computation makes in one execution."""
-        found = []
+    def _calls(self, name: str) -> list[tuple[str, int]]:
+        """The computations that one runs in one execution, and how often: once for each call."""
+        found: list[tuple[str, int]] = []
         for instruction in self.module.computations.get(name, ()):
             if instruction.opcode not in self.opcodes:
                 continue
@@ -358,7 +349,7 @@ class Runs:
                 self._check(instruction, callees)
             if instruction.opcode == "conditional" and self.sent is not None:
                 callees = [max(callees, key=self._moved)]
-            found.append(Call(instruction, callees, UNKNOWN_TRIPS if times is None else times))
+            found += [(callee, UNKNOWN_TRIPS if times is None else times) for callee in callees]
         return found
 
     def _check(self, loop: Instruction, callees: list[str]) -> None:
@@ -373,10 +364,9 @@ class Runs:
         """Bytes and collectives of one execution: its own and those that it calls, times trips."""
         own = (self.sent or {}).get(name, [])
         size, number = sum(own), len(own)
-        for call in self.calls(name):
-            for callee in call.callees:
-                size += call.times * self._moved(callee)[0]
-                number += self._moved(callee)[1]
+        for callee, times in self.calls(name):
+            size += times * self._moved(callee)[0]
+            number += self._moved(callee)[1]
         return size, number
 
 
