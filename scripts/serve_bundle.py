@@ -93,6 +93,9 @@ def make_parser() -> Parser:
     )
     of_options = of_fields(add, ServerOptions)
     of_options(
+        "--api_key_file", type=Path, help="YAML of more keys and their limits; read when it changes"
+    )
+    of_options(
         "--token_budget",
         help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
         "between tokens shorter, more that to the first token (default: by predicted times)",

@@ -111,7 +111,7 @@ def test_a_client_leaves_something_to_others() -> None:
 )
 def test_who_a_client_is(host: str, keys: tuple[str, ...], client: str) -> None:
     request = Request({"type": "http", "client": (host, 1), "headers": []})
-    assert client_of(request, "1", ServerOptions(api_keys=keys)) == client
+    assert client_of(request, "1", Keys(keys)) == client
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
