@@ -19,6 +19,7 @@ from spmd.serving.http import connections
 from spmd.serving.http.admission import SPARE, Allowance
 from spmd.serving.http.connections import Addresses
 from spmd.serving.http.fields import SHORT
+from spmd.serving.http.keys import Keys
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.requests import client_of
