@@ -42,9 +42,10 @@ def ids_of(text: str) -> list[int]:
     return ids
 
 
-def by_transformers(model: Any, pooling: str, text: str) -> Any:
+def by_transformers(theirs: tuple[Any, str], text: str) -> Any:
     import torch
 
+    model, pooling = theirs
     with torch.no_grad():
         states = model(torch.tensor([ids_of(text)])).last_hidden_state[0].numpy()
     pooled = states[-1] if pooling == "last" else states.mean(axis=0)
@@ -56,7 +57,7 @@ def test_vectors_are_transformers(pooled: tuple[Live, Any]) -> None:
     client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="-")
     several: Any = [*TEXTS, *TEXTS]  # more than a call has rows
     found = client.embeddings.create(model="bundle", input=several)  # which asks for base64
-    wanted = np.array([by_transformers(*theirs, text) for text in several])
+    wanted = np.array([by_transformers(theirs, text) for text in several])
     vectors = np.array([one.embedding for one in found.data])
     np.testing.assert_allclose(vectors, wanted, atol=2e-5)
     assert [one.index for one in found.data] == [*range(8)]
@@ -72,7 +73,7 @@ def test_documents_are_ordered_by_cosine(pooled: tuple[Live, Any]) -> None:
     live, theirs = pooled
     body = {"query": TEXTS[0], "documents": [*TEXTS[1:], {"text": TEXTS[0]}], "top_n": 3}
     found = post(f"{live.url}/v1/rerank", json=body).json()["results"]
-    unit = np.array([by_transformers(*theirs, text) for text in (*TEXTS[1:], TEXTS[0])])
+    unit = np.array([by_transformers(theirs, text) for text in (*TEXTS[1:], TEXTS[0])])
     scores = unit @ unit[-1]
     assert [one["index"] for one in found] == np.argsort(-scores)[:3].tolist()
     np.testing.assert_allclose(
