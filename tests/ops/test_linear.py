@@ -11,9 +11,8 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.models.llama.quantize import quantize_weight, weight_types
+from spmd.models.llama.quantize import dequantize, quantize_weight, weight_types
 from spmd.ops import linear, linears, products_triton
-from tests.models.llama.inverse import dequantize
 
 CHECKED = spmd.Options(check=True)
 LINEAR = importlib.import_module("spmd.ops.linear")  # its name is the function's in spmd.ops

@@ -12,9 +12,10 @@ import numpy as np
 from spmd.models.llama import fresh
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.weights.config import read_config
-from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError, open_folder
+from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError
 from spmd.models.llama.weights.load import check_can_load
 from spmd.models.llama.weights.names import HEAD, Parameter, parameters
+from spmd.models.llama.weights.packed import Matrix, open_weights, unpacked
 from spmd.models.llama.weights.save import local_tokenizer
 from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 from spmd.models.training.checkpoints.found import AUTO, find_saved
@@ -29,6 +30,8 @@ from spmd.models.training.run.description import RunFolder
 def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     """The tensors of a folder of safetensors with a `config.json`; open as long as the context.
 
+    Tensors of quantized matrices are what these stand for, in float32, and have `parts`.
+
     Raises:
       WeightsError: a file is broken.
       ConfigError: the model is not a Llama.
@@ -36,11 +39,11 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     folder = as_path(folder)
     config = unrolled(read_config(folder))
     check_can_load(folder, config)
-    with open_folder(folder) as stored, local_tokenizer(folder) as tokenizer:
+    with open_weights(folder) as stored, local_tokenizer(folder) as tokenizer:
         tensors = {
             name: Tensor(
                 name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
-                functools.partial(stored.read, name),
+                functools.partial(stored.read, name), parts=_parts(name, stored.matrices.get(name)),
             )
             for name, shape in tensor_shapes(config).items()
         }  # fmt: skip
@@ -53,7 +56,24 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
                         f"{HEAD} and {table.name} differ, and the config ties them; set "
                         "tie_word_embeddings to false"
                     )
-        yield Source(config, tensors, str(folder), tokenizer, stamps(folder))
+        about = str(folder) + (f", {method}" if (method := stored.method) else "")
+        yield Source(config, tensors, about, tokenizer, stamps(folder))
+
+
+def _parts(name: str, matrix: Matrix | None) -> dict[str, Tensor]:
+    if matrix is None:
+        return {}
+
+    def read(part: str, index: Index) -> Array:
+        return unpacked(matrix)[part][index]
+
+    return {
+        part: Tensor(
+            f"{name}.{part}", struct.shape, np.dtype(struct.dtype).name,
+            functools.partial(read, part),
+        )
+        for part, struct in matrix.types.items()
+    }  # fmt: skip
 
 
 # Checkpoints of training

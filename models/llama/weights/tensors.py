@@ -33,6 +33,8 @@ class Tensor:
     # tensors with the same value are stored in the same place; reading them one after the other is
     # quickest
     together: str = ""
+    # of a matrix that is stored quantized: what is multiplied in its place (see `packed.unpacked`)
+    parts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __getitem__(self, index: Index) -> Array:
         """Reads a slice; `index` has a slice with start and stop for each dim."""
