@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from spmd.models.decode import ServingShape
 from spmd.models.llama import quantize
 from spmd.models.llama.decode import LlamaRows
-from spmd.models.llama.weights.files import Array, Index
+from spmd.models.llama.weights.files import Array
 from spmd.models.llama.weights.tensors import Source, Tensor
 from spmd.serving.bundle.manifest import PLATFORMS
 from spmd.serving.language_bundle import write_language_bundle
@@ -116,16 +115,9 @@ def _stored_kind(source: Source) -> dict[str, Any] | None:
 
 
 def _parts(tensor: Tensor, kind: str) -> dict[str, Tensor]:
-    def read(part: str, index: Index) -> Array:
-        return _quantized(tensor, kind)[part][index]
-
-    return {
-        part: Tensor(
-            f"{tensor.name}.{part}", tuple(struct.shape), np.dtype(struct.dtype).name,
-            functools.partial(read, part), tensor.together,
-        )
-        for part, struct in quantize.weight_types(tensor.shape, kind).items()
-    }  # fmt: skip
+    make = functools.partial(_quantized, tensor, kind)
+    types = quantize.weight_types(tensor.shape, kind)
+    return Tensor.several(tensor.name, types, make, tensor.together)
 
 
 @functools.lru_cache(maxsize=1)

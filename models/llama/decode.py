@@ -248,13 +248,10 @@ def _project(normed: tuple[Any, Any], weights: Sequence[Weights]) -> list[Any]:
 
 
 def _linears(x_XI: Any, weights: Sequence[Weights]) -> tuple[Any, ...]:
+    # Columns of quantized weights may be in an order of their own.
+    orders = [w.get("order") for w in weights]
+    inputs = [x_XI if o is None else jnp.take(x_XI, o, axis=1, mode="clip") for o in orders]
     given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
-    if not any("order" in w for w in weights):
+    if all(order is None for order in orders):
         return spmd.ops.linears(x_XI, given)
-    # The columns of a quantized weight may be in another order than its inputs.
-    return tuple(
-        spmd.ops.linear(
-            jnp.take(x_XI, w["order"], axis=1, mode="clip") if "order" in w else x_XI, g
-        )
-        for w, g in zip(weights, given, strict=True)
-    )
+    return tuple(map(spmd.ops.linear, inputs, given))

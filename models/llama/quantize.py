@@ -80,10 +80,7 @@ def pack_groups(values_OQI: Any) -> Any:
 
 
 def dequantize(weight: Mapping[str, Any]) -> Array:
-    """The matrix (O, I) in float32 that a quantized one stands for; of checkpoints, see `unpacked`.
-
-    Numbers less their zeros are exact, so only the product with the scale is rounded.
-    """
+    """The matrix (O, I) in float32 that a quantized one stands for, also one of `packed.py`."""
     values, scales = np.asarray(weight["values"]), np.asarray(weight["scales"], np.float32)
     if values.dtype == np.uint8:
         values = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.int8) - np.int8(8)
@@ -91,9 +88,7 @@ def dequantize(weight: Mapping[str, Any]) -> Array:
     if "zeros" in weight:
         wide -= np.asarray(weight["zeros"], np.float32)[..., None]
     whole_OI: Array = (wide * scales[..., None]).reshape(len(values), -1)
-    if "order" in weight:
-        whole_OI = whole_OI[:, np.argsort(weight["order"])]
-    return whole_OI
+    return whole_OI[:, np.argsort(weight["order"])] if "order" in weight else whole_OI
 
 
 def _scales(rows: Any, largest: float, xp: Any) -> Any:

@@ -19,7 +19,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.quantize import FP8, GROUP, dequantize, pack_groups
 from spmd.models.llama.weights.files import (
+    NUMPY_NAMES,
     Array,
     Folder,
     Index,
@@ -38,30 +39,27 @@ from spmd.models.training.paths import AnyPath, as_path
 
 KEY = "quantization_config"
 
-_VERSIONS, _LAYOUTS = ("gptq", "gptq_v2"), (
-    "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
-    "dense",
-)  # fmt: skip
+_VERSIONS = ("gptq", "gptq_v2")
+_LAYOUTS = ("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized")
 METHODS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "compressed-tensors": {
-        "format": _LAYOUTS, "sparsity_config": (), "transform_config": (),
+        "format": (*_LAYOUTS, "mixed-precision"), "sparsity_config": (), "transform_config": (),
         "moe_sparsity_config": (),
     },
     "fp8": {"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8",)},
     "gptq": {
         "bits": (4, 8), "checkpoint_format": _VERSIONS, "format": _VERSIONS, "method": ("gptq",),
-        "pack_dtype": ("int32",), "is_marlin_format": (), "adapter": (), "activation": (),
-        "rotation": (),
+        "pack_dtype": ("int32",), "is_marlin_format": (),
     },
     "awq": {
         "bits": (4,), "version": ("gemm",), "format": ("gemm",), "checkpoint_format": ("gemm",),
-        "method": ("awq",), "zero_point": (True,), "pack_dtype": ("int32",),
-        "backend": ("autoawq", "auto", "auto_trainable"), "is_marlin_format": (), "adapter": (),
+        "method": ("awq",), "pack_dtype": ("int32",), "is_marlin_format": (),
+        "backend": ("autoawq", "auto", "auto_trainable"),
     },
 }  # fmt: skip
 """`quant_method` -> the keys that say how numbers are stored, and which values of theirs are read.
 
-Without such a value a key is to be empty."""
+A key without any is to be empty."""
 
 _KNOWN = """
     quant_method version config_groups ignore kv_cache_scheme quantization_status dequantize
@@ -71,17 +69,17 @@ _KNOWN = """
     meta lm_head model_name_or_path model_file_base_name model_seqlen block_name_to_quantize
     module_name_preceding_first_block modules_in_block_to_quantize batch_size pad_token_id tokenizer
     dataset max_input_length cache_block_outputs use_cuda_fp16 use_exllama exllama_config
-    disable_exllama quantizer do_fuse fuse_max_seq_len modules_to_fuse
+    disable_exllama quantizer do_fuse fuse_max_seq_len modules_to_fuse zero_point backend
 """
 """Other keys: which matrices are quantized, and in what groups, is seen by their tensors."""
+
+_BYTES: Mapping[str, Any] = {"F8_E4M3": FP8, "I8": np.int8}
+"""safetensors' names of the dtypes that a `weight` with scales has."""
 
 _PARTS = """
     weight weight_scale weight_scale_inv weight_zero_point weight_packed weight_shape weight_g_idx
     qweight qzeros scales g_idx
 """
-_BYTES: Mapping[str, Any] = {"F8_E4M3": FP8, "I8": np.int8}
-"""safetensors' names of the dtypes that a `weight` with scales has."""
-
 _OTHERS = """
     input_scale input_zero_point output_scale output_zero_point q_scale k_scale v_scale prob_scale
 """
@@ -99,14 +97,14 @@ def check_quantization(given: Any) -> None:
     """
     if given is None:
         return
-    if not isinstance(given, Mapping) or given.get("quant_method") not in METHODS:
-        method = given.get("quant_method") if isinstance(given, Mapping) else given
+    method = given.get("quant_method") if isinstance(given, Mapping) else given
+    if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
             f"weights quantized by quant_method {json.dumps(method)} are not read, those by "
             f"{', '.join(METHODS)} are; start from the checkpoint that was quantized, or let "
             "transformers dequantize() the model and save_pretrained it, and quantize by --quantize"
         )
-    keys, wrong = METHODS[given["quant_method"]], []
+    keys, wrong = METHODS[method], []
     for key, most in keys.items():
         value = given.get(key)
         found = value.lower() if isinstance(value, str) else value
@@ -115,14 +113,15 @@ def check_quantization(given: Any) -> None:
             listed = f" ({', '.join(map(json.dumps, most))} can be read)" if most else ""
             wrong.append(f"{key} {json.dumps(value)}{listed}")
     for name, group in (given.get("config_groups") or {}).items():
-        weights = group.get("weights") or {} if isinstance(group, Mapping) else {"type": group}
+        scheme = group if isinstance(group, Mapping) else {"format": group}
+        weights = scheme.get("weights") or {}
         kind = weights.get("type", "int"), weights.get("num_bits", 8)
         if kind not in (("float", 8), ("int", 8), ("int", 4)):
             wrong.append(f"{name}'s weights, {kind[1]} bits of {json.dumps(kind[0])}")
-        elif isinstance(group, Mapping) and group.get("format") not in (*_LAYOUTS, None):
-            wrong.append(f"{name}'s format {json.dumps(group['format'])}")
+        elif scheme.get("format") not in (*_LAYOUTS, None):
+            wrong.append(f"{name}'s format {json.dumps(scheme['format'])}")
     if wrong:
-        raise ConfigError(f"{KEY}: {given['quant_method']} cannot be read with {'; '.join(wrong)}")
+        raise ConfigError(f"{KEY}: {method} cannot be read with {'; '.join(wrong)}")
     unknown = sorted(set(given) - {*keys, *_KNOWN.split()})
     if unknown:
         raise ConfigError(
@@ -131,80 +130,35 @@ def check_quantization(given: Any) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Matrix:
-    """A quantized matrix of a folder, of which nothing is read yet but which inputs are a group."""
+class Matrix(NamedTuple):
+    """A quantized matrix of a folder, in our layout.
+
+    It is `values`, `scales` and perhaps `zeros`, as `spmd.ops.linear` takes them. If there is an
+    `order` (I,), column i of them is that of input `order[i]`.
+    """
 
     shape: tuple[int, int]  # O, I
-    dtype: Any  # of numbers: int8, 8-bit floats, or uint8 where they have 4 bits
-    block: tuple[int, int]  # how many outputs, and how many inputs have a scale
-    has_zeros: bool
-    order_I: Array | None  # the inputs, sorted by group; None if they are
-    # reads numbers (O, I), scales and zeros, which have a row and a column for each block
-    read: Callable[[], tuple[Array, Array, Array | None]]
-
-    @property
-    def group(self) -> int | None:
-        """How many inputs of a row have a scale in our layout; None if whole rows have."""
-        inputs, wide = self.shape[1], self.block[1]
-        if wide == inputs and not self.has_zeros and self.dtype != np.uint8:
-            return None
-        return math.gcd(inputs, wide, GROUP)
-
-    @property
-    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What `unpacked` returns."""
-        (outputs, inputs), group = self.shape, self.group
-        scales = (outputs, inputs // group) if group else (outputs,)
-        width = group // 2 if group and self.dtype == np.uint8 else group
-        found: dict[str, Any] = {"scales": (scales, np.float32)}
-        found["values"] = (*scales, width) if group else self.shape, self.dtype
-        if self.has_zeros:
-            found["zeros"] = scales, np.int8
-        if self.order_I is not None:
-            found["order"] = (inputs,), np.int32
-        return {name: jax.ShapeDtypeStruct(*of) for name, of in found.items()}
+    types: Mapping[str, jax.ShapeDtypeStruct]  # of its parts
+    make: Callable[[], dict[str, Array]]  # reads them
 
 
 @functools.lru_cache(maxsize=1)
-def unpacked(matrix: Matrix) -> dict[str, Array]:
-    """Reads a matrix as `values`, `scales` and perhaps `zeros`, which `spmd.ops.linear` takes.
-
-    If there is an `order` (I,), column i of them is that of input `order[i]`. The matrix that was
-    read last is kept.
-    """
-    numbers_OI, scales, zeros = matrix.read()
-    outputs, inputs = matrix.shape
-    blocks = np.arange(0, inputs, matrix.group or inputs) // matrix.block[1]
-    places = np.arange(outputs)[:, None] // matrix.block[0], blocks
-    scales = scales.astype(np.float32)[places]
-    if matrix.group is None:
-        return {"values": numbers_OI, "scales": scales[:, 0]}
-    parts = {"scales": scales}
-    if matrix.has_zeros:
-        assert zeros is not None
-        parts["zeros"] = zeros[places]
-    if matrix.order_I is not None:
-        parts["order"] = matrix.order_I
-        numbers_OI = numbers_OI[:, matrix.order_I]
-    numbers_OQW = numbers_OI.reshape(outputs, -1, matrix.group)
-    packs = matrix.dtype == np.uint8
-    return {**parts, "values": pack_groups(numbers_OQW) if packs else numbers_OQW}
+def latest(make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+    """The parts of a matrix, read once if they are asked for one after the other."""
+    return make()
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights(Folder):
     """An open folder whose quantized matrices are read as what they stand for, in float32."""
 
-    method: str = ""  # what quantized them
-    # by the names of the tensors that they are
-    matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)
+    matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)  # by tensor's name
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor; one that is not quantized is in the dtype of the file."""
         if name not in self.matrices:
             return super().read(name, index)
-        parts = unpacked(self.matrices[name])
+        parts = latest(self.matrices[name].make)
         rows = {part: x if part == "order" else x[index[0]] for part, x in parts.items()}
         return dequantize(rows)[:, index[1]]
 
@@ -224,72 +178,53 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
         WeightsError: as of `open_folder`, or a quantized matrix lacks a tensor, or has a wrong one.
         ConfigError: as of `check_quantization`.
     """
-    given = stored_quantization(path)
     with open_folder(path) as stored:
-        modules = _modules(stored) if given else []
-        matrices = {f"{module.name}.weight": _matrix(module, given) for module in modules}
-        used = {f"{module.name}.{part}" for module in modules for part in module.parts}
-        left = {
-            name: tensor
-            for name, tensor in stored.tensors.items()
-            if name not in used and not (given and name.rpartition(".")[2] in _OTHERS.split())
-        }
-        for module, (name, matrix) in zip(modules, matrices.items(), strict=True):
-            left[name] = StoredTensor(next(iter(module.parts.values())).file, matrix.shape, "F32")
-        method = given.get("quant_method", "")
-        yield Weights(stored.path, left, stored._files, stored._maps, method, matrices)
-
-
-def stored_quantization(path: str | AnyPath) -> Mapping[str, Any]:
-    """The `quantization_config` of a folder's `config.json`; empty if it has none."""
-    try:
-        text = (as_path(path) / "config.json").read_text(encoding="utf-8")
-        given = json.loads(text).get(KEY)
-    except (OSError, ValueError, AttributeError):
-        return {}  # who needs the file says what is wrong with it
-    check_quantization(given)
-    return given or {}
+        try:
+            text = (as_path(path) / "config.json").read_text(encoding="utf-8")
+            given = json.loads(text).get(KEY)
+        except (OSError, ValueError, AttributeError):
+            given = None  # who needs the file says what is wrong with it
+        check_quantization(given)
+        modules: dict[str, dict[str, StoredTensor]] = {}
+        left, matrices = {}, {}
+        for name, tensor in stored.tensors.items():
+            module, _, last = name.rpartition(".")
+            if given and last in _PARTS.split() and (last != "weight" or tensor.dtype in _BYTES):
+                modules.setdefault(module, {})[last] = tensor
+            elif not given or last not in _OTHERS.split():
+                left[name] = tensor
+        for module, parts in modules.items():
+            read = _transposed if given["quant_method"] in ("gptq", "awq") else _plain
+            matrix = matrices[f"{module}.weight"] = read(_Module(stored, module, parts), given)
+            file = next(iter(parts.values())).file
+            left[f"{module}.weight"] = StoredTensor(file, matrix.shape, "F32")
+        yield Weights(stored.path, left, stored._files, stored._maps, matrices)
 
 
 # One matrix in each format
 
 
-@dataclasses.dataclass(frozen=True)
-class _Module:
+class _Module(NamedTuple):
     """A quantized module of a folder: its tensors by the last word of their names."""
 
     stored: Folder
     name: str
     parts: Mapping[str, StoredTensor]
 
-    def shape(self, part: str) -> tuple[int, ...]:
-        if part not in self.parts:
+    def shape(self, part: str, *ranks: int) -> tuple[int, ...]:
+        tensor = self.parts.get(part)
+        if tensor is None:
             raise self.wrong(f"has no {part}; download the whole checkpoint")
-        return self.parts[part].shape
+        if tensor.dtype not in NUMPY_NAMES or len(tensor.shape) not in (ranks or (2,)):
+            raise self.wrong(f"its {part} {tensor.shape} of {tensor.dtype} cannot be read")
+        return tensor.shape
 
     def read(self, part: str) -> Array:
-        index = tuple(slice(0, size) for size in self.shape(part))
+        index = tuple(slice(0, size) for size in self.parts[part].shape)
         return np.asarray(self.stored.view(f"{self.name}.{part}", index))
 
     def wrong(self, what: str) -> WeightsError:
-        return WeightsError(f"{self.stored.path}: {self.name} is quantized and {what}")
-
-
-def _modules(stored: Folder) -> list[_Module]:
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.tensors.items():
-        module, _, last = name.rpartition(".")
-        if last in _PARTS.split():
-            found.setdefault(module, {})[last] = tensor
-    return [
-        _Module(stored, name, parts)
-        for name, parts in found.items()
-        if "weight" not in parts or parts["weight"].dtype in _BYTES
-    ]
-
-
-def _matrix(module: _Module, given: Mapping[str, Any]) -> Matrix:
-    return (_transposed if given["quant_method"] in ("gptq", "awq") else _plain)(module, given)
+        return WeightsError(f"{self.stored.path}: {self.name} is quantized, and {what}")
 
 
 def _transposed(module: _Module, given: Mapping[str, Any]) -> Matrix:
@@ -301,20 +236,22 @@ def _transposed(module: _Module, given: Mapping[str, Any]) -> Matrix:
     # GPTQ's first version stores zeros less one. Its packages add to whole words, carries and all.
     less = 0 if is_awq or version == "gptq_v2" else 0xFFFFFFFF // (2**bits - 1)
     has_zeros = is_awq or not given.get("sym")
-    module.shape("qzeros")
+    groups = module.shape("scales")[0]
+    if module.shape("qzeros") != (groups, -(-shape[0] // each)):
+        raise module.wrong(f"its qzeros {module.shape('qzeros')} are not those of {groups} groups")
 
     def read() -> tuple[Array, Array, Array]:
         numbers = _numbers(module.read("qweight"), bits, 1 if is_awq else 0)
         zeros = _numbers(module.read("qzeros").view(np.uint32) + np.uint32(less), bits, 1)
         if is_awq:
-            numbers, zeros = _in_order(numbers), _in_order(zeros)
-        zeros = _zeros(zeros)
-        if not has_zeros and np.any(zeros):
-            raise module.wrong(f"has zeros of its own; {KEY} says sym: set it to false")
-        return numbers.T, module.read("scales").T, zeros.T
+            order = np.arange(shape[0]) // 8 * 8 + np.resize(_AWQ_PLACES, shape[0])
+            numbers, zeros = numbers[:, order], zeros[:, order]
+        if not has_zeros and np.any(_zeros(zeros)):
+            raise module.wrong(f"has zeros of its own, but {KEY} says sym: set it to false")
+        return numbers.T, module.read("scales").T, _zeros(zeros).T
 
     block = 0, max(0, given.get("group_size") or 0)
-    return _made(module, shape, bits, module.shape("scales")[::-1], block, has_zeros, read)
+    return _matrix(module, shape, bits, module.shape("scales")[::-1], block, has_zeros, read)
 
 
 def _plain(module: _Module, given: Mapping[str, Any]) -> Matrix:
@@ -323,93 +260,95 @@ def _plain(module: _Module, given: Mapping[str, Any]) -> Matrix:
     blocks = [given.get("weight_block_size"), *(x.get("block_structure") for x in schemes)]
     block = next((tuple(found) for found in blocks if found), (0, 0))
     # Beside symmetric weights there may be zeros, too, all of them 0.
-    has_zeros = "weight_zero_point" in module.parts
-    has_zeros &= not all(x.get("symmetric", True) for x in schemes)
+    is_symmetric = all(x.get("symmetric", True) for x in schemes)
+    has_zeros = "weight_zero_point" in module.parts and not is_symmetric
     scale = "weight_scale_inv" if "weight_scale_inv" in module.parts else "weight_scale"
-    is_packed = "weight_packed" in module.parts
-    shape, bits = module.shape("weight_packed" if is_packed else "weight"), 8
-    if is_packed:
-        columns, shape = shape[1], module.read("weight_shape").tolist()
+    name = "weight_packed" if "weight_packed" in module.parts else "weight"
+    shape, bits = module.shape(name), 8
+    if name == "weight_packed" and module.shape("weight_shape", 1):
+        columns, shape = shape[1], tuple(module.read("weight_shape").tolist())
         bits = 32 * columns // shape[1]
+    scales = (*module.shape(scale, 0, 1, 2), 1, 1)[:2]
 
     def read() -> tuple[Array, Array, Array | None]:
-        numbers, zeros = module.read("weight_packed" if is_packed else "weight"), None
-        if is_packed:
+        numbers, zeros = module.read(name), None
+        if name == "weight_packed":
             numbers = _numbers(numbers, bits, 1)[:, : shape[1]]
         if has_zeros:
             zeros = module.read("weight_zero_point")
             if zeros.dtype == np.int32:
                 zeros = _zeros(_numbers(zeros, bits, 0)[: shape[0]])
-            zeros = zeros.reshape(_in_two(zeros.shape))
-        scales = module.read(scale)
-        return numbers, scales.reshape(_in_two(scales.shape)), zeros
+            zeros = zeros.reshape(scales)
+        return numbers, module.read(scale).reshape(scales), zeros
 
-    return _made(module, shape, bits, _in_two(module.shape(scale)), block, has_zeros, read)
+    return _matrix(module, shape, bits, scales, block, has_zeros, read)
 
 
-def _made(
-    module: _Module,
-    shape: Sequence[int],
-    bits: int,
-    scales: Sequence[int],
-    block: Sequence[int],
-    has_zeros: bool,
-    read: Callable[[], tuple[Array, Array, Array | None]],
-) -> Matrix:
-    """A matrix, after a look at which blocks have a scale, and which inputs are in a group.
+def _matrix(
+    module: _Module, shape: Sequence[int], bits: int, scaled: Sequence[int], block: Sequence[int],
+    has_zeros: bool, read: Callable[[], tuple[Array, Array, Array | None]],
+) -> Matrix:  # fmt: skip
+    """A matrix, after a look at what has a scale, and which inputs are in a group.
 
     Args:
-        scales: the shape of the scales, a row and a column for each block.
-        block: the config's; 0 where it says nothing, and all blocks have one size.
+        scaled: the shape of the scales: a row and a column for each block.
+        block: the config's; 0 where it says nothing, and all blocks are of one size.
+        read: reads numbers (O, I), scales and zeros.
     """
     outputs, inputs = shape
-    sizes = tuple(map(_per_scale, shape, scales, block))
-    if 0 in sizes or bits not in (4, 8) or math.gcd(*sizes[1:], inputs) % (8 // bits):
-        what = f"{bits}-bit numbers and scales of shape {tuple(scales)}, which fit no (O, I)"
-        raise module.wrong(f"has {what} = {tuple(shape)}")
+    sizes = [
+        size // count if count in (1, size) else wide or size // max(1, count)
+        for size, count, wide in zip(shape, scaled, block, strict=True)
+    ]
+    counts = [-(-size // max(1, wide)) for size, wide in zip(shape, sizes, strict=True)]
+    if counts != [*scaled] or bits not in (4, 8) or math.gcd(inputs, sizes[1]) % (8 // bits):
+        raise module.wrong(f"{bits}-bit numbers {tuple(shape)} do not fit scales {tuple(scaled)}")
     order_I = None
-    name = next((name for name in ("g_idx", "weight_g_idx") if name in module.parts), "")
-    if name:
-        group_I = module.read(name)
+    for name in {"g_idx", "weight_g_idx"} & module.parts.keys():
+        group_I, wanted_I = module.read(name), np.arange(inputs) // sizes[1]
         sorted_I = np.argsort(group_I, kind="stable").astype(np.int32)
-        if np.any(np.diff(group_I) < 0):
-            order_I = sorted_I
-        if np.any(group_I[sorted_I] != np.arange(inputs) // sizes[1]) and np.any(group_I >= 0):
-            raise module.wrong(f"has a {name} whose groups are not of {sizes[1]} inputs each")
-    stored = module.parts.get("weight")
-    dtype = _BYTES[stored.dtype] if stored else np.uint8 if bits == 4 else np.int8
-    return Matrix((outputs, inputs), dtype, (sizes[0], sizes[1]), has_zeros, order_I, read)
+        if np.any(group_I >= 0) and not np.array_equal(group_I[sorted_I], wanted_I):
+            raise module.wrong(f"the groups of its {name} are not of {sizes[1]} inputs each")
+        order_I = sorted_I if np.any(np.diff(group_I) < 0) else None
+    dtype = _BYTES[module.parts["weight"].dtype] if "weight" in module.parts else np.int8
+    is_whole = sizes[1] == inputs and bits == 8 and not has_zeros  # a row has one scale
+    group = inputs if is_whole else math.gcd(inputs, sizes[1], GROUP)
+    of_scales = (outputs,) if is_whole else (outputs, inputs // group)
+    types: dict[str, tuple[tuple[int, ...], Any]] = {"scales": (of_scales, np.float32)}
+    types["values"] = (outputs, inputs) if is_whole else (*of_scales, group), dtype
+    if bits == 4:
+        types["values"] = (*of_scales, group // 2), np.uint8
+    if has_zeros:
+        types["zeros"] = of_scales, np.int8
+    if order_I is not None:
+        types["order"] = (inputs,), np.int32
+    places = np.arange(outputs)[:, None] // sizes[0], np.arange(0, inputs, group) // sizes[1]
 
+    def make() -> dict[str, Array]:
+        numbers_OI, scales, zeros = read()
+        found: dict[str, Array] = {"scales": scales.astype(np.float32)[places].reshape(of_scales)}
+        if has_zeros and zeros is not None:
+            found["zeros"] = zeros[places]
+        if order_I is not None:
+            found["order"], numbers_OI = order_I, numbers_OI[:, order_I]
+        if bits == 4:
+            return {**found, "values": pack_groups(numbers_OI.reshape(*of_scales, group))}
+        return {**found, "values": numbers_OI.reshape(types["values"][0])}
 
-def _per_scale(size: int, scales: int, given: int) -> int:
-    """How many of a dim have a scale; 0 if so many scales do not fit it."""
-    if scales in (1, size):
-        return size // scales
-    found = given or size // scales
-    return found if -(-size // found) == scales else 0
-
-
-def _in_two(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of scales with both dims: of one scale, of rows', or of blocks'."""
-    first, second = (*shape, 1, 1)[:2]
-    return first, second
+    structs = {part: jax.ShapeDtypeStruct(*of) for part, of in types.items()}
+    return Matrix((outputs, inputs), structs, make)
 
 
 def _numbers(words: Array, bits: int, dim: int) -> Array:
     """What int32s hold along a dim: uint8 of 4 bits, or int8, which are stored plus 128."""
     words = np.ascontiguousarray(np.moveaxis(words, dim, 1)).astype("<i4", copy=False)
     numbers = words.view(np.uint8)
-    if bits == 4:
-        both = np.stack([numbers & 15, numbers >> 4], axis=-1)
-        return np.moveaxis(both.reshape(len(words), -1), 1, dim)
-    return np.moveaxis((numbers ^ 128).view(np.int8), 1, dim)
+    if bits == 8:
+        return np.moveaxis((numbers ^ 128).view(np.int8), 1, dim)
+    both = np.stack([numbers & 15, numbers >> 4], axis=-1)
+    return np.moveaxis(both.reshape(len(words), -1), 1, dim)
 
 
 def _zeros(numbers: Array) -> Array:
     """Zeros as int8, less the 8 that 4-bit numbers are stored with."""
     return numbers if numbers.dtype == np.int8 else numbers.view(np.int8) - np.int8(8)
-
-
-def _in_order(numbers: Array) -> Array:
-    """AWQ's numbers, of which eight neighbours are interleaved, in the order of outputs."""
-    return numbers.reshape(len(numbers), -1, 8)[..., _AWQ_PLACES].reshape(numbers.shape)

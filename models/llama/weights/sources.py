@@ -15,7 +15,7 @@ from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError
 from spmd.models.llama.weights.load import check_can_load
 from spmd.models.llama.weights.names import HEAD, Parameter, parameters
-from spmd.models.llama.weights.packed import Matrix, open_weights, unpacked
+from spmd.models.llama.weights.packed import latest, open_weights
 from spmd.models.llama.weights.save import local_tokenizer
 from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 from spmd.models.training.checkpoints.found import AUTO, find_saved
@@ -40,10 +40,14 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     config = unrolled(read_config(folder))
     check_can_load(folder, config)
     with open_weights(folder) as stored, local_tokenizer(folder) as tokenizer:
+        parts = {
+            name: Tensor.several(name, matrix.types, functools.partial(latest, matrix.make), "")
+            for name, matrix in stored.matrices.items()
+        }
         tensors = {
             name: Tensor(
                 name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
-                functools.partial(stored.read, name), parts=_parts(name, stored.matrices.get(name)),
+                functools.partial(stored.read, name), parts=parts.get(name, {}),
             )
             for name, shape in tensor_shapes(config).items()
         }  # fmt: skip
@@ -56,24 +60,7 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
                         f"{HEAD} and {table.name} differ, and the config ties them; set "
                         "tie_word_embeddings to false"
                     )
-        about = str(folder) + (f", {method}" if (method := stored.method) else "")
-        yield Source(config, tensors, about, tokenizer, stamps(folder))
-
-
-def _parts(name: str, matrix: Matrix | None) -> dict[str, Tensor]:
-    if matrix is None:
-        return {}
-
-    def read(part: str, index: Index) -> Array:
-        return unpacked(matrix)[part][index]
-
-    return {
-        part: Tensor(
-            f"{name}.{part}", struct.shape, np.dtype(struct.dtype).name,
-            functools.partial(read, part),
-        )
-        for part, struct in matrix.types.items()
-    }  # fmt: skip
+        yield Source(config, tensors, str(folder), tokenizer, stamps(folder))
 
 
 # Checkpoints of training

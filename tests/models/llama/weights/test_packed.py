@@ -40,9 +40,7 @@ def about(config: LlamaConfig, name: str) -> dict[str, Any]:
 
 
 def tensors() -> dict[str, np.ndarray]:
-    return {
-        name: np.asarray(x) for name, x in checkpoints_of(fresh_params(CONFIG)).items()
-    }
+    return {name: np.asarray(x) for name, x in checkpoints_of(fresh_params(CONFIG)).items()}
 
 
 def checkpoints_of(params: Any) -> dict[str, Any]:
