@@ -237,6 +237,8 @@ def _transposed(module: _Module, given: Mapping[str, Any]) -> Matrix:
     less = 0 if is_awq or version == "gptq_v2" else 0xFFFFFFFF // (2**bits - 1)
     has_zeros = is_awq or not given.get("sym")
     groups = module.shape("scales")[0]
+    if given.get("desc_act"):
+        module.shape("g_idx", 1)
     if module.shape("qzeros") != (groups, -(-shape[0] // each)):
         raise module.wrong(f"its qzeros {module.shape('qzeros')} are not those of {groups} groups")
 
@@ -268,6 +270,8 @@ def _plain(module: _Module, given: Mapping[str, Any]) -> Matrix:
     if name == "weight_packed" and module.shape("weight_shape", 1):
         columns, shape = shape[1], tuple(module.read("weight_shape").tolist())
         bits = 32 * columns // shape[1]
+        if any(x.get("actorder") in ("group", "dynamic") for x in schemes):
+            module.shape("weight_g_idx", 1)
     scales = (*module.shape(scale, 0, 1, 2), 1, 1)[:2]
 
     def read() -> tuple[Array, Array, Array | None]:
