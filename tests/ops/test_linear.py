@@ -52,7 +52,9 @@ def test_linear_is_a_product(kind: str) -> None:
 def test_linears_kernel_of_one_row(kind: str) -> None:
     weight, whole = weights(kind)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 512)), jnp.float32)
-    operands = [weight[n] for n in OPERANDS if n in weight] if isinstance(weight, dict) else [weight]
+    operands = (
+        [weight[n] for n in OPERANDS if n in weight] if isinstance(weight, dict) else [weight]
+    )
     values = operands[0]
     shaped = x.reshape(1, values.shape[1], -1, values.shape[2]) if values.ndim == 3 else x
     for kernel in (LINEAR._kernel, LINEAR._on_tpu):

@@ -140,7 +140,7 @@ def _check_fit(stored: Weights, wanted: Sequence[Parameter], config: LlamaConfig
     )
     fix = f"Use the {CONFIG_FILE} that belongs to these weights"
     if quantized:
-        fix = f"Quantized weights are read as the {KEY} in {CONFIG_FILE} says: there it is missing"
+        fix = f"Quantized matrices are read as {CONFIG_FILE} says in {KEY}, and nothing else is"
     elif [name for names in kinds.values() for name in names] == [HEAD]:
         fix = "If the output is the embedding table, set tie_word_embeddings to true"
     raise WeightsError(f"{stored.path} does not fit the model: {listed}. {fix}")

@@ -100,7 +100,7 @@ def check_quantization(given: Any) -> None:
     method = given.get("quant_method") if isinstance(given, Mapping) else given
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
-            f"weights quantized by quant_method {json.dumps(method)} are not read, those by "
+            f"{KEY}: weights of quant_method {json.dumps(method)} are not read, those of "
             f"{', '.join(METHODS)} are; start from the checkpoint that was quantized, or let "
             "transformers dequantize() the model and save_pretrained it, and quantize by --quantize"
         )
