@@ -9,8 +9,8 @@ time is that of reading weights. For one row, GPUs run a multiplication and a su
 one kernel, conversion and scale included; for more of them, and for any few of 4-bit weights, one
 kernel reads all weights of a composite (`products_triton`). On TPUs one row is one of eight. With
 many rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these,
-too, each with a scale of its own. Weights with scales of groups that the kernel does not take are
-written in the dtype of `x` first. Everywhere else weights are converted to it on their way.
+too, each with a scale of its own; 4-bit weights are written in the dtype of `x` first, as few rows'
+are if groups are not of 128. Everywhere else weights are converted to it on their way.
 """
 
 import itertools
@@ -50,8 +50,8 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
       weight: an array (O, I); or a dict of quantized `values` and `scales`: 8-bit (O, I) with
         scales (O,), or (O, Q, W) with scales (O, Q), for groups of W neighbours; or 4-bit packed in
         uint8 values (O, Q, W) with scales (O, Q), for groups of 2 W neighbours: byte j of a group
-        holds its elements j and j + W, each plus 8. `zeros` (O, Q), int8, are what is subtracted
-        from integers of groups before they are scaled; without them it is 0.
+        holds its elements j and j + W, each plus 8. `zeros` (O, Q), int8, if there are any, are
+        subtracted from the integers of groups before these are scaled.
 
     Returns:
       (B, O).
@@ -151,8 +151,7 @@ def _kernel(x: Any, *operands: Any) -> Any:
     parts = list(_parts(operands))
     if x.shape[0] == 1 and _in_a_number(parts[0][0]) == 1:
         return tuple(_row(x, *part) for part in parts)
-    has_zeros = any(len(part) == 3 for part in parts)
-    dtype = jnp.float32 if has_zeros else x.dtype
+    dtype = jnp.float32 if any(len(part) == 3 for part in parts) else x.dtype
     found = products_triton.products(x, [part[:2] for part in parts], dtype)
     if found is not NotImplemented:
         return tuple(_shifted(x, *given) for given in zip(found, parts, strict=True))
@@ -223,9 +222,11 @@ def _unpacked(values_OQW: Any) -> Any:
 
 
 def _unpacked_first(x: Any, values: Any, scales: Any, zeros: Any = None) -> Any:
-    """Returns x @ weight.T of a weight in groups, which is written to memory in x's dtype first."""
+    """Returns x @ weight.T of a weight in groups, made in x's dtype: if of 4 bits, in memory."""
     wide_OQI = _numbers(values, zeros, jnp.float32) * scales.astype(jnp.float32)[..., None]
-    whole_OI = jax.lax.optimization_barrier(wide_OQI.astype(x.dtype).reshape(len(values), -1))
+    whole_OI = wide_OQI.astype(x.dtype).reshape(len(values), -1)
+    if _in_a_number(values) > 1:
+        whole_OI = jax.lax.optimization_barrier(whole_OI)
     x_BI = x.reshape(x.shape[0], -1)
     return jnp.einsum("bi,oi->bo", x_BI, whole_OI, preferred_element_type=x.dtype)
 

@@ -39,7 +39,6 @@ from spmd.models.training.paths import AnyPath, as_path
 
 KEY = "quantization_config"
 
-_VERSIONS = ("gptq", "gptq_v2")
 _LAYOUTS = ("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized")
 METHODS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "compressed-tensors": {
@@ -48,8 +47,8 @@ METHODS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "fp8": {"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8",)},
     "gptq": {
-        "bits": (4, 8), "checkpoint_format": _VERSIONS, "format": _VERSIONS, "method": ("gptq",),
-        "pack_dtype": ("int32",), "is_marlin_format": (),
+        "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
+        "method": ("gptq",), "pack_dtype": ("int32",), "is_marlin_format": (),
     },
     "awq": {
         "bits": (4,), "version": ("gemm",), "format": ("gemm",), "checkpoint_format": ("gemm",),
@@ -120,14 +119,10 @@ def check_quantization(given: Any) -> None:
             wrong.append(f"{name}'s weights, {kind[1]} bits of {json.dumps(kind[0])}")
         elif scheme.get("format") not in (*_LAYOUTS, None):
             wrong.append(f"{name}'s format {json.dumps(scheme['format'])}")
+    unknown = sorted(set(given) - {*keys, *_KNOWN.split()})
+    wrong += [f"{key}, which is unknown: remove it if no weight depends on it" for key in unknown]
     if wrong:
         raise ConfigError(f"{KEY}: {method} cannot be read with {'; '.join(wrong)}")
-    unknown = sorted(set(given) - {*keys, *_KNOWN.split()})
-    if unknown:
-        raise ConfigError(
-            f"{KEY} has unknown keys {', '.join(unknown)}, which might change the weights; if they "
-            "do not, remove them"
-        )
 
 
 class Matrix(NamedTuple):
@@ -196,8 +191,8 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
         for module, parts in modules.items():
             read = _transposed if given["quant_method"] in ("gptq", "awq") else _plain
             matrix = matrices[f"{module}.weight"] = read(_Module(stored, module, parts), given)
-            file = next(iter(parts.values())).file
-            left[f"{module}.weight"] = StoredTensor(file, matrix.shape, "F32")
+            first = next(iter(parts.values()))
+            left[f"{module}.weight"] = dataclasses.replace(first, shape=matrix.shape, dtype="F32")
         yield Weights(stored.path, left, stored._files, stored._maps, matrices)
 
 
@@ -258,12 +253,12 @@ def _transposed(module: _Module, given: Mapping[str, Any]) -> Matrix:
 
 def _plain(module: _Module, given: Mapping[str, Any]) -> Matrix:
     """Of compressed-tensors, and of 8-bit floats as DeepSeek stores them."""
-    schemes = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
+    schemes = [x.get("weights") or {} for x in (given.get("config_groups") or {}).values()]
     blocks = [given.get("weight_block_size"), *(x.get("block_structure") for x in schemes)]
     block = next((tuple(found) for found in blocks if found), (0, 0))
     # Beside symmetric weights there may be zeros, too, all of them 0.
-    is_symmetric = all(x.get("symmetric", True) for x in schemes)
-    has_zeros = "weight_zero_point" in module.parts and not is_symmetric
+    has_zeros = "weight_zero_point" in module.parts
+    has_zeros &= not all(x.get("symmetric", True) for x in schemes)
     scale = "weight_scale_inv" if "weight_scale_inv" in module.parts else "weight_scale"
     name = "weight_packed" if "weight_packed" in module.parts else "weight"
     shape, bits = module.shape(name), 8
@@ -311,7 +306,7 @@ def _matrix(
     for name in {"g_idx", "weight_g_idx"} & module.parts.keys():
         group_I, wanted_I = module.read(name), np.arange(inputs) // sizes[1]
         sorted_I = np.argsort(group_I, kind="stable").astype(np.int32)
-        if np.any(group_I >= 0) and not np.array_equal(group_I[sorted_I], wanted_I):
+        if np.any(group_I != -1) and not np.array_equal(group_I[sorted_I], wanted_I):
             raise module.wrong(f"the groups of its {name} are not of {sizes[1]} inputs each")
         order_I = sorted_I if np.any(np.diff(group_I) < 0) else None
     dtype = _BYTES[module.parts["weight"].dtype] if "weight" in module.parts else np.int8
