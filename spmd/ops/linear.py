@@ -89,8 +89,7 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     for part in parts:
         values, *scales = part
         inner = math.prod(values.shape[1:]) * _in_a_number(values)
-        fits = x_BI.ndim == 2 and values.ndim in (2, 3) and inner == x_BI.shape[1]
-        fits = fits and len(scales) < values.ndim
+        fits = max(1, len(scales)) < values.ndim < 4 and x_BI.shape[1:] == (inner,)
         if not fits or any(s.shape != values.shape[: values.ndim - 1] for s in scales):
             raise ArgumentError(
                 "linear cannot be computed",

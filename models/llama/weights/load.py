@@ -43,8 +43,7 @@ def load(
     """Loads the parameters of a Hugging Face checkpoint; each shard is read directly from the file.
 
     Each process reads what its own devices hold, once, and converts it to `config.param_dtype`.
-    Besides the devices' arrays, one shard is in memory, and of quantized ones one matrix
-    (`packed.py`).
+    Besides the devices' arrays, one shard is in memory; of quantized weights one matrix.
 
     Args:
         folder: has `model.safetensors`, or several files and their index.

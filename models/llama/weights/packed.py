@@ -48,12 +48,11 @@ METHODS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "fp8": {"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8",)},
     "gptq": {
         "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
-        "method": ("gptq",), "pack_dtype": ("int32",), "is_marlin_format": (),
+        "pack_dtype": ("int32",), "is_marlin_format": (),
     },
     "awq": {
         "bits": (4,), "version": ("gemm",), "format": ("gemm",), "checkpoint_format": ("gemm",),
-        "method": ("awq",), "pack_dtype": ("int32",), "is_marlin_format": (),
-        "backend": ("autoawq", "auto", "auto_trainable"),
+        "pack_dtype": ("int32",), "backend": ("autoawq", "auto"),
     },
 }  # fmt: skip
 """`quant_method` -> the keys that say how numbers are stored, and which values of theirs are read.
@@ -68,7 +67,7 @@ _KNOWN = """
     meta lm_head model_name_or_path model_file_base_name model_seqlen block_name_to_quantize
     module_name_preceding_first_block modules_in_block_to_quantize batch_size pad_token_id tokenizer
     dataset max_input_length cache_block_outputs use_cuda_fp16 use_exllama exllama_config
-    disable_exllama quantizer do_fuse fuse_max_seq_len modules_to_fuse zero_point backend
+    disable_exllama quantizer do_fuse fuse_max_seq_len modules_to_fuse zero_point backend method
 """
 """Other keys: which matrices are quantized, and in what groups, is seen by their tensors."""
 
@@ -83,9 +82,6 @@ _OTHERS = """
     input_scale input_zero_point output_scale output_zero_point q_scale k_scale v_scale prob_scale
 """
 """Last words of scales of activations and of caches: weights do not depend on them."""
-
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ's int32 holds the first, second, ... of eight neighbours."""
 
 
 def check_quantization(given: Any) -> None:
@@ -111,7 +107,8 @@ def check_quantization(given: Any) -> None:
         if not (found is None or is_dense or (found in most if most else not found)):
             listed = f" ({', '.join(map(json.dumps, most))} can be read)" if most else ""
             wrong.append(f"{key} {json.dumps(value)}{listed}")
-    for name, group in (given.get("config_groups") or {}).items():
+    groups: Any = given.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, Mapping) else [("?", groups)]:
         scheme = group if isinstance(group, Mapping) else {"format": group}
         weights = scheme.get("weights") or {}
         kind = weights.get("type", "int"), weights.get("num_bits", 8)
@@ -126,10 +123,9 @@ def check_quantization(given: Any) -> None:
 
 
 class Matrix(NamedTuple):
-    """A quantized matrix of a folder, in our layout.
+    """A quantized matrix: `values`, `scales` and perhaps `zeros`, as `spmd.ops.linear` takes them.
 
-    It is `values`, `scales` and perhaps `zeros`, as `spmd.ops.linear` takes them. If there is an
-    `order` (I,), column i of them is that of input `order[i]`.
+    If there is an `order` (I,), column i of them is that of input `order[i]`.
     """
 
     shape: tuple[int, int]  # O, I
@@ -159,10 +155,9 @@ class Weights(Folder):
 
     def is_idle_bias(self, name: str) -> bool:
         """Whether a tensor is one of the biases, all of them 0, that GPTQ's files may have."""
-        module, _, last = name.rpartition(".")
-        if last != "bias" or f"{module}.weight" not in self.matrices:
-            return False
-        return not np.any(self.read(name, tuple(slice(0, n) for n in self.tensors[name].shape)))
+        whole = tuple(slice(0, size) for size in self.tensors[name].shape)
+        is_of_one = name.removesuffix("bias") + "weight" in self.matrices
+        return name.endswith(".bias") and is_of_one and not np.any(self.read(name, whole))
 
 
 @contextlib.contextmanager
@@ -175,8 +170,7 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
     """
     with open_folder(path) as stored:
         try:
-            text = (as_path(path) / "config.json").read_text(encoding="utf-8")
-            given = json.loads(text).get(KEY)
+            given = json.loads((as_path(path) / "config.json").read_text(encoding="utf-8")).get(KEY)
         except (OSError, ValueError, AttributeError):
             given = None  # who needs the file says what is wrong with it
         check_quantization(given)
@@ -190,7 +184,9 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
                 left[name] = tensor
         for module, parts in modules.items():
             read = _transposed if given["quant_method"] in ("gptq", "awq") else _plain
-            matrix = matrices[f"{module}.weight"] = read(_Module(stored, module, parts), given)
+            whole = _Module(stored, module, parts)
+            with whole.named():
+                matrix = matrices[f"{module}.weight"] = read(whole, given)
             first = next(iter(parts.values()))
             left[f"{module}.weight"] = dataclasses.replace(first, shape=matrix.shape, dtype="F32")
         yield Weights(stored.path, left, stored._files, stored._maps, matrices)
@@ -210,7 +206,8 @@ class _Module(NamedTuple):
         tensor = self.parts.get(part)
         if tensor is None:
             raise self.wrong(f"has no {part}; download the whole checkpoint")
-        if tensor.dtype not in NUMPY_NAMES or len(tensor.shape) not in (ranks or (2,)):
+        dtypes = ("I32",) if part in ("qweight", "qzeros", "weight_packed") else NUMPY_NAMES
+        if tensor.dtype not in dtypes or len(tensor.shape) not in (ranks or (2,)):
             raise self.wrong(f"its {part} {tensor.shape} of {tensor.dtype} cannot be read")
         return tensor.shape
 
@@ -221,10 +218,20 @@ class _Module(NamedTuple):
     def wrong(self, what: str) -> WeightsError:
         return WeightsError(f"{self.stored.path}: {self.name} is quantized, and {what}")
 
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Names the module in errors of what fits nothing."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, WeightsError):
+                raise
+            raise self.wrong(f"its tensors fit not each other, or not {KEY}: {error}") from error
+
 
 def _transposed(module: _Module, given: Mapping[str, Any]) -> Matrix:
     """Of GPTQ and AWQ."""
-    bits, is_awq = given.get("bits", 4), given["quant_method"] == "awq"
+    bits, is_awq = given["bits"], given["quant_method"] == "awq"
     rows, columns = module.shape("qweight")
     each, version = 32 // bits, given.get("checkpoint_format") or given.get("format")
     shape = (columns * each, rows) if is_awq else (columns, rows * each)
@@ -241,11 +248,12 @@ def _transposed(module: _Module, given: Mapping[str, Any]) -> Matrix:
         numbers = _numbers(module.read("qweight"), bits, 1 if is_awq else 0)
         zeros = _numbers(module.read("qzeros").view(np.uint32) + np.uint32(less), bits, 1)
         if is_awq:
-            order = np.arange(shape[0]) // 8 * 8 + np.resize(_AWQ_PLACES, shape[0])
+            # Where an int32 holds the first, second, ... of eight neighbours.
+            order = np.resize((0, 4, 1, 5, 2, 6, 3, 7), shape[0]) + np.arange(shape[0]) // 8 * 8
             numbers, zeros = numbers[:, order], zeros[:, order]
-        if not has_zeros and np.any(_zeros(zeros)):
+        if not has_zeros and np.any(zeros):
             raise module.wrong(f"has zeros of its own, but {KEY} says sym: set it to false")
-        return numbers.T, module.read("scales").T, _zeros(zeros).T
+        return numbers.T, module.read("scales").T, zeros.T
 
     block = 0, max(0, given.get("group_size") or 0)
     return _matrix(module, shape, bits, module.shape("scales")[::-1], block, has_zeros, read)
@@ -276,7 +284,7 @@ def _plain(module: _Module, given: Mapping[str, Any]) -> Matrix:
         if has_zeros:
             zeros = module.read("weight_zero_point")
             if zeros.dtype == np.int32:
-                zeros = _zeros(_numbers(zeros, bits, 0)[: shape[0]])
+                zeros = _numbers(zeros, bits, 0)[: shape[0]]
             zeros = zeros.reshape(scales)
         return numbers, module.read(scale).reshape(scales), zeros
 
@@ -313,16 +321,14 @@ def _matrix(
     is_whole = sizes[1] == inputs and bits == 8 and not has_zeros  # a row has one scale
     group = inputs if is_whole else math.gcd(inputs, sizes[1], GROUP)
     of_scales = (outputs,) if is_whole else (outputs, inputs // group)
-    types: dict[str, tuple[tuple[int, ...], Any]] = {"scales": (of_scales, np.float32)}
-    types["values"] = (outputs, inputs) if is_whole else (*of_scales, group), dtype
-    if bits == 4:
-        types["values"] = (*of_scales, group // 2), np.uint8
-    if has_zeros:
-        types["zeros"] = of_scales, np.int8
-    if order_I is not None:
-        types["order"] = (inputs,), np.int32
+    of_values = (*of_scales, group // 2 if bits == 4 else group)
+    types: dict[str, Any] = {"values": (of_values, np.uint8 if bits == 4 else dtype)}
+    types |= {"scales": (of_scales, np.float32)}
+    types |= {"zeros": (of_scales, np.int8)} if has_zeros else {}
+    types |= {"order": ((inputs,), np.int32)} if order_I is not None else {}
     places = np.arange(outputs)[:, None] // sizes[0], np.arange(0, inputs, group) // sizes[1]
 
+    @module.named()
     def make() -> dict[str, Array]:
         numbers_OI, scales, zeros = read()
         found: dict[str, Array] = {"scales": scales.astype(np.float32)[places].reshape(of_scales)}
@@ -331,23 +337,18 @@ def _matrix(
         if order_I is not None:
             found["order"], numbers_OI = order_I, numbers_OI[:, order_I]
         if bits == 4:
-            return {**found, "values": pack_groups(numbers_OI.reshape(*of_scales, group))}
-        return {**found, "values": numbers_OI.reshape(types["values"][0])}
+            numbers_OQI = numbers_OI.reshape(*of_scales, group).view(np.uint8)
+            numbers_OI = pack_groups(numbers_OQI + np.uint8(8))
+        return {**found, "values": numbers_OI.reshape(of_values)}
 
     structs = {part: jax.ShapeDtypeStruct(*of) for part, of in types.items()}
     return Matrix((outputs, inputs), structs, make)
 
 
 def _numbers(words: Array, bits: int, dim: int) -> Array:
-    """What int32s hold along a dim: uint8 of 4 bits, or int8, which are stored plus 128."""
+    """What int32s hold along a dim, as int8: 4 bits less 8, or 8 bits less 128."""
     words = np.ascontiguousarray(np.moveaxis(words, dim, 1)).astype("<i4", copy=False)
     numbers = words.view(np.uint8)
-    if bits == 8:
-        return np.moveaxis((numbers ^ 128).view(np.int8), 1, dim)
-    both = np.stack([numbers & 15, numbers >> 4], axis=-1)
-    return np.moveaxis(both.reshape(len(words), -1), 1, dim)
-
-
-def _zeros(numbers: Array) -> Array:
-    """Zeros as int8, less the 8 that 4-bit numbers are stored with."""
-    return numbers if numbers.dtype == np.int8 else numbers.view(np.int8) - np.int8(8)
+    if bits == 4:
+        numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(len(words), -1)
+    return np.moveaxis((numbers - np.uint8(2 ** (bits - 1))).view(np.int8), 1, dim)

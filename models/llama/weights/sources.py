@@ -30,8 +30,6 @@ from spmd.models.training.run.description import RunFolder
 def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     """The tensors of a folder of safetensors with a `config.json`; open as long as the context.
 
-    Tensors of quantized matrices are what these stand for, in float32, and have `parts`.
-
     Raises:
       WeightsError: a file is broken.
       ConfigError: the model is not a Llama.

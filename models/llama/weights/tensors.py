@@ -34,7 +34,7 @@ class Tensor:
     # tensors with the same value are stored in the same place; reading them one after the other is
     # quickest
     together: str = ""
-    # of a matrix that is stored quantized: what is multiplied in its place (`packed.Matrix`)
+    # of a matrix that is stored quantized, and read in float32: it as it is (`packed.Matrix`)
     parts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     @staticmethod
