@@ -93,6 +93,9 @@ def make_parser() -> Parser:
         help=f"clients have to name one (repeatable; also in ${KEYS}, joined by commas)",
     )
     add(
+        "--api_key_file", type=Path, help="YAML of more keys and their limits; read when it changes"
+    )
+    add(
         "--token_budget",
         type=int,
         help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
@@ -170,6 +173,7 @@ def options(given: argparse.Namespace) -> ServerOptions:
     keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
     return ServerOptions(
         api_keys=tuple(key for key in keys if key),
+        api_key_file=given.api_key_file,
         token_budget=given.token_budget,
         tool_format=given.tool_format,
         generation_config=given.generation_config,

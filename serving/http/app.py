@@ -133,6 +133,7 @@ class Access:
             await self._app(scope, receive, send_with_id)
         finally:
             exchange.ended = time.monotonic()
+            exchange.leave(exchange.prompt_tokens + exchange.completion_tokens)
             method = exchange.method if exchange.method in METHODS else "other"
             path = route_path(scope)
             if path not in self._paths:
