@@ -209,9 +209,8 @@ def test_log_probabilities_are_transformers(variant, name, devices, changes, tmp
         ("gptq 4 32 1 0", {"hyperbits": 3}, "hyperbits, which is unknown: remove it if"),
         ("gptq 4 32 0 0", {"sym": True}, "has zeros of its own, but quantization_config says sym"),
         ("gptq 4 32 1 0", "qzeros", "down_proj is quantized, and has no qzeros; download"),
-        ("gptq 4 32 1 1", "g_idx", "has no g_idx"),
         ("gptq 4 32 1 1", {"group_size": 96}, "do not fit scales (256, 12)"),
-        ("packed 4 32 0 1", "weight_g_idx", "has no weight_g_idx"),
+        ("gptq 4 32 1 1", "g_idx", "has no g_idx"),
         ("int8 (1, 0)", compressed("pack-quantized", num_bits=4, type="float"), "4 bits of"),
     ],
 )
