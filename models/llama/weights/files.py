@@ -35,6 +35,7 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "bool": "BOOL",
         "bfloat16": "BF16",
+        "float8_e4m3fn": "F8_E4M3",
         **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
         **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
         **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
@@ -104,6 +105,7 @@ class Folder:
                 .view(NUMPY_NAMES[entry["dtype"]])
                 .reshape(entry["shape"])
                 for name, entry in header.items()
+                if entry["dtype"] in NUMPY_NAMES
             }
         return read_slice(self._maps[file], name, index)
 
@@ -320,9 +322,7 @@ BLOCK_BYTES = 2**26
 HEADER_BYTES = 2**20
 """More than most headers have: one request reads such a file's header."""
 
-_NUMPY = {
-    name: np.dtype(getattr(ml_dtypes, NUMPY_NAMES[name], NUMPY_NAMES[name])) for name in FLOAT_NAMES
-}
+_NUMPY = {stored: np.dtype(getattr(ml_dtypes, name, name)) for stored, name in NUMPY_NAMES.items()}
 
 
 class RangedFile:
