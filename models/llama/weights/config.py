@@ -99,7 +99,8 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
     """Like `read_config`, for the content of a file."""
     family = families.family_of(values)
     values = _with_one_rope(values)
-    own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
+    bare = family.architecture.replace("ForCausalLM", "Model")  # saved without a head
+    own = {"architectures": ([family.architecture], [bare], None), **dict(family.fixed)}
     checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
     wrong = [
         f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"

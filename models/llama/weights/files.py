@@ -73,6 +73,7 @@ class Folder:
     tensors: Mapping[str, StoredTensor]
     _files: Mapping[AnyPath, Any]
     _maps: dict[AnyPath, Mapping[str, Array]] = dataclasses.field(default_factory=dict)
+    _added: str = ""  # before the files' names
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor, in the dtype of the file.
@@ -82,7 +83,8 @@ class Folder:
             index: a slice for each dim, with start and stop.
         """
         try:
-            return read_slice(self._files[self.tensors[name].file], name, index)
+            file = self._files[self.tensors[name].file]
+            return read_slice(file, name.removeprefix(self._added), index)
         except (SafetensorError, OSError) as error:
             file = self.tensors[name].file
             raise WeightsError(f"{file}: {name} cannot be read: {error}") from None
@@ -107,7 +109,7 @@ class Folder:
                 for name, entry in header.items()
                 if entry["dtype"] in NUMPY_NAMES
             }
-        return read_slice(self._maps[file], name, index)
+        return read_slice(self._maps[file], name.removeprefix(self._added), index)
 
 
 def read_slice(file: Any, name: str, index: Index) -> Array:
@@ -137,7 +139,10 @@ def open_folder(path: str | AnyPath) -> Iterator[Folder]:
             for file, names in ((path / name, names) for name, names in listed.items())
             for tensor, stored in _stored(file, files[file], names).items()
         }
-        yield Folder(path, MappingProxyType(tensors), MappingProxyType(files))
+        # transformers' models without a head are saved without the name of what is below it.
+        added = "model." if "embed_tokens.weight" in tensors else ""
+        tensors = {f"{added}{name}": tensor for name, tensor in tensors.items()}
+        yield Folder(path, MappingProxyType(tensors), MappingProxyType(files), _added=added)
 
 
 def _listed_files(path: AnyPath) -> dict[str, set[str] | None]:

@@ -189,7 +189,8 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
                 matrix = matrices[f"{module}.weight"] = read(whole, given)
             first = next(iter(parts.values()))
             left[f"{module}.weight"] = dataclasses.replace(first, shape=matrix.shape, dtype="F32")
-        yield Weights(stored.path, left, stored._files, stored._maps, matrices)
+        fields = {f.name: getattr(stored, f.name) for f in dataclasses.fields(stored)}
+        yield Weights(**fields | {"tensors": left}, matrices=matrices)
 
 
 # One matrix in each format
