@@ -3,18 +3,18 @@
 import functools
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from spmd.models import sampling
-from spmd.models.decode.model import RowsModel
+from spmd.models.decode.model import AdaptedModel, RowsModel
 from spmd.models.decode.packing import row_shapes, width
 from spmd.models.decode.shape import ServingShape, most_drafts, symbolic_pages
 from spmd.models.decode.state import state_leaves
-from spmd.models.decode.steps import allow, begin, step, turns
+from spmd.models.decode.steps import adapt, allow, begin, step, turns
 from spmd.models.function import Function
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
@@ -46,7 +46,8 @@ def functions(
 
     where `score` is a step that also reports the log-probabilities of given tokens: of the most
     rows alone, as few ask for it, and each function takes its time to compile. With `shape.turns`
-    there are `turns_r4_t64` and its like, too, for rows that all slots may decode in.
+    there are `turns_r4_t64` and its like, too, for rows that all slots may decode in; with
+    `shape.adapters` there is `adapt`, and steps read what it writes.
 
     Args:
         weights: tree of `jax.ShapeDtypeStruct`s.
@@ -82,14 +83,27 @@ def functions(
         )
         for fn, given in ((begin, request), (allow, masks))
     ]
+    held: tuple[Any, ...] = ()
+    if shape.adapters:
+        stacks = cast(AdaptedModel, model).adapter_leaves(shape.adapters, shape.adapter_rank)
+        leaves = {**leaves, "adapters": stacks}
+        adapters = {"adapters": jax.tree.map(lambda x: struct(x.shape, x.dtype), stacks)}
+        one = jax.tree.map(lambda x: struct(x.shape[1:], x.dtype), adapters)
+        given = {"place": struct((), np.int32), **one}
+        found.append(Function(
+            "adapt", adapt, (adapters, given), ("state", "inputs"), ("state", "input"),
+            {"kind": "adapt"},
+        ))  # fmt: skip
+        held = (adapters,)
     decoding = next((n for n in shape.rows if n >= shape.slots_of_group), shape.rows[-1])
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = ["step", *(["score"] if rows == shape.rows[-1] else [])]
         kinds += ["turns"] if shape.turns > 1 and rows <= decoding else []
         for kind in kinds:
             shapes = row_shapes(
-                shape.slots_of_group, rows, length // shape.page, scores=kind == "score"
-            )
+                shape.slots_of_group, rows, length // shape.page, scores=kind == "score",
+                adapters=bool(held),
+            )  # fmt: skip
             inputs = {"rows": struct((shape.groups, width(shapes)), np.int32)}
             if kind == "turns":
                 fn = functools.partial(turns, shapes=shapes, count=shape.turns, model=model)
@@ -104,15 +118,26 @@ def functions(
                 )
             found.append(Function(
                 step_name(kind, rows, length),
-                fn,
-                (weights, state, inputs),
-                ("weights", "state", "inputs"),
-                ("weights", "state", "input"),
+                _adapted(fn) if held else fn,
+                (weights, *held, state, inputs),
+                ("weights", *(("adapters",) if held else ()), "state", "inputs"),
+                ("weights", *(("read",) if held else ()), "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
             ))  # fmt: skip
     # Most steps are those in which all slots decode: weights lie as these want them.
     primary = step_name("step", decoding, shape.lengths[-1])
-    return found, leaves, _specs(model, {"weights": weights, "state": state}), primary
+    every = {"weights": weights, "state": state | (held[0] if held else {})}
+    return found, leaves, _specs(model, every), primary
+
+
+def _adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that finds adapters beside its weights."""
+
+    def beside(weights: Any, adapters: Any) -> Any:
+        both = {k: beside(weights[k], x) for k, x in adapters.items() if k in weights}
+        return {**weights, **adapters, **both}
+
+    return lambda weights, held, *rest: fn(beside(weights, held["adapters"]), *rest)
 
 
 def step_name(kind: str, rows: int, length: int) -> str:

@@ -19,6 +19,7 @@ Rows = Mapping[str, Any]
 - `slots` (A, R): which slots of their group they are in.
 - `first` (A, B + 1): the rows of slot b of a group are `first[b]` to `first[b + 1] - 1`.
 - `table` (A, B, M): the pages of each slot: position t is in the page `table[a, b, t // page]`.
+- `adapters` (A, B), where there is room for some: the place of each slot's adapter; -1 for none.
 """
 
 
@@ -72,3 +73,13 @@ class RowsModel(Protocol):
 
     def logits(self, weights: Any, x_XH: Any) -> Any:
         """Logits (X, V) in float32, of hidden states that `run` returned."""
+
+
+class AdaptedModel(RowsModel, Protocol):
+    """A model that can be served with adapters; `run` finds them beside its weights."""
+
+    def adapter_leaves(self, places: int, rank: int) -> Any:
+        """Room for so many adapters: a tree of `StateLeaf`s, which is joined with that of weights.
+
+        The first dim of each is the places.
+        """

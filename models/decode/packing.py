@@ -25,7 +25,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape of what a group has of it, in the order in which they lie."""
 
 
-def row_shapes(slots: int, rows: int, table: int, *, scores: bool) -> Shapes:
+def row_shapes(
+    slots: int, rows: int, table: int, *, scores: bool, adapters: bool = False
+) -> Shapes:
     """What a step takes of each group; `spmd.models.decode.steps.step` says what it is.
 
     Args:
@@ -33,6 +35,7 @@ def row_shapes(slots: int, rows: int, table: int, *, scores: bool) -> Shapes:
         rows: R, of a group.
         table: M, the pages of a slot's table.
         scores: whether there are targets to be scored.
+        adapters: whether each slot names its adapter.
     """
     shapes = {
         "tokens": (rows,),
@@ -42,6 +45,7 @@ def row_shapes(slots: int, rows: int, table: int, *, scores: bool) -> Shapes:
         "table": (slots, table),
         "draws": (min(rows, slots),),
     }
+    shapes |= {"adapters": (slots,)} if adapters else {}
     return {**shapes, "targets": (rows,)} if scores else shapes
 
 

@@ -84,6 +84,25 @@ def allow(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
     return {**state, "allowed": masks_ABW}, {}
 
 
+def adapt(adapters: State, given: Rows) -> tuple[State, dict[str, Any]]:
+    """Writes an adapter in its place.
+
+    Args:
+        adapters: `adapters` of the state, stacks of all places.
+
+            - `place`: of the adapter, the first dim of all stacks.
+            - `adapters`: its own.
+
+    Returns:
+        (adapters, no outputs).
+    """
+
+    def put(stack: Any, one: Any) -> Any:
+        return jax.lax.dynamic_update_index_in_dim(stack, one, given["place"], 0)
+
+    return {"adapters": jax.tree.map(put, adapters["adapters"], given["adapters"])}, {}
+
+
 def step(
     weights: Any,
     state: State,

@@ -204,6 +204,10 @@ class ModelBackend:
         fields["table"] = self._tables.filled(placed.parts, length)
         drawing, fields["draws"] = _draws(placed, rows, limits)
         is_scored = kind == "score"
+        if limits.adapters:
+            fields["adapters"] = np.full(placed.per_slot.shape, NONE, np.int32)
+            adapters = [part.adapter for part in placed.parts]
+            fields["adapters"][placed.group, placed.slot] = adapters
         if is_scored:
             fields["targets"] = np.zeros((limits.groups, rows), np.int32)
             for i, part in enumerate(placed.parts):
@@ -211,8 +215,10 @@ class ModelBackend:
                     begin, end = placed.begin[i], placed.begin[i] + placed.count[i]
                     fields["targets"][placed.group[i], begin:end] = part.targets
         slots, table = limits.slots // limits.groups, length // limits.page
-        packed = pack_rows(fields, row_shapes(slots, rows, table, scores=is_scored))
-        inputs = {"rows": packed}
+        kinds = {"scores": is_scored, "adapters": bool(limits.adapters)}
+        inputs: dict[str, Any] = {
+            "rows": pack_rows(fields, row_shapes(slots, rows, table, **kinds))
+        }
         if kind != "turns":
             inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
         return inputs, drawing
