@@ -43,7 +43,7 @@ from spmd.serving.http.logs import FORMATS
 from spmd.serving.http.server import serve
 from spmd.serving.http.tools.formats import BY_NAME
 from spmd.serving.language_backend import is_language_model
-from spmd.serving.load import check_draft, load_model
+from spmd.serving.load import check_adapters, check_draft, load_model
 
 _LOG = logging.getLogger("serving")
 
@@ -83,6 +83,19 @@ def make_parser() -> Parser:
         type=Path,
         help="bundle of a smaller model that guesses next tokens where few requests run; its "
         "tokenizer, --slots, --max_length, --page and --groups have to be the same",
+    )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter in PEFT's format, served as a model of this name (repeatable; the "
+        "bundle has room for as many as it was exported with --adapters)",
+    )
+    add(
+        "--adapters_from",
+        help="folder below which adapters may be loaded while the server runs, by "
+        "POST /v1/load_lora_adapter (default: they may not)",
     )
     add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
     add("--port", type=int, default=8000, help="0: any free one")
@@ -173,9 +186,19 @@ def options(given: argparse.Namespace) -> ServerOptions:
         token_budget=given.token_budget,
         tool_format=given.tool_format,
         generation_config=given.generation_config,
+        adapters_from=given.adapters_from,
         override_generation_config=changed,
         **{name: getattr(given, name) for name in LIMITS},
     )
+
+
+def adapters(given: argparse.Namespace) -> dict[str, str]:
+    """Name -> folder of each --adapter."""
+    pairs = [one.partition("=") for one in given.adapter]
+    wrong = next((one for one in pairs if not one[0] or not one[2]), None)
+    if wrong is not None or len({name for name, *_ in pairs}) < len(pairs):
+        raise ServingError("--adapter: give NAME=FOLDER, each name once")
+    return {name: folder for name, _, folder in pairs}
 
 
 def http_options(given: argparse.Namespace) -> HttpOptions:
@@ -192,9 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
     def load(leader: group.Leader | None) -> Loaded:
+        adapted = adapters(given)
         shown, draft = console if is_text else None, None
         if given.speculative_model is not None:
             check_draft(given.bundle, given.speculative_model)
+        check_adapters(given.bundle, given.name, adapted)
         bundle = bundle_flags.load(given, shown, serves=True)
         if given.speculative_model is not None:
             draft = bundle_flags.load_draft(given, bundle, shown)
@@ -202,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        loaded = load_model(bundle, given.bundle, given.name, draft)
+        loaded = load_model(bundle, given.bundle, given.name, draft, adapted)
         begun()
         return loaded
 

@@ -149,8 +149,8 @@ def _limits(bundle: Bundle) -> Limits:
     return limits
 
 
-def put_adapter(bundle: Bundle, place: int, folder: str) -> None:
-    """Reads an adapter, a folder of PEFT's, and writes it in a place, in between steps.
+def put_adapter(bundle: Bundle, place: int, folder: str | None) -> None:
+    """Reads an adapter, a folder of PEFT's, and writes it in a place, in between steps; None: none.
 
     Raises:
       BundleError: it cannot be read, or does not fit.
@@ -159,7 +159,8 @@ def put_adapter(bundle: Bundle, place: int, folder: str) -> None:
         p.removeprefix(ADAPTERS): x for p, x in bundle.state.items() if p.startswith(ADAPTERS)
     }
     try:
-        found = lora.placed(lora.read(folder), leaves, folder)
+        pairs = {} if folder is None else lora.read(folder)
+        found = lora.placed(pairs, leaves, str(folder))
     except WeightsError as error:
         raise BundleError(str(error)) from error
     bundle.run("adapt", {"place": np.int32(place), "adapters": nested(found)})

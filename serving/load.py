@@ -1,11 +1,13 @@
 """A bundle as what the server serves: backend, tokenizer and chat template, or named tensors."""
 
+import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from spmd.models.decode.shape import most_drafts
@@ -28,7 +30,13 @@ from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import KIND, is_language_model, model_backend, step_seconds
+from spmd.serving.language_backend import (
+    KIND,
+    is_language_model,
+    model_backend,
+    put_adapter,
+    step_seconds,
+)
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -59,8 +67,25 @@ def check_draft(folder: str | Path, draft: str | Path) -> None:
         raise BundleError(f"--speculative_model: {draft} has another tokenizer than {folder}")
 
 
+def check_adapters(folder: str | Path, name: str | None, adapters: Collection[str]) -> None:
+    """Raise a `BundleError` unless a bundle has room for adapters of these names."""
+    manifest = read_manifest(folder)
+    room = manifest.contract.get("shape", {}).get("adapters", 0)
+    if len(adapters) > room:
+        raise BundleError(
+            f"--adapter: {folder} has room for {room} adapters, not for {len(adapters)}; export it "
+            "with more --adapters"
+        )
+    if (name := name or manifest.name) in adapters:
+        raise BundleError(f"--adapter: {name} is what the model itself is called; take another")
+
+
 def load_model(
-    bundle: Bundle, folder: str | Path, name: str | None = None, draft: Bundle | None = None
+    bundle: Bundle,
+    folder: str | Path,
+    name: str | None = None,
+    draft: Bundle | None = None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> Loaded:
     """What the server serves, warm and compared with the bundle's goldens.
 
@@ -68,15 +93,21 @@ def load_model(
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
       draft: of a model that guesses next tokens, which `check_draft` has found to fit.
+      adapters: name -> folder of those that are served from the start, which `check_adapters` has
+        found to be few enough.
 
     Raises:
-      BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
+      BundleError: an adapter that cannot be read, no usable tokenizer, a broken contract, or
+        goldens that come out differently.
     """
     name = name or bundle.manifest.name
     if not is_language_model(bundle.manifest):
         return Loaded(name, infer=BundleInfer(bundle))
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
+    adapt, room = functools.partial(put_adapter, bundle), backends[0][1].limits.adapters
+    for place, from_folder in enumerate((None, *adapters.values()) if room else (), start=-1):
+        clock("adapters", adapt, max(place, 0), from_folder)  # first none: that warms it up
     files = Path(folder) / TOKENIZER
     settings, generation = (
         _settings(files / name) for name in ("tokenizer_config.json", "generation_config.json")
@@ -99,6 +130,8 @@ def load_model(
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())) | ends,
         chat_template=template_source(files, settings),
         generation_config=generation,
+        adapt=adapt if room else None,
+        adapters=tuple(adapters),
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
 

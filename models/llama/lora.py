@@ -281,7 +281,7 @@ def _config(file: Path) -> dict[str, Any]:
         patterns = [*about.get("rank_pattern", {}), *about.get("alpha_pattern", {})]
         # They are the folder's regular expressions: none of them may take long.
         hard = re.compile(r"\)[*+?{]|([*+?{].*){4}")
-        if any(hard.search(one) or not re.compile(one) for one in patterns):
+        if any(hard.search(one) for one in patterns if re.compile(one).pattern):
             raise ValueError("its patterns are too hard to match")
         _scale(about, "", 1)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, re.error) as error:

@@ -10,7 +10,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,8 @@ SILENT_SECONDS = 5.0
 """Who has said nothing for so long is in a call that keeps all threads from running Python."""
 
 _ORDERS = ("submit", "cancel", "end", "allow", "stop")
+
+_LOG = logging.getLogger("serving")
 
 
 _progress: Callable[[Any], Progress] = functools.partial(tuple.__new__, Progress)
@@ -89,6 +93,7 @@ class RemoteCore:
         self._pulse, self._at = pulse, time.monotonic()
         self._hear: Hear = lambda told: None
         self._over = threading.Event()
+        self._adapted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     @property
     def compile_total(self) -> int:
@@ -117,6 +122,16 @@ class RemoteCore:
     def allow(self, key: int, mask: Words) -> None:
         """See `Steps.allow`."""
         self._line.send("allow", key, mask)
+
+    def adapt(self, place: int, folder: str) -> None:
+        """Has an adapter loaded there, and waits for it; for one thread at a time.
+
+        Raises:
+          ValueError: it cannot be loaded.
+        """
+        self._line.send("adapt", place, folder)
+        if (why := self._adapted.get()) is not None:
+            raise ValueError(why)
 
     def state(self) -> EngineState:
         """See `Steps.state`."""
@@ -151,16 +166,22 @@ class RemoteCore:
             self._hear(Ran(record, [*map(_progress, progress)], drawn, scores))
         elif kind == "broken":
             self._hear(BackendFailed(*content))
+        elif kind == "adapted":
+            self._adapted.put(*content)
         elif not self._over.is_set():
             self._over.set()
+            self._adapted.put("the process that runs the model has ended")
             self._hear(None)
 
 
 class Obedient:
-    """A core that does what a `RemoteCore` says."""
+    """A core that does what a `RemoteCore` says; `adapt` is that of `Loaded`."""
 
-    def __init__(self, core: Core, line: Line) -> None:
+    def __init__(
+        self, core: Core, line: Line, adapt: Callable[[int, str], None] | None = None
+    ) -> None:
         self.core = core
+        self._load = adapt
         self._line = line
         self._pulses = threading.Thread(target=self._beat, name="pulse", daemon=True)
 
@@ -174,9 +195,22 @@ class Obedient:
         if kind == "start":
             self._pulses.start()
             self.core.start(self._tell)
+        elif kind == "adapt":  # on a thread of its own: others are obeyed meanwhile
+            threading.Thread(target=self._adapt, args=content, daemon=True).start()
         else:
             assert kind in _ORDERS, kind
             getattr(self.core, kind)(*content)
+
+    def _adapt(self, place: int, folder: str) -> None:
+        why: str | None = None
+        try:
+            assert self._load is not None
+            self._load(place, folder)
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                _LOG.exception("an adapter could not be loaded")
+            why = str(error) or type(error).__name__
+        self._line.send("adapted", why)
 
     def _tell(self, told: Ran | BackendFailed | None) -> None:
         if isinstance(told, Ran):

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
+"""OpenAI's endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`; vLLM's adapters."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from spmd.serving.engine.actions import Finish, Job
@@ -33,6 +33,7 @@ from spmd.serving.http.protocol import (
     CompletionAsk,
     parse_chat,
     parse_completion,
+    refuse,
     token_ids,
 )
 from spmd.serving.http.requests import (
@@ -416,10 +417,12 @@ class Dialect(NamedTuple):
 
 
 async def models(request: Request) -> Response:
-    """`GET /v1/models`: the one model that there is."""
+    """`GET /v1/models`: the one model that there is, and its adapters."""
     service = service_of(request)
     check_key(request, service.options)
-    data = [_model(service, service.require())]
+    loaded = service.require()
+    adapters = () if service.adapters is None else service.adapters.names
+    data = [_model(service, loaded, name) for name in (loaded.name, *adapters)]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -427,21 +430,50 @@ async def model(request: Request) -> Response:
     """`GET /v1/models/{model}`: the model, if that is its name."""
     service = service_of(request)
     check_key(request, service.options)
-    return JSONResponse(_model(service, service.require(request.path_params["model"])))
+    name = request.path_params["model"]
+    return JSONResponse(_model(service, service.require(name), name))
 
 
-def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
+def _model(service: Service, loaded: Loaded, name: str) -> dict[str, Any]:
     card: dict[str, Any] = {
-        "id": loaded.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "spmd",
     }
+    if name != loaded.name:
+        card["parent"] = loaded.name
     if loaded.language is not None:
         card["max_model_len"] = loaded.language.limits.longest
         sampling = service.language().sampling
         card["generation_config"] = {name: getattr(sampling, name) for name in DEFAULTS}
     return card
+
+
+async def load_adapter(request: Request) -> Response:
+    """`POST /v1/load_lora_adapter`: reads an adapter from the server's disk."""
+    return await _change_adapters(request, True)
+
+
+async def unload_adapter(request: Request) -> Response:
+    """`POST /v1/unload_lora_adapter`: serves an adapter no longer, but to those who use it."""
+    return await _change_adapters(request, False)
+
+
+async def _change_adapters(request: Request, loads: bool) -> Response:
+    service = service_of(request)
+    async with visiting(request) as visit:
+        service.language()
+        assert service.adapters is not None
+        fields = Fields(parse_object(visit.body))
+        name, path = fields.text("lora_name"), fields.text("lora_path")
+        if loads:
+            refuse(fields, {"load_inplace": (False,)})
+            await service.adapters.load(name, path)
+        else:
+            service.adapters.unload(name)
+    done = "added" if loads else "removed"
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
 async def completions(request: Request) -> Response:
@@ -516,10 +548,11 @@ async def _complete(request: Request, dialect: Dialect) -> Response:
                 grammar = await service.grammars.run(compile, visit.client)
                 make = functools.partial(dialect.make_work, ask, language, grammar)
                 work = await texts.run(make, visit.client)
-            stream = _submit(language, ask, work, visit)
+            stream = _submit(service, language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
-            request.state.exchange.generates(loaded.name, prompt_tokens, stream, ask.stream)
-            answer = dialect.answer(loaded.name, ask, work, language.engine, stream.cached)
+            name = ask.model or loaded.name
+            request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
+            answer = dialect.answer(name, ask, work, language.engine, stream.cached)
             if ask.stream:
                 response: Response = EventStream(_events(stream, answer), stream.close)
             else:
@@ -560,16 +593,23 @@ def _read(
     return ask, None if asks_for_grammar(ask) else dialect.make_work(ask, language, None)
 
 
-def _submit(language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
+def _submit(service: Service, language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
     """Hands the jobs to the engine, with a place for each."""
     visit.hold_places(len(work.jobs))
+    assert service.adapters is not None
+    adapter = service.adapters.enter(ask.model)
     # A stream gives its places back when the engine is done with it, however slowly it is read.
-    ended = visit.hand_over() if ask.stream else None
+    leaving = contextlib.ExitStack()
+    if ask.stream:
+        leaving.callback(visit.hand_over())
+    jobs = work.jobs
+    if adapter is not None:
+        leaving.callback(service.adapters.leave, adapter)
+        jobs = tuple(map(adapter.adapted, jobs))
     try:
-        return language.engine.submit(work.jobs, visit.client, ask.user, ended)
-    except Failed:
-        if ended is not None:
-            ended()
+        return language.engine.submit(jobs, visit.client, ask.user, leaving.close)
+    except BaseException:
+        leaving.close()
         raise
 
 
@@ -604,6 +644,8 @@ def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
 ROUTES = [
     Route("/v1/models", models),
     Route("/v1/models/{model:path}", model),
+    Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
