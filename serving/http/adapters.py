@@ -19,15 +19,15 @@ LONGEST_NAME = 256
 
 @dataclasses.dataclass(eq=False)
 class Adapter:
-    """One that was loaded, perhaps under a name that another one had before."""
+    """One that was loaded, perhaps under a name that another one had before; or none at all."""
 
     name: str
-    place: int
-    serial: int  # of all that were ever loaded
+    place: int  # -1: it is none
+    serial: int  # of all that were ever loaded, from 1; of none 0
     streams: int = 0  # requests that use it
 
     def adapted(self, job: Job) -> Job:
-        """A job that is run with it; pages are not shared with any that is run without."""
+        """A job that is run with it; pages are shared with those alone that are, too."""
         return dataclasses.replace(job, adapter=self.place, salt=f"{self.serial} {job.salt}")
 
 
@@ -41,10 +41,11 @@ class Adapters:
 
     def __init__(self, loaded: Loaded, root: str | None = None) -> None:
         language = loaded.language
-        self._base, self._put = loaded.name, loaded.adapt
+        self._put = loaded.adapt
         self._count = 0 if language is None else language.limits.adapters
         self._root = None if root is None else Path(root).resolve()
         self._serials, self._loading = itertools.count(1), asyncio.Lock()
+        self._none = Adapter(loaded.name, -1, 0)
         self._every = [Adapter(n, i, next(self._serials)) for i, n in enumerate(loaded.adapters)]
         self._by_name = {adapter.name: adapter for adapter in self._every}
 
@@ -53,15 +54,15 @@ class Adapters:
         """Names that requests may ask for, beside the base's."""
         return tuple(self._by_name)
 
-    def enter(self, name: str | None) -> Adapter | None:
-        """The adapter that a request uses until `leave`; None if it asks for the base.
+    def enter(self, name: str | None) -> Adapter:
+        """The adapter that a request uses until `leave`: none if it asks for the base.
 
         Raises:
           ApiError: there is none of this name any more.
         """
-        if name is None or name == self._base:
-            return None
-        if (adapter := self._by_name.get(name)) is None:
+        is_base = name is None or name == self._none.name
+        adapter = self._none if is_base else self._by_name.get(name or "")
+        if adapter is None:
             raise ApiError(404, f"model: {name!r} was unloaded", param="model", code=NOT_FOUND)
         adapter.streams += 1
         return adapter
@@ -83,7 +84,7 @@ class Adapters:
         async with self._loading:
             if not name or len(name) > LONGEST_NAME or not name.isprintable():
                 raise invalid(f"lora_name: {show(name)} is no name", "lora_name")
-            if name in self._by_name or name == self._base:
+            if name in self._by_name or name == self._none.name:
                 raise invalid(f"lora_name: {show(name)} is loaded already", "lora_name")
             self._every = [a for a in self._every if a.streams or a in self._by_name.values()]
             free = {*range(self._count)} - {adapter.place for adapter in self._every}

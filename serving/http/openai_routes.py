@@ -600,12 +600,10 @@ def _submit(service: Service, language: Language, ask: Ask, work: Work, visit: V
     adapter = service.adapters.enter(ask.model)
     # A stream gives its places back when the engine is done with it, however slowly it is read.
     leaving = contextlib.ExitStack()
+    leaving.callback(service.adapters.leave, adapter)
     if ask.stream:
         leaving.callback(visit.hand_over())
-    jobs = work.jobs
-    if adapter is not None:
-        leaving.callback(service.adapters.leave, adapter)
-        jobs = tuple(map(adapter.adapted, jobs))
+    jobs = [adapter.adapted(job) for job in work.jobs]
     try:
         return language.engine.submit(jobs, visit.client, ask.user, leaving.close)
     except BaseException:
