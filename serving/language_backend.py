@@ -11,6 +11,7 @@ import numpy as np
 
 from spmd.mesh.topology import Topology
 from spmd.models.decode import PAGES
+from spmd.models.decode.exports import PLAIN
 from spmd.models.decode.packing import row_shapes, width
 from spmd.models.decode.shape import most_drafts
 from spmd.models.llama import lora
@@ -92,7 +93,7 @@ def served_functions(
     Several turns a call gain time where a step takes less than the call, so none on CPUs.
     """
     if contract.get("kind") == KIND and platform == "cpu":
-        return [name for name, mine in tags.items() if mine.get("kind") != "turns"]
+        return [n for n, mine in tags.items() if not str(mine.get("kind")).endswith("turns")]
     if contract.get("kind") != KIND or platform != "cuda":
         return list(tags)
     model, shape = contract["model"], contract["shape"]
@@ -137,13 +138,14 @@ def _limits(bundle: Bundle) -> Limits:
         raise ValueError(f"there is no function {min(missing)}")
     slots = limits.slots // limits.groups
     for entry in bundle.functions.values():
-        kind, tags = entry.tags.get("kind"), entry.tags
-        if kind in ("step", "score", "turns"):
+        kind, tags = str(entry.tags.get("kind")), entry.tags
+        if kind.removeprefix(PLAIN) in ("step", "score", "turns"):
             rows, table = int(tags["rows"]), int(tags["length"]) // limits.page
-            kinds = {"scores": kind == "score", "adapters": bool(limits.adapters)}
+            has_adapters = bool(limits.adapters) and not kind.startswith(PLAIN)
+            kinds = {"scores": kind == "score", "adapters": has_adapters}
             shapes = row_shapes(slots, rows, table, **kinds)
             wanted: dict[str, Any] = {"inputs/rows": (limits.groups, width(shapes))}
-            wanted |= {} if kind == "turns" else {"inputs/alternatives": ()}
+            wanted |= {} if kind.endswith("turns") else {"inputs/alternatives": ()}
             if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:
                 raise ValueError(f"{entry.name} takes other inputs than {wanted}")
     return limits

@@ -34,6 +34,10 @@ nothing, the compiler decides how entries are split.
 """
 
 
+PLAIN = "plain_"
+"""With what the names and kinds of functions begin that leave out the adapters which there are."""
+
+
 def functions(
     model: RowsModel, shape: ServingShape, weights: Any
 ) -> tuple[list[Function], Any, Mapping[str, tuple[Any, ...]], str]:
@@ -47,7 +51,8 @@ def functions(
     where `score` is a step that also reports the log-probabilities of given tokens: of the most
     rows alone, as few ask for it, and each function takes its time to compile. With `shape.turns`
     there are `turns_r4_t64` and its like, too, for rows that all slots may decode in; with
-    `shape.adapters` there is `adapt`, and steps read what it writes.
+    `shape.adapters` there is `adapt`, steps read what it writes, and `plain_step_r4_t64` and its
+    like are for calls in which no row has an adapter.
 
     Args:
         weights: tree of `jax.ShapeDtypeStruct`s.
@@ -99,13 +104,15 @@ def functions(
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = ["step", *(["score"] if rows == shape.rows[-1] else [])]
         kinds += ["turns"] if shape.turns > 1 and rows <= decoding else []
+        kinds += [PLAIN + kind for kind in kinds if held and kind != "score"]
         for kind in kinds:
+            reads = () if kind.startswith(PLAIN) else held
             shapes = row_shapes(
                 shape.slots_of_group, rows, length // shape.page, scores=kind == "score",
-                adapters=bool(held),
+                adapters=bool(reads),
             )  # fmt: skip
             inputs = {"rows": struct((shape.groups, width(shapes)), np.int32)}
-            if kind == "turns":
+            if kind.endswith("turns"):
                 fn = functools.partial(turns, shapes=shapes, count=shape.turns, model=model)
             else:
                 inputs["alternatives"] = struct((), np.bool_)
@@ -118,10 +125,10 @@ def functions(
                 )
             found.append(Function(
                 step_name(kind, rows, length),
-                _adapted(fn) if held else fn,
-                (weights, *held, state, inputs),
-                ("weights", *(("adapters",) if held else ()), "state", "inputs"),
-                ("weights", *(("read",) if held else ()), "state", "input"),
+                _adapted(fn) if reads else fn,
+                (weights, *reads, state, inputs),
+                ("weights", *(["adapters"] * len(reads)), "state", "inputs"),
+                ("weights", *(["read"] * len(reads)), "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
             ))  # fmt: skip
     # Most steps are those in which all slots decode: weights lie as these want them.
