@@ -16,7 +16,7 @@ import jax
 import spmd
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, words
-from spmd.models.llama.planned import axes_of, training_step
+from spmd.models.llama.planned import axes_of, config_of, training_step
 from spmd.plan import RankedPlan
 
 
@@ -100,7 +100,7 @@ def line(name: str, run: PublishedRun, microbatches: Sequence[int], seconds: flo
         "microbatches": microbatches, "sharding": "2d", **run.choices,
     }  # fmt: skip
     search: Any = {"most_seconds": seconds, **fixed}
-    ours = spmd.plan(training_step, run.machine, axes=axes_of(run.model), **search)
+    ours = spmd.plan(training_step, run.machine, axes=axes_of(config_of(run.model)), **search)
     theirs = spmd.plan(training_step, run.machine, meshes=[dict(run.mesh)], **search).best
     best = min((ours.best, theirs), key=lambda row: (row.verdict != "fits", -row.rate))
     cells = [name, f"{run.batch} x {run.seq_len}", ours.label(best), f"{each_rate(best):,.0f}"]

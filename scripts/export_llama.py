@@ -8,10 +8,13 @@ Examples:
     scripts/export_llama --init_from Llama-3.1-70B --out llama-70b --quantize int8 --slots 16
     scripts/export_llama --run_dir runs/a --step 500 --tokenizer llama/ --out mine
     scripts/export_llama --model llama2-7b --out random-7b --max_length 1024
+    scripts/export_llama --model llama2-7b --quantize fp8 --plan h200:1,v6e:2x4 --traffic long
 """
 
 import argparse
 import contextlib
+import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +37,7 @@ from spmd.models.training.data.tokenizer import BYTES, load_tokenizer
 from spmd.models.training.errors import DataError
 from spmd.scripts.flags.on_disk import on_disk
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.serving import planned
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import PLATFORMS
 from spmd.serving.llama_bundle import write_llama_bundle
@@ -48,7 +52,14 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/export_llama", __doc__, settings=True)
     add = parser.add_argument
-    add("--out", required=True, type=on_disk, help="the folder to make")
+    add("--out", type=on_disk, help="the folder to make")
+    add(
+        "--plan",
+        type=words,
+        metavar="MACHINES",
+        help="export nothing: what machines that need not be here would give (h200:1,v6e:2x4)",
+    )
+    add("--traffic", default="streams", help="to plan for, as of spmd plan --serve")
     add("--init_from", help="folder or URL in Hugging Face's format")
     add("--run_dir", help="folder or URL of a training run")
     add("--step", default=AUTO, help="of its checkpoint; auto: the latest whole one")
@@ -179,8 +190,19 @@ def golden_prompts(source: Source, file: Path | None) -> list[list[int]]:
     return [prompt_ids(tokenizer, text)[0] for text in texts]
 
 
+def plan(given: argparse.Namespace) -> int:
+    """What serving such a bundle would be like, as `spmd plan --serve` says it; the exit code."""
+    if not (model := given.init_from or given.model):
+        raise BundleError("--plan is for a model by --init_from or --model")
+    sizes = ("traffic", "slots", "max_length", "page", "quantize", "cache_dtype")
+    flags = [(f"--{name}", str(x)) for name in sizes if (x := getattr(given, name)) is not None]
+    return planned.main([model, *given.plan, *itertools.chain(*flags)])
+
+
 def run(given: argparse.Namespace, console: Console) -> None:
     """Export, and say what came of it."""
+    if given.out is None:
+        raise BundleError("--out is missing, the folder to make")
     unknown = sorted(set(given.platforms) - set(PLATFORMS))
     if unknown:
         raise BundleError(f"--platforms: {unknown[0]!r} is not among {', '.join(PLATFORMS)}")
@@ -228,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with ending_on_interrupt(), one_message(*USER_ERRORS):
+        if given.plan:
+            sys.exit(plan(given))
         run(given, console)
 
 

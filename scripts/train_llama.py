@@ -10,6 +10,8 @@ Examples:
     python scripts/train_llama.py --settings runs/a/settings.yaml --run_dir runs/b --seed 1
     python scripts/train_llama.py --model llama2-7b --mesh data=8 --noscan --seq_len 4096 \
         --global_batch 16 --data '/corpus/*.txt' --run_dir runs/7b --save_every 500
+    python scripts/train_llama.py --model llama3-70b --seq_len 8192 --global_batch 256 \
+        --plan v5p-256
     python scripts/train_llama.py --init_from Llama-3.2-1B --export_hf Llama-3.2-1B-tuned
     scripts/launch local --processes 2 --devices_per_process 4 -- python scripts/train_llama.py
 
@@ -38,7 +40,8 @@ from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.models.llama import lora, sharding
+from spmd.cli.specs import default_to_cpus
+from spmd.models.llama import lora, planned, sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.parameters import TEACHER
 from spmd.models.llama.program import LlamaProgram, sample_text
@@ -46,6 +49,7 @@ from spmd.models.llama.weights.load import WeightsError, load
 from spmd.models.llama.weights.save import copy_small_files
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.data import source as data
+from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import RunError
 from spmd.models.training.paths import as_path
 from spmd.models.training.program import TrainingProgram
@@ -65,14 +69,7 @@ PROMPT = "def "
 
 def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> Trainer:
     """The trainer that the flags ask for, with what is done before and after its steps."""
-    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing, run.valid_data)
-    train_data, held_out = data.load_datasets(
-        of_flags,
-        seq_len=run.seq_len,
-        batch_size=run.global_batch,
-        seed=run.options.seed,
-        vocab_size=run.model.vocab_size,
-    )
+    of_flags, (train_data, held_out) = datasets(run)
     tokenizer = data.tokenizer_of(of_flags)
     launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
     of_data = {
@@ -153,6 +150,18 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
     return trainer
 
 
+def datasets(run: RunConfig) -> tuple[data.DataConfig, tuple[PackedTokens, PackedTokens]]:
+    """What the flags say of data, and (training batches, held-out batches)."""
+    of_flags = data.DataConfig(run.data, run.tokenizer, run.packing, run.valid_data)
+    return of_flags, data.load_datasets(
+        of_flags,
+        seq_len=run.seq_len,
+        batch_size=run.global_batch,
+        seed=run.options.seed,
+        vocab_size=run.model.vocab_size,
+    )
+
+
 def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> list[str]:
     """What changed since a checkpoint that may change.
 
@@ -202,7 +211,7 @@ def export(
 
 
 def print_run(
-    run: RunConfig, name: str, mesh: spmd.Mesh, train_data: data.PackedTokens, console: Console
+    run: RunConfig, name: str, mesh: spmd.Mesh, train_data: PackedTokens, console: Console
 ) -> None:
     """What runs on what."""
     model = run.model
@@ -258,6 +267,31 @@ def run_training(given: argparse.Namespace) -> int:
     return exit_code(make_trainer(run, given, make_mesh(run, devices)).run())
 
 
+def plan_run(given: argparse.Namespace) -> int:
+    """Prints on which meshes of --plan's machines the run is fastest; 1 if it fits on none."""
+    axes, given.mesh, given.dcn = given.mesh, {}, {}
+    run = make_run(given, spmd.Topology(given.plan[0]).platform or "cpu")
+    structs, teacher = datasets(run)[1][0].struct(), weight_flags.teacher_config(run)
+    kept = tuple(dict.fromkeys((run.model.remat, "full", "none")))
+    tables = tuple(dict.fromkeys((run.sharding, "2d", "2d-sequence")))
+
+    def step(mesh: spmd.Mesh, remat: Any = kept, sharding: Any = tables) -> spmd.Task:
+        chosen = {"remat": remat, "sharding": sharding, "teacher": teacher}
+        return planned.task_of(mesh, run, structs, {}, **chosen)
+
+    step.__name__ = weight_flags.model_name(given)
+    axes = tuple(dict.fromkeys((*axes, *planned.axes_of(run.model))))
+    found = spmd.plan(step, given.plan, axes=axes)
+    print(found)
+    if given.report:
+        found.report(given.report)
+    if found.best.verdict == "does not fit":
+        return 1
+    chosen = " ".join(f"--{name} {value}" for name, value in found.best.chosen.items())
+    print(f"train so: --mesh {format_axes(found.best.axes)} {chosen}")
+    return 0
+
+
 def quiet() -> None:
     """Libraries keep their tracebacks to themselves: of a save that fails we say it in one line."""
     absl_logging.set_verbosity(absl_logging.FATAL)
@@ -277,6 +311,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser(__doc__).parse_args(arguments)
     quiet()
+    if given.plan:
+        with one_message(*USER_ERRORS, ConfigError, WeightsError):
+            default_to_cpus()
+            sys.exit(plan_run(given))
     with launch.stopping_peers(), one_message(*USER_ERRORS, ConfigError, WeightsError):
         spmd.initialize(heartbeat_timeout_s=heartbeat_timeout(given))
         sys.exit(run_training(given))

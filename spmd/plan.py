@@ -193,7 +193,7 @@ class Plans:
       refused: candidate -> why it could not be planned.
       seconds: how long the search took.
       is_over: whether it came to an end, or time did.
-      larger: the best with twice the batch, if `build` has a `batch` that was not free.
+      larger: the best with twice the batch, if that may fit and `build` has one `batch`.
     """
 
     name: str
@@ -301,8 +301,8 @@ class Plans:
         lines = [f"a run is {', '.join(shares)}"]
         if best.verdict != "fits":
             lines.append(
-                f"memory: {w.bytes_text(best.bytes)} of {w.bytes_text(best.machine.hbm_bytes)} is "
-                f"{best.verdict}; more devices, a smaller batch or more microbatches need less"
+                f"memory: {w.bytes_text(best.bytes)} of {w.bytes_text(best.machine.hbm_bytes)}, "
+                f"{best.verdict}: more devices, a smaller batch or more microbatches need less"
             )
         if (costly := best.lowered.prices.costly_mark) is not None:
             lines.append(costly_text(costly, best.lowered.mesh))
@@ -335,7 +335,7 @@ def plan(
     axes: Sequence[str] = ("data", "model"),
     meshes: Sequence[Mapping[str, int]] | None = None,
     prices: Mapping[str, float] | None = None,
-    most_seconds: float = 50.0,
+    most_seconds: float = 55.0,
     shows_progress: bool = True,
     **choices: Any,
 ) -> Plans:
@@ -348,8 +348,9 @@ def plan(
       axes: names of the mesh axes, major first; every way to share the devices among them counts.
       meshes: these meshes alone, axis -> size, each over all of a machine's devices.
       prices: chip or machine -> what one device costs an hour.
-      most_seconds: after which no candidate is begun, for all machines together; each gets at
-        least one, and the best is tried once more with twice its batch.
+      most_seconds: in which no candidate is begun that would end later, as long as the longest
+        took, for all machines together; each gets at least one. The best is tried once more with
+        twice its batch, if that may fit.
       shows_progress: whether a terminal shows what is being planned.
       **choices: parameters of `build`: a value, or a list or tuple of values to choose from.
 
@@ -471,7 +472,8 @@ def _search(
         near = (each for each in around if known is None or each.axes in known)
         return next((each for each in itertools.chain(starts, near) if each not in found), None)
 
-    while not found or time.monotonic() < end:
+    longest, left = 0.0, 1 + _grows(free)  # the best is planned again, with a larger batch
+    while (begun := time.monotonic()) + left * longest < end or not found:
         if (spot := next_spot()) is None:
             return found, True
         doing(f"{len(found) + 1}: {spot.text(free)} on {machine}")
@@ -479,15 +481,25 @@ def _search(
             found[spot] = at(spot)
         except REFUSALS as error:
             found[spot] = str(error).partition("\n")[0]
+        longest = max(longest, time.monotonic() - begun)
     return found, False
+
+
+def _grows(free: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether there is one batch, which could be larger."""
+    return [type(value) for value in free.get("batch", ())] == [int]
 
 
 def _larger(build: Build, free: Mapping[str, Sequence[Any]], best: RankedPlan) -> RankedPlan | None:
     """Returns the best with twice its `batch`; None if it has none, or it was searched."""
-    batch = best.chosen.get("batch")
-    if type(batch) is not int or len(free["batch"]) > 1:
+    if not _grows(free):
         return None
-    spot = Spot(tuple(best.axes.items()), tuple({**best.chosen, "batch": 2 * batch}.values()))
+    # A plan that has to save memory takes ten times as long to find, and is no advice to grow.
+    grown = 2 * best.bytes - best.lowered.predicted_memory.arguments
+    if room_for(grown, best.machine) == "does not fit":
+        return None
+    chosen = {**best.chosen, "batch": 2 * best.chosen["batch"]}
+    spot = Spot(tuple(best.axes.items()), tuple(chosen.values()))
     try:
         return _planned(build, best.machine, list(free), best.price, spot)
     except REFUSALS:

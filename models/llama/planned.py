@@ -1,22 +1,25 @@
 """A Llama's training step as `spmd.plan` takes it: on any mesh, with what a run can choose."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 import spmd
-from spmd.models.llama import sharding as shardings
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.flops import flops_per_token
 from spmd.models.llama.named import CONFIGS, named_config
-from spmd.models.llama.step import argument_types, batch_loss
+from spmd.models.llama.program import LlamaProgram
 from spmd.models.llama.weights.config import read_config
-from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
-from spmd.models.training.run.step import make_train_step
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.description import RunConfig
+from spmd.models.training.run.optimizer import OptimizerConfig
 
 
-def axes_of(model: str) -> tuple[str, ...]:
+def axes_of(config: LlamaConfig) -> tuple[str, ...]:
     """The mesh axes that are worth a try: experts have one of their own."""
-    return ("data", *(("expert",) if config_of(model).num_experts else ()), "model")
+    return ("data", *(("expert",) if config.num_experts else ()), "model")
 
 
 def config_of(model: str) -> LlamaConfig:
@@ -55,47 +58,58 @@ def training_step(
     """
     config = config_of(model)
     stages = mesh.shape.get("stage", 1)
-    fields: dict[str, Any] = {
-        "num_hidden_layers": layers or config.num_hidden_layers,
-        "remat": remat,
-        "matmul": matmul,
-        "dtype": dtype,
-        "param_dtype": param_dtype,
-        "attention": attention,
-        "stages": stages,
-        "stage_microbatches": stage_microbatches or (4 * stages if stages > 1 else 1),
-        "stage_schedule": stage_schedule,
-        "zigzag": mesh.shape.get("seq", 1),
-    }
-    config = dataclasses.replace(config, **fields)
-    table = shardings.table_named(sharding)
-    rule = make_optimizer(OptimizerConfig(name=optimizer, learning_rate=1e-4, total_steps=1000))
-    loss = batch_loss(config, shardings.activation_marks(mesh, config, table))
-    step = make_train_step(loss, rule, microbatches=microbatches)
-    settings = {
-        "model" if model in CONFIGS else "config": model,
-        "mesh": dict(mesh.shape),
-        "global_batch": batch,
-        "seq_len": seq_len,
-        "remat": remat,
-        "sharding": sharding,
-        "microbatches": microbatches,
-        "matmul": matmul,
-        "dtype": dtype,
-        "param_dtype": param_dtype,
-        "optimizer": optimizer,
-        "attention": attention,
-    }
-    pipeline = {
-        "stage_microbatches": fields["stage_microbatches"],
-        "stage_schedule": stage_schedule,
-    }
-    return spmd.Task(
-        step,
-        argument_types(config, rule, mesh, (batch, seq_len), table),
-        donate_argnums=(0, 1),
-        tokens=batch * seq_len,
-        flops=flops_per_token(config, seq_len) * batch * seq_len,
-        dtype="fp8" if matmul == "fp8" else "bf16",
-        settings=settings | (pipeline if stages > 1 else {}),
+    run = RunConfig(
+        model=dataclasses.replace(
+            config,
+            num_hidden_layers=layers or config.num_hidden_layers,
+            matmul=matmul,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            attention=attention,
+            stage_microbatches=stage_microbatches or (4 * stages if stages > 1 else 1),
+            stage_schedule=stage_schedule,
+        ),
+        optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-4),
+        options=TrainerOptions(steps=1000, microbatches=microbatches),
+        mesh=mesh.shape,
+        seq_len=seq_len,
+        global_batch=batch,
     )
+    tokens = jax.ShapeDtypeStruct((batch, seq_len), np.int32)
+    structs = {"inputs": tokens, "targets": tokens}
+    named = {"model" if model in CONFIGS else "config": model}
+    return task_of(mesh, run, structs, named, remat=remat, sharding=sharding)
+
+
+def task_of(
+    mesh: spmd.Mesh,
+    run: RunConfig,
+    structs: Any,
+    named: Mapping[str, str],
+    *,
+    remat: Any = ("full", "none"),
+    sharding: Any = ("2d", "2d-sequence"),
+    teacher: LlamaConfig | None = None,
+) -> spmd.Task:
+    """A run's step on another mesh.
+
+    Args:
+        structs: of a batch.
+        named: the settings that name its model.
+        remat, sharding, teacher: as of `training_step` and `LlamaProgram`.
+    """
+    stages, seq = (mesh.shape.get(axis, 1) for axis in ("stage", "seq"))
+    model = dataclasses.replace(run.model, remat=remat, stages=stages, zigzag=seq)
+    run = dataclasses.replace(run, model=model, mesh=mesh.shape, dcn={}, sharding=sharding)
+    pipelined = ("stage_microbatches", "stage_schedule") if stages > 1 else ()
+    of_model = ("remat", "matmul", "dtype", "param_dtype", "attention", *pipelined)
+    settings = {
+        **named,
+        "mesh": dict(mesh.shape),
+        **{name: getattr(run, name) for name in ("global_batch", "seq_len", "sharding")},
+        "microbatches": run.options.microbatches,
+        "optimizer": run.optimizer.name,
+        **{name: getattr(model, name) for name in of_model},
+    }
+    program = LlamaProgram(run, mesh, structs, teacher)
+    return program.task("fp8" if model.matmul == "fp8" else "bf16", settings)

@@ -55,7 +55,6 @@ class TrainingProgram:
         frozen: patterns over the paths of parameters that are not trained.
 
     Attributes:
-        step: the compiled training step: (params, opt_state, batch) -> (.., .., metrics).
         frozen: tells what is trained.
     """
 
@@ -96,11 +95,25 @@ class TrainingProgram:
         self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
         self._jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
-        self.step = self._jitted.compile(self._params, self._opt_state, self._batch)
-        self._steps = {_rows(batch): self.step}
+        self._steps: dict[Any, spmd.Compiled] = {}
         rows = max(_rows(batch))
         cost = cost or StepCost(tokens=rows, devices=mesh.size, unit="rows")
         self.cost = dataclasses.replace(cost, rows=rows)
+
+    @functools.cached_property
+    def step(self) -> spmd.Compiled:
+        """The training step; compiled when it is asked for, as `task` plans without the devices."""
+        return self._jitted.compile(self._params, self._opt_state, self._batch)
+
+    def task(self, dtype: str = "bf16", settings: Mapping[str, Any] | None = None) -> spmd.Task:
+        """The step as `spmd.plan` takes it.
+
+        Args:
+            dtype, settings: as of `spmd.Task`.
+        """
+        args, cost = (self._params, self._opt_state, self._batch), self.cost
+        flops = next(iter(cost.flops_per_token.values()), 0.0) * cost.tokens
+        return spmd.Task(self._jitted, args, (), cost.tokens, flops, dtype, settings or {})
 
     def at(self, batch: Any, compiling: Callable[[int], Any] = contextlib.nullcontext) -> Any:
         """The step for such a batch, whose rows may be more or fewer than those of the first one.
@@ -115,6 +128,8 @@ class TrainingProgram:
             DataError: the batch differs from the first one in more than its rows.
         """
         rows = _rows(batch)
+        if rows == _rows(self._batch):
+            return self.step
         if rows not in self._steps:
             first, found = (
                 {path: f"{x.dtype} {list(x.shape[1:])}" for path, x in tables.by_path(tree).items()}

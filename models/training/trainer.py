@@ -348,7 +348,7 @@ class Trainer:
         started = time.perf_counter()
         with watch.may_take("compiling"):
             program = self.compile()
-        step = program.step
+            step = program.step
         self.console.print(f"partitioned and compiled in {time.perf_counter() - started:.1f} s")
         self.console.print(step.explain() if self.options.verbose else step.summary())
         if self.folder is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from spmd.cli.fields import of_fields, read_by
-from spmd.cli.flags import Add, Parser, Switch, positive
+from spmd.cli.flags import Add, Parser, Switch, positive, words
 from spmd.cli.specs import mesh_axes
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
@@ -76,6 +76,13 @@ def _model(add: Add) -> None:
 def _devices(add: Add) -> None:
     of_run, of_options = of_fields(add, RunConfig), of_fields(add, TrainerOptions)
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="mesh axes and their sizes")
+    add(
+        "--plan",
+        type=words,
+        metavar="MACHINES",
+        help="train nothing: find the fastest mesh, of the axes of --mesh, of machines that need "
+        "not be here (v5p-256,h200:8); --report writes a page",
+    )
     of_run(
         "--dcn",
         type=mesh_axes,

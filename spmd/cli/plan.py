@@ -57,7 +57,7 @@ def make_parser() -> Parser:
     add("--axes", type=words, help="names of the mesh axes, major first (data,model)")
     add("--mesh", type=mesh_axes, action="append", help="this mesh alone (repeatable)")
     add("--price", type=prices, default={}, help="of a device an hour, as v5p=4.2,h200=3.5")
-    add("--seconds", type=float, default=50.0, help="how long to search")
+    add("--seconds", type=float, default=55.0, help="how long to search")
     add("--top", type=int, default=10, help="so many rows of the table")
     add("--report", metavar="FILE", help="also write a page that compares the candidates")
     add("--out", metavar="FILE", help="write the best: settings (.yaml), or its specs as code")
@@ -122,7 +122,7 @@ def program(name: str) -> tuple[Callable[..., Any], Sequence[str]]:
     llama = importlib.import_module(LLAMA)
     build = partial(llama.training_step, model=name)
     build.__name__ = name  # type: ignore[attr-defined]
-    return build, llama.axes_of(name)
+    return build, llama.axes_of(llama.config_of(name))
 
 
 def _module(place: str) -> Any:

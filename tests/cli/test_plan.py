@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from spmd.cli.main import main
+from spmd.scripts import export_llama, train_llama
 from spmd.scripts.flags.train import make_parser
 
 BUILD = """
@@ -42,6 +43,22 @@ def test_a_named_model_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFi
     given = make_parser(None).parse_args(["--settings", str(out)])
     assert given.mesh == yaml.safe_load(out.read_text())["mesh"] and given.model == "tiny"
     assert (given.global_batch, given.seq_len, given.remat) == (16, 64, "full")
+
+
+def test_a_run_and_a_bundle_plan_themselves(capsys: pytest.CaptureFixture[str]):
+    """`--plan` of train_llama and export_llama: adapters and all, in one line to go on with."""
+    run = "--model tiny --lora rank=2 --seq_len 64 --global_batch 16 --remat full --sharding 2d"
+    with pytest.raises(SystemExit) as ended:
+        train_llama.main([*run.split(), "--plan", "h200:1", "--mesh", "data=1"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and said.startswith("tiny on h200:1: ")
+    flags = said.partition("train so: ")[2].split()
+    assert make_parser(None).parse_args([*run.split(), *flags]).mesh == {"data": 1, "model": 1}
+    made = "--model tiny --slots 4 --traffic prompt=64,answer=8,at_once=4 --plan h200:1"
+    with pytest.raises(SystemExit) as ended:
+        export_llama.main(made.split())
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "best: export_llama --slots 4" in said
 
 
 def test_a_stablehlo_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
