@@ -1,6 +1,7 @@
 """Puts a small model's server under a crowd for a while, of which a part is hostile.
 
-Clients ask and check what they get, leave in the middle, send texts that are too long, bodies that
+Clients ask for texts, schemas and thoughts, of the model and of adapters that come and go, and
+check what they get; they leave in the middle, send texts that are too long, bodies that
 are too large and bytes that are no HTTP, and open streams that they never read. At the end the
 server gets SIGTERM in the midst of it. Printed are answers that were lost or wrong, the server's
 memory over time, and how long `/health` took; status 1 if something was lost or wrong.
@@ -12,6 +13,7 @@ Example:
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,9 +32,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import jax
+import numpy as np
 
 from spmd.cli.flags import Parser
 from spmd.models.decode import ServingShape
+from spmd.models.llama import lora
+from spmd.models.llama.fresh import init
 from spmd.models.llama.named import named_config
 from spmd.models.llama.weights.sources import fresh_source
 from spmd.serving.llama_bundle import write_llama_bundle
@@ -87,16 +93,37 @@ class Server:
 
 
 def write_tiny(folder: Path) -> None:
-    """A bundle of a tiny Llama with random weights: 8 slots of 256 tokens."""
-    shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
-    with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32", platforms=("cpu",))
+    """A bundle of a tiny Llama with random weights that thinks: 8 slots of 256 tokens."""
+    shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32", adapters=2, adapter_rank=4)
+    with tempfile.TemporaryDirectory() as made, fresh_source(named_config("tiny"), 0) as source:
+        Path(made, "chat_template.jinja").write_text("{{ messages[0].content }}<think>{# </think> #}")
+        source = source.with_tokenizer(Path(made))
+        write_llama_bundle(source, folder, shape, dtype="float32", name="tiny", platforms=["cpu"])
+
+
+def write_adapters(folder: Path) -> None:
+    """Two adapters of it, `one` and `two`."""
+    params = jax.eval_shape(lambda: init(jax.random.key(0), named_config("tiny")))
+    for rank, name in ((2, "one"), (4, "two")):
+        config, rng = lora.LoraConfig(rank), np.random.default_rng(rank)
+        drawn = jax.tree.map(
+            lambda x, rng=rng: rng.normal(0, 0.3, x.shape).astype(np.float32),
+            jax.eval_shape(lambda c=config: lora.init(jax.random.key(0), params, c)),
+        )
+        lora.save(drawn, config, folder / name, None)
 
 
 MIB = 2**20
 
 PROMPTS = ("def main(", "Once upon a time", "The mesh", "a", "x = [1, 2, 3]", "In the beginning")
+MODELS = ("tiny", "one", "two")
 TOKENS = 24
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+FORMS: tuple[dict[str, Any], ...] = ({}, {"structured_outputs": {"json": SCHEMA}})
+THOUGHT = {
+    "messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8,
+    "max_tokens": TOKENS, "temperature": 0,
+}  # fmt: skip
 
 FLAGS = ("--write_seconds", "5", "--header_seconds", "5", "--body_seconds", "10")
 """Short, so that each of these limits is met many times."""
@@ -153,14 +180,14 @@ class Crowd:
     """Clients, and what became of what they asked.
 
     Args:
-      expected: prompt -> the text that it is completed with.
+      expected: model, prompt and form -> the text with which it is completed; of chats the thought.
 
     Attributes:
       outcomes: what happened, how often.
       faults: what should not have happened; each is a line.
     """
 
-    def __init__(self, server: Server, expected: dict[str, str]) -> None:
+    def __init__(self, server: Server, expected: dict[tuple[Any, ...], str]) -> None:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ending: float | None = None
@@ -175,7 +202,7 @@ class Crowd:
         self._kinds: dict[Callable[[random.Random], Awaitable[str]], int] = {
             self._whole: 40, self._stream: 30, self._leave: 10, self._leave_stream: 8,
             self._long_text: 2, self._large_body: 1, self._garbage: 4, self._half_a_request: 2,
-            self._never_read: 3,
+            self._never_read: 3, self._thought: 8, self._change_adapters: 1,
         }  # fmt: skip
 
     async def client(self, rng: random.Random) -> None:
@@ -195,25 +222,41 @@ class Crowd:
             self.outcomes[f"{name}: {outcome}"] += 1
             await asyncio.sleep(rng.uniform(0, 1))
 
-    async def _ask(self, rng: random.Random, **more: Any) -> tuple[str, httpx.Response]:
-        prompt = rng.choice(PROMPTS)
-        body = request(prompt) | {"user": f"user {rng.randrange(1000)}", **more}
-        return prompt, await self._http.post("/v1/completions", json=body)
+    async def _ask(self, rng: random.Random, **more: Any) -> tuple[Any, httpx.Response]:
+        model, prompt, form = asked = rng.choice(MODELS), rng.choice(PROMPTS), rng.randrange(2)
+        body = request(prompt) | FORMS[form] | {"model": model, **more}
+        body["user"] = f"user {rng.randrange(1000)}"
+        return asked, await self._http.post("/v1/completions", json=body)
 
     async def _whole(self, rng: random.Random) -> str:
-        prompt, answer = await self._ask(rng)
+        asked, answer = await self._ask(rng)
         if answer.status_code == 200:
-            self._check(prompt, answer.json()["choices"][0]["text"])
-        return self._status(answer, 200, 429)
+            self._check(asked, answer.json()["choices"][0]["text"])
+        return self._status(answer, 200, 429, *gone(asked))
+
+    async def _thought(self, rng: random.Random) -> str:
+        model = rng.choice(MODELS)
+        answer = await self._http.post("/v1/chat/completions", json=THOUGHT | {"model": model})
+        if answer.status_code == 200:
+            self._check((model,), answer.json()["choices"][0]["message"]["reasoning_content"])
+        return self._status(answer, 200, 429, *gone((model,)))
+
+    async def _change_adapters(self, rng: random.Random) -> str:
+        """Unloads the second one, or loads it; others may have done so."""
+        path, body = "/v1/unload_lora_adapter", {"lora_name": "two", "lora_path": "two"}
+        answer = await self._http.post(path, json=body)
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        self._status(answer, 200, 404, 429)
+        return self._status(await self._http.post(path.replace("un", ""), json=body), 200, 400, 429)
 
     async def _stream(self, rng: random.Random) -> str:
-        prompt, answer = await self._ask(rng, stream=True)
+        asked, answer = await self._ask(rng, stream=True)
         if answer.status_code == 200:
             if '"error":' not in answer.text:
-                self._check(prompt, text_of(answer.text))
+                self._check(asked, text_of(answer.text))
             elif self.ending is None:
                 self.faults.append(f"lost: a stream ended with {answer.text[-200:]!r}")
-        return self._status(answer, 200, 429)
+        return self._status(answer, 200, 429, *gone(asked))
 
     async def _leave(self, rng: random.Random) -> str:
         body = LONG if rng.random() < 0.2 else json.dumps(request("leaving")).encode()
@@ -279,9 +322,9 @@ class Crowd:
         writer.write(head.encode() + body)
         return reader, writer
 
-    def _check(self, prompt: str, text: str) -> None:
-        if text != self._expected[prompt]:
-            self.faults.append(f"wrong: {prompt!r}: {text!r}, not {self._expected[prompt]!r}")
+    def _check(self, asked: tuple[Any, ...], text: str) -> None:
+        if text != self._expected[asked]:
+            self.faults.append(f"wrong: {asked!r}: {text!r}, not {self._expected[asked]!r}")
 
     def _status(self, answer: httpx.Response, *expected: int) -> str:
         status = answer.status_code
@@ -289,6 +332,11 @@ class Crowd:
         if status not in expected and not is_ending:
             self.faults.append(f"wrong: status {status}, not {expected}")
         return str(status)
+
+
+def gone(asked: Sequence[Any]) -> tuple[int, ...]:
+    """The status of what asks for the adapter that comes and goes."""
+    return (404,) if asked[0] == "two" else ()
 
 
 def request(prompt: str) -> dict[str, Any]:
@@ -352,14 +400,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         write_tiny(bundle := Path(made, "tiny"))
-        server = stack.enter_context(Server(bundle, Path(made), *FLAGS))
+        write_adapters(adapters := Path(made, "adapters"))
+        flags = [f"--adapter={name}={adapters / name}" for name in MODELS[1:]]
+        flags.append(f"--adapters_from={adapters}")
+        server = stack.enter_context(Server(bundle, Path(made), *FLAGS, *flags))
         server.said(" (ready): ")
-        expected = {}
-        for prompt in PROMPTS:
-            answer = httpx.post(
-                f"{server.url}/v1/completions", json=request(prompt), timeout=300, trust_env=False
-            )
-            expected[prompt] = answer.json()["choices"][0]["text"]
+        expected: dict[tuple[Any, ...], str] = {}
+
+        def ask(path: str, body: dict[str, Any]) -> Any:
+            answer = httpx.post(f"{server.url}{path}", json=body, timeout=300, trust_env=False)
+            return answer.json()["choices"][0]
+
+        for model in MODELS:
+            chat = ask("/v1/chat/completions", THOUGHT | {"model": model})
+            expected[model,] = chat["message"]["reasoning_content"]
+            for prompt, form in itertools.product(PROMPTS, range(len(FORMS))):
+                body = request(prompt) | FORMS[form] | {"model": model}
+                expected[model, prompt, form] = ask("/v1/completions", body)["text"]
 
         async def go() -> int:
             crowd = Crowd(server, expected)
