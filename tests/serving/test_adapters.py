@@ -33,7 +33,8 @@ from spmd.serving.llama_bundle import write_llama_bundle
 from spmd.serving.load import check_adapters, load_model
 from tests.models.llama.weights import checkpoints
 from tests.serving.http.live import Live, post, serving, wired
-from tests.waiting import PATIENCE
+from tests.serving.test_several_processes import Pair
+from tests.waiting import PATIENCE, wait_until
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -354,3 +355,18 @@ def test_merged_into_the_weights(made: Made) -> None:
             if name in found.tensors:
                 ours = np.asarray(found.tensors[name])
                 np.testing.assert_allclose(ours, wanted.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.heavy
+def test_every_process_loads_them(made: Made, live: Live, tmp_path: Path) -> None:
+    flags = [f"--adapter=low={made.adapters / 'low'}", f"--adapters_from={made.adapters}"]
+    with Pair(tmp_path, made.bundle, (tmp_path / "cache",) * 2, *flags) as pair:
+        first = pair.processes[0]
+        wait_until(lambda: '"ready: ' in first.said or not first.process.is_alive())
+        two = live._replace(url=pair.url)
+        for server in (live, two):
+            assert change(server, "load", "sql", "all").status_code == 200
+        assert change(two, "load", "bad", "model").status_code == 400
+        for model in ("base", "low", "sql", "low"):
+            assert text(two, model, PROMPTS[0])[0] == text(live, model, PROMPTS[0])[0]
+    assert change(live, "unload", "sql").status_code == 200
