@@ -43,7 +43,7 @@ from spmd.serving.http.logs import FORMATS
 from spmd.serving.http.server import serve
 from spmd.serving.http.tools.formats import BY_NAME
 from spmd.serving.language_backend import is_language_model
-from spmd.serving.load import check_adapters, check_draft, load_model
+from spmd.serving.load import check_draft, load_model
 
 _LOG = logging.getLogger("serving")
 
@@ -192,15 +192,6 @@ def options(given: argparse.Namespace) -> ServerOptions:
     )
 
 
-def adapters(given: argparse.Namespace) -> dict[str, str]:
-    """Name -> folder of each --adapter."""
-    pairs = [one.partition("=") for one in given.adapter]
-    wrong = next((one for one in pairs if not one[0] or not one[2]), None)
-    if wrong is not None or len({name for name, *_ in pairs}) < len(pairs):
-        raise ServingError("--adapter: give NAME=FOLDER, each name once")
-    return {name: folder for name, _, folder in pairs}
-
-
 def http_options(given: argparse.Namespace) -> HttpOptions:
     """How the server is reached."""
     return HttpOptions(
@@ -215,11 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
     def load(leader: group.Leader | None) -> Loaded:
-        adapted = adapters(given)
         shown, draft = console if is_text else None, None
         if given.speculative_model is not None:
             check_draft(given.bundle, given.speculative_model)
-        check_adapters(given.bundle, given.name, adapted)
         bundle = bundle_flags.load(given, shown, serves=True)
         if given.speculative_model is not None:
             draft = bundle_flags.load_draft(given, bundle, shown)
@@ -227,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        loaded = load_model(bundle, given.bundle, given.name, draft, adapted)
+        adapters = dict(one.partition("=")[::2] for one in given.adapter)
+        loaded = load_model(bundle, given.bundle, given.name, draft, adapters)
         begun()
         return loaded
 

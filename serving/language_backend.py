@@ -11,8 +11,7 @@ import numpy as np
 
 from spmd.mesh.topology import Topology
 from spmd.models.decode import PAGES
-from spmd.models.decode.exports import PLAIN
-from spmd.models.decode.packing import row_shapes, width
+from spmd.models.decode.packing import PLAIN, row_shapes, width
 from spmd.models.decode.shape import most_drafts
 from spmd.models.llama import lora
 from spmd.models.llama.weights.files import WeightsError
@@ -141,9 +140,7 @@ def _limits(bundle: Bundle) -> Limits:
         kind, tags = str(entry.tags.get("kind")), entry.tags
         if kind.removeprefix(PLAIN) in ("step", "score", "turns"):
             rows, table = int(tags["rows"]), int(tags["length"]) // limits.page
-            has_adapters = bool(limits.adapters) and not kind.startswith(PLAIN)
-            kinds = {"scores": kind == "score", "adapters": has_adapters}
-            shapes = row_shapes(slots, rows, table, **kinds)
+            shapes = row_shapes(slots, rows, table, kind, limits.adapters)
             wanted: dict[str, Any] = {"inputs/rows": (limits.groups, width(shapes))}
             wanted |= {} if kind.endswith("turns") else {"inputs/alternatives": ()}
             if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,19 +67,6 @@ def check_draft(folder: str | Path, draft: str | Path) -> None:
         raise BundleError(f"--speculative_model: {draft} has another tokenizer than {folder}")
 
 
-def check_adapters(folder: str | Path, name: str | None, adapters: Collection[str]) -> None:
-    """Raise a `BundleError` unless a bundle has room for adapters of these names."""
-    manifest = read_manifest(folder)
-    room = manifest.contract.get("shape", {}).get("adapters", 0)
-    if len(adapters) > room:
-        raise BundleError(
-            f"--adapter: {folder} has room for {room} adapters, not for {len(adapters)}; export it "
-            "with more --adapters"
-        )
-    if (name := name or manifest.name) in adapters:
-        raise BundleError(f"--adapter: {name} is what the model itself is called; take another")
-
-
 def load_model(
     bundle: Bundle,
     folder: str | Path,
@@ -93,19 +80,24 @@ def load_model(
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
       draft: of a model that guesses next tokens, which `check_draft` has found to fit.
-      adapters: name -> folder of those that are served from the start, which `check_adapters` has
-        found to be few enough.
+      adapters: name -> folder of those that are served from the start.
 
     Raises:
       BundleError: an adapter that cannot be read, no usable tokenizer, a broken contract, or
         goldens that come out differently.
     """
     name = name or bundle.manifest.name
+    room = bundle.manifest.contract.get("shape", {}).get("adapters", 0)
+    if len(adapters) > room or {name, ""} & {*adapters, *adapters.values()}:
+        raise BundleError(
+            f"--adapter: give NAME=FOLDER, other names than {name}; there is room for {room}, as "
+            "export_llama --adapters has it"
+        )
     if not is_language_model(bundle.manifest):
         return Loaded(name, infer=BundleInfer(bundle))
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
-    adapt, room = functools.partial(put_adapter, bundle), backends[0][1].limits.adapters
+    adapt = functools.partial(put_adapter, bundle)
     for place, from_folder in enumerate((None, *adapters.values()) if room else (), start=-1):
         clock("adapters", adapt, max(place, 0), from_folder)  # first none: that warms it up
     files = Path(folder) / TOKENIZER

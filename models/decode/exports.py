@@ -3,19 +3,20 @@
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from spmd.models import sampling
-from spmd.models.decode.model import AdaptedModel, RowsModel
-from spmd.models.decode.packing import row_shapes, width
+from spmd.models.decode.model import RowsModel
+from spmd.models.decode.packing import PLAIN, row_shapes, width
 from spmd.models.decode.shape import ServingShape, most_drafts, symbolic_pages
 from spmd.models.decode.state import state_leaves
 from spmd.models.decode.steps import adapt, allow, begin, step, turns
 from spmd.models.function import Function
+from spmd.models.training.checkpoints.tables import by_path, nested
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
     "state/tokens": ("data", None),
@@ -32,10 +33,6 @@ A spec is cut to a tensor's rank, or filled up with None. Groups of slots and pa
 `data`. What a model says of its weights and its cache comes before; of a cache of which it says
 nothing, the compiler decides how entries are split.
 """
-
-
-PLAIN = "plain_"
-"""With what the names and kinds of functions begin that leave out the adapters which there are."""
 
 
 def functions(
@@ -77,40 +74,36 @@ def functions(
         "changed": struct(state["tokens"].shape, np.bool_),
         "masks": struct(state["allowed"].shape, np.uint32),
     }
+    own: list[Any] = [(begin, state, request), (allow, state, masks)]
+    held = list[Any]()
+    if shape.adapters:
+        of_model: Any = model
+        stacks = of_model.adapter_leaves(shape.adapters, shape.adapter_rank)
+        leaves = {**leaves, "adapters": stacks}
+        held = [{"adapters": jax.tree.map(lambda x: struct(x.shape, x.dtype), stacks)}]
+        one = jax.tree.map(lambda x: struct(x.shape[1:], x.dtype), held[0])
+        own.append((adapt, held[0], {"place": struct((), np.int32), **one}))
     found = [
         Function(
             fn.__name__,
             fn,
-            (state, given),
+            (mine, given),
             ("state", "inputs"),
             ("state", "input"),
             {"kind": fn.__name__},
         )
-        for fn, given in ((begin, request), (allow, masks))
+        for fn, mine, given in own
     ]
-    held: tuple[Any, ...] = ()
-    if shape.adapters:
-        stacks = cast(AdaptedModel, model).adapter_leaves(shape.adapters, shape.adapter_rank)
-        leaves = {**leaves, "adapters": stacks}
-        adapters = {"adapters": jax.tree.map(lambda x: struct(x.shape, x.dtype), stacks)}
-        one = jax.tree.map(lambda x: struct(x.shape[1:], x.dtype), adapters)
-        given = {"place": struct((), np.int32), **one}
-        found.append(Function(
-            "adapt", adapt, (adapters, given), ("state", "inputs"), ("state", "input"),
-            {"kind": "adapt"},
-        ))  # fmt: skip
-        held = (adapters,)
     decoding = next((n for n in shape.rows if n >= shape.slots_of_group), shape.rows[-1])
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = ["step", *(["score"] if rows == shape.rows[-1] else [])]
         kinds += ["turns"] if shape.turns > 1 and rows <= decoding else []
         kinds += [PLAIN + kind for kind in kinds if held and kind != "score"]
         for kind in kinds:
-            reads = () if kind.startswith(PLAIN) else held
-            shapes = row_shapes(
-                shape.slots_of_group, rows, length // shape.page, scores=kind == "score",
-                adapters=bool(reads),
-            )  # fmt: skip
+            reads = [] if kind.startswith(PLAIN) else held
+            reading: Sequence[Any] = ["read"] * len(reads)
+            table = length // shape.page
+            shapes = row_shapes(shape.slots_of_group, rows, table, kind, shape.adapters)
             inputs = {"rows": struct((shape.groups, width(shapes)), np.int32)}
             if kind.endswith("turns"):
                 fn = functools.partial(turns, shapes=shapes, count=shape.turns, model=model)
@@ -127,8 +120,8 @@ def functions(
                 step_name(kind, rows, length),
                 _adapted(fn) if reads else fn,
                 (weights, *reads, state, inputs),
-                ("weights", *(["adapters"] * len(reads)), "state", "inputs"),
-                ("weights", *(["read"] * len(reads)), "state", "input"),
+                ("weights", *reading, "state", "inputs"),
+                ("weights", *reading, "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
             ))  # fmt: skip
     # Most steps are those in which all slots decode: weights lie as these want them.
@@ -138,13 +131,10 @@ def functions(
 
 
 def _adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that finds adapters beside its weights."""
-
-    def beside(weights: Any, adapters: Any) -> Any:
-        both = {k: beside(weights[k], x) for k, x in adapters.items() if k in weights}
-        return {**weights, **adapters, **both}
-
-    return lambda weights, held, *rest: fn(beside(weights, held["adapters"]), *rest)
+    """A step that finds adapters among its weights."""
+    return lambda weights, held, *rest: fn(
+        nested(by_path(weights) | by_path(held["adapters"])), *rest
+    )
 
 
 def step_name(kind: str, rows: int, length: int) -> str:

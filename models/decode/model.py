@@ -26,6 +26,9 @@ Rows = Mapping[str, Any]
 class RowsModel(Protocol):
     """A causal language model over rows of tokens; its functions are pure and know no mesh.
 
+    One that can be served with adapters has `adapter_leaves(places, rank)`, too: a tree of
+    `StateLeaf`s whose first dim is the places. `run` finds them among its weights.
+
     Attributes:
       vocab_size: V.
       specs: the beginning of a path, with `*` for numbers, -> spec of the weights (`weights/...`)
@@ -73,13 +76,3 @@ class RowsModel(Protocol):
 
     def logits(self, weights: Any, x_XH: Any) -> Any:
         """Logits (X, V) in float32, of hidden states that `run` returned."""
-
-
-class AdaptedModel(RowsModel, Protocol):
-    """A model that can be served with adapters; `run` finds them beside its weights."""
-
-    def adapter_leaves(self, places: int, rank: int) -> Any:
-        """Room for so many adapters: a tree of `StateLeaf`s, which is joined with that of weights.
-
-        The first dim of each is the places.
-        """

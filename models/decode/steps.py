@@ -21,6 +21,7 @@ XLA updates it in place. Shapes are in the names, as in `spmd.models.decode.mode
     D drawn tokens of a group    P alternatives    W words of a mask    T turns
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,22 +86,10 @@ def allow(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
 
 
 def adapt(adapters: State, given: Rows) -> tuple[State, dict[str, Any]]:
-    """Writes an adapter in its place.
-
-    Args:
-        adapters: `adapters` of the state, stacks of all places.
-
-            - `place`: of the adapter, the first dim of all stacks.
-            - `adapters`: its own.
-
-    Returns:
-        (adapters, no outputs).
-    """
-
-    def put(stack: Any, one: Any) -> Any:
-        return jax.lax.dynamic_update_index_in_dim(stack, one, given["place"], 0)
-
-    return {"adapters": jax.tree.map(put, adapters["adapters"], given["adapters"])}, {}
+    """Writes one of `adapters` in its `place`; returns (those of all places, no outputs)."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=given["place"], axis=0)
+    own = {"adapters": given["adapters"]}
+    return jax.tree.map(put, adapters, own), {}
 
 
 def step(

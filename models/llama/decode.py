@@ -125,7 +125,7 @@ class LlamaRows:
         return x_XH.reshape(*shape, -1), new
 
     def adapter_leaves(self, places: int, rank: int) -> Any:
-        """See `spmd.models.decode.model.AdaptedModel`."""
+        """See `spmd.models.decode.RowsModel`."""
         return lora.places(self.config, places, rank)
 
     def logits(self, weights: Weights, x_XH: Any) -> Any:
@@ -153,10 +153,8 @@ def _layer(
     def in_groups(x: Any) -> Any:
         return x.reshape(*tables["slots"].shape, *x.shape[1:])
 
-    if config.kv_lora_rank:
-        q_XKGD, kv_XK2D = _absorbed(weights, x_XH, angles_XE, config)
-    else:
-        q_XKGD, kv_XK2D = _queries_and_keys(weights, x_XH, angles_XE, config, places_X)
+    made = _absorbed if config.kv_lora_rank else _queries_and_keys
+    q_XKGD, kv_XK2D = made(weights, x_XH, angles_XE, config, places_X)
     heads_ARKGD, cache = write_and_attend(
         cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
     )
@@ -165,8 +163,8 @@ def _layer(
         _, made_NVR = _of_heads(weights["self_attn"], x_XH.dtype, config)
         heads_ARKGD = jnp.einsum("xnr,nvr->xnv", heads_XND[..., : config.kv_lora_rank], made_NVR)
     output = weights["self_attn"]["o_proj"]
-    heads_XI = heads_ARKGD.reshape(len(x_XH), -1)
-    added_XH = add_bias(_linears(heads_XI, [output], places_X)[0], output)
+    (added_XH,) = _linears(heads_ARKGD.reshape(len(x_XH), -1), [output], places_X)
+    added_XH = add_bias(added_XH, output)
     if config.post_norms:
         added_XH = norm(added_XH, weights["post_attention_layernorm"], config)
     x_XH = x_XH + added_XH
@@ -205,7 +203,9 @@ def _queries_and_keys(
     return q_XND.reshape(rows, keys, groups, width), kv_XK2D
 
 
-def _absorbed(layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig) -> tuple[Any, Any]:
+def _absorbed(
+    layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig, _: Any
+) -> tuple[Any, Any]:
     """Queries (X, 1, N, D) and latents (X, 1, 1, D) with the keys of all heads behind them.
 
     `q @ (latent @ keys) = (q @ keys) @ latent`, so no head's own keys are made (DeepSeek-AI 2024,
@@ -274,16 +274,16 @@ def _linears(x_XI: Any, weights: Sequence[Weights], places_X: Any = None) -> tup
         w["weight"].astype(x_XI.dtype) if "weight" in w else {n: w[n] for n in ("values", "scales")}
         for w in weights
     ]
-    made_XO = spmd.ops.linears(x_XI, given)
+    found = list(spmd.ops.linears(x_XI, given))
     if "lora_A" not in weights[0]:
-        return made_XO
+        return tuple(found)
     # Two thin products with the adapters of all places. What is of others is multiplied by 0, and
     # not chosen: so sums that devices have parts of are added up once, behind it.
-    stacks_PI = [w["lora_A"].reshape(-1, x_XI.shape[1]) for w in weights]
-    thin_XP, found = spmd.ops.linears(x_XI, stacks_PI), []
-    for out_XO, in_XP, w in zip(made_XO, thin_XP, weights, strict=True):
-        count, rank, outer = w["lora_B"].shape
-        is_own_XP = jnp.arange(count * rank) // rank == places_X[:, None]
-        own_XP = in_XP * is_own_XP.astype(in_XP.dtype)
-        found.append(out_XO + own_XP @ w["lora_B"].reshape(-1, outer))
+    thin = spmd.ops.linears(x_XI, [w["lora_A"].reshape(-1, x_XI.shape[1]) for w in weights])
+    for i, (thin_XP, stack_NRO) in enumerate(
+        zip(thin, [w["lora_B"] for w in weights], strict=True)
+    ):
+        is_own_XP = jnp.arange(thin_XP.shape[1]) // stack_NRO.shape[1] == places_X[:, None]
+        own_XP = thin_XP * is_own_XP.astype(x_XI.dtype)
+        found[i] += own_XP @ stack_NRO.reshape(thin_XP.shape[1], -1)
     return tuple(found)

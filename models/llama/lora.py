@@ -12,7 +12,7 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,7 @@ from spmd.models.function import StateLeaf
 from spmd.models.llama import fresh
 from spmd.models.llama.config import DENSE, LAYERS, ConfigError, LlamaConfig
 from spmd.models.llama.parameters import TOGETHER, Params
-from spmd.models.llama.weights.files import (
-    FLOAT_NAMES,
-    Array,
-    Index,
-    WeightsError,
-    shortened,
-    write_json,
-)
+from spmd.models.llama.weights.files import FLOAT_NAMES, Array, Index, WeightsError, write_json
 from spmd.models.llama.weights.save import gathered, publish
 from spmd.models.llama.weights.tensors import Source, Tensor, unrolled
 from spmd.models.placement import Spec
@@ -198,7 +191,7 @@ Pair = tuple[Array, Array]
 LARGEST = 1e4
 """Of an adapter's numbers. Rows of others multiply what they are by 0, which must not overflow."""
 
-HARMLESS = frozenset((
+HEEDED = frozenset((
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
@@ -206,7 +199,8 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 """Members of a config that are heeded, or change nothing once the adapter is trained."""
 
-CONFIG_BYTES = 1 << 20
+# Adapters that begin in another way are of weights that are not the base's.
+HARMLESS = {"init_lora_weights": (True, "gaussian", "eva", "orthogonal"), "bias": ("none",)}
 
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight"
@@ -214,14 +208,9 @@ _TENSOR = re.compile(
 
 
 def places(config: LlamaConfig, count: int, rank: int) -> Any:
-    """Room for `count` adapters beside each weight: zeros `lora_A` (N, R, I), `lora_B` (N, R, O).
-
-    Raises:
-        ConfigError: the model cannot be served with adapters.
-    """
-    if config.kv_lora_rank or config.dtype == "float16":
-        what = "latent attention" if config.kv_lora_rank else "float16"
-        raise ConfigError(f"--adapters: models with {what} are served without; leave it out")
+    """Room for adapters beside weights: leaves of zeros, `lora_A` (N, R, I), `lora_B` (N, R, O)."""
+    if config.kv_lora_rank or config.dtype == "float16":  # in which others' products overflow
+        raise ConfigError("--adapters: not with latent attention, and not in float16; leave it out")
     found, lora = dict[str, StateLeaf](), LoraConfig(rank)
     structs = jax.eval_shape(lambda key: fresh.init(key, unrolled(config)), jax.random.key(0))
     for path, leaf in by_path(structs).items():
@@ -234,16 +223,13 @@ def places(config: LlamaConfig, count: int, rank: int) -> Any:
 
 
 def read(folder: str | Path) -> dict[str, Pair]:
-    """Reads a folder as `peft.PeftModel.save_pretrained` writes it.
-
-    Returns:
-        The name of each module that is adapted, `model.layers.0.self_attn.q_proj`, -> its pair.
+    """Reads what `peft.PeftModel.save_pretrained` writes: `model.layers.0.mlp.up_proj` -> pair.
 
     Raises:
         WeightsError: it is no such folder, it is broken, or has what is not served.
     """
     folder = Path(folder)
-    about = _config(folder / CONFIG)
+    scale = _scaling(folder / CONFIG)
     halves = dict[tuple[str, str], Array]()
     if not (folder / TENSORS).is_file():
         raise WeightsError(f"{folder} has no {TENSORS}; name a folder that PEFT wrote")
@@ -262,57 +248,46 @@ def read(folder: str | Path) -> dict[str, Pair]:
     pairs = dict[str, Pair]()
     for module in sorted({module for module, _ in halves}):
         a, b = (halves.get((module, half), np.zeros(())) for half in "AB")
-        if a.ndim != 2 or b.ndim != 2 or not 0 < len(a) == b.shape[1]:
+        if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size or len(a) != b.shape[1]:
             raise WeightsError(f"{folder}: {module}: A {a.shape} and B {b.shape} are no pair")
-        b = b * np.float32(_scale(about, module, len(a)))
-        if not max(np.abs(a).max(), np.abs(b).max()) <= LARGEST:  # nor NaN
+        pairs[module] = a, b * np.float32(scale(module, len(a)))
+        if not all(np.abs(half).max() <= LARGEST for half in pairs[module]):  # nor NaN
             raise WeightsError(f"{folder}: {module}: numbers beyond {LARGEST:g}, or none at all")
-        pairs[module] = a, b
     return pairs
 
 
-def _config(file: Path) -> dict[str, Any]:
+def _scaling(file: Path) -> Callable[[str, int], float]:
+    """Checks a config; returns what the adapter of a module is multiplied by if it has a rank."""
     try:
-        if not file.is_file() or file.stat().st_size > CONFIG_BYTES:
+        if not file.is_file() or file.stat().st_size > 1 << 20:
             raise ValueError("there is no such file, or a larger one than 1 MiB")
         about = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(about, dict) or about.get("peft_type") != "LORA":
             raise ValueError("it is no adapter of the type LORA")
-        patterns = [*about.get("rank_pattern", {}), *about.get("alpha_pattern", {})]
-        # They are the folder's regular expressions: none of them may take long.
-        hard = re.compile(r"\)[*+?{]|([*+?{].*){4}")
-        if any(hard.search(one) for one in patterns if re.compile(one).pattern):
-            raise ValueError("its patterns are too hard to match")
-        _scale(about, "", 1)
+        patterns = about.get("alpha_pattern") or {}
+        if any(re.search(r"\)[*+?{]|([*+?{].*){4}", one) for one in patterns):  # it takes for ever
+            raise ValueError("its alpha_pattern is too hard to match")
+        alphas = [(re.compile(rf"(.*\.)?({k})$"), float(alpha)) for k, alpha in patterns.items()]
+        usual = float(about.get("lora_alpha", 8))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, re.error) as error:
         raise WeightsError(f"{file} cannot be used: {str(error)[:200]}") from None
-    unserved = {name for name, value in about.items() if value and name not in HARMLESS}
-    # Others begin with weights that are not the base's.
-    if about.get("init_lora_weights") in (None, True, "gaussian", "eva", "orthogonal"):
-        unserved -= {"init_lora_weights"}
-    unserved -= {"bias"} if about.get("bias") == "none" else set()
-    if unserved:
-        raise WeightsError(f"{file}: {shortened(sorted(unserved))} cannot be served; train without")
-    return about
+    given = (name for name, value in about.items() if value and value not in HARMLESS.get(name, ()))
+    if unserved := sorted(set(given) - HEEDED):
+        raise WeightsError(f"{file}: {', '.join(unserved)[:200]} cannot be served; train without")
 
+    def scale(module: str, rank: int) -> float:
+        alpha = next((alpha for one, alpha in alphas if one.match(module)), usual)
+        return alpha / (rank**0.5 if about.get("use_rslora") else rank)
 
-def _scale(about: Mapping[str, Any], module: str, rank: int) -> float:
-    """What a module's adapter is multiplied by, as PEFT finds it: its first pattern that fits."""
-    patterns = about.get("alpha_pattern") or {}
-    fitting = (x for key, x in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-    alpha = float(next(fitting, about.get("lora_alpha", 8)))
-    return alpha / (rank**0.5 if about.get("use_rslora") else rank)
+    return scale
 
 
 def placed(pairs: Mapping[str, Pair], leaves: Mapping[str, Any], what: str) -> dict[str, Array]:
-    """What a place of `places` holds: by path A (R, I) and B (R, O), filled up with zeros.
+    """What a place of `places` holds of an adapter: by path A (R, I) and B (R, O), filled up.
 
     Args:
-        leaves: path -> leaf, with a shape and a dtype.
-        what: the adapter, for messages.
-
-    Raises:
-        WeightsError: it has other modules or shapes than the model, or a higher rank.
+        leaves: path -> leaf of `places`.
+        what: names the adapter in a `WeightsError` about modules, shapes or ranks that do not fit.
     """
     dense = len({path.split("/")[2] for path in leaves if path.startswith(DENSE)})
     found, rest = dict[str, Array](), dict(pairs)
@@ -333,16 +308,12 @@ def placed(pairs: Mapping[str, Pair], leaves: Mapping[str, Any], what: str) -> d
         found[path][: len(half)] = half
         rest.pop(module, None)
     if rest:
-        raise WeightsError(f"{what}: the model has no {shortened(sorted(rest))}")
+        raise WeightsError(f"{what}: the model has no {min(rest)}")
     return found
 
 
 def merged_source(source: Source, folder: str | Path) -> Source:
-    """The same model with an adapter of PEFT's merged into its weights, as they are read.
-
-    Raises:
-        WeightsError: as of `read`, or the adapter is of another model.
-    """
+    """The same model with an adapter merged into its weights as they are read; see `read`."""
     tensors = dict(source.tensors)
     for module, (a, b) in read(folder).items():
         base = tensors.get(f"{module}.weight")

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from spmd.models.decode.exports import PLAIN
-from spmd.models.decode.packing import pack_rows, row_shapes, unpack_report
+from spmd.models.decode.packing import PLAIN, pack_rows, row_shapes, unpack_report
 from spmd.models.sampling import ALL, FIELDS, words
 from spmd.serving.engine.actions import GREEDY
 from spmd.serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Tokens, Words
@@ -211,8 +210,7 @@ class ModelBackend:
         fields["table"] = self._tables.filled(placed.parts, length)
         drawing, fields["draws"] = _draws(placed, rows, limits)
         is_scored = kind == "score"
-        has_adapters = bool(limits.adapters) and not kind.startswith(PLAIN)
-        if has_adapters:
+        if limits.adapters:
             fields["adapters"] = np.full(placed.per_slot.shape, NONE, np.int32)
             adapters = [part.adapter for part in placed.parts]
             fields["adapters"][placed.group, placed.slot] = adapters
@@ -223,10 +221,8 @@ class ModelBackend:
                     begin, end = placed.begin[i], placed.begin[i] + placed.count[i]
                     fields["targets"][placed.group[i], begin:end] = part.targets
         slots, table = limits.slots // limits.groups, length // limits.page
-        kinds = {"scores": is_scored, "adapters": has_adapters}
-        inputs: dict[str, Any] = {
-            "rows": pack_rows(fields, row_shapes(slots, rows, table, **kinds))
-        }
+        packed = pack_rows(fields, row_shapes(slots, rows, table, kind, limits.adapters))
+        inputs = {"rows": packed}
         if not kind.endswith("turns"):
             inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
         return inputs, drawing

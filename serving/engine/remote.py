@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import logging
 import pickle
 import queue
 import threading
@@ -31,8 +30,6 @@ SILENT_SECONDS = 5.0
 """Who has said nothing for so long is in a call that keeps all threads from running Python."""
 
 _ORDERS = ("submit", "cancel", "end", "allow", "stop")
-
-_LOG = logging.getLogger("serving")
 
 
 _progress: Callable[[Any], Progress] = functools.partial(tuple.__new__, Progress)
@@ -124,11 +121,7 @@ class RemoteCore:
         self._line.send("allow", key, mask)
 
     def adapt(self, place: int, folder: str) -> None:
-        """Has an adapter loaded there, and waits for it; for one thread at a time.
-
-        Raises:
-          ValueError: it cannot be loaded.
-        """
+        """Waits for an adapter to be loaded there: see `Loaded.adapt`; for a thread at a time."""
         self._line.send("adapt", place, folder)
         if (why := self._adapted.get()) is not None:
             raise ValueError(why)
@@ -207,10 +200,11 @@ class Obedient:
             assert self._load is not None
             self._load(place, folder)
         except Exception as error:
-            if not isinstance(error, ValueError):
-                _LOG.exception("an adapter could not be loaded")
             why = str(error) or type(error).__name__
-        self._line.send("adapted", why)
+            if not isinstance(error, ValueError):
+                raise
+        finally:
+            self._line.send("adapted", why)
 
     def _tell(self, told: Ran | BackendFailed | None) -> None:
         if isinstance(told, Ran):

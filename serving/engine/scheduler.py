@@ -403,13 +403,12 @@ class Scheduler:
             if tried is None:
                 continue
             slot, start, pages = request.slot, request.filled, request.pages
-            adapter = request.job.adapter
-            if isinstance(tried, int):
-                rows, guessed = 1 + tried, (tried, request.tokens, 1, adapter)
-                part = SlotPart(slot, start, None, pages, True, None, (), *guessed)
-            else:
-                rows, more = 1 + len(tried), (0, (), turns, adapter)
-                part = SlotPart(slot, start, None, pages, True, None, tried, *more)
+            guessed = (tried, request.tokens) if isinstance(tried, int) else (0, ())
+            known = () if isinstance(tried, int) else tried
+            more = (known, *guessed, turns, request.job.adapter)
+            part = SlotPart(slot, start, None, pages, True, None, *more)
+            rows = part.rows
+            if not part.guesses:
                 request.agreement.note(0, 0)
             draft.parts.append(part)
             draft.keys.append(key)

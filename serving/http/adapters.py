@@ -14,14 +14,13 @@ from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import show
 from spmd.serving.http.language import Loaded
 
-LONGEST_NAME = 256
+NOT_FOUND = "model_not_found"
 
 
 @dataclasses.dataclass(eq=False)
 class Adapter:
     """One that was loaded, perhaps under a name that another one had before; or none at all."""
 
-    name: str
     place: int  # -1: it is none
     serial: int  # of all that were ever loaded, from 1; of none 0
     streams: int = 0  # requests that use it
@@ -40,28 +39,23 @@ class Adapters:
     """
 
     def __init__(self, loaded: Loaded, root: str | None = None) -> None:
-        language = loaded.language
-        self._put = loaded.adapt
-        self._count = 0 if language is None else language.limits.adapters
+        self._put, self._count = loaded.adapt, 0
+        if loaded.language is not None:
+            self._count = loaded.language.limits.adapters
         self._root = None if root is None else Path(root).resolve()
-        self._serials, self._loading = itertools.count(1), asyncio.Lock()
-        self._none = Adapter(loaded.name, -1, 0)
-        self._every = [Adapter(n, i, next(self._serials)) for i, n in enumerate(loaded.adapters)]
-        self._by_name = {adapter.name: adapter for adapter in self._every}
+        self._serials, self._loading = itertools.count(), asyncio.Lock()
+        names = (loaded.name, *loaded.adapters)
+        self._by_name = {n: Adapter(i, next(self._serials)) for i, n in enumerate(names, start=-1)}
+        self._every = [*self._by_name.values()]  # and those whose last streams go on
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that requests may ask for, beside the base's."""
+        """Names that requests may ask for; the base's is the first."""
         return tuple(self._by_name)
 
     def enter(self, name: str | None) -> Adapter:
-        """The adapter that a request uses until `leave`: none if it asks for the base.
-
-        Raises:
-          ApiError: there is none of this name any more.
-        """
-        is_base = name is None or name == self._none.name
-        adapter = self._none if is_base else self._by_name.get(name or "")
+        """The adapter that a request uses until it is over; an `ApiError` if it was unloaded."""
+        adapter = self._by_name.get(self.names[0] if name is None else name)
         if adapter is None:
             raise ApiError(404, f"model: {name!r} was unloaded", param="model", code=NOT_FOUND)
         adapter.streams += 1
@@ -72,60 +66,41 @@ class Adapters:
         adapter.streams -= 1
 
     async def load(self, name: str, path: str) -> None:
-        """Reads an adapter from a folder, and serves it from then on; also if nobody waits.
-
-        Raises:
-          ApiError: it cannot be loaded.
-        """
-        await asyncio.shield(asyncio.create_task(self._load(name, path)))
-
-    async def _load(self, name: str, path: str) -> None:
+        """Serves an adapter from then on, or raises an `ApiError`; not to be cancelled."""
         folder = self._folder(path)
         async with self._loading:
-            if not name or len(name) > LONGEST_NAME or not name.isprintable():
-                raise invalid(f"lora_name: {show(name)} is no name", "lora_name")
-            if name in self._by_name or name == self._none.name:
-                raise invalid(f"lora_name: {show(name)} is loaded already", "lora_name")
+            if not 0 < len(name) <= 256 or not name.isprintable() or name in self._by_name:
+                raise invalid(f"lora_name: {show(name)} is loaded, or is no name", "lora_name")
             self._every = [a for a in self._every if a.streams or a in self._by_name.values()]
             free = {*range(self._count)} - {adapter.place for adapter in self._every}
             if not free or self._put is None:
-                used = f", of which {len(self._every) - len(self._by_name)} wait for last streams"
+                ending = len(self._every) - len(self._by_name)
                 raise invalid(
-                    f"lora_name: all {self._count} places are taken{used if self._count else ''}; "
-                    "unload one, or export the model with more --adapters", code="no_place",
+                    f"lora_name: all {self._count} places are taken, {ending} of them by last "
+                    "streams; unload an adapter, or export the model with more --adapters",
+                    "lora_name", "no_place",
                 )  # fmt: skip
-            place = min(free)
             try:
-                await asyncio.to_thread(self._put, place, str(folder))
+                await asyncio.to_thread(self._put, min(free), str(folder))
             except ValueError as error:
                 raise invalid(f"lora_path: {error}", "lora_path") from error
-            self._every.append(Adapter(name, place, next(self._serials)))
-            self._by_name[name] = self._every[-1]
+            self._by_name[name] = Adapter(min(free), next(self._serials))
+            self._every.append(self._by_name[name])
 
     def unload(self, name: str) -> None:
-        """Refuses an adapter from now on; those that use it go on to their ends.
-
-        Raises:
-          ApiError: there is none of this name, or only those of the start are served.
-        """
-        self._allowed()
-        if self._by_name.pop(name, None) is None:
+        """Refuses an adapter from now on, if there is one; those that use it go on."""
+        self._folder(".")
+        if name not in self.names[1:]:
             raise ApiError(404, f"lora_name: there is no {show(name)}", param="lora_name")
-
-    def _allowed(self) -> Path:
-        if self._root is None:
-            raise ApiError(403, "adapters come and go if the server has a folder --adapters_from")
-        return self._root
+        del self._by_name[name]
 
     def _folder(self, path: str) -> Path:
-        root = self._allowed()
+        if self._root is None:
+            raise ApiError(403, "adapters come and go if the server has a folder --adapters_from")
         try:
-            folder = (root / path).resolve()
-            if path and folder.is_relative_to(root) and folder.is_dir():
+            folder = (self._root / path).resolve()
+            if path and folder.is_relative_to(self._root) and folder.is_dir():
                 return folder
         except (OSError, ValueError, RuntimeError):  # too long, with a null byte, links in a circle
             pass
         raise invalid(f"lora_path: {show(path)} is no folder below --adapters_from", "lora_path")
-
-
-NOT_FOUND = "model_not_found"

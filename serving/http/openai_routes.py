@@ -421,8 +421,7 @@ async def models(request: Request) -> Response:
     service = service_of(request)
     check_key(request, service.options)
     loaded = service.require()
-    adapters = () if service.adapters is None else service.adapters.names
-    data = [_model(service, loaded, name) for name in (loaded.name, *adapters)]
+    data = [_model(service, loaded, name) for name in service.adapters.names]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -450,26 +449,17 @@ def _model(service: Service, loaded: Loaded, name: str) -> dict[str, Any]:
     return card
 
 
-async def load_adapter(request: Request) -> Response:
-    """`POST /v1/load_lora_adapter`: reads an adapter from the server's disk."""
-    return await _change_adapters(request, True)
-
-
-async def unload_adapter(request: Request) -> Response:
-    """`POST /v1/unload_lora_adapter`: serves an adapter no longer, but to those who use it."""
-    return await _change_adapters(request, False)
-
-
-async def _change_adapters(request: Request, loads: bool) -> Response:
-    service = service_of(request)
+async def change_adapters(request: Request) -> Response:
+    """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: adapters come and go."""
+    service, loads = service_of(request), "unload" not in request.url.path
     async with visiting(request) as visit:
         service.language()
-        assert service.adapters is not None
         fields = Fields(parse_object(visit.body))
         name, path = fields.text("lora_name"), fields.text("lora_path")
         if loads:
             refuse(fields, {"load_inplace": (False,)})
-            await service.adapters.load(name, path)
+            loading = asyncio.create_task(service.adapters.load(name, path))
+            await asyncio.shield(loading)  # the client may leave
         else:
             service.adapters.unload(name)
     done = "added" if loads else "removed"
@@ -596,7 +586,6 @@ def _read(
 def _submit(service: Service, language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
     """Hands the jobs to the engine, with a place for each."""
     visit.hold_places(len(work.jobs))
-    assert service.adapters is not None
     adapter = service.adapters.enter(ask.model)
     # A stream gives its places back when the engine is done with it, however slowly it is read.
     leaving = contextlib.ExitStack()
@@ -642,8 +631,8 @@ def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
 ROUTES = [
     Route("/v1/models", models),
     Route("/v1/models/{model:path}", model),
-    Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
-    Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
+    Route("/v1/load_lora_adapter", change_adapters, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", change_adapters, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),

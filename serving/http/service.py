@@ -37,7 +37,7 @@ class Service:
       status: loading, ready, draining or failed.
       lost: why the process is about to end without having drained; None if it is not.
       loaded: the model, once it is there.
-      adapters: those of it, then.
+      adapters: those of it.
       created: when the server started, in seconds since 1970.
       admission: the book of all requests.
       traffic: the metrics.
@@ -53,7 +53,7 @@ class Service:
         self.lost: str | None = None
         self._heed = heed
         self.loaded: Loaded | None = None
-        self.adapters: Adapters | None = None
+        self.adapters = Adapters(Loaded(""))
         self.created = int(time.time())
         self.admission = Admission(self.options.bodies_bytes)
         self.traffic = Traffic(self.admission)
@@ -140,8 +140,7 @@ class Service:
         Raises:
           ApiError: it has another name.
         """
-        names = (loaded.name, *(() if self.adapters is None else self.adapters.names))
-        if model is not None and model not in names:
+        if model is not None and model not in (names := self.adapters.names):
             known = ", ".join(map(repr, names))
             raise ApiError(
                 404,
