@@ -30,7 +30,7 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_limit_has_a_flag() -> None:
     fields = {field.name for field in dataclasses.fields(ServerOptions)}
-    others = {"generation_config", "override_generation_config"}
+    others = {"generation_config", "override_generation_config", "adapters_from"}
     assert fields == {*LIMITS, *others, "api_keys", "token_budget", "tool_format"}
     flags = [word for name in LIMITS for word in (f"--{name}", "77")]
     given = options(make_parser().parse_args(["bundle", *flags]))
