@@ -1,7 +1,7 @@
 """What `spmd plan --serve` predicts for loads that one H200 was measured under, and the ratios.
 
 Nothing runs: the engine's scheduler meets each load on a clock of its own. Measured figures are
-those of `benchmarks/run loads --slots 256 --length 4352` on one H200, bf16.
+those of `benchmarks/run loads --slots 256 --length 4352` on one H200, bf16 unless named otherwise.
 
 Example:
     benchmarks/run serving_plan --rows llama2-7b
@@ -18,9 +18,14 @@ MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
         "streams": (5195, 49, 422), "wide": (7146, 154, 2708), "long": (64 * 32 / 7.86,),
         "prefix": (3683,), "one": (225,),
     },
+    "llama2-7b fp8": {
+        "streams": (6405, 42, 269), "wide": (9248, 148, 1785), "long": (64 * 32 / 5.79,),
+        "one": (263,),
+    },
     "llama3.2-1b": {"streams": (13558,), "wide": (27361,), "long": (64 * 32 / 1.73,)},
 }  # fmt: skip
-"""Model -> load -> tokens/s and, where they are known, p50 and p99 of the first token in ms."""
+"""Model, and quantization if any -> load -> tokens/s and, where known, p50 and p99 of the first
+token in ms."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_head(("model", "load", *(f"{head}: predicted / measured" for head in heads)))
     for model in parser.parse_args(arguments).rows:
         for load, measured in MEASURED[model].items():
-            flags = f"{model} h200:1 --slots 256 --max_length 4352 --traffic {load}"
+            name, _, kind = model.partition(" ")
+            flags = f"{name} h200:1 --slots 256 --max_length 4352 --traffic {load}"
+            flags += f" --quantize {kind or 'none'}"
             (row, *_), _ = planned.plan_serving(planned.make_parser().parse_args(flags.split()))
             found = (row.load.tokens / row.load.seconds, *row.load.figures())
             pairs = zip(found, measured, strict=False)

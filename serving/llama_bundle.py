@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 from spmd.models.decode import ServingShape
+from spmd.models.decode.exports import default_specs
+from spmd.models.function import Function
 from spmd.models.llama import quantize
 from spmd.models.llama.decode import LlamaRows
+from spmd.models.llama.model import last_states
 from spmd.models.llama.weights.files import Array, Index
 from spmd.models.llama.weights.tensors import Source, Tensor
+from spmd.models.training.data.tokenizer import BYTES
 from spmd.serving.bundle.manifest import PLATFORMS
+from spmd.serving.bundle.write import write_bundle
 from spmd.serving.language_bundle import write_language_bundle
 
 
@@ -62,6 +69,59 @@ def write_llama_bundle(
         console=console,
         platforms=platforms,
     )
+
+
+POOLINGS = ("last", "mean")
+
+
+def write_embedding_bundle(
+    source: Source,
+    folder: str | Path,
+    length: int,
+    pooling: str,
+    *,
+    dtype: str = "bfloat16",
+    name: str = "llama",
+    platforms: Sequence[str] = PLATFORMS,
+    console: Console | None = None,
+) -> None:
+    """Write a bundle that makes vectors of texts, for `/v1/embeddings`.
+
+    Its one function takes `input_ids` and `attention_mask` (B, L), which is 0 behind a text, and
+    gives `embeddings` (B, H) of length 1: of the last token's state, or of the mean of all.
+
+    Args:
+      length: L, the tokens of a text at most.
+      pooling: one of `POOLINGS`.
+
+    Raises:
+      BundleError: as of `write_bundle`.
+    """
+    config = dataclasses.replace(source.config, dtype=dtype, param_dtype=dtype, attention="auto")
+
+    def embed(weights: Any, ids_BL: Any, mask_BL: Any) -> dict[str, Any]:
+        states_BLH = last_states(weights, ids_BL, config)[0].astype(np.float32)
+        if pooling == "last":
+            ends_B1 = jnp.sum(mask_BL, axis=1, keepdims=True) - 1
+            weight_BL = jnp.arange(length) == ends_B1
+        else:
+            weight_BL = mask_BL / jnp.sum(mask_BL, axis=1, keepdims=True)
+        pooled_BH = jnp.einsum("blh,bl->bh", states_BLH, weight_BL.astype(np.float32))
+        norm_B1 = jnp.linalg.norm(pooled_BH, axis=1, keepdims=True)
+        return {"embeddings": pooled_BH / jnp.maximum(norm_B1, 1e-12)}
+
+    weights = jax.tree.map(lambda tensor: tensor.astype(dtype), source.tree())
+    structs = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), weights)
+    ids = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), length), np.int32)
+    names = ("weights", "input_ids", "attention_mask")
+    function = Function("embed", embed, (structs, ids, ids), names, ("weights", "input", "input"))
+    specs = default_specs(LlamaRows(config), {"weights": structs})
+    of_rows = dict.fromkeys((*names[1:], "outputs/embeddings"), ("data", None))
+    write_bundle(
+        folder, [function], weights=weights, specs={**specs, **of_rows},
+        tokenizer_from=source.tokenizer_from, contract={BYTES: source.tokenizer_from is None},
+        name=name, platforms=platforms, console=console,
+    )  # fmt: skip
 
 
 def eos_token_ids(source: Source) -> list[int]:

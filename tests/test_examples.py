@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 """
-OTHERS = {"jax", "numpy", "optax", "equinox", "flax", "torch", "transformers", "wandb"}
+OTHERS = {"jax", "numpy", "optax", "equinox", "flax", "torch", "transformers", "wandb", "maxtext"}
 
 
 def sections() -> dict[str, tuple[Path, str]]:
@@ -51,8 +51,8 @@ ELSEWHERE = "serve_module"
 
 # What the heavy ones show, others run as well: docs/performance.md, docs/pipeline.md and
 # docs/long_sequences.md, which tests/test_docs.py runs, and tests/test_nnx.py.
-HEAVY = ("flax_nnx", "fp8", "hybrid", "long_sequences", "moe", "nanochat", "pipeline",
-         "train_own_model", "train_nnx")  # fmt: skip
+HEAVY = ("flax_nnx", "fp8", "hybrid", "long_sequences", "maxtext_step", "moe", "nanochat",
+         "pipeline", "train_own_model", "train_nnx")  # fmt: skip
 LONG = {"llama_2d": pytest.mark.slow("its plan is what it shows")}
 LONG |= dict.fromkeys(HEAVY, pytest.mark.heavy)
 

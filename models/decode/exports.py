@@ -127,7 +127,7 @@ def functions(
     # Most steps are those in which all slots decode: weights lie as these want them.
     primary = step_name("step", decoding, shape.lengths[-1])
     every = {"weights": weights, "state": state | (held[0] if held else {})}
-    return found, leaves, _specs(model, every), primary
+    return found, leaves, default_specs(model, every), primary
 
 
 def _adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def step_name(kind: str, rows: int, length: int) -> str:
     return f"{kind}_r{rows}_t{length}"
 
 
-def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
+def default_specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
     """Specs by path pattern, in which numbers are `*`; each is as long as the tensor's rank."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     specs, found = {**model.specs, **SPECS}, {}

@@ -419,7 +419,7 @@ class Dialect(NamedTuple):
 async def models(request: Request) -> Response:
     """`GET /v1/models`: the one model that there is, and its adapters."""
     service = service_of(request)
-    check_key(request, service.options)
+    check_key(request)
     loaded = service.require()
     data = [_model(service, loaded, name) for name in service.adapters.names]
     return JSONResponse({"object": "list", "data": data})
@@ -428,7 +428,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """`GET /v1/models/{model}`: the model, if that is its name."""
     service = service_of(request)
-    check_key(request, service.options)
+    check_key(request)
     name = request.path_params["model"]
     return JSONResponse(_model(service, service.require(name), name))
 

@@ -14,6 +14,7 @@ from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http.adapters import NOT_FOUND, Adapters
 from spmd.serving.http.admission import Admission
 from spmd.serving.http.fields import SHORT
+from spmd.serving.http.keys import Keys
 from spmd.serving.http.language import Heed, Language, Loaded
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.traffic import RequestMetrics, Traffic
@@ -39,6 +40,7 @@ class Service:
       loaded: the model, once it is there.
       adapters: those of it.
       created: when the server started, in seconds since 1970.
+      keys: who may use it, and how much.
       admission: the book of all requests.
       traffic: the metrics.
       statistics: what the model has done since the start.
@@ -55,6 +57,7 @@ class Service:
         self.loaded: Loaded | None = None
         self.adapters = Adapters(Loaded(""))
         self.created = int(time.time())
+        self.keys = Keys(self.options.api_keys, self.options.api_key_file)
         self.admission = Admission(self.options.bodies_bytes)
         self.traffic = Traffic(self.admission)
         # A long text takes seconds, in which short ones must not wait.

@@ -71,6 +71,7 @@ def register_composite(
     flops: Callable[[OpKind], float] | None = None,
     bytes_read: Callable[[OpKind], Sequence[float]] | None = None,
     arithmetic: str = "",
+    multiplies: Callable[[OpKind, str | None], str] | None = None,
     lower: LocalLowering | None = None,
 ) -> None:
     """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
@@ -96,6 +97,8 @@ def register_composite(
         kernels that look a few pieces up in a large operand. All bytes when left out.
       arithmetic: the kind of kernel that does the `flops`, as in `Chip.efficiency`, which says how
         fast it is on a chip. Kinds that a chip does not list are as fast as its matrix products.
+      multiplies: from an op's kind and the platform to the MLIR dtype of its products; the first
+        operand's when left out.
       lower: a function from a `LocalOp` to the local results; when left out, the kernel or the
         decomposition at local shapes (`spmd.lowering.local.composite.lower_composite`).
 
@@ -117,8 +120,8 @@ def register_composite(
             fix="pass decomposition= or kernels=",
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
-    traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
-    registry.op(f"composite:{name}", **traits)(made)
+    costs = {"flops": flops, "bytes_read": bytes_read}
+    registry.op(f"composite:{name}", **costs, arithmetic=arithmetic, multiplies=multiplies)(made)
     COMPOSITES[name] = Composite(decomposition, dict(kernels or {}))
     _note(name)
     lowered = lower or lower_composite

@@ -28,7 +28,7 @@ from spmd.ops import products_triton
 
 NAME = "spmd.linear"
 
-FP8 = jnp.float8_e4m3fn
+FP8, MLIR_FP8 = jnp.float8_e4m3fn, "f8E4M3FN"
 
 EIGHT_BIT_ROWS = 128
 """From this number of rows on, GPUs round rows to 8-bit floats if the weights are 8-bit floats.
@@ -232,10 +232,18 @@ def _flops(kind: OpKind) -> float:
     return 2.0 * outputs * math.prod(x.shape)
 
 
+def _multiplies(kind: OpKind, platform: str | None) -> str:
+    x, *weights = kind.operands
+    values = {part[0].dtype for part in _parts(weights)}
+    is_rounded = platform == "cuda" and x.shape[0] >= EIGHT_BIT_ROWS and values == {MLIR_FP8}
+    return MLIR_FP8 if is_rounded else x.dtype
+
+
 register_composite(
     NAME,
     _rule,
     decomposition=_decomposition,
     kernels={"cuda": _kernel, "tpu": _on_tpu},
     flops=_flops,
+    multiplies=_multiplies,
 )

@@ -8,16 +8,17 @@ reductions, collectives and library calls read and write memory.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from spmd.ir.description import BARRIER, BROADCAST, CONSTANT, REDUCE, SCATTER, Role
+from spmd.ir.description import BARRIER, BROADCAST, CONSTANT, CONVERT, REDUCE, SCATTER, Role
 from spmd.ir.dialect.reducers import body_reducer
 from spmd.ir.dialect.window import running_dim
 from spmd.ir.program import Body, Op, OpKind, Program, Region, Value, free_values
-from spmd.ir.types import ConvDims, DotDims, Order, TensorType
+from spmd.ir.types import ConvDims, DotDims, Order, TensorType, dtype_bits
 from spmd.predict.backends import XlaBackend
 
 
@@ -60,6 +61,8 @@ def copied_operands(kind: OpKind, backend: XlaBackend) -> Mapping[int, tuple[int
         kind._cache["operands.transposed"] = found
     return found
 
+
+THIN = 128  # rows, with which products on GPUs and TPUs are bound by reading their weights
 
 MANY = 16  # tensors that are told apart; a kernel that reads more reads many
 
@@ -132,6 +135,7 @@ class Fused:
         self.readers = [0] * count  # how many kernels read it; 2 stands for more
         self.needed = [False] * count  # whether one of them needs it in memory
         self.summed = [False] * count  # whether a library's reduction reads it under any name
+        self.multiplied = [False] * count  # whether a product reads it that widens 8-bit operands
         self._read(program.body.results, 1, True)
         if not backend.is_cpu:
             for value in wide_values(program):
@@ -176,6 +180,7 @@ class Fused:
                         self.root[alias] = value
                         self._read((value,), self.readers[alias], self.needed[alias] or stops)
                         self.summed[value] |= self.summed[alias]
+                        self.multiplied[value] |= self.multiplied[alias]
             elif what <= Role.ONCE and self._is_inside(op, what):
                 result = op.results[0]
                 for value in dict.fromkeys(op.operands):
@@ -186,13 +191,16 @@ class Fused:
                     self.stored[value] = True
                 copied = copied_operands(op.kind, self.backend)
                 is_library = self.backend.is_cpu and is_library_reduce(op.kind)
+                is_thin = not self.backend.is_cpu and is_thin_product(op.kind)
                 for i, value in enumerate(op.operands):
-                    self._read((value,), 1, i not in copied and wants_stored(op, i))
+                    needed = i not in copied and wants_stored(op, i)
+                    self._read((value,), 1, needed and not is_thin)
                     self.summed[value] |= is_library
+                    self.multiplied[value] |= is_thin
 
     def _is_inside(self, op: Op, what: Role) -> bool:
         result = op.results[0]
-        if self.needed[result]:
+        if self.needed[result] or (self.multiplied[result] and not _is_widening(op)):
             return False
         if self.summed[result] and op.name != CONSTANT:
             return (op.kind.about.in_library or op.name == BROADCAST) and self.readers[result] == 1
@@ -243,6 +251,30 @@ def is_library_reduce(kind: OpKind) -> bool:
     body = kind.attrs.get("body")
     known = isinstance(body, Body) and body_reducer(body) in ("add", "max", "min")
     return known and kind.operands[0].dtype == "f32"
+
+
+def is_thin_product(kind: OpKind) -> bool:
+    """Whether a product has so few rows that XLA widens 8-bit weights on their way into it.
+
+    With more it writes them in the wider type first, for a library's kernel.
+    """
+    if kind.about.reads != "matrices":
+        return False
+    dims: DotDims = kind.attrs["dot_dimension_numbers"]
+    free = (
+        type_.size // math.prod(type_.shape[d] for d in (*batch, *contract))
+        for type_, batch, contract in zip(
+            kind.operands,
+            (dims.lhs_batch, dims.rhs_batch),
+            (dims.lhs_contract, dims.rhs_contract),
+            strict=True,
+        )
+    )
+    return min(free, default=0) <= THIN
+
+
+def _is_widening(op: Op) -> bool:
+    return op.name == CONVERT and dtype_bits(op.kind.operands[0].dtype) == 8
 
 
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:

@@ -30,6 +30,8 @@ def arithmetic_seconds(kind: OpKind, topology: Topology) -> float:
     if about.flops is None:
         return 0.0
     dtype = (*kind.operands, *kind.results)[0].dtype
+    if about.multiplies is not None:
+        dtype = about.multiplies(kind, topology.platform)
     return topology.arithmetic_seconds(about.flops(kind), dtype, about.arithmetic)
 
 

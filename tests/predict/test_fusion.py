@@ -5,7 +5,7 @@ import pytest
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Program, Value
-from spmd.ir.types import TensorType
+from spmd.ir.types import DotDims, TensorType
 from spmd.predict.backends import XlaBackend, backend_of
 from spmd.predict.fusion import Fused, Kernel, combined, stored_values
 
@@ -48,6 +48,21 @@ def test_a_sum_is_stored_where_its_readers_would_read_more(
     results = [make.b.transpose(make.call(fold), (1, 0)) for fold in folds]
     stored = stored_values(make.program(results))
     assert (total in stored) == is_stored
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("i8", 128), ("f8E4M3FN", 1), ("bf16", 1), ("i8", 129)]
+)
+def test_thin_products_widen_8_bit_weights_on_their_way(dtype: str, rows: int) -> None:
+    b = Builder()
+    b.begin(True)
+    x, w = b.value(TensorType((rows, 64), "f32")), b.value(TensorType((256, 64), dtype))
+    wide = b.op("stablehlo.convert", (w,), (TensorType((256, 64), "f32"),), {})[0]
+    dims = {"dot_dimension_numbers": DotDims((), (), (1,), (1,))}
+    out = b.op("stablehlo.dot_general", (x, wide), (TensorType((rows, 256), "f32"),), dims)[0]
+    program = Program("p", tuple(b.types), b.end((x, w), [out]), ("x", "w"), ("out",))
+    stored = stored_values(program)
+    assert out in stored and (wide in stored) == (dtype == "bf16" or rows > 128)
 
 
 def test_nothing_is_computed_across_a_barrier() -> None:

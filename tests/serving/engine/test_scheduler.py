@@ -398,7 +398,7 @@ def test_drafts_are_tried_once_the_last_token_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("count", "known", "drafts"),
-    [(2, {}, 0), (3, {8: 1}, 0), (2, {4: 1, 8: 1.05}, 3), (2, {4: 1, 8: 1.2}, 0), (1, {4: 1}, 3)],
+    [(2, {}, 0), (3, {8: 1}, 0), (2, {4: 1, 8: 1.2}, 3), (2, {4: 1, 8: 1.3}, 0), (1, {4: 1}, 3)],
 )
 def test_drafts_make_a_step_hardly_longer(count: int, known: Any, drafts: int) -> None:
     run = Run(GUESSED, budget=16)
