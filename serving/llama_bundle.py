@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from spmd.models.function import Function
 from spmd.models.llama import quantize
 from spmd.models.llama.decode import LlamaRows
 from spmd.models.llama.model import last_states
-from spmd.models.llama.weights.files import Array, Index
+from spmd.models.llama.weights.files import Array
 from spmd.models.llama.weights.tensors import Source, Tensor
 from spmd.models.training.data.tokenizer import BYTES
 from spmd.serving.bundle.manifest import PLATFORMS
@@ -54,6 +55,7 @@ def write_llama_bundle(
       ConfigError: weights that cannot be quantized so.
     """
     config = dataclasses.replace(source.config, dtype=dtype, param_dtype=dtype)
+    made = {"kind": kind, "group": quantize.GROUP}
     write_language_bundle(
         folder,
         LlamaRows(config),
@@ -64,7 +66,7 @@ def write_llama_bundle(
         tokenizer_from=source.tokenizer_from,
         golden_prompts=golden_prompts,
         facts=dataclasses.asdict(config),
-        quantization=None if kind == "none" else {"kind": kind, "group": quantize.GROUP},
+        quantization=_stored_kind(source) if kind == "none" else made,
         name=name,
         console=console,
         platforms=platforms,
@@ -142,23 +144,41 @@ def eos_token_ids(source: Source) -> list[int]:
 
 
 def serving_weights(source: Source, dtype: str, kind: str) -> Any:
-    """The tree of weights that `LlamaRows` takes; leaves are read when it is their turn."""
+    """The tree of weights that `LlamaRows` takes; leaves are read when it is their turn.
+
+    Matrices that are stored quantized stay as they are if `kind` is `none`.
+    """
     tree = jax.tree.map(lambda tensor: tensor.astype(dtype), source.tree())
+    if kind == "none":
+        return _as_stored(tree)
     # Numbers are rounded once: from what is stored.
     return quantize.quantize(tree, kind, lambda t, kind: _parts(source.tensors[t.name], kind))
 
 
-def _parts(tensor: Tensor, kind: str) -> dict[str, Tensor]:
-    def read(part: str, index: Index) -> Array:
-        return _quantized(tensor, kind)[part][index]
+def _as_stored(tree: Any, name: str = "") -> Any:
+    """The tree with parts in place of matrices that are stored quantized, where decoding can."""
+    if not isinstance(tree, Mapping) or name == "experts":
+        return tree
+    if name in quantize.QUANTIZED and tree["weight"].parts:
+        return {key: x for key, x in tree.items() if key != "weight"} | tree["weight"].parts
+    is_latent = "kv_b_proj" in tree  # whose queries are multiplied by the model's own code
+    return {k: x if is_latent and k == "q_proj" else _as_stored(x, k) for k, x in tree.items()}
 
-    return {
-        part: Tensor(
-            f"{tensor.name}.{part}", tuple(struct.shape), np.dtype(struct.dtype).name,
-            functools.partial(read, part), tensor.together,
-        )
-        for part, struct in quantize.weight_types(tensor.shape, kind).items()
-    }  # fmt: skip
+
+def _stored_kind(source: Source) -> dict[str, Any] | None:
+    """How the source's matrices are quantized: the nearest of `quantize.QUANTIZATIONS`."""
+    for tensor in source.tensors.values():
+        if tensor.parts:
+            values, scales = tensor.parts["values"], tensor.parts["scales"]
+            kind = {"uint8": "int4", "int8": "int8"}.get(values.dtype, "fp8")
+            return {"kind": kind, "group": tensor.shape[1] // math.prod(scales.shape[1:])}
+    return None
+
+
+def _parts(tensor: Tensor, kind: str) -> dict[str, Tensor]:
+    make = functools.partial(_quantized, tensor, kind)
+    types = quantize.weight_types(tensor.shape, kind)
+    return Tensor.several(tensor.name, types, make, tensor.together)
 
 
 @functools.lru_cache(maxsize=1)

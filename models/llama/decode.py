@@ -55,7 +55,8 @@ _SPECS: Mapping[str, tuple[Any, ...]] = {
 }
 ALIKE = (("", ""), ("layers/", f"{DENSE}layers/"), ("mlp/", "mlp/shared_experts/"))
 _OF_WEIGHTS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
-SPECS = _OF_WEIGHTS | {
+SPECS = {f"{path}order": (None,) for path in _OF_WEIGHTS} | _OF_WEIGHTS
+SPECS |= {
     f"{path.replace('weights', 'state/adapters', 1)}{name}": spec
     for path, of in _OF_WEIGHTS.items()
     if len(of) == 2 and path.endswith("_proj/")
@@ -269,20 +270,21 @@ def _project(normed: tuple[Any, Any], weights: Sequence[Weights], places_X: Any)
 
 def _linears(x_XI: Any, weights: Sequence[Weights], places_X: Any = None) -> tuple[Any, ...]:
     """The products of rows with weights, and with the adapters of their places if there are any."""
-    # Quantized weights are `values` and `scales`.
-    given = [
-        w["weight"].astype(x_XI.dtype) if "weight" in w else {n: w[n] for n in ("values", "scales")}
-        for w in weights
-    ]
-    found = list(spmd.ops.linears(x_XI, given))
+    # Columns of quantized weights may be in an order of their own.
+    orders = [w.get("order") for w in weights]
+    inputs = [x_XI if o is None else jnp.take(x_XI, o, axis=1, mode="clip") for o in orders]
+    given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
+    if all(order is None for order in orders):
+        found = list(spmd.ops.linears(x_XI, given))
+    else:
+        found = list(map(spmd.ops.linear, inputs, given))
     if "lora_A" not in weights[0]:
         return tuple(found)
     # Two thin products with the adapters of all places. What is of others is multiplied by 0, and
     # not chosen: so sums that devices have parts of are added up once, behind it.
     thin = spmd.ops.linears(x_XI, [w["lora_A"].reshape(-1, x_XI.shape[1]) for w in weights])
-    for i, (thin_XP, stack_NRO) in enumerate(
-        zip(thin, [w["lora_B"] for w in weights], strict=True)
-    ):
+    stacks = [w["lora_B"] for w in weights]
+    for i, (thin_XP, stack_NRO) in enumerate(zip(thin, stacks, strict=True)):
         is_own_XP = jnp.arange(thin_XP.shape[1]) // stack_NRO.shape[1] == places_X[:, None]
         own_XP = thin_XP * is_own_XP.astype(x_XI.dtype)
         found[i] += own_XP @ stack_NRO.reshape(thin_XP.shape[1], -1)

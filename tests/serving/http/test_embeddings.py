@@ -23,7 +23,9 @@ def pooled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     """A server of a Qwen 3's vectors over two axes, and transformers' own states."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp(request.param)
-    checkpoints.write("qwen3", folder / "qwen3", vocab_size=300)
+    checkpoints.write("qwen3", folder / "qwen3", vocab_size=300, tie_word_embeddings=True)
+    model = transformers.AutoModel.from_pretrained(folder / "qwen3")
+    model.save_pretrained(folder / "qwen3")  # as such models are: names lack `model.`
     saved(both_ends(), folder / "qwen3")  # its marks count, too
     flags = f"--init_from {folder / 'qwen3'} --embeddings {request.param} --max_length 32"
     flags += f" --dtype float32 --platforms cpu --out {folder / 'bundle'}"
@@ -33,7 +35,6 @@ def pooled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     loaded = load_model(bundle, folder / "bundle")
     with serving(load=False) as live:
         live.service.become_ready(loaded)
-        model = transformers.AutoModel.from_pretrained(folder / "qwen3")
         yield live, (model, request.param)
 
 
