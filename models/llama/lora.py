@@ -324,5 +324,6 @@ def merged_source(source: Source, folder: str | Path) -> Source:
             product: Array = b[index[0]] @ a[:, index[1]]
             return base.read(index).astype(np.float32) + product
 
-        tensors[base.name] = dataclasses.replace(base, read=merge)
+        # What is stored quantized does not stay as it is.
+        tensors[base.name] = dataclasses.replace(base, read=merge, parts={})
     return dataclasses.replace(source, tensors=tensors, about=f"{source.about} with {folder}")
