@@ -21,6 +21,7 @@ from spmd.models.training.data.tokenizer import (
 )
 from spmd.models.training.errors import DataError
 from spmd.progress import Stopwatch
+from spmd.serving import language_backend as language
 from spmd.serving.bundle.bundle import Bundle, seconds_of_xla
 from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.function import BundleError
@@ -30,13 +31,6 @@ from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import (
-    KIND,
-    is_language_model,
-    model_backend,
-    put_adapter,
-    step_seconds,
-)
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -51,7 +45,7 @@ def check_draft(folder: str | Path, draft: str | Path) -> None:
     """Raise a `BundleError` unless the bundle `draft` can guess tokens for the one in `folder`."""
     both = [(Path(one), read_manifest(one)) for one in (folder, draft)]
     for one, manifest in both:
-        if manifest.contract.get("kind") != KIND:
+        if manifest.contract.get("kind") != language.KIND:
             raise BundleError(f"--speculative_model: {one} is no language model")
     sizes = [{**of.contract["shape"], **of.contract["model"]} for _, of in both]
     if not most_drafts(sizes[0].get("drafts", 0), sizes[0]["page"], sizes[0]["max_length"]):
@@ -93,14 +87,14 @@ def load_model(
             f"--adapter: give NAME=FOLDER, other names than {name}; there is room for {room}, as "
             "export_llama --adapters has it"
         )
-    if not is_language_model(bundle.manifest):
+    if not language.is_language_model(bundle.manifest):
         files = Path(folder) / TOKENIZER
         has_text = (files / "tokenizer.json").is_file() or bundle.manifest.contract.get(BYTES)
         tokenizer = _read_tokenizer(files) if has_text else None
         return Loaded(name, infer=BundleInfer(bundle), tokenizer=tokenizer)
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
-    adapt = functools.partial(put_adapter, bundle)
+    adapt = functools.partial(language.put_adapter, bundle)
     for place, from_folder in enumerate((None, *adapters.values()) if room else (), start=-1):
         clock("adapters", adapt, max(place, 0), from_folder)  # first none: that warms it up
     files = Path(folder) / TOKENIZER
@@ -142,7 +136,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:
     """What runs a bundle, after it has run its functions once and gone on with its goldens."""
-    backend = model_backend(bundle)
+    backend = language.model_backend(bundle)
     clock("warm-up", backend.warm_up)
     dtype = bundle.manifest.contract["model"].get("dtype")
     near = NEAR.get(str(dtype), NEAR_ELSE)
@@ -169,7 +163,7 @@ def _adding(backends: Sequence[tuple[Bundle, ModelBackend]]) -> threading.Thread
                 backend.warm_up("score")
                 for name in bundle.arrivals():
                     backend.add(name)
-                    backend.seconds = step_seconds(bundle, backend.limits, backend.info)
+                    backend.seconds = language.step_seconds(bundle, backend.limits, backend.info)
                     count += 1
             except BundleError as error:
                 _LOG.error("steps of other sizes take its place: %s", error)
