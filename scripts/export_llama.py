@@ -25,6 +25,7 @@ from spmd.errors import SpmdError
 from spmd.models.decode import ServingShape
 from spmd.models.decode.shape import default_rows
 from spmd.models.llama.config import DTYPES, ConfigError
+from spmd.models.llama.lora import merged_source
 from spmd.models.llama.named import named_config
 from spmd.models.llama.quantize import QUANTIZATIONS
 from spmd.models.llama.weights.files import WeightsError
@@ -101,6 +102,14 @@ def make_parser() -> Parser:
         help="tokens of each sequence that one call may draw where nothing waits (default: "
         f"{TURNS} for models of less than {SMALL / 1e9:g} billion parameters, 1 for others)",
     )
+    add(
+        "--adapters",
+        type=int,
+        default=0,
+        help="LoRA adapters that there is room for, to be served beside the model",
+    )
+    add("--adapter_rank", type=positive, default=16, help="of an adapter, at most")
+    add("--merge_adapter", help="folder of an adapter in PEFT's format, merged into the weights")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
@@ -157,6 +166,8 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
         drafts=given.drafts,
         turns=given.turns or (TURNS if source.config.parameter_count() < SMALL else 1),
         cache_dtype=given.cache_dtype or given.dtype,
+        adapters=given.adapters,
+        adapter_rank=given.adapter_rank,
     )
 
 
@@ -205,6 +216,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         source = stack.enter_context(open_source(given))
         if given.tokenizer:
             source = source.with_tokenizer(stack.enter_context(shipped_tokenizer(given)))
+        if given.merge_adapter:
+            source = merged_source(source, given.merge_adapter)
         shape = make_shape(source, given)
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
         names = {"name": given.name or given.out.name, "platforms": given.platforms}

@@ -83,6 +83,19 @@ def make_parser() -> Parser:
         help="bundle of a smaller model that guesses next tokens where few requests run; its "
         "tokenizer, --slots, --max_length, --page and --groups have to be the same",
     )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter in PEFT's format, served as a model of this name (repeatable; the "
+        "bundle has room for as many as it was exported with --adapters)",
+    )
+    add(
+        "--adapters_from",
+        help="folder below which adapters may be loaded while the server runs, by "
+        "POST /v1/load_lora_adapter (default: they may not)",
+    )
     add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
     add("--port", type=int, default=8000, help="0: any free one")
     add(
@@ -182,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        loaded = load_model(bundle, given.bundle, given.name, draft)
+        adapters = dict(one.partition("=")[::2] for one in given.adapter)
+        loaded = load_model(bundle, given.bundle, given.name, draft, adapters)
         begun()
         return loaded
 

@@ -32,7 +32,7 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_limit_has_a_flag() -> None:
     fields = {field.name for field in dataclasses.fields(ServerOptions)}
     others = {"generation_config", "override_generation_config", "api_keys", "api_key_file"}
-    assert fields == {*LIMITS, *others, "token_budget", "tool_format"}
+    assert fields == {*LIMITS, *others, "token_budget", "tool_format", "adapters_from"}
     flags = [word for name in LIMITS for word in (f"--{name}", "77")]
     given = options(make_parser().parse_args(["bundle", *flags]))
     assert all(getattr(given, name) == 77 for name in LIMITS)

@@ -176,7 +176,7 @@ def test_a_step_that_decoding_waits_for(seconds, slots, rows):
 def step_inputs(tags):
     if tags["kind"] != "step":
         return ()
-    wide = width(row_shapes(8, tags["rows"], tags["length"] // 8, scores=False))
+    wide = width(row_shapes(8, tags["rows"], tags["length"] // 8))
     return (
         LeafEntry("inputs/alternatives", (), "bool"),
         LeafEntry("inputs/rows", (1, wide), "int32"),
