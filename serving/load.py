@@ -74,7 +74,10 @@ def load_model(
     """
     name = name or bundle.manifest.name
     if not is_language_model(bundle.manifest):
-        return Loaded(name, infer=BundleInfer(bundle))
+        files = Path(folder) / TOKENIZER
+        has_text = (files / "tokenizer.json").is_file() or bundle.manifest.contract.get(BYTES)
+        tokenizer = _read_tokenizer(files) if has_text else None
+        return Loaded(name, infer=BundleInfer(bundle), tokenizer=tokenizer)
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
     files = Path(folder) / TOKENIZER
@@ -186,12 +189,16 @@ def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:
 
 def _tokenizer(manifest: Manifest, files: Path) -> Tokenizer:
     vocabulary = manifest.contract["model"]["vocab_size"]
+    if not (files / "tokenizer.json").is_file() and vocabulary < BYTE_VOCABULARY:
+        raise BundleError(
+            f"{manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
+            "is too small for bytes; export it with --tokenizer"
+        )
+    return _read_tokenizer(files)
+
+
+def _read_tokenizer(files: Path) -> Tokenizer:
     if not (files / "tokenizer.json").is_file():
-        if vocabulary < BYTE_VOCABULARY:
-            raise BundleError(
-                f"{manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
-                "is too small for bytes; export it with --tokenizer"
-            )
         return load_tokenizer(BYTES)
     try:
         return load_tokenizer(str(files))

@@ -31,6 +31,7 @@ from typing import Any, Self
 
 import httpx
 
+from benchmarks.load_client import Ask, Load, ask_one
 from spmd.cli.flags import Parser
 from spmd.models.decode import ServingShape
 from spmd.models.llama.named import named_config
@@ -38,6 +39,7 @@ from spmd.models.llama.weights.sources import fresh_source
 from spmd.serving.llama_bundle import write_llama_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
+NAME = "tiny"
 PATIENCE = 1800.0
 
 
@@ -90,7 +92,7 @@ def write_tiny(folder: Path) -> None:
     """A bundle of a tiny Llama with random weights: 8 slots of 256 tokens."""
     shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
     with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32", platforms=("cpu",))
+        write_llama_bundle(source, folder, shape, dtype="float32", name=NAME, platforms=("cpu",))
 
 
 MIB = 2**20
@@ -195,25 +197,28 @@ class Crowd:
             self.outcomes[f"{name}: {outcome}"] += 1
             await asyncio.sleep(rng.uniform(0, 1))
 
-    async def _ask(self, rng: random.Random, **more: Any) -> tuple[str, httpx.Response]:
-        prompt = rng.choice(PROMPTS)
-        body = request(prompt) | {"user": f"user {rng.randrange(1000)}", **more}
-        return prompt, await self._http.post("/v1/completions", json=body)
-
     async def _whole(self, rng: random.Random) -> str:
-        prompt, answer = await self._ask(rng)
+        prompt = rng.choice(PROMPTS)
+        answer = await self._http.post("/v1/completions", json=request(prompt))
         if answer.status_code == 200:
             self._check(prompt, answer.json()["choices"][0]["text"])
         return self._status(answer, 200, 429)
 
     async def _stream(self, rng: random.Random) -> str:
-        prompt, answer = await self._ask(rng, stream=True)
-        if answer.status_code == 200:
-            if '"error":' not in answer.text:
-                self._check(prompt, text_of(answer.text))
-            elif self.ending is None:
-                self.faults.append(f"lost: a stream ended with {answer.text[-200:]!r}")
-        return self._status(answer, 200, 429)
+        return await self._read(Ask(0, rng.choice(PROMPTS), TOKENS, None, 0.0), Load(1))
+
+    async def _leave_stream(self, rng: random.Random) -> str:
+        ask = Ask(0, "leaving", 200, rng.randint(1, 20), 0.0)
+        return await self._read(ask, Load(1, ignore_eos=True))
+
+    async def _read(self, ask: Ask, load: Load) -> str:
+        """Reads a stream, as the benchmark's clients do."""
+        answer = await ask_one(self._http, load, NAME, ask)
+        if answer.outcome == "failed" or (self.ending is None and "HTTP 503" in answer.problem):
+            raise OSError(answer.problem)
+        if answer.outcome == "done":
+            self._check(ask.prompt, answer.text)
+        return answer.outcome
 
     async def _leave(self, rng: random.Random) -> str:
         body = LONG if rng.random() < 0.2 else json.dumps(request("leaving")).encode()
@@ -221,15 +226,6 @@ class Crowd:
         await asyncio.sleep(rng.uniform(0, 1))
         writer.close()
         return "left"
-
-    async def _leave_stream(self, rng: random.Random) -> str:
-        body = {**request("leaving"), "stream": True, "max_tokens": 200, "ignore_eos": True}
-        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code == 200:
-                async for _ in answer.aiter_lines():
-                    if rng.random() < 0.1:
-                        break
-            return self._status(answer, 200, 429)
 
     async def _long_text(self, rng: random.Random) -> str:
         answer = await self._http.post("/v1/completions", content=LONG, headers=JSON)
@@ -294,12 +290,6 @@ class Crowd:
 def request(prompt: str) -> dict[str, Any]:
     """A request whose answer does not depend on chance."""
     return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-
-
-def text_of(events: str) -> str:
-    """The text of a stream."""
-    lines = [line[6:] for line in events.splitlines() if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
 async def run(given: argparse.Namespace, server: Server, probe: Probe, crowd: Crowd) -> float:

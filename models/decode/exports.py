@@ -112,7 +112,7 @@ def functions(
             ))  # fmt: skip
     # Most steps are those in which all slots decode: weights lie as these want them.
     primary = step_name("step", decoding, shape.lengths[-1])
-    return found, leaves, _specs(model, {"weights": weights, "state": state}), primary
+    return found, leaves, default_specs(model, {"weights": weights, "state": state}), primary
 
 
 def step_name(kind: str, rows: int, length: int) -> str:
@@ -120,7 +120,7 @@ def step_name(kind: str, rows: int, length: int) -> str:
     return f"{kind}_r{rows}_t{length}"
 
 
-def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
+def default_specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
     """Specs by path pattern, in which numbers are `*`; each is as long as the tensor's rank."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     specs, found = {**model.specs, **SPECS}, {}

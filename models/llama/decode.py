@@ -52,7 +52,8 @@ _SPECS: Mapping[str, tuple[Any, ...]] = {
     "state/cache/*/": ("data", None, None, "...", None, None),
 }
 ALIKE = (("", ""), ("layers/", f"{DENSE}layers/"), ("mlp/", "mlp/shared_experts/"))
-SPECS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
+_ALL_SPECS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
+SPECS = {f"{path}order": (None,) for path in _ALL_SPECS} | _ALL_SPECS
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
 
 Weights are tensor-parallel over `model`, groups of slots and pages are split over `data`. The
@@ -247,9 +248,10 @@ def _project(normed: tuple[Any, Any], weights: Sequence[Weights]) -> list[Any]:
 
 
 def _linears(x_XI: Any, weights: Sequence[Weights]) -> tuple[Any, ...]:
-    # Quantized weights are `values` and `scales`.
-    given = [
-        w["weight"].astype(x_XI.dtype) if "weight" in w else {n: w[n] for n in ("values", "scales")}
-        for w in weights
-    ]
-    return spmd.ops.linears(x_XI, given)
+    # Columns of quantized weights may be in an order of their own.
+    orders = [w.get("order") for w in weights]
+    inputs = [x_XI if o is None else jnp.take(x_XI, o, axis=1, mode="clip") for o in orders]
+    given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
+    if all(order is None for order in orders):
+        return spmd.ops.linears(x_XI, given)
+    return tuple(map(spmd.ops.linear, inputs, given))

@@ -7,6 +7,7 @@ import dataclasses
 import ipaddress
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -95,6 +96,7 @@ class ServerOptions:
 
     # a request needs one of them; if there are none, anybody may use the model
     api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None  # more keys, with limits of each, see `spmd.serving.http.keys`
     # how many requests there may be beyond those that have slots. Those whose text is being
     # tokenized count as well.
     max_waiting: int = 256

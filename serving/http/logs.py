@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -90,7 +91,8 @@ class HttpExchange:
     prompt_tokens: int = 0  # tokens of the prompts, each counted once
     stream: Stream | None = None  # where the completions come from
     streams: bool = False  # whether they are sent as they come
-    key: str = ""  # the number of its API key; empty if the server has none
+    key: str = ""  # the name of its API key; empty if the server has none
+    leave: Callable[[int], None] = lambda tokens: None  # tells the key's limits of its end
     # By `time.monotonic`: when its headers were here, its body, when the first bytes of the
     # answer's body were handed to the connection, and the last; 0 if that was not.
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -118,6 +120,8 @@ class HttpExchange:
             "seconds": round(self.ended - self.started, 6),
             "client": self.client,
         }
+        if self.key:
+            fields["key"] = self.key
         if self.stream is not None:
             reasons = sorted({record.reason for record in self.stream.records})
             fields["prompt_tokens"] = self.prompt_tokens

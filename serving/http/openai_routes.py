@@ -418,7 +418,7 @@ class Dialect(NamedTuple):
 async def models(request: Request) -> Response:
     """`GET /v1/models`: the one model that there is."""
     service = service_of(request)
-    check_key(request, service.options)
+    check_key(request)
     data = [_model(service, service.require())]
     return JSONResponse({"object": "list", "data": data})
 
@@ -426,7 +426,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """`GET /v1/models/{model}`: the model, if that is its name."""
     service = service_of(request)
-    check_key(request, service.options)
+    check_key(request)
     return JSONResponse(_model(service, service.require(request.path_params["model"])))
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from spmd.serving.engine.stream import Failed, Lost, Misguided, Stopped
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.admission import Visit, address_of
+from spmd.serving.http.keys import Keys
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.service import PROCESS_LOST, Service
 
@@ -60,9 +60,10 @@ async def visiting(
     service = service_of(request)
     options = service.options
     exchange = request.state.exchange
-    exchange.key = check_key(request, options)
-    client = client_of(request, exchange.key, options)
+    exchange.key = check_key(request)
+    client = client_of(request, exchange.key, service.keys)
     service.require()
+    exchange.leave = service.keys.enter(exchange.key)
     visit = Visit(service.admission, client)
     try:
         visit.body = await _read(request, options, visit, types)
@@ -121,16 +122,17 @@ def _left() -> ApiError:
     return ApiError(499, "the client has left")
 
 
-def check_key(request: Request, options: ServerOptions, *, basic: bool = False) -> str:
+def check_key(request: Request, *, basic: bool = False) -> str:
     """Checks the API key of a request; with `basic` a browser may send it as the password.
 
     Returns:
-      The number of the key in `options.api_keys`, as a string; empty if the server has no keys.
+      The name of the key; empty if the server has no keys.
 
     Raises:
       ApiError: keys are needed, and the request has none of them.
     """
-    if not options.api_keys:
+    keys = service_of(request).keys
+    if not keys:
         return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if not scheme:  # Anthropic's clients have a header of their own
@@ -140,22 +142,21 @@ def check_key(request: Request, options: ServerOptions, *, basic: bool = False) 
     if basic and scheme.lower() == "basic":
         with contextlib.suppress(ValueError):  # it is no base64, and so no key
             scheme, said = "bearer", base64.b64decode(said).partition(b":")[2]
-    # All keys are compared, each in constant time: how long it takes tells nothing about them.
-    found = [hmac.compare_digest(said, key.encode()) for key in options.api_keys]
-    if scheme.lower() != "bearer" or not any(found):
+    name = keys.find(said)
+    if scheme.lower() != "bearer" or name is None:
         raise ApiError(
             401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
         )
-    return str(found.index(True))
+    return name
 
 
-def client_of(request: Request, key: str, options: ServerOptions) -> str:
+def client_of(request: Request, key: str, keys: Keys) -> str:
     """Names the client among which the server's time is shared: its key if there are several keys.
 
     Else it is the address. User names do not count here, since anybody can claim any number of
     them.
     """
-    if len(options.api_keys) > 1:
+    if len(keys) > 1:
         return f"key {key}"
     return f"address {address_of(request.client.host if request.client else '')}"
 

@@ -51,7 +51,7 @@ async def requests(request: Request) -> Response:
     """
     service, asked = service_of(request), request.query_params
     try:
-        key = check_key(request, service.options, basic=True)
+        key = check_key(request, basic=True)
     except ApiError as error:
         response: Response = error_response(request, error)
         response.headers["WWW-Authenticate"] = 'Basic realm="the password is an API key"'

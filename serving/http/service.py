@@ -13,6 +13,7 @@ from spmd.serving.engine.workers import Workers
 from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http.admission import Admission
 from spmd.serving.http.fields import SHORT
+from spmd.serving.http.keys import Keys
 from spmd.serving.http.language import Heed, Language, Loaded
 from spmd.serving.http.limits import ServerOptions
 from spmd.serving.http.traffic import RequestMetrics, Traffic
@@ -37,6 +38,7 @@ class Service:
       lost: why the process is about to end without having drained; None if it is not.
       loaded: the model, once it is there.
       created: when the server started, in seconds since 1970.
+      keys: who may use it, and how much.
       admission: the book of all requests.
       traffic: the metrics.
       statistics: what the model has done since the start.
@@ -52,6 +54,7 @@ class Service:
         self._heed = heed
         self.loaded: Loaded | None = None
         self.created = int(time.time())
+        self.keys = Keys(self.options.api_keys, self.options.api_key_file)
         self.admission = Admission(self.options.bodies_bytes)
         self.traffic = Traffic(self.admission)
         # A long text takes seconds, in which short ones must not wait.

@@ -47,27 +47,27 @@ async def model_ready(request: Request) -> Response:
 
 async def server(request: Request) -> Response:
     """`GET /v2`: what the server is."""
-    check_key(request, service_of(request).options)
+    check_key(request)
     about = {"name": "spmd", "version": spmd.__version__, "extensions": EXTENSIONS}
     return JSONResponse(about)
 
 
 async def metadata(request: Request) -> Response:
     """`GET /v2/models/{model}`: the model's inputs and outputs."""
-    check_key(request, service_of(request).options)
+    check_key(request)
     return JSONResponse(metadata_of(asked_model(request)))
 
 
 async def config(request: Request) -> Response:
     """`GET /v2/models/{model}/config`: Triton's model configuration."""
-    check_key(request, service_of(request).options)
+    check_key(request)
     return JSONResponse(config_of(asked_model(request)))
 
 
 async def statistics(request: Request) -> Response:
     """`GET /v2/models/stats` and `/v2/models/{model}/stats`: what the model has done."""
     service = service_of(request)
-    check_key(request, service.options)
+    check_key(request)
     loaded = asked_model(request) if "model" in request.path_params else service.require()
     return JSONResponse({"model_stats": [statistics_of(loaded, service.statistics)]})
 
@@ -75,7 +75,7 @@ async def statistics(request: Request) -> Response:
 async def index(request: Request) -> Response:
     """`POST /v2/repository/index`: the one model, and whether it is ready."""
     service = service_of(request)
-    check_key(request, service.options)
+    check_key(request)
     if service.loaded is None:
         return JSONResponse([])
     problem = service.problem()
@@ -86,7 +86,7 @@ async def index(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """`POST /v2/repository/models/{model}/load` and `/unload`: always refused."""
-    check_key(request, service_of(request).options)
+    check_key(request)
     raise ApiError(
         400,
         "models are not loaded or unloaded while the server runs: it has the one that it was "

@@ -74,7 +74,9 @@ def post(url: str, **more: Any) -> httpx.Response:
     return httpx.post(url, timeout=PATIENCE, **more)
 
 
-def begin(live: Live, path: str, body: Any, address: str = "127.0.0.1") -> socket.socket:
+def begin(
+    live: Live, path: str, body: Any, address: str = "127.0.0.1", key: str = ""
+) -> socket.socket:
     """Sends a request, and waits for nothing: what is not read waits in the server."""
     content = json.dumps(body).encode()
     made = socket.socket()
@@ -83,6 +85,7 @@ def begin(live: Live, path: str, body: Any, address: str = "127.0.0.1") -> socke
     made.bind((address, 0))
     made.connect(("127.0.0.1", live.port))
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines.append(f"Authorization: Bearer {key}")
     made.sendall("\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode())
     made.sendall(content)
     return made

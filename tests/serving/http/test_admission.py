@@ -19,6 +19,7 @@ from spmd.serving.http import connections
 from spmd.serving.http.admission import SPARE, Allowance
 from spmd.serving.http.connections import Addresses
 from spmd.serving.http.fields import SHORT
+from spmd.serving.http.keys import Keys
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.requests import client_of
@@ -111,7 +112,7 @@ def test_a_client_leaves_something_to_others() -> None:
 )
 def test_who_a_client_is(host: str, keys: tuple[str, ...], client: str) -> None:
     request = Request({"type": "http", "client": (host, 1), "headers": []})
-    assert client_of(request, "1", ServerOptions(api_keys=keys)) == client
+    assert client_of(request, "1", Keys(keys)) == client
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
