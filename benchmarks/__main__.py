@@ -12,7 +12,7 @@ import sys
 from benchmarks.environment import xla_flags
 
 ON_CPUS = (
-    "long", "serving_plan", "tpu",  # for machines not here
+    "serving_plan", "slices",  # for machines not here
     "bytes", "compare_shardy", "compiler", "memory", "transfer",
 )  # fmt: skip
 """They run nothing that would need a GPU."""

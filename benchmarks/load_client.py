@@ -11,11 +11,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing.sharedctypes import Synchronized
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import httpx
@@ -126,11 +124,7 @@ def open_client(url: str, api_key: str | None = None, timeout: float = 600.0) ->
 
 
 async def run_load(
-    client: httpx.AsyncClient,
-    load: Load,
-    model: str,
-    asks: Sequence[Ask],
-    report: Callable[[Answer], None] = lambda answer: None,
+    client: httpx.AsyncClient, load: Load, model: str, asks: Sequence[Ask]
 ) -> list[Answer]:
     """Ask everything and wait for all of it; the answers are in the order of the asks."""
     gate = asyncio.Semaphore(load.concurrency if load.rate is None else len(asks) or 1)
@@ -139,9 +133,7 @@ async def run_load(
     async def enter(ask: Ask) -> Answer:
         await asyncio.sleep(max(0.0, started + ask.delay - time.perf_counter()))
         async with gate:
-            answer = await ask_one(client, load, model, ask)
-        report(answer)
-        return answer
+            return await ask_one(client, load, model, ask)
 
     return await asyncio.gather(*map(enter, asks))
 
@@ -277,72 +269,29 @@ class Asked(NamedTuple):
         return max(answer.began + answer.total for answer in self.answers)
 
 
-class UnderWay:
-    """A load that runs."""
-
-    def __init__(self, parts: Sequence[Future[tuple[list[Answer], float]]], count: int) -> None:
-        self._parts, self._count = parts, count
-
-    def wait(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether it is over."""
-        return not wait(self._parts, seconds).not_done
-
-    def result(self) -> Asked:
-        """Waits for all answers."""
-        done = [part.result() for part in self._parts]
-        answers: list[Answer] = [
-            done[number % len(done)][0][number // len(done)] for number in range(self._count)
-        ]
-        began = min(answer.began for answer in answers)
-        seconds = max(answer.began + answer.total for answer in answers) - began
-        return Asked(answers, seconds, max(computed for _, computed in done) / seconds)
+def client_pool(processes: int) -> ProcessPoolExecutor:
+    """Processes for `ask_from`, which end with this one."""
+    context = multiprocessing.get_context("spawn")  # a fork would have our threads' locks
+    return ProcessPoolExecutor(processes, context, _set_up)
 
 
-class Clients:
-    """Processes that ask a server; to be used in a `with` statement.
-
-    Args:
-      processes: how many; each has its share of a load's requests and of those at once.
-    """
-
-    def __init__(self, url: str, model: str, processes: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would have our threads' locks
-        self._url, self._model, self._processes = url, model, processes
-        self._done: Synchronized[int] = context.Value("q")
-        self._pool = ProcessPoolExecutor(processes, context, _set_up, (self._done,))
-
-    def __enter__(self) -> Clients:
-        return self
-
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    @property
-    def done(self) -> int:
-        """Answers to the latest load that are there."""
-        return self._done.value
-
-    def start(self, load: Load, asks: Sequence[Ask]) -> UnderWay:
-        """Begins to ask; one load at a time."""
-        self._done.value = 0
-        count = min(self._processes, load.concurrency, len(asks))
-        parts = []
-        for i in range(count):
-            at_once = len(range(i, load.concurrency, count))
-            part = (self._url, self._model, replace(load, concurrency=at_once), asks[i::count])
-            parts.append(self._pool.submit(_ask_all, *part))
-        return UnderWay(parts, len(asks))
+def ask_from(
+    pool: Executor, processes: int, url: str, model: str, load: Load, asks: Sequence[Ask]
+) -> Asked:
+    """Asks a server from several processes: each has its share of the requests, also at once."""
+    count = min(processes, load.concurrency, len(asks))
+    parts = []
+    for i in range(count):
+        share = replace(load, concurrency=len(range(i, load.concurrency, count)))
+        parts.append(pool.submit(_ask_all, url, model, share, asks[i::count]))
+    done = [part.result() for part in parts]
+    answers = [done[n % count][0][n // count] for n in range(len(asks))]
+    began = min(answer.began for answer in answers)
+    seconds = max(answer.began + answer.total for answer in answers) - began
+    return Asked(answers, seconds, max(computed for _, computed in done) / seconds)
 
 
-_done: Synchronized[int]
-"""In a client's process: counts the answers of all of them."""
-
-
-def _set_up(done: Synchronized[int]) -> None:
-    global _done
-    _done = done
+def _set_up() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
 
@@ -360,12 +309,7 @@ def _ask_all(url: str, model: str, load: Load, asks: Sequence[Ask]) -> tuple[lis
     async def ask() -> tuple[list[Answer], float]:
         async with open_client(url) as client:
             before = time.process_time()
-            answers = await run_load(client, load, model, asks, _count)
+            answers = await run_load(client, load, model, asks)
             return answers, time.process_time() - before
 
     return asyncio.run(ask())
-
-
-def _count(answer: Answer) -> None:
-    with _done.get_lock():
-        _done.value += 1

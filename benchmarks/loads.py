@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -32,7 +33,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
@@ -40,8 +42,19 @@ from typing import IO, Any, NamedTuple
 import httpx
 import jax
 
-from benchmarks.load_client import WORDS, Answer, Ask, Asked, BenchError, Clients, Load, make_asks
+from benchmarks.load_client import (
+    WORDS,
+    Answer,
+    Ask,
+    Asked,
+    BenchError,
+    Load,
+    ask_from,
+    client_pool,
+    make_asks,
+)
 from benchmarks.serve import PERCENTILES, Result, check, summarize
+from benchmarks.tables import print_head
 from spmd.cli.flags import Parser, numbers, positive, words
 from spmd.cli.specs import symbol_values
 from spmd.models.llama.config import DTYPES
@@ -235,26 +248,22 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return answer
 
 
-def run(server: Server, clients: Clients, workload: Workload) -> Asked:
-    """Puts one load on the server: all answers."""
-    return clients.start(workload.loads[0], workload.asks()).result()
-
-
 def trace_of(
-    server: Server, clients: Clients, workload: Workload, seconds: float
+    server: Server, ask: Callable[[], Asked], half: float, seconds: float
 ) -> dict[str, Any] | None:
     """Puts a load on the server once more, and traces its devices from the middle on.
+
+    Args:
+      half: seconds until that.
 
     Returns:
       What the trace says; None if the load ended before it.
     """
-    asks = workload.asks()
-    under_way = clients.start(workload.loads[0], asks)
-    while not (is_over := under_way.wait(0.02)) and clients.done < max(1, len(asks) // 2):
-        pass
-    trace = None if is_over else server.profile(seconds)
-    asked = under_way.result()
-    return trace if trace and trace["ended"] <= asked.ended else None
+    with ThreadPoolExecutor(1) as thread:
+        under_way = thread.submit(ask)
+        time.sleep(half)
+        trace = server.profile(seconds)
+        return trace if trace["ended"] <= under_way.result().ended else None
 
 
 def numbers_of(
@@ -320,11 +329,14 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     workloads = {name: WORKLOADS[name].scaled(given.scale) for name in given.loads}
     found: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    with (
-        serving(given) as server,
-        Clients(server.url, given.model, given.client_processes) as clients,
-    ):
-        run(server, clients, WARM_UP)
+    count = given.client_processes
+    with serving(given) as server, client_pool(count) as pool:
+
+        def ask(workload: Workload) -> Asked:
+            load, asks = workload.loads[0], workload.asks()
+            return ask_from(pool, count, server.url, given.model, load, asks)
+
+        ask(WARM_UP)
         if given.trace_seconds:
             server.profile(0.1)  # the first one loads libraries
         facts = server.facts
@@ -334,8 +346,7 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
             f"{facts['budget']} rows, weights {given.quantize}, greedy; ready after "
             f"{facts['seconds']:.0f} s, all functions after {facts['all_seconds']:.0f} s"
         )
-        print(f"| {' | '.join(COLUMNS)} |")
-        print(f"|{' --- |' * len(COLUMNS)}")
+        print_head(COLUMNS)
         for name, workload in workloads.items():
             if workload.longest > facts["longest"]:
                 _remark(
@@ -344,11 +355,12 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 )
                 continue
             before = server.counted()
-            asked = run(server, clients, workload)
+            asked = ask(workload)
             counted = server.counted()
             trace = None
             if given.trace_seconds:
-                trace = trace_of(server, clients, workload, given.trace_seconds)
+                again = functools.partial(ask, workload)
+                trace = trace_of(server, again, asked.seconds / 2, given.trace_seconds)
             try:
                 found[name] = numbers_of(workload, asked, trace, server.costs)
             except BenchError as error:  # the other loads may still tell something

@@ -24,7 +24,8 @@ MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     },
     "llama3.2-1b": {"streams": (13558,), "wide": (27361,), "long": (64 * 32 / 1.73,)},
 }  # fmt: skip
-"""Model, and quantization if any -> load -> tokens/s and, where they are known, p50 and p99 of the first token in ms."""
+"""Model, and quantization if any -> load -> tokens/s and, where known, p50 and p99 of the first
+token in ms."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.kernels import SECONDS, Kernel, Kinds, joules, kinds_of
+from benchmarks.kinds import SECONDS, Kernel, Kinds, joules, kinds_of
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import named_config
 

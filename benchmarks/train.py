@@ -32,8 +32,8 @@ import optax
 
 import spmd
 from benchmarks import compiled_ahead as ahead
-from benchmarks import kernels, torch_fsdp
-from benchmarks.kernels import SECONDS, Kernel, Kinds, joules, kinds_of
+from benchmarks import kinds, torch_fsdp
+from benchmarks.kinds import SECONDS, Kernel, Kinds, joules, kinds_of
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
@@ -98,16 +98,6 @@ def random_batch(given: argparse.Namespace, compiled: Any, config: LlamaConfig) 
     shape = (given.global_batch, given.seq_len)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     return jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
-
-
-def time_steps(
-    given: argparse.Namespace, compiled: spmd.Compiled, config: LlamaConfig
-) -> tuple[float, float]:
-    """Median seconds of a step of AdamW, and the last loss."""
-    params = compiled.init(0, lambda key: init(key, config), jax.random.key(0))
-    state = compiled.init(1, optax.adamw(1e-4).init, params)
-    loop = Loop(compiled, params, state, random_batch(given, compiled, config))
-    return run_steps(loop.run, lambda: None, given.steps, profiled=0).seconds, loop.loss
 
 
 @dataclasses.dataclass
@@ -279,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print()
         by_kind = [(row, row.kinds) for row in rows if row.kinds]
         print_table(
-            ("milliseconds", "mesh", *kernels.HEADER),
+            ("milliseconds", "mesh", *kinds.HEADER),
             ([row.name, row.mesh, *kinds.cells()] for row, kinds in by_kind),
         )
         for row in rows:

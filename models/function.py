@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-Role = Literal["weights", "state", "input"]
-"""Of an argument. Weights and state belong to who runs the functions; inputs come with a call."""
+Role = Literal["weights", "state", "read", "input"]
+"""Of an argument. Weights and state belong to who runs the functions; inputs come with a call. What
+is `read` is a part of the state that the function does not replace."""
 
 
 @dataclasses.dataclass(frozen=True)

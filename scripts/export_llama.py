@@ -25,6 +25,7 @@ from spmd.errors import SpmdError
 from spmd.models.decode import ServingShape
 from spmd.models.decode.shape import default_rows
 from spmd.models.llama.config import DTYPES, ConfigError
+from spmd.models.llama.lora import merged_source
 from spmd.models.llama.named import named_config
 from spmd.models.llama.quantize import QUANTIZATIONS
 from spmd.models.llama.weights.files import WeightsError
@@ -39,7 +40,7 @@ from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.serving import planned
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import PLATFORMS
-from spmd.serving.llama_bundle import write_llama_bundle
+from spmd.serving.llama_bundle import POOLINGS, write_embedding_bundle, write_llama_bundle
 
 USER_ERRORS = (
     BundleError, CheckpointError, ConfigError, DataError, SpmdError, WeightsError, OSError
@@ -101,9 +102,23 @@ def make_parser() -> Parser:
         help="tokens of each sequence that one call may draw where nothing waits (default: "
         f"{TURNS} for models of less than {SMALL / 1e9:g} billion parameters, 1 for others)",
     )
+    add(
+        "--adapters",
+        type=int,
+        default=0,
+        help="LoRA adapters that there is room for, to be served beside the model",
+    )
+    add("--adapter_rank", type=positive, default=16, help="of an adapter, at most")
+    add("--merge_adapter", help="folder of an adapter in PEFT's format, merged into the weights")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
+    add(
+        "--embeddings",
+        choices=POOLINGS,
+        help="make vectors of texts, of up to --max_length tokens, instead of texts: of the last "
+        "token, or of the mean of all",
+    )
     add(
         "--golden_prompts",
         type=Path,
@@ -151,6 +166,8 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
         drafts=given.drafts,
         turns=given.turns or (TURNS if source.config.parameter_count() < SMALL else 1),
         cache_dtype=given.cache_dtype or given.dtype,
+        adapters=given.adapters,
+        adapter_rank=given.adapter_rank,
     )
 
 
@@ -199,8 +216,19 @@ def run(given: argparse.Namespace, console: Console) -> None:
         source = stack.enter_context(open_source(given))
         if given.tokenizer:
             source = source.with_tokenizer(stack.enter_context(shipped_tokenizer(given)))
+        if given.merge_adapter:
+            source = merged_source(source, given.merge_adapter)
         shape = make_shape(source, given)
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
+        names = {"name": given.name or given.out.name, "platforms": given.platforms}
+        if given.embeddings:
+            if given.quantize != "none":
+                raise BundleError("--embeddings: its weights are not quantized; leave that out")
+            length, pooling = min(shape.max_length, given.max_length or 512), given.embeddings
+            console.print(f"vectors of up to {length} tokens, {pooling}")
+            more = {"dtype": given.dtype, "console": console, **names}
+            write_embedding_bundle(source, given.out, length, pooling, **more)
+            return
         split = f" in {shape.groups} groups" if shape.groups > 1 else ""
         console.print(
             f"{shape.slots} slots of {shape.max_length} tokens{split}, {shape.cache_dtype} cache "
@@ -219,10 +247,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
             shape,
             dtype=given.dtype,
             kind=given.quantize,
-            name=given.name or given.out.name,
             golden_prompts=golden_prompts(source, given.golden_prompts),
-            platforms=given.platforms,
             console=console,
+            **names,
         )
     size = sum(path.stat().st_size for path in given.out.rglob("*") if path.is_file())
     console.print(f"exported: {given.out.absolute()}, {size / 1e9:.3f} GB")

@@ -38,10 +38,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from spmd.cli.fields import taken
+from spmd.cli.fields import of_fields, taken
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
-from spmd.scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
+from spmd.scripts.jobs.job import Job, parse_env
 from spmd.scripts.jobs.jobset import KINDS, JobSet, Volume, jobset_yaml
 from spmd.scripts.jobs.local import LocalJob, run_local
 from spmd.scripts.jobs.slurm import Slurm, slurm_script
@@ -77,77 +77,66 @@ def make_parser() -> Parser:
 
 
 def _add_local(add: Add) -> None:
-    add("--processes", type=int, required=True, metavar="N", help="how many")
-    add(
+    of_job = of_fields(add, LocalJob)
+    of_job("--processes", required=True, metavar="N", help="how many")
+    of_job(
         "--devices_per_process",
-        type=int,
         metavar="N",
         help="virtual CPU devices, or GPUs, of each; GPUs are divided evenly if left out",
     )
-    add("--platform", choices=("cpu", "cuda"), help="(default: GPUs where there are some)")
+    of_job("--platform", choices=("cpu", "cuda"), help="(default: GPUs where there are some)")
     _add_restarts(add)
-    add(
-        "--grace_s",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time between asking a process to end and killing it",
-    )
+    what = "time between asking a process to end and killing it"
+    of_job("--grace_s", metavar="SECONDS", help=what)
 
 
 def _add_common(add: Add, *, nodes: bool = True) -> None:
+    of_job = of_fields(add, Job)
     add("--dry_run", action=Switch, help="print it, start nothing")
-    add("--folder", help="where the command runs")
+    of_job("--folder", help="where the command runs")
     if not nodes:
         return
-    add("--name", default="spmd", help="the job's name")
-    add("--nodes", type=int, default=1, metavar="N", help="machines")
-    add("--gpus_per_node", type=int, default=0, metavar="N", help="GPUs of each")
-    add("--processes_per_node", type=int, default=1, metavar="N", help="1, or one for each GPU")
-    add("--port", type=int, default=COORDINATOR_PORT, help="where process 0 listens")
+    of_job("--name", help="the job's name")
+    of_job("--nodes", metavar="N", help="machines")
+    of_job("--gpus_per_node", metavar="N", help="GPUs of each")
+    of_job("--processes_per_node", metavar="N", help="1, or one for each GPU")
+    of_job("--port", help="where process 0 listens")
 
 
 def _add_slurm(add: Add) -> None:
     _add_common(add)
+    of_slurm = of_fields(add, Slurm)
     for name in ("time", "partition", "account", "qos", "constraint", "reservation"):
-        add(f"--{name}", help="as sbatch's")
-    add("--cpus_per_process", type=int, metavar="N", help="CPU cores of each process")
-    add("--output", default="%x-%j.out", help="file of the output")
+        of_slurm(f"--{name}", help="as sbatch's")
+    of_slurm("--cpus_per_process", metavar="N", help="CPU cores of each process")
+    of_slurm("--output", help="file of the output")
     add("--image", help="container image, for srun's container plugin")
     _add_restarts(add)
-    add("--requeue", action=Switch, help="queue again after preemption and saved SIGTERM")
-    add("--exclusive", action=Switch, help="no other job on its nodes")
-    add("--warn_s", type=int, default=120, metavar="SECONDS", help="SIGTERM before the time's end")
+    of_slurm("--requeue", help="queue again after preemption and saved SIGTERM")
+    of_slurm("--exclusive", help="no other job on its nodes")
+    of_slurm("--warn_s", metavar="SECONDS", help="SIGTERM before the time's end")
 
 
 def _add_jobset(add: Add) -> None:
     _add_common(add)
-    add("--image", required=True, help="container image")
+    of_jobset = of_fields(add, JobSet)
+    of_jobset("--image", required=True, help="container image")
     add("--tpu", metavar="KIND-SIZE", help="a slice of TPUs, as v5e-16; sets the number of nodes")
-    add("--slices", type=int, default=1, metavar="N", help="how many of them")
-    add("--namespace")
-    add("--max_restarts", type=int, default=0, metavar="N", help="make it anew after failures")
-    add("--grace_s", type=int, default=120, metavar="SECONDS", help="from SIGTERM to SIGKILL")
-    add("--cpu", help="request of each pod, as 8")
-    add("--memory", help="request of each pod, as 64Gi")
+    of_jobset("--slices", metavar="N", help="how many of them")
+    of_jobset("--namespace")
+    of_jobset("--max_restarts", metavar="N", help="make it anew after failures")
+    of_jobset("--grace_s", metavar="SECONDS", help="from SIGTERM to SIGKILL")
+    of_jobset("--cpu", help="request of each pod, as 8")
+    of_jobset("--memory", help="request of each pod, as 64Gi")
     add("--selector", action="append", default=[], metavar="LABEL=VALUE", help="of nodes")
-    add("--queue", help="a Kueue local queue")
+    of_jobset("--queue", help="a Kueue local queue")
     for kind, what in KINDS.items():
-        add(
-            f"--{kind}",
-            action="append",
-            default=[],
-            metavar="NAME=PATH[:ro]",
-            help=f"{what} (repeatable)",
-        )
-    add("--spot", action=Switch, help="on spot nodes, which may be taken back")
-    add(
-        "--http_port",
-        type=int,
-        metavar="PORT",
-        help="where process 0 serves: adds probes, and a Service for it",
-    )
-    add("--service_account")
+        about = f"{what} (repeatable)"
+        add(f"--{kind}", action="append", default=[], metavar="NAME=PATH[:ro]", help=about)
+    of_jobset("--spot", help="on spot nodes, which may be taken back")
+    serves = "where process 0 serves: adds probes, and a Service for it"
+    of_jobset("--http_port", metavar="PORT", help=serves)
+    of_jobset("--service_account")
 
 
 def _add_tpu_vm(add: Add) -> None:

@@ -15,7 +15,6 @@ With several processes, process 0 speaks HTTP. One that dies ends all: start the
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
@@ -26,7 +25,8 @@ from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.cli.flags import Parser, words
+from spmd.cli.fields import of_fields, taken
+from spmd.cli.flags import Parser
 from spmd.errors import SpmdError
 from spmd.launch.peers import form_last_line
 from spmd.launch.restart import begun, exit_code
@@ -75,7 +75,6 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/serve", __doc__, settings=True)
     bundle_flags.add_flags(parser)
-    default = ServerOptions()
     add = parser.add_argument
     add("--name", help="of the model in requests (default: the bundle's)")
     add(
@@ -83,6 +82,19 @@ def make_parser() -> Parser:
         type=Path,
         help="bundle of a smaller model that guesses next tokens where few requests run; its "
         "tokenizer, --slots, --max_length, --page and --groups have to be the same",
+    )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter in PEFT's format, served as a model of this name (repeatable; the "
+        "bundle has room for as many as it was exported with --adapters)",
+    )
+    add(
+        "--adapters_from",
+        help="folder below which adapters may be loaded while the server runs, by "
+        "POST /v1/load_lora_adapter (default: they may not)",
     )
     add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
     add("--port", type=int, default=8000, help="0: any free one")
@@ -92,12 +104,12 @@ def make_parser() -> Parser:
         default=[],
         help=f"clients have to name one (repeatable; also in ${KEYS}, joined by commas)",
     )
-    add(
+    of_options = of_fields(add, ServerOptions)
+    of_options(
         "--api_key_file", type=Path, help="YAML of more keys and their limits; read when it changes"
     )
-    add(
+    of_options(
         "--token_budget",
-        type=int,
         help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
         "between tokens shorter, more that to the first token (default: by predicted times)",
     )
@@ -106,9 +118,8 @@ def make_parser() -> Parser:
         choices=tuple(BY_NAME),
         help="how the model writes calls of tools (default: as its chat template tells)",
     )
-    add(
+    of_options(
         "--generation_config",
-        default="auto",
         choices=GENERATION_CONFIGS,
         help="how tokens are drawn where a request does not say: auto takes the model's own",
     )
@@ -118,8 +129,7 @@ def make_parser() -> Parser:
         help='JSON of values that count instead of the model\'s own, such as {"temperature": 0.6}',
     )
     for name, text in LIMITS.items():
-        value = getattr(default, name)
-        add(f"--{name}", type=type(value), default=value, help=text)
+        of_options(f"--{name}", help=text)
     add(
         "--log_level",
         default="info",
@@ -127,40 +137,33 @@ def make_parser() -> Parser:
         help="least important lines to log",
     )
     add("--log_format", default="text", choices=FORMATS, help="json: an object a line")
-    _add_http_flags(parser)
-    return parser
-
-
-def _add_http_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--ssl_certfile", help="PEM: the certificate and those that sign it; serves HTTPS alone")
-    add("--ssl_keyfile", help="PEM: its key, unless that is in the same file")
-    add(
+    of_http = of_fields(add, HttpOptions)
+    of_http(
+        "--ssl_certfile", help="PEM: the certificate and those that sign it; serves HTTPS alone"
+    )
+    of_http("--ssl_keyfile", help="PEM: its key, unless that is in the same file")
+    of_http(
         "--allow_origins",
-        type=words,
-        default=(),
         help="sites whose pages may use the server, joined by commas, as in https://chat.example; "
         "* is any (default: none)",
     )
-    add(
+    of_http(
         "--allowed_hosts",
-        type=words,
         help="names by which it may be asked for, joined by commas, as in *.chat.example; * is any "
         "(default: on a loopback address localhost and addresses, else any)",
     )
-    add("--root_path", default="", help="path under which a proxy offers the server, and removes")
-    add(
+    of_http("--root_path", help="path under which a proxy offers the server, and removes")
+    of_http(
         "--forwarded_allow_ips",
-        type=words,
-        default=(),
         help="proxies whose X-Forwarded-For is believed: addresses and networks, joined by commas, "
         "as in 10.0.0.0/8; * is any (default: none)",
     )
-    add(
+    of_http(
         "--otlp_endpoint",
         help="collector of OpenTelemetry's traces, as in http://localhost:4318; needs the extra "
         "otlp",
     )
+    return parser
 
 
 def options(given: argparse.Namespace) -> ServerOptions:
@@ -171,22 +174,8 @@ def options(given: argparse.Namespace) -> ServerOptions:
         example = '{"temperature": 0.6}'
         raise ServingError(f"--override_generation_config: JSON is needed, as {example}") from error
     keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
-    return ServerOptions(
-        api_keys=tuple(key for key in keys if key),
-        api_key_file=given.api_key_file,
-        token_budget=given.token_budget,
-        tool_format=given.tool_format,
-        generation_config=given.generation_config,
-        override_generation_config=changed,
-        **{name: getattr(given, name) for name in LIMITS},
-    )
-
-
-def http_options(given: argparse.Namespace) -> HttpOptions:
-    """How the server is reached."""
-    return HttpOptions(
-        **{field.name: getattr(given, field.name) for field in dataclasses.fields(HttpOptions)}
-    )
+    keys = [key for key in keys if key]
+    return taken(ServerOptions, given, api_keys=tuple(keys), override_generation_config=changed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -206,14 +195,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _LOG.info("note: %s", note)
         if leader is not None:
             bundle.told = leader.tell
-        loaded = load_model(bundle, given.bundle, given.name, draft)
+        adapters = dict(one.partition("=")[::2] for one in given.adapter)
+        loaded = load_model(bundle, given.bundle, given.name, draft, adapters)
         begun()
         return loaded
 
     with launch.stopping_peers(), ending_on_interrupt(), one_message(*USER_ERRORS):
         logs.set_up(given.log_level, given.log_format, replaces=True)
         try:
-            reached, limits = http_options(given), options(given)
+            reached, limits = taken(HttpOptions, given), options(given)
             # Connections tell who dies; silence counts after a hung call has been seen in /health.
             spmd.initialize(heartbeat_timeout_s=max(60.0, 2 * limits.stall_seconds))
             if not is_text:

@@ -274,10 +274,13 @@ def plan_run(given: argparse.Namespace) -> int:
     structs, teacher = datasets(run)[1][0].struct(), weight_flags.teacher_config(run)
     kept = tuple(dict.fromkeys((run.model.remat, "full", "none")))
     tables = tuple(dict.fromkeys((run.sharding, "2d", "2d-sequence")))
+    parts = tuple(run.options.microbatches << i for i in range(4))
 
-    def step(mesh: spmd.Mesh, remat: Any = kept, sharding: Any = tables) -> spmd.Task:
-        chosen = {"remat": remat, "sharding": sharding, "teacher": teacher}
-        return planned.task_of(mesh, run, structs, {}, **chosen)
+    def step(
+        mesh: spmd.Mesh, remat: Any = kept, sharding: Any = tables, microbatches: Any = parts
+    ) -> spmd.Task:
+        chosen = {"remat": remat, "sharding": sharding, "microbatches": microbatches}
+        return planned.task_of(mesh, run, structs, {}, teacher=teacher, **chosen)
 
     step.__name__ = weight_flags.model_name(given)
     axes = tuple(dict.fromkeys((*axes, *planned.axes_of(run.model))))

@@ -7,10 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from spmd.mesh.topology import Topology
 from spmd.models.decode import PAGES
-from spmd.models.decode.packing import row_shapes, width
+from spmd.models.decode.packing import PLAIN, row_shapes, width
 from spmd.models.decode.shape import most_drafts
+from spmd.models.llama import lora
+from spmd.models.llama.weights.files import WeightsError
+from spmd.models.training.checkpoints.tables import nested
 from spmd.ops import paged_triton
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.function import BundleError, one_line
@@ -24,7 +29,7 @@ KIND = "language_model"
 OLD_KIND = "llama"
 """What it was when functions were others."""
 
-CACHE = "state/cache/"
+CACHE, ADAPTERS = "state/cache/", "state/adapters/"
 
 
 def model_backend(bundle: Bundle) -> ModelBackend:
@@ -87,7 +92,7 @@ def served_functions(
     Several turns a call gain time where a step takes less than the call, so none on CPUs.
     """
     if contract.get("kind") == KIND and platform == "cpu":
-        return [name for name, mine in tags.items() if mine.get("kind") != "turns"]
+        return [n for n, mine in tags.items() if not str(mine.get("kind")).endswith("turns")]
     if contract.get("kind") != KIND or platform != "cuda":
         return list(tags)
     model, shape = contract["model"], contract["shape"]
@@ -116,6 +121,7 @@ def _limits(bundle: Bundle) -> Limits:
         vocab_size=int(model["vocab_size"]),
         drafts=most_drafts(int(shape.get("drafts", 0)), shape["page"], shape["max_length"]),
         turns=int(shape.get("turns", 1)),
+        adapters=int(shape.get("adapters", 0)),
     )
     if min(limits.slots, limits.groups, limits.page, *limits.rows) < 1:
         raise ValueError("sizes have to be positive")
@@ -131,15 +137,32 @@ def _limits(bundle: Bundle) -> Limits:
         raise ValueError(f"there is no function {min(missing)}")
     slots = limits.slots // limits.groups
     for entry in bundle.functions.values():
-        kind, tags = entry.tags.get("kind"), entry.tags
-        if kind in ("step", "score", "turns"):
+        kind, tags = str(entry.tags.get("kind")), entry.tags
+        if kind.removeprefix(PLAIN) in ("step", "score", "turns"):
             rows, table = int(tags["rows"]), int(tags["length"]) // limits.page
-            shapes = row_shapes(slots, rows, table, scores=kind == "score")
+            shapes = row_shapes(slots, rows, table, kind, limits.adapters)
             wanted: dict[str, Any] = {"inputs/rows": (limits.groups, width(shapes))}
-            wanted |= {} if kind == "turns" else {"inputs/alternatives": ()}
+            wanted |= {} if kind.endswith("turns") else {"inputs/alternatives": ()}
             if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:
                 raise ValueError(f"{entry.name} takes other inputs than {wanted}")
     return limits
+
+
+def put_adapter(bundle: Bundle, place: int, folder: str | None) -> None:
+    """Reads an adapter, a folder of PEFT's, and writes it in a place, in between steps; None: none.
+
+    Raises:
+      BundleError: it cannot be read, or does not fit.
+    """
+    leaves = {
+        p.removeprefix(ADAPTERS): x for p, x in bundle.state.items() if p.startswith(ADAPTERS)
+    }
+    try:
+        pairs = {} if folder is None else lora.read(folder)
+        found = lora.placed(pairs, leaves, str(folder))
+    except WeightsError as error:
+        raise BundleError(str(error)) from error
+    bundle.run("adapt", {"place": np.int32(place), "adapters": nested(found)})
 
 
 def step_seconds(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> dict[int, float]:
@@ -177,6 +200,7 @@ def info(bundle: Bundle) -> dict[str, Any]:
     device = bundle.devices[0]
     unread = tuple(bundle.manifest.contract.get("unread", ()))
     read = [x for path, x in bundle.weights.items() if not path.startswith(unread)]
+    read += [x for path, x in bundle.state.items() if path.startswith(ADAPTERS)]
     cache = [x for path, x in bundle.state.items() if path.startswith(CACHE)]
     shape = bundle.manifest.contract["shape"]
     tokens = shape["groups"] * bundle.symbols[PAGES] * shape["page"]

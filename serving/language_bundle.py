@@ -32,7 +32,7 @@ SMALL: Mapping[str, tuple[Any, ...]] = {"inputs/*": (), "outputs/*": ()}
 def check_shape(shape: ServingShape) -> None:
     """Raise a `BundleError` that names the flag unless the sizes of a shape fit each other."""
     for name, size in shape._asdict().items():
-        if isinstance(size, int) and size < (0 if name in ("top_logprobs", "drafts") else 1):
+        if isinstance(size, int) and size < (name not in ("top_logprobs", "drafts", "adapters")):
             raise BundleError(f"--{name}: {size} is too few")
     if shape.slots % shape.groups:
         raise BundleError(
@@ -128,10 +128,13 @@ def contract(
     model: RowsModel, shape: ServingShape, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What servers have to know of the functions."""
+    sizes = shape._asdict()
+    if not shape.adapters:  # programs that know of none read such bundles, too
+        del sizes["adapters"], sizes["adapter_rank"]
     return {
         "kind": KIND,
         "model": {**(facts or {}), "vocab_size": model.vocab_size},
-        "shape": shape._asdict(),
+        "shape": sizes,
         "unread": list(model.unread),
         "sampler": {"fields": list(sampling.FIELDS), "temperature_0": "takes the likeliest token"},
     }

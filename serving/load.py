@@ -1,11 +1,13 @@
 """A bundle as what the server serves: backend, tokenizer and chat template, or named tensors."""
 
+import functools
 import json
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from spmd.models.decode.shape import most_drafts
@@ -19,6 +21,7 @@ from spmd.models.training.data.tokenizer import (
 )
 from spmd.models.training.errors import DataError
 from spmd.progress import Stopwatch
+from spmd.serving import language_backend as language
 from spmd.serving.bundle.bundle import Bundle, seconds_of_xla
 from spmd.serving.bundle.folder import read_manifest
 from spmd.serving.bundle.function import BundleError
@@ -28,7 +31,6 @@ from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.draft_model import DraftedBackend
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.http.language import Loaded
-from spmd.serving.language_backend import KIND, is_language_model, model_backend, step_seconds
 from spmd.serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -43,7 +45,7 @@ def check_draft(folder: str | Path, draft: str | Path) -> None:
     """Raise a `BundleError` unless the bundle `draft` can guess tokens for the one in `folder`."""
     both = [(Path(one), read_manifest(one)) for one in (folder, draft)]
     for one, manifest in both:
-        if manifest.contract.get("kind") != KIND:
+        if manifest.contract.get("kind") != language.KIND:
             raise BundleError(f"--speculative_model: {one} is no language model")
     sizes = [{**of.contract["shape"], **of.contract["model"]} for _, of in both]
     if not most_drafts(sizes[0].get("drafts", 0), sizes[0]["page"], sizes[0]["max_length"]):
@@ -60,7 +62,11 @@ def check_draft(folder: str | Path, draft: str | Path) -> None:
 
 
 def load_model(
-    bundle: Bundle, folder: str | Path, name: str | None = None, draft: Bundle | None = None
+    bundle: Bundle,
+    folder: str | Path,
+    name: str | None = None,
+    draft: Bundle | None = None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> Loaded:
     """What the server serves, warm and compared with the bundle's goldens.
 
@@ -68,15 +74,29 @@ def load_model(
       folder: where it came from: the tokenizer is read there.
       name: in requests; the bundle's own if left out.
       draft: of a model that guesses next tokens, which `check_draft` has found to fit.
+      adapters: name -> folder of those that are served from the start.
 
     Raises:
-      BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
+      BundleError: an adapter that cannot be read, no usable tokenizer, a broken contract, or
+        goldens that come out differently.
     """
     name = name or bundle.manifest.name
-    if not is_language_model(bundle.manifest):
-        return Loaded(name, infer=BundleInfer(bundle))
+    room = bundle.manifest.contract.get("shape", {}).get("adapters", 0)
+    if len(adapters) > room or {name, ""} & {*adapters, *adapters.values()}:
+        raise BundleError(
+            f"--adapter: give NAME=FOLDER, other names than {name}; there is room for {room}, as "
+            "export_llama --adapters has it"
+        )
+    if not language.is_language_model(bundle.manifest):
+        files = Path(folder) / TOKENIZER
+        has_text = (files / "tokenizer.json").is_file() or bundle.manifest.contract.get(BYTES)
+        tokenizer = _read_tokenizer(files) if has_text else None
+        return Loaded(name, infer=BundleInfer(bundle), tokenizer=tokenizer)
     clock = Stopwatch()
     backends = [(one, _warm(one, clock)) for one in (bundle, draft) if one is not None]
+    adapt = functools.partial(language.put_adapter, bundle)
+    for place, from_folder in enumerate((None, *adapters.values()) if room else (), start=-1):
+        clock("adapters", adapt, max(place, 0), from_folder)  # first none: that warms it up
     files = Path(folder) / TOKENIZER
     settings, generation = (
         _settings(files / name) for name in ("tokenizer_config.json", "generation_config.json")
@@ -99,6 +119,8 @@ def load_model(
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())) | ends,
         chat_template=template_source(files, settings),
         generation_config=generation,
+        adapt=adapt if room else None,
+        adapters=tuple(adapters),
         special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
     )
 
@@ -114,7 +136,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:
     """What runs a bundle, after it has run its functions once and gone on with its goldens."""
-    backend = model_backend(bundle)
+    backend = language.model_backend(bundle)
     clock("warm-up", backend.warm_up)
     dtype = bundle.manifest.contract["model"].get("dtype")
     near = NEAR.get(str(dtype), NEAR_ELSE)
@@ -141,7 +163,7 @@ def _adding(backends: Sequence[tuple[Bundle, ModelBackend]]) -> threading.Thread
                 backend.warm_up("score")
                 for name in bundle.arrivals():
                     backend.add(name)
-                    backend.seconds = step_seconds(bundle, backend.limits, backend.info)
+                    backend.seconds = language.step_seconds(bundle, backend.limits, backend.info)
                     count += 1
             except BundleError as error:
                 _LOG.error("steps of other sizes take its place: %s", error)
@@ -186,12 +208,16 @@ def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:
 
 def _tokenizer(manifest: Manifest, files: Path) -> Tokenizer:
     vocabulary = manifest.contract["model"]["vocab_size"]
+    if not (files / "tokenizer.json").is_file() and vocabulary < BYTE_VOCABULARY:
+        raise BundleError(
+            f"{manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
+            "is too small for bytes; export it with --tokenizer"
+        )
+    return _read_tokenizer(files)
+
+
+def _read_tokenizer(files: Path) -> Tokenizer:
     if not (files / "tokenizer.json").is_file():
-        if vocabulary < BYTE_VOCABULARY:
-            raise BundleError(
-                f"{manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
-                "is too small for bytes; export it with --tokenizer"
-            )
         return load_tokenizer(BYTES)
     try:
         return load_tokenizer(str(files))

@@ -193,7 +193,7 @@ class Plans:
       refused: candidate -> why it could not be planned.
       seconds: how long the search took.
       is_over: whether it came to an end, or time did.
-      larger: the best with twice the batch, if that may fit and `build` has one `batch`.
+      larger: the best with twice the batch, if `build` has one; planned without saving memory.
     """
 
     name: str
@@ -350,7 +350,7 @@ def plan(
       prices: chip or machine -> what one device costs an hour.
       most_seconds: in which no candidate is begun that would end later, as long as the longest
         took, for all machines together; each gets at least one. The best is tried once more with
-        twice its batch, if that may fit.
+        twice its batch, without saving memory.
       shows_progress: whether a terminal shows what is being planned.
       **choices: parameters of `build`: a value, or a list or tuple of values to choose from.
 
@@ -494,21 +494,19 @@ def _larger(build: Build, free: Mapping[str, Sequence[Any]], best: RankedPlan) -
     """Returns the best with twice its `batch`; None if it has none, or it was searched."""
     if not _grows(free):
         return None
-    # A plan that has to save memory takes ten times as long to find, and is no advice to grow.
-    grown = 2 * best.bytes - best.lowered.predicted_memory.arguments
-    if room_for(grown, best.machine) == "does not fit":
-        return None
     chosen = {**best.chosen, "batch": 2 * best.chosen["batch"]}
     spot = Spot(tuple(best.axes.items()), tuple(chosen.values()))
     try:
-        return _planned(build, best.machine, list(free), best.price, spot)
+        # A plan that has to save memory takes several times as long to find, and advises nobody.
+        return _planned(build, best.machine, list(free), best.price, spot, memory_limit=1 << 60)
     except REFUSALS:
         return None
 
 
 def _planned(
-    build: Build, machine: Topology, names: Sequence[str], price: float | None, spot: Spot
-) -> RankedPlan:
+    build: Build, machine: Topology, names: Sequence[str], price: float | None, spot: Spot,
+    **options: Any,
+) -> RankedPlan:  # fmt: skip
     axes = dict(spot.axes)
     mesh = make_mesh(tuple(axes.values()), tuple(axes), topology=machine)
     chosen = dict(zip(names, spot.chosen, strict=True))
@@ -524,18 +522,19 @@ def _planned(
             fix="return train_step, (params, opt_state, batch)",
         )
     work = Task(*built)
-    return RankedPlan(machine, axes, chosen, lower(work, mesh, machine), work, price)
+    return RankedPlan(machine, axes, chosen, lower(work, mesh, machine, **options), work, price)
 
 
-def lower(work: Task, mesh: Mesh, machine: Topology) -> Lowered:
+def lower(work: Task, mesh: Mesh, machine: Topology, **options: Any) -> Lowered:
     """Plans a program for a machine; if nothing of it is marked, with specs that `auto` finds."""
     # Whether loops should be written out takes as long to weigh as a plan, and hardly ranks meshes.
+    options["unroll"] = 0
     fn, args = work.fn, work.args
     if isinstance(fn, Jitted):
-        options = replace(fn.recipe.options, unroll=0)
-        return Jitted(replace(fn.recipe, options=options)).lower(*args, topology=machine)
+        recipe = replace(fn.recipe, options=replace(fn.recipe.options, **options))
+        return Jitted(recipe).lower(*args, topology=machine)
     numbers: Any = {"donate_argnums": work.donate_argnums}
-    jitted = jit(fn, mesh=mesh, **numbers, options=Options(unroll=0))
+    jitted = jit(fn, mesh=mesh, **numbers, options=Options(**options))
     lowered = jitted.lower(*args, topology=machine)
     if mesh.size > 1 and not lowered.stages.plan.propagated.marks:
         found = auto(fn, mesh, *args, topology=machine, **numbers)

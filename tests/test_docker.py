@@ -115,13 +115,3 @@ def test_it_does_not_run_as_root_and_programs_that_it_names_are_there():
     named = re.findall(r"scripts/[a-z_.]+\b", "\n".join(rest for _, rest in instructions()))
     assert len(named) >= 3
     assert all((ROOT / name).is_file() for name in named)
-
-
-def test_the_server_listens_where_health_is_asked_for():
-    (port,) = of_kind("EXPOSE")
-    (health,) = of_kind("HEALTHCHECK")
-    assert f"127.0.0.1:{port}/health" in health
-    server = (ROOT / "scripts/serve_bundle.py").read_text(encoding="utf-8")
-    assert f'"--port", type=int, default={port}' in server
-    (entry,) = of_kind("ENTRYPOINT")
-    assert entry == '["scripts/serve", "--host", "0.0.0.0"]'

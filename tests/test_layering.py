@@ -209,23 +209,6 @@ def test_what_is_forbidden(path: str, source: str):
     assert len(violations(source, Path(path))) == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("spmd/__init__.py", "from spmd.api import jit\nfrom .mesh.mesh import Mesh"),
-        ("spmd/api/jitted.py", "from spmd.api.marks import mark_sharding"),
-        ("tests/api/test_marks.py", "from spmd.api.marks import mark_sharding"),
-        ("spmd/ir/text.py", "from . import types\nfrom .program import Program\nimport jax"),
-        ("spmd/ir/__init__.py", "from .program import Program\nfrom ..errors import SpmdError"),
-        ("spmd/lowering/emit.py", "from jaxlib.mlir import ir\nfrom jax.interpreters import mlir"),
-        ("scripts/serve.py", "from spmd.serving.http.app import app\nimport spmd.models.llama"),
-        ("tests/ir/test_text.py", "from jaxlib.mlir import ir\nimport spmd.ir.text"),
-    ],
-)
-def test_what_is_allowed(path: str, source: str):
-    assert violations(source, Path(path)) == []
-
-
 def test_a_class_name_means_one_thing():
     """Public ones of spmd, models, serving and pytorch."""
     names = Counter(

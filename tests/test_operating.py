@@ -85,6 +85,7 @@ def test_ports_probes_and_the_time_of_the_start(pod: Any, container: Any) -> Non
         assert paths[asked["path"]] is endpoint
         assert asked["port"] == container["ports"][0]["name"]
     (health,) = of_kind("HEALTHCHECK")
+    assert f"127.0.0.1:{port}/health" in health
     minutes = re.search(r"--start-period=(\d+)m", health)
     probe = container["startupProbe"]
     assert minutes

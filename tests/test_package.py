@@ -1,4 +1,3 @@
-# mypy: warn-unused-ignores
 """What an installation is to its users: a package called spmd, its programs, and its types.
 
 Environments here borrow the packages of the one that runs the tests, so nothing is downloaded.
@@ -16,10 +15,7 @@ import venv
 import zipfile
 from email.parser import BytesParser
 from pathlib import Path
-from typing import assert_type
 
-import jax
-import jax.numpy as jnp
 import pytest
 import yaml
 
@@ -67,21 +63,6 @@ for program in distribution("spmd").entry_points:
         print("==", program.name, end.code)
 """
 """Asks all of our commands for help, in one process."""
-
-
-def typed(mesh: spmd.Mesh) -> None:
-    """What an editor knows of types: mypy checks it, and what it may not accept; nobody runs it."""
-    x = spmd.mark_sharding(jnp.ones((4, 4)), mesh, ("data", None))
-    assert_type(x, jax.Array)
-    assert_type(spmd.mark_tree({"w": x}, mesh, {"w": ("data",)}), dict[str, jax.Array])
-
-    def step(x: jax.Array, scale: float = 1.0) -> tuple[jax.Array, int]:
-        return x * scale, 1
-
-    jitted = spmd.jit(step, mesh=mesh)
-    assert_type(jitted(x, scale=2.0), tuple[jax.Array, int])
-    jitted("no array")  # type: ignore[arg-type]
-    jitted(x, rate=2.0)  # type: ignore[call-arg]
 
 
 class Environment:

@@ -1,6 +1,7 @@
 """Puts a small model's server under a crowd for a while, of which a part is hostile.
 
-Clients ask and check what they get, leave in the middle, send texts that are too long, bodies that
+Clients ask for texts, schemas and thoughts, of the model and of adapters that come and go, and
+check what they get; they leave in the middle, send texts that are too long, bodies that
 are too large and bytes that are no HTTP, and open streams that they never read. At the end the
 server gets SIGTERM in the midst of it. Printed are answers that were lost or wrong, the server's
 memory over time, and how long `/health` took; status 1 if something was lost or wrong.
@@ -12,6 +13,7 @@ Example:
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,14 +32,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import jax
 
+from benchmarks.load_client import Ask, Load, ask_one
 from spmd.cli.flags import Parser
 from spmd.models.decode import ServingShape
+from spmd.models.llama import lora
+from spmd.models.llama.fresh import init
 from spmd.models.llama.named import named_config
 from spmd.models.llama.weights.sources import fresh_source
 from spmd.serving.llama_bundle import write_llama_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
+NAME = "tiny"
 PATIENCE = 1800.0
 
 
@@ -87,16 +94,34 @@ class Server:
 
 
 def write_tiny(folder: Path) -> None:
-    """A bundle of a tiny Llama with random weights: 8 slots of 256 tokens."""
-    shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
-    with fresh_source(named_config("tiny"), 0) as source:
-        write_llama_bundle(source, folder, shape, dtype="float32", platforms=("cpu",))
+    """A bundle of a tiny Llama with random weights that thinks: 8 slots of 256 tokens."""
+    shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32", adapters=4, adapter_rank=4)
+    with tempfile.TemporaryDirectory() as made, fresh_source(named_config("tiny"), 0) as source:
+        Path(made, "chat_template.jinja").write_text("{{ messages[0].content }}" + THINKS)
+        source = source.with_tokenizer(Path(made))
+        write_llama_bundle(source, folder, shape, dtype="float32", name=NAME, platforms=("cpu",))
+
+
+def write_adapters(folder: Path) -> None:
+    """Two adapters of it, `one` and `two`."""
+    params = init(jax.random.key(0), named_config("tiny"))
+    for rank, name in ((2, "one"), (4, "two")):
+        drawn = lora.init(jax.random.key(rank), params, config := lora.LoraConfig(rank))
+        lora.save(jax.tree.map(lambda x: x + 0.1, drawn), config, folder / name, None)
 
 
 MIB = 2**20
 
 PROMPTS = ("def main(", "Once upon a time", "The mesh", "a", "x = [1, 2, 3]", "In the beginning")
+MODELS = (NAME, "one", "two")
 TOKENS = 24
+THINKS = "<think>{# </think> #}"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+FORMS: tuple[dict[str, Any], ...] = ({}, {"structured_outputs": {"json": SCHEMA}})
+CHAT = {
+    "messages": [{"role": "user", "content": "?"}], "thinking_token_budget": 8,
+    "max_tokens": TOKENS, "temperature": 0,
+}  # fmt: skip
 
 FLAGS = ("--write_seconds", "5", "--header_seconds", "5", "--body_seconds", "10")
 """Short, so that each of these limits is met many times."""
@@ -153,14 +178,14 @@ class Crowd:
     """Clients, and what became of what they asked.
 
     Args:
-      expected: prompt -> the text that it is completed with.
+      expected: model, prompt and form -> the text; model -> its thought.
 
     Attributes:
       outcomes: what happened, how often.
       faults: what should not have happened; each is a line.
     """
 
-    def __init__(self, server: Server, expected: dict[str, str]) -> None:
+    def __init__(self, server: Server, expected: dict[Any, str]) -> None:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ending: float | None = None
@@ -175,7 +200,7 @@ class Crowd:
         self._kinds: dict[Callable[[random.Random], Awaitable[str]], int] = {
             self._whole: 40, self._stream: 30, self._leave: 10, self._leave_stream: 8,
             self._long_text: 2, self._large_body: 1, self._garbage: 4, self._half_a_request: 2,
-            self._never_read: 3,
+            self._never_read: 3, self._thought: 8, self._adapter: 4,
         }  # fmt: skip
 
     async def client(self, rng: random.Random) -> None:
@@ -195,25 +220,49 @@ class Crowd:
             self.outcomes[f"{name}: {outcome}"] += 1
             await asyncio.sleep(rng.uniform(0, 1))
 
-    async def _ask(self, rng: random.Random, **more: Any) -> tuple[str, httpx.Response]:
-        prompt = rng.choice(PROMPTS)
-        body = request(prompt) | {"user": f"user {rng.randrange(1000)}", **more}
-        return prompt, await self._http.post("/v1/completions", json=body)
-
     async def _whole(self, rng: random.Random) -> str:
-        prompt, answer = await self._ask(rng)
+        return await self._complete(rng, model := rng.choice(MODELS), model)
+
+    async def _complete(self, rng: random.Random, model: str, known: str) -> str:
+        prompt, form = rng.choice(PROMPTS), rng.randrange(len(FORMS))
+        body = request(prompt, model) | FORMS[form]
+        answer = await self._http.post("/v1/completions", json=body)
         if answer.status_code == 200:
-            self._check(prompt, answer.json()["choices"][0]["text"])
+            self._check((known, prompt, form), answer.json()["choices"][0]["text"])
         return self._status(answer, 200, 429)
+
+    async def _thought(self, rng: random.Random) -> str:
+        body = CHAT | {"model": (model := rng.choice(MODELS))}
+        answer = await self._http.post("/v1/chat/completions", json=body)
+        if answer.status_code == 200:
+            self._check(model, answer.json()["choices"][0]["message"]["reasoning_content"])
+        return self._status(answer, 200, 429)
+
+    async def _adapter(self, rng: random.Random) -> str:
+        """Loads one for itself, asks it, and unloads it; there is room for two at a time."""
+        body = {"lora_name": f"of {rng.random()}", "lora_path": "two"}
+        answer = await self._http.post("/v1/load_lora_adapter", json=body)
+        if answer.status_code == 200:
+            await self._complete(rng, body["lora_name"], "two")
+            await self._http.post("/v1/unload_lora_adapter", json=body)
+        return self._status(answer, 200, 400, 429)
 
     async def _stream(self, rng: random.Random) -> str:
-        prompt, answer = await self._ask(rng, stream=True)
-        if answer.status_code == 200:
-            if '"error":' not in answer.text:
-                self._check(prompt, text_of(answer.text))
-            elif self.ending is None:
-                self.faults.append(f"lost: a stream ended with {answer.text[-200:]!r}")
-        return self._status(answer, 200, 429)
+        ask = Ask(0, rng.choice(PROMPTS), TOKENS, None, 0.0)
+        return await self._read(ask, Load(1), rng.choice(MODELS))
+
+    async def _leave_stream(self, rng: random.Random) -> str:
+        ask = Ask(0, "leaving", 200, rng.randint(1, 20), 0.0)
+        return await self._read(ask, Load(1, ignore_eos=True), NAME)
+
+    async def _read(self, ask: Ask, load: Load, model: str) -> str:
+        """Reads a stream, as the benchmark's clients do."""
+        answer = await ask_one(self._http, load, model, ask)
+        if answer.outcome == "failed" or (self.ending is None and "HTTP 503" in answer.problem):
+            raise OSError(answer.problem)
+        if answer.outcome == "done":
+            self._check((model, ask.prompt, 0), answer.text)
+        return answer.outcome
 
     async def _leave(self, rng: random.Random) -> str:
         body = LONG if rng.random() < 0.2 else json.dumps(request("leaving")).encode()
@@ -221,15 +270,6 @@ class Crowd:
         await asyncio.sleep(rng.uniform(0, 1))
         writer.close()
         return "left"
-
-    async def _leave_stream(self, rng: random.Random) -> str:
-        body = {**request("leaving"), "stream": True, "max_tokens": 200, "ignore_eos": True}
-        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code == 200:
-                async for _ in answer.aiter_lines():
-                    if rng.random() < 0.1:
-                        break
-            return self._status(answer, 200, 429)
 
     async def _long_text(self, rng: random.Random) -> str:
         answer = await self._http.post("/v1/completions", content=LONG, headers=JSON)
@@ -279,9 +319,9 @@ class Crowd:
         writer.write(head.encode() + body)
         return reader, writer
 
-    def _check(self, prompt: str, text: str) -> None:
-        if text != self._expected[prompt]:
-            self.faults.append(f"wrong: {prompt!r}: {text!r}, not {self._expected[prompt]!r}")
+    def _check(self, asked: Any, text: str) -> None:
+        if text != self._expected[asked]:
+            self.faults.append(f"wrong: {asked!r}: {text!r}, not {self._expected[asked]!r}")
 
     def _status(self, answer: httpx.Response, *expected: int) -> str:
         status = answer.status_code
@@ -291,15 +331,9 @@ class Crowd:
         return str(status)
 
 
-def request(prompt: str) -> dict[str, Any]:
+def request(prompt: str, model: str = NAME) -> dict[str, Any]:
     """A request whose answer does not depend on chance."""
-    return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-
-
-def text_of(events: str) -> str:
-    """The text of a stream."""
-    lines = [line[6:] for line in events.splitlines() if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    return {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
 
 
 async def run(given: argparse.Namespace, server: Server, probe: Probe, crowd: Crowd) -> float:
@@ -352,14 +386,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         write_tiny(bundle := Path(made, "tiny"))
-        server = stack.enter_context(Server(bundle, Path(made), *FLAGS))
+        write_adapters(adapters := Path(made, "adapters"))
+        flags = [*FLAGS, *(f"--adapter={name}={adapters / name}" for name in MODELS[1:])]
+        flags.append(f"--adapters_from={adapters}")
+        server = stack.enter_context(Server(bundle, Path(made), *flags))
         server.said(" (ready): ")
-        expected = {}
-        for prompt in PROMPTS:
-            answer = httpx.post(
-                f"{server.url}/v1/completions", json=request(prompt), timeout=300, trust_env=False
-            )
-            expected[prompt] = answer.json()["choices"][0]["text"]
+        expected = dict[Any, str]()
+
+        def ask(path: str, body: dict[str, Any]) -> Any:
+            answer = httpx.post(f"{server.url}{path}", json=body, timeout=300, trust_env=False)
+            return answer.json()["choices"][0]
+
+        for model in MODELS:
+            chat = ask("/v1/chat/completions", CHAT | {"model": model})
+            expected[model] = chat["message"]["reasoning_content"]
+            for prompt, form in itertools.product(PROMPTS, range(len(FORMS))):
+                body = request(prompt, model) | FORMS[form]
+                expected[model, prompt, form] = ask("/v1/completions", body)["text"]
 
         async def go() -> int:
             crowd = Crowd(server, expected)

@@ -118,20 +118,13 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "complex64": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
 
 
-def assert_same_trees(got: Any, want: Any, tolerance: float | None = None) -> None:
-    """Two pytrees are built alike and have the same leaves.
-
-    Args:
-      got, want: pytrees of arrays.
-      tolerance: instead of `TOLERANCE` of a leaf's type.
-    """
+def assert_same_trees(got: Any, want: Any) -> None:
+    """Two pytrees of arrays are built alike and have the same leaves."""
     assert str(jax.tree.structure(got)) == str(jax.tree.structure(want))
-    jax.tree_util.tree_map_with_path(
-        lambda path, a, b: assert_same(path, a, b, tolerance), got, want
-    )
+    jax.tree_util.tree_map_with_path(assert_same, got, want)
 
 
-def assert_same(path: Any, got: Any, want: Any, tolerance: float | None = None) -> None:
+def assert_same(path: Any, got: Any, want: Any) -> None:
     """Equal bits where the type is discrete, else close relative to the leaf's largest entry."""
     where = jax.tree_util.keystr(path)
     if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
@@ -147,5 +140,5 @@ def assert_same(path: Any, got: Any, want: Any, tolerance: float | None = None) 
     got, want = got.astype(wide), want.astype(wide)
     finite = np.abs(want[np.isfinite(want)])
     scale = float(finite.max()) if finite.size else 0.0
-    rtol = TOLERANCE[name] if tolerance is None else tolerance
+    rtol = TOLERANCE[name]
     np.testing.assert_allclose(got, want, rtol, rtol / 5 * max(scale, 1e-3), err_msg=where)

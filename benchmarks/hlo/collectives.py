@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.hlo.runs import Runs, array_bytes, arrays, elements, operands, source_of
-from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import (
     Instruction,
     Module,
@@ -366,13 +365,7 @@ def hlo_collectives(
     return tuple(counted(account))
 
 
-def read_account(
-    text: str,
-    *,
-    guess_trips: bool = True,
-    scatter_slices: bool = False,
-    unknown_trips: int = UNKNOWN_TRIPS,
-) -> Account:
+def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = False) -> Account:
     """The collectives of each computation, `count` being 1; for arguments see `hlo_collectives`."""
     module = parse_module_text(text)
     scattered = scattered_bytes(module) if scatter_slices else {}
@@ -386,8 +379,7 @@ def read_account(
         for name, computation in module.computations.items()
     }
     sent = {name: [collective.bytes for collective in own] for name, own in found.items()}
-    runs = Runs(module, sent, guess_trips=guess_trips, unknown_trips=unknown_trips)
-    return Account(module, found, runs)
+    return Account(module, found, Runs(module, sent, guess_trips=guess_trips))
 
 
 def counted(account: Account) -> Iterator[HloCollective]:

@@ -5,15 +5,10 @@ less the kernels that the schedule has beside them. Nothing of this is measured.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import NamedTuple
 
-from benchmarks.hlo.collectives import HloCollective, counted, read_account
-from benchmarks.hlo.runs import Runs, frames_of
-from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.hlo import Instruction, integer, op_name_of
+from benchmarks.hlo.collectives import HloCollective, read_account
+from spmd.measure.hlo import Instruction, integer
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps
@@ -37,9 +32,6 @@ class Modelled(NamedTuple):
     large_hidden: int
     # (collective, seconds of all its runs) of the large others
     synchronous: tuple[tuple[HloCollective, float], ...]
-    # where an op is from (its computation, unless that is the entry; its name; `frames_of` it) ->
-    # seconds of `kernels` and `waits`, bytes `sent`, and runs of each kind of collective
-    parts: Mapping[str, Mapping[str, float]]
 
     @property
     def seconds(self) -> float:
@@ -47,72 +39,35 @@ class Modelled(NamedTuple):
         return self.kernel_seconds + self.exposed_seconds
 
 
-Seconds = Callable[[Instruction], float]
-"""Of an instruction, what it takes beyond the cycles that the compiler writes on it."""
-
-
-def nothing_more(instruction: Instruction) -> float:
-    """No time but what the compiler estimates."""
-    del instruction
-    return 0.0
-
-
-def modelled(
-    text: str,
-    mesh: Mesh,
-    topology: Topology,
-    more: Seconds = nothing_more,
-    turns: int = UNKNOWN_TRIPS,
-    least: bool = False,
-) -> Modelled:
+def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
     """Reads a scheduled module.
 
     Args:
       text: `compiled.as_text("hlo")`.
       topology: the slice, of a chip in `CLOCKS`.
-      more: of kernels of which the compiler estimates nothing, what they take.
-      turns: how often a loop runs of which nobody knows that.
-      least: whether of a conditional's branches the one of the fewest cycles runs, and not the one
-        that moves the most bytes.
     """
     clock = CLOCKS[topology.chip.name]
-    account = read_account(text, unknown_trips=turns)
-    module = account.module
-    if least:
-        cycles = {n: [-sum(map(estimated_cycles, c))] for n, c in module.computations.items()}
-        account = account._replace(runs=Runs(module, cycles, unknown_trips=turns))
+    account = read_account(text)
     counts = account.runs.counts()
-    parts: defaultdict[str, dict[str, float]] = defaultdict(partial(defaultdict, float))
     kernel_seconds, exposed, alone = 0.0, 0.0, []
-    large = large_hidden = 0
+    sent = large = large_hidden = 0
     for name, own in account.collectives.items():
-        computation = module.computations[name] if counts[name] else ()
-        kernels = [estimated_cycles(x) / clock + more(x) for x in computation]
+        computation = account.module.computations[name] if counts[name] else ()
+        kernels = [estimated_cycles(x) / clock for x in computation]
         kernel_seconds += counts[name] * sum(kernels)
-        where = "" if name == module.entry else name
-        source, sources = where, []  # one without frames is from where the one before is
-        for instruction, seconds in zip(computation, kernels, strict=True):
-            if frames := frames_of(instruction, module):
-                source = " ".join([where, op_name_of(instruction), *frames])
-            sources.append(source)
-            parts[source]["kernels"] += counts[name] * seconds
         left = [*kernels]  # what each kernel can still hide
         for collective in own if counts[name] else ():
-            beside = any(kernels[place] for place in collective.flight)
             needed = wire_seconds(collective, mesh, topology)
             waited = counts[name] * _hide(needed, collective.flight, left)
             exposed += waited
-            part = parts[sources[collective.place]]
-            part["waits"] += waited
-            part["sent"] += counts[name] * collective.bytes
-            part[collective.kind] += counts[name]
+            sent += counts[name] * collective.bytes
             if collective.bytes > LARGE:
                 large += counts[name]
-                large_hidden += counts[name] if beside else 0
-                if not beside:
+                if any(kernels[place] for place in collective.flight):
+                    large_hidden += counts[name]
+                else:
                     alone.append((collective._replace(count=counts[name]), waited))
-    sent = sum(c.bytes * c.count for c in counted(account))
-    return Modelled(kernel_seconds, exposed, sent, large, large_hidden, tuple(alone), parts)
+    return Modelled(kernel_seconds, exposed, sent, large, large_hidden, tuple(alone))
 
 
 def estimated_cycles(instruction: Instruction) -> int:

@@ -292,14 +292,6 @@ _WRAPPERS = {"fusion", "async-start"}
 """Opcodes of one kernel, or of one transfer, that is written as a computation."""
 
 
-class Call(NamedTuple):
-    """Computations that an instruction runs, and how often it runs each."""
-
-    instruction: Instruction
-    callees: list[str]
-    times: int
-
-
 class Runs:
     """What one run of a module runs.
 
@@ -307,8 +299,8 @@ class Runs:
       sent: computation -> bytes that each collective of its own sends in one execution. Of a
         conditional's branches only the one that moves the most is followed, so that bytes are those
         of one run, at worst. None: every branch counts.
-      guess_trips: whether loops whose trip count nobody knows may communicate.
-      unknown_trips: how often such a loop is taken to run.
+      guess_trips: whether loops whose trip count nobody knows may communicate. They are taken to
+        run `UNKNOWN_TRIPS` times.
       into_wrappers: whether the computations of fusions and of asynchronous starts are run, too.
     """
 
@@ -318,11 +310,9 @@ class Runs:
         sent: Mapping[str, list[int]] | None = None,
         *,
         guess_trips: bool = True,
-        unknown_trips: int = UNKNOWN_TRIPS,
         into_wrappers: bool = False,
     ) -> None:
         self.module, self.sent, self.guess_trips = module, sent, guess_trips
-        self.unknown_trips = unknown_trips
         self.opcodes = set(_CALLS) if into_wrappers else set(_CALLS) - _WRAPPERS
         self._loops = Loops(module)
         self.calls = functools.cache(self._calls)
@@ -338,16 +328,15 @@ class Runs:
 
         def visit(name: str, times: int) -> None:
             counts[name] += times
-            for call in self.calls(name):
-                for callee in call.callees:
-                    visit(callee, times * call.times)
+            for callee, each in self.calls(name):
+                visit(callee, times * each)
 
         visit(self.module.entry, 1)
         return counts
 
-    def _calls(self, name: str) -> list[Call]:
-        """The calls that a computation makes in one execution."""
-        found = []
+    def _calls(self, name: str) -> list[tuple[str, int]]:
+        """The computations that one runs in one execution, and how often: once for each call."""
+        found: list[tuple[str, int]] = []
         for instruction in self.module.computations.get(name, ()):
             if instruction.opcode not in self.opcodes:
                 continue
@@ -360,7 +349,7 @@ class Runs:
                 self._check(instruction, callees)
             if instruction.opcode == "conditional" and self.sent is not None:
                 callees = [max(callees, key=self._moved)]
-            found.append(Call(instruction, callees, self.unknown_trips if times is None else times))
+            found += [(callee, UNKNOWN_TRIPS if times is None else times) for callee in callees]
         return found
 
     def _check(self, loop: Instruction, callees: list[str]) -> None:
@@ -375,10 +364,9 @@ class Runs:
         """Bytes and collectives of one execution: its own and those that it calls, times trips."""
         own = (self.sent or {}).get(name, [])
         size, number = sum(own), len(own)
-        for call in self.calls(name):
-            for callee in call.callees:
-                size += call.times * self._moved(callee)[0]
-                number += self._moved(callee)[1]
+        for callee, times in self.calls(name):
+            size += times * self._moved(callee)[0]
+            number += self._moved(callee)[1]
         return size, number
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,12 @@ import numpy as np
 
 from spmd.models import sampling
 from spmd.models.decode.model import RowsModel
-from spmd.models.decode.packing import row_shapes, width
+from spmd.models.decode.packing import PLAIN, row_shapes, width
 from spmd.models.decode.shape import ServingShape, most_drafts, symbolic_pages
 from spmd.models.decode.state import state_leaves
-from spmd.models.decode.steps import allow, begin, step, turns
+from spmd.models.decode.steps import adapt, allow, begin, step, turns
 from spmd.models.function import Function
+from spmd.models.training.checkpoints.tables import by_path, nested
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
     "state/tokens": ("data", None),
@@ -46,7 +47,9 @@ def functions(
 
     where `score` is a step that also reports the log-probabilities of given tokens: of the most
     rows alone, as few ask for it, and each function takes its time to compile. With `shape.turns`
-    there are `turns_r4_t64` and its like, too, for rows that all slots may decode in.
+    there are `turns_r4_t64` and its like, too, for rows that all slots may decode in; with
+    `shape.adapters` there is `adapt`, steps read what it writes, and `plain_step_r4_t64` and its
+    like are for calls in which no row has an adapter.
 
     Args:
         weights: tree of `jax.ShapeDtypeStruct`s.
@@ -71,27 +74,38 @@ def functions(
         "changed": struct(state["tokens"].shape, np.bool_),
         "masks": struct(state["allowed"].shape, np.uint32),
     }
+    own: list[Any] = [(begin, state, request), (allow, state, masks)]
+    held = list[Any]()
+    if shape.adapters:
+        of_model: Any = model
+        stacks = of_model.adapter_leaves(shape.adapters, shape.adapter_rank)
+        leaves = {**leaves, "adapters": stacks}
+        held = [{"adapters": jax.tree.map(lambda x: struct(x.shape, x.dtype), stacks)}]
+        one = jax.tree.map(lambda x: struct(x.shape[1:], x.dtype), held[0])
+        own.append((adapt, held[0], {"place": struct((), np.int32), **one}))
     found = [
         Function(
             fn.__name__,
             fn,
-            (state, given),
+            (mine, given),
             ("state", "inputs"),
             ("state", "input"),
             {"kind": fn.__name__},
         )
-        for fn, given in ((begin, request), (allow, masks))
+        for fn, mine, given in own
     ]
     decoding = next((n for n in shape.rows if n >= shape.slots_of_group), shape.rows[-1])
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = ["step", *(["score"] if rows == shape.rows[-1] else [])]
         kinds += ["turns"] if shape.turns > 1 and rows <= decoding else []
+        kinds += [PLAIN + kind for kind in kinds if held and kind != "score"]
         for kind in kinds:
-            shapes = row_shapes(
-                shape.slots_of_group, rows, length // shape.page, scores=kind == "score"
-            )
+            reads = [] if kind.startswith(PLAIN) else held
+            reading: Sequence[Any] = ["read"] * len(reads)
+            table = length // shape.page
+            shapes = row_shapes(shape.slots_of_group, rows, table, kind, shape.adapters)
             inputs = {"rows": struct((shape.groups, width(shapes)), np.int32)}
-            if kind == "turns":
+            if kind.endswith("turns"):
                 fn = functools.partial(turns, shapes=shapes, count=shape.turns, model=model)
             else:
                 inputs["alternatives"] = struct((), np.bool_)
@@ -104,15 +118,23 @@ def functions(
                 )
             found.append(Function(
                 step_name(kind, rows, length),
-                fn,
-                (weights, state, inputs),
-                ("weights", "state", "inputs"),
-                ("weights", "state", "input"),
+                _adapted(fn) if reads else fn,
+                (weights, *reads, state, inputs),
+                ("weights", *reading, "state", "inputs"),
+                ("weights", *reading, "state", "input"),
                 {"kind": kind, "rows": rows, "length": length},
             ))  # fmt: skip
     # Most steps are those in which all slots decode: weights lie as these want them.
     primary = step_name("step", decoding, shape.lengths[-1])
-    return found, leaves, _specs(model, {"weights": weights, "state": state}), primary
+    every = {"weights": weights, "state": state | (held[0] if held else {})}
+    return found, leaves, default_specs(model, every), primary
+
+
+def _adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that finds adapters among its weights."""
+    return lambda weights, held, *rest: fn(
+        nested(by_path(weights) | by_path(held["adapters"])), *rest
+    )
 
 
 def step_name(kind: str, rows: int, length: int) -> str:
@@ -120,7 +142,7 @@ def step_name(kind: str, rows: int, length: int) -> str:
     return f"{kind}_r{rows}_t{length}"
 
 
-def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
+def default_specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
     """Specs by path pattern, in which numbers are `*`; each is as long as the tensor's rank."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     specs, found = {**model.specs, **SPECS}, {}

@@ -19,11 +19,15 @@ Rows = Mapping[str, Any]
 - `slots` (A, R): which slots of their group they are in.
 - `first` (A, B + 1): the rows of slot b of a group are `first[b]` to `first[b + 1] - 1`.
 - `table` (A, B, M): the pages of each slot: position t is in the page `table[a, b, t // page]`.
+- `adapters` (A, B), where there is room for some: the place of each slot's adapter; -1 for none.
 """
 
 
 class RowsModel(Protocol):
     """A causal language model over rows of tokens; its functions are pure and know no mesh.
+
+    One that can be served with adapters has `adapter_leaves(places, rank)`, too: a tree of
+    `StateLeaf`s whose first dim is the places. `run` finds them among its weights.
 
     Attributes:
       vocab_size: V.

@@ -25,14 +25,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape of what a group has of it, in the order in which they lie."""
 
 
-def row_shapes(slots: int, rows: int, table: int, *, scores: bool) -> Shapes:
+PLAIN = "plain_"
+"""With what the kinds of functions begin that leave out the adapters which there are."""
+
+
+def row_shapes(slots: int, rows: int, table: int, kind: str = "step", adapters: int = 0) -> Shapes:
     """What a step takes of each group; `spmd.models.decode.steps.step` says what it is.
 
     Args:
         slots: B, of a group.
         rows: R, of a group.
         table: M, the pages of a slot's table.
-        scores: whether there are targets to be scored.
+        kind: of the function; those of `score` have targets to be scored.
+        adapters: how many there is room for; if any, each slot names its own.
     """
     shapes = {
         "tokens": (rows,),
@@ -42,7 +47,8 @@ def row_shapes(slots: int, rows: int, table: int, *, scores: bool) -> Shapes:
         "table": (slots, table),
         "draws": (min(rows, slots),),
     }
-    return {**shapes, "targets": (rows,)} if scores else shapes
+    shapes |= {"adapters": (slots,)} if adapters and not kind.startswith(PLAIN) else {}
+    return {**shapes, "targets": (rows,)} if kind == "score" else shapes
 
 
 def width(shapes: Shapes) -> int:

@@ -33,6 +33,9 @@ class ServingShape(NamedTuple):
     # tokens that a call draws for each slot, one behind the other, where nothing else waits: small
     # models take less time for one than the host does for a call. 1: there are no such calls.
     turns: int = 1
+    # how many adapters (LoRA) there is room for, and their rank at most
+    adapters: int = 0
+    adapter_rank: int = 16
 
     @property
     def slots_of_group(self) -> int:

@@ -21,6 +21,7 @@ XLA updates it in place. Shapes are in the names, as in `spmd.models.decode.mode
     D drawn tokens of a group    P alternatives    W words of a mask    T turns
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,6 +83,13 @@ def allow(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
     """
     masks_ABW = jnp.where(request["changed"][..., None], request["masks"], state["allowed"])
     return {**state, "allowed": masks_ABW}, {}
+
+
+def adapt(adapters: State, given: Rows) -> tuple[State, dict[str, Any]]:
+    """Writes one of `adapters` in its `place`; returns (those of all places, no outputs)."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=given["place"], axis=0)
+    own = {"adapters": given["adapters"]}
+    return jax.tree.map(put, adapters, own), {}
 
 
 def step(

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import spmd
 from spmd.models.decode.attention import kv_leaves, write_and_attend
 from spmd.models.decode.model import Rows
+from spmd.models.decode.packing import taken
 from spmd.models.decode.shape import ServingShape
 from spmd.models.decode.state import State
+from spmd.models.llama import lora
 from spmd.models.llama.config import DENSE, LlamaConfig
 from spmd.models.llama.experts import mixture
 from spmd.models.llama.model import activated, add_bias, embeddings, latents, norm, normed_heads
@@ -52,7 +54,14 @@ _SPECS: Mapping[str, tuple[Any, ...]] = {
     "state/cache/*/": ("data", None, None, "...", None, None),
 }
 ALIKE = (("", ""), ("layers/", f"{DENSE}layers/"), ("mlp/", "mlp/shared_experts/"))
-SPECS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
+_OF_WEIGHTS = {path.replace(*pair): spec for pair in ALIKE for path, spec in _SPECS.items()}
+SPECS = {f"{path}order": (None,) for path in _OF_WEIGHTS} | _OF_WEIGHTS
+SPECS |= {
+    f"{path.replace('weights', 'state/adapters', 1)}{name}": spec
+    for path, of in _OF_WEIGHTS.items()
+    if len(of) == 2 and path.endswith("_proj/")
+    for name, spec in (("lora_A", (None, None, of[1])), ("lora_B", (None, None, of[0])))
+}
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
 
 Weights are tensor-parallel over `model`, groups of slots and pages are split over `data`. The
@@ -103,6 +112,8 @@ class LlamaRows:
         table_VH = weights["embed_tokens"]["weight"]
         x_XH = embeddings(table_VH, tokens_X, config).astype(config.dtype)
         tables = {name: rows[name] for name in TABLES}
+        if "adapters" in rows:
+            tables["places"] = taken(rows["adapters"], rows["slots"]).reshape(-1)
         # Layers are one function, which is traced once, and written once in exported programs.
         layer = jax.jit(functools.partial(_layer, config), static_argnums=0)
         new, dense = {}, config.first_k_dense_replace
@@ -113,6 +124,10 @@ class LlamaRows:
                 given = of["layers"][str(at)], cache[str(index)]
                 x_XH, new[str(index)] = layer(window, *given, x_XH, angles_XE, tables)
         return x_XH.reshape(*shape, -1), new
+
+    def adapter_leaves(self, places: int, rank: int) -> Any:
+        """See `spmd.models.decode.RowsModel`."""
+        return lora.places(self.config, places, rank)
 
     def logits(self, weights: Weights, x_XH: Any) -> Any:
         """See `spmd.models.decode.RowsModel.logits`."""
@@ -132,14 +147,15 @@ def _layer(
 
     Args:
         window: how many positions a row sees at most.
-        tables: of the rows, `TABLES`.
+        tables: of the rows, `TABLES`, and of each its adapter's place, `places`, if there are any.
     """
+    places_X = tables.get("places")
 
     def in_groups(x: Any) -> Any:
         return x.reshape(*tables["slots"].shape, *x.shape[1:])
 
     made = _absorbed if config.kv_lora_rank else _queries_and_keys
-    q_XKGD, kv_XK2D = made(weights, x_XH, angles_XE, config)
+    q_XKGD, kv_XK2D = made(weights, x_XH, angles_XE, config, places_X)
     heads_ARKGD, cache = write_and_attend(
         cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
     )
@@ -148,36 +164,39 @@ def _layer(
         _, made_NVR = _of_heads(weights["self_attn"], x_XH.dtype, config)
         heads_ARKGD = jnp.einsum("xnr,nvr->xnv", heads_XND[..., : config.kv_lora_rank], made_NVR)
     output = weights["self_attn"]["o_proj"]
-    added_XH = add_bias(_linears(heads_ARKGD.reshape(len(x_XH), -1), [output])[0], output)
+    (added_XH,) = _linears(heads_ARKGD.reshape(len(x_XH), -1), [output], places_X)
+    added_XH = add_bias(added_XH, output)
     if config.post_norms:
         added_XH = norm(added_XH, weights["post_attention_layernorm"], config)
     x_XH = x_XH + added_XH
     before = "pre_feedforward" if config.post_norms else "post_attention"
     normed = _norm(x_XH, weights[f"{before}_layernorm"]["weight"], config)
-    added_XH = _mlp(weights["mlp"], normed, config)
+    added_XH = _mlp(weights["mlp"], normed, config, places_X)
     if config.post_norms:
         added_XH = norm(added_XH, weights["post_feedforward_layernorm"], config)
     return x_XH + added_XH, cache
 
 
-def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:
+def _mlp(
+    weights: Weights, normed: tuple[Any, Any], config: LlamaConfig, places_X: Any = None
+) -> Any:
     if "experts" in weights:
         added_XH = mixture(weights, _whole(normed)[None], config)[0][0]
         if config.n_shared_experts:
             added_XH += _mlp(weights["shared_experts"], normed, config)
         return added_XH
-    gate_XM, up_XM = _project(normed, [weights[n] for n in ("gate_proj", "up_proj")])
-    return _linears(activated(gate_XM, config) * up_XM, [weights["down_proj"]])[0]
+    gate_XM, up_XM = _project(normed, [weights[n] for n in ("gate_proj", "up_proj")], places_X)
+    return _linears(activated(gate_XM, config) * up_XM, [weights["down_proj"]], places_X)[0]
 
 
 def _queries_and_keys(
-    layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig
+    layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig, places_X: Any
 ) -> tuple[Any, Any]:
     """Rotated queries (X, K, G, D); rotated keys, and values (X, K, 2, D)."""
     rows, keys, width = x_XH.shape[0], config.kv_heads, config.head_width
     groups = config.num_attention_heads // keys
     normed = _norm(x_XH, layer["input_layernorm"]["weight"], config)
-    q, k, v = _project(normed, [layer["self_attn"][f"{n}_proj"] for n in "qkv"])
+    q, k, v = _project(normed, [layer["self_attn"][f"{n}_proj"] for n in "qkv"], places_X)
     q_XND, k_XKD = q.reshape(rows, keys * groups, width), k.reshape(rows, keys, width)
     q_XND, k_XKD = normed_heads(layer["self_attn"], q_XND, k_XKD, config)
     q_XND, k_XKD = (_rotate(x, angles_XE, config.rope_magnitude) for x in (q_XND, k_XKD))
@@ -185,7 +204,9 @@ def _queries_and_keys(
     return q_XND.reshape(rows, keys, groups, width), kv_XK2D
 
 
-def _absorbed(layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig) -> tuple[Any, Any]:
+def _absorbed(
+    layer: Weights, x_XH: Any, angles_XE: Any, config: LlamaConfig, _: Any
+) -> tuple[Any, Any]:
     """Queries (X, 1, N, D) and latents (X, 1, 1, D) with the keys of all heads behind them.
 
     `q @ (latent @ keys) = (q @ keys) @ latent`, so no head's own keys are made (DeepSeek-AI 2024,
@@ -240,16 +261,31 @@ def _norm(x_XH: Any, weight_H: Any, config: LlamaConfig) -> tuple[Any, Any]:
     return scaled_XH, jax.lax.rsqrt(mean_X1 + config.rms_norm_eps)
 
 
-def _project(normed: tuple[Any, Any], weights: Sequence[Weights]) -> list[Any]:
+def _project(normed: tuple[Any, Any], weights: Sequence[Weights], places_X: Any) -> list[Any]:
     x_XI, factor_X1 = normed
-    scaled = [(out_XO * factor_X1).astype(x_XI.dtype) for out_XO in _linears(x_XI, weights)]
+    made = _linears(x_XI, weights, places_X)
+    scaled = [(out_XO * factor_X1).astype(x_XI.dtype) for out_XO in made]
     return [add_bias(out_XO, w) for out_XO, w in zip(scaled, weights, strict=True)]
 
 
-def _linears(x_XI: Any, weights: Sequence[Weights]) -> tuple[Any, ...]:
-    # Quantized weights are `values` and `scales`.
-    given = [
-        w["weight"].astype(x_XI.dtype) if "weight" in w else {n: w[n] for n in ("values", "scales")}
-        for w in weights
-    ]
-    return spmd.ops.linears(x_XI, given)
+def _linears(x_XI: Any, weights: Sequence[Weights], places_X: Any = None) -> tuple[Any, ...]:
+    """The products of rows with weights, and with the adapters of their places if there are any."""
+    # Columns of quantized weights may be in an order of their own.
+    orders = [w.get("order") for w in weights]
+    inputs = [x_XI if o is None else jnp.take(x_XI, o, axis=1, mode="clip") for o in orders]
+    given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
+    if all(order is None for order in orders):
+        found = list(spmd.ops.linears(x_XI, given))
+    else:
+        found = list(map(spmd.ops.linear, inputs, given))
+    if "lora_A" not in weights[0]:
+        return tuple(found)
+    # Two thin products with the adapters of all places. What is of others is multiplied by 0, and
+    # not chosen: so sums that devices have parts of are added up once, behind it.
+    thin = spmd.ops.linears(x_XI, [w["lora_A"].reshape(-1, x_XI.shape[1]) for w in weights])
+    stacks = [w["lora_B"] for w in weights]
+    for i, (thin_XP, stack_NRO) in enumerate(zip(thin, stacks, strict=True)):
+        is_own_XP = jnp.arange(thin_XP.shape[1]) // stack_NRO.shape[1] == places_X[:, None]
+        own_XP = thin_XP * is_own_XP.astype(x_XI.dtype)
+        found[i] += own_XP @ stack_NRO.reshape(thin_XP.shape[1], -1)
+    return tuple(found)

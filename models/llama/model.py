@@ -111,13 +111,25 @@ def logits_and_loads(
     The arguments are those of `forward`. Where `config.zigzag` is more than 1, tokens, segments and
     positions come in that order.
     """
+    x_BSH, loads = last_states(params, tokens_BS, config, mark, segment_ids_BS, positions_BS)
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return mark("logits", linear(x_BSH, head["weight"])), loads
+
+
+def last_states(
+    params: Params,
+    tokens_BS: jax.Array,
+    config: LlamaConfig,
+    mark: Mark = no_marks,
+    segment_ids_BS: jax.Array | None = None,
+    positions_BS: jax.Array | None = None,
+) -> Ran:
+    """(what the last layer makes (B, S, H), normalized, and loads), as of `logits_and_loads`."""
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", embeddings(table_VH, tokens_BS, config))
     positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
     x_BSH, loads = run_layers(params, x_BSH, positions, segment_ids_BS, config, mark)
-    x_BSH = norm(x_BSH, params["norm"], config)
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return mark("logits", linear(x_BSH, head["weight"])), loads
+    return norm(x_BSH, params["norm"], config), loads
 
 
 def embeddings(table_VH: jax.Array, tokens: jax.Array, config: LlamaConfig) -> jax.Array:

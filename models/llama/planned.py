@@ -70,7 +70,7 @@ def training_step(
             stage_schedule=stage_schedule,
         ),
         optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-4),
-        options=TrainerOptions(steps=1000, microbatches=microbatches),
+        options=TrainerOptions(steps=1000),
         mesh=mesh.shape,
         seq_len=seq_len,
         global_batch=batch,
@@ -78,7 +78,8 @@ def training_step(
     tokens = jax.ShapeDtypeStruct((batch, seq_len), np.int32)
     structs = {"inputs": tokens, "targets": tokens}
     named = {"model" if model in CONFIGS else "config": model}
-    return task_of(mesh, run, structs, named, remat=remat, sharding=sharding)
+    chosen = {"remat": remat, "sharding": sharding, "microbatches": microbatches}
+    return task_of(mesh, run, structs, named, **chosen)
 
 
 def task_of(
@@ -89,6 +90,7 @@ def task_of(
     *,
     remat: Any = ("full", "none"),
     sharding: Any = ("2d", "2d-sequence"),
+    microbatches: int = 1,
     teacher: LlamaConfig | None = None,
 ) -> spmd.Task:
     """A run's step on another mesh.
@@ -96,18 +98,20 @@ def task_of(
     Args:
         structs: of a batch.
         named: the settings that name its model.
-        remat, sharding, teacher: as of `training_step` and `LlamaProgram`.
+        remat, sharding, microbatches, teacher: as of `training_step` and `LlamaProgram`.
     """
     stages, seq = (mesh.shape.get(axis, 1) for axis in ("stage", "seq"))
     model = dataclasses.replace(run.model, remat=remat, stages=stages, zigzag=seq)
-    run = dataclasses.replace(run, model=model, mesh=mesh.shape, dcn={}, sharding=sharding)
+    options = dataclasses.replace(run.options, microbatches=microbatches)
+    changed = {"model": model, "mesh": mesh.shape, "sharding": sharding, "options": options}
+    run = dataclasses.replace(run, dcn={}, **changed)
     pipelined = ("stage_microbatches", "stage_schedule") if stages > 1 else ()
     of_model = ("remat", "matmul", "dtype", "param_dtype", "attention", *pipelined)
     settings = {
         **named,
         "mesh": dict(mesh.shape),
         **{name: getattr(run, name) for name in ("global_batch", "seq_len", "sharding")},
-        "microbatches": run.options.microbatches,
+        "microbatches": microbatches,
         "optimizer": run.optimizer.name,
         **{name: getattr(model, name) for name in of_model},
     }

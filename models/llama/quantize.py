@@ -67,10 +67,28 @@ def _int4(rows_OI: Any, xp: Any) -> dict[str, Array]:
     groups_OQI = rows_OI.reshape(outputs, inputs // group, group)
     scales_OQ = _scales(groups_OQI, INT4_MAX, xp)
     values_OQI = (xp.rint(groups_OQI * (1 / scales_OQ)[..., None]) + 8).astype(np.uint8)
+    return {"values": pack_groups(values_OQI), "scales": scales_OQ}
+
+
+def pack_groups(values_OQI: Any) -> Any:
+    """4-bit numbers in groups -> (O, Q, W)."""
     # A byte holds entry i of the group's first half (low bits) and of its second half (high bits):
     # unpacking is one concatenation, where pairs of neighbours would have to be interleaved.
-    low_OQW, high_OQW = values_OQI[..., : group // 2], values_OQI[..., group // 2 :]
-    return {"values": low_OQW | (high_OQW << 4), "scales": scales_OQ}
+    width = values_OQI.shape[-1] // 2
+    low_OQW, high_OQW = values_OQI[..., :width], values_OQI[..., width:]
+    return low_OQW | (high_OQW << 4)
+
+
+def dequantize(weight: Mapping[str, Any]) -> Array:
+    """The matrix (O, I) in float32 that a quantized one stands for, also one of `packed.py`."""
+    values, scales = np.asarray(weight["values"]), np.asarray(weight["scales"], np.float32)
+    if values.dtype == np.uint8:
+        values = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.int8) - np.int8(8)
+    wide = values.astype(np.float32)
+    if "zeros" in weight:
+        wide -= np.asarray(weight["zeros"], np.float32)[..., None]
+    whole_OI: Array = (wide * scales[..., None]).reshape(len(values), -1)
+    return whole_OI[:, np.argsort(weight["order"])] if "order" in weight else whole_OI
 
 
 def _scales(rows: Any, largest: float, xp: Any) -> Any:

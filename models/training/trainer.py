@@ -33,7 +33,7 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
 from spmd.models.training.run.background import Background
 from spmd.models.training.run.description import RunFolder
-from spmd.models.training.run.loop import Best, Loop, Outcome, Schedule, TrainState
+from spmd.models.training.run.loop import Best, Loop, Outcome, TrainState
 from spmd.models.training.run.metrics import StepCost
 from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
 from spmd.models.training.run.profile import ProfileError, Profiler
@@ -255,16 +255,8 @@ class Trainer:
             if self.held_out is not None and options.eval_batches:
                 held_out = checked(self.held_out, "held_out")
                 evaluate = program.evaluation(held_out, options.eval_batches, watch)
-            schedule = Schedule(
-                steps=options.steps,
-                eval_every=options.eval_every,
-                save_every=options.save_every,
-                audit_every=options.audit_every,
-                evaluates_first=options.eval_first and found is None,
-                max_skipped=options.max_skipped,
-                keep_best=options.keep_best,
-                patience=options.patience,
-            )
+            if found is not None:  # evaluated before its first step was a fresh run alone
+                options = dataclasses.replace(options, eval_first=False)
             if checkpoints is not None and program.frozen.patterns:
                 checkpoints.about["frozen"] = program.frozen.sums(state.params)
             profiler = Profiler(options.profile, folder.profile) if folder else Profiler(None)
@@ -289,7 +281,7 @@ class Trainer:
                     lambda *arguments: program.at(arguments[2])(*arguments),
                     state,
                     batches,
-                    schedule,
+                    options,
                     cost=program.cost,
                     sinks=sinks,
                     evaluate=evaluate,

@@ -101,7 +101,7 @@ def arguments_of(function: Function) -> tuple[ArgumentEntry, ...]:
     arguments = []
     for name, role, struct in zip(names, roles, function.args, strict=True):
         # What the bundle owns has one name in all functions.
-        leaves = leaves_of(struct, name if role == "input" else role)
+        leaves = leaves_of(struct, {"input": name, "read": "state"}.get(role, role))
         arguments.append(ArgumentEntry(name, role, leaves))
     return tuple(arguments)
 

@@ -60,7 +60,7 @@ class Message(NamedTuple):
 
     kind: str  # what to do
     names: Sequence[str] = ()  # what to do it with
-    arrays: Sequence[Any] = ()  # the inputs; their memory is read-only
+    arrays: Sequence[Any] = ()  # the inputs
 
 
 def encode(message: Message) -> bytes:
@@ -82,7 +82,8 @@ def read(file: IO[bytes]) -> Message | None:
     if len(sizes) < _SIZES.size:
         return None
     head_size, body_size = _SIZES.unpack(sizes)
-    head, body = file.read(head_size), file.read(body_size)
+    # Inputs that nobody can write would be kept on the devices.
+    head, body = file.read(head_size), bytearray(file.read(body_size))
     if len(head) + len(body) < head_size + body_size:
         return None
     kind, names, about = json.loads(head)

@@ -101,6 +101,11 @@ class Entrypoint:
         """The leaves of all arguments that come with a call, in order."""
         return self.leaves("input")
 
+    @property
+    def owned(self) -> tuple[LeafEntry, ...]:
+        """The leaves of arguments that the bundle owns, in order."""
+        return self.leaves("weights", "state", "read")
+
     def leaves(self, *roles: Role) -> tuple[LeafEntry, ...]:
         """The leaves of the arguments of these roles, or of all, in order."""
         chosen = [a for a in self.arguments if not roles or a.role in roles]

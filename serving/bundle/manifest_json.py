@@ -65,7 +65,7 @@ def check(manifest: Manifest, where: str) -> None:
 def _check_function(function: Entrypoint, known: Mapping[str, LeafEntry], where: str) -> None:
     if sum(argument.role == "state" for argument in function.arguments) > 1:
         raise BundleError(f"{where} has more than one argument that is the state")
-    for leaf in function.leaves("weights", "state"):
+    for leaf in function.owned:
         other = known.get(leaf.path)
         if other is None or (other.shape, other.dtype) != (leaf.shape, leaf.dtype):
             raise BundleError(

@@ -165,7 +165,7 @@ def with_all_leaves(manifest: Manifest, soon: Collection[str], wanted: Sequence[
     """
 
     def leaves(name: str) -> set[str]:
-        return {leaf.path for leaf in manifest.functions[name].leaves("weights", "state")}
+        return {leaf.path for leaf in manifest.functions[name].owned}
 
     found = [name for name in wanted if name in soon]
     known = leaves(manifest.primary).union(*map(leaves, found))
@@ -253,7 +253,7 @@ class _Planner:
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
         asked = FunctionKey(arguments, results, updates, symbols, self.auto, self.aim)
         emitted = self.lower(entry, asked)
-        owned = {leaf.path for leaf in entry.leaves("weights", "state")}
+        owned = {leaf.path for leaf in entry.owned}
         for leaf, spec in zip(leaves, emitted.specs(emitted.arguments), strict=True):
             if leaf.path in owned:
                 self.decided.setdefault(leaf.path, tuple(spec))

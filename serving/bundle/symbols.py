@@ -272,8 +272,7 @@ class _Search:
         """Bytes of a device that each function needs beside what is held: only one runs."""
         functions = planned.manifest.functions
         return {
-            name: (program.peak_bytes or 0)
-            - _bytes(functions[name].leaves("weights", "state"), placed)
+            name: (program.peak_bytes or 0) - _bytes(functions[name].owned, placed)
             for name, program in planned.emitted.items()
         }
 

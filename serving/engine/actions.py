@@ -37,6 +37,7 @@ class Job:
     hidden: frozenset[int] = frozenset()  # ids that have no text
     reports_ids: bool = False  # whether its reader gets the ids of tokens
     salt: str = ""  # pages are shared with those jobs alone that have the same
+    adapter: int = -1  # as of `SlotPart`
     thought: Marks | None = None  # stop strings count behind the thought only, if it may begin so
     # which tokens may be drawn, by how many were drawn before; a guide's first one, too
     masks: Masks = dataclasses.field(default=(), compare=False)

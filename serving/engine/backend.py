@@ -45,6 +45,7 @@ class Limits:
     vocab_size: int  # number of token ids
     drafts: int = 0  # guesses of next tokens that a step can try for one slot
     turns: int = 1  # how many a call may have in which all rows decode
+    adapters: int = 0  # how many there is room for
     # by how many steps one more guess of the backend's own delays a step; None: it makes none
     draft_cost: float | None = None
 
@@ -116,6 +117,7 @@ class SlotPart(NamedTuple):
     sequence: Sequence[int] = ()
     # how many tokens one that decodes draws, one behind the other; all parts of a step the same
     turns: int = 1
+    adapter: int = -1  # the place of the one that its rows are run with; -1: with none
 
     @property
     def rows(self) -> int:

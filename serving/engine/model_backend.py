@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from spmd.models.decode.packing import pack_rows, row_shapes, unpack_report
+from spmd.models.decode.packing import PLAIN, pack_rows, row_shapes, unpack_report
 from spmd.models.sampling import ALL, FIELDS, words
 from spmd.serving.engine.actions import GREEDY
 from spmd.serving.engine.backend import Backend, Limits, Sampling, SlotPart, Stepped, Tokens, Words
@@ -126,7 +126,7 @@ class ModelBackend:
             return self._turns(parts, turns)
         placed = _place(parts, limits)
         is_scored = any(part.targets is not None for part in parts)
-        kinds = ("score",) if is_scored else ("step", "score")
+        kinds = ("score",) if is_scored else (*self._plain("step", parts), "step", "score")
         kind, *size = tags = self._bucket(kinds, placed.fullest, placed.longest)
         inputs, drawing = self._inputs(kind, (size[0], size[1]), placed, alternatives)
         outputs = self._programs.run(self._names[tags], inputs)
@@ -155,8 +155,9 @@ class ModelBackend:
         longest = placed.longest + turns - 1
         for part in parts:
             _check_pages(part, part.start + turns, self.limits)
-        tags = self._bucket(("turns",), placed.fullest, longest)
-        inputs, (group, number) = self._inputs("turns", tags[1:], placed, False)
+        kinds = (*self._plain("turns", parts), "turns")
+        kind, *size = tags = self._bucket(kinds, placed.fullest, longest)
+        inputs, (group, number) = self._inputs(kind, (size[0], size[1]), placed, False)
         drawn = _copied(self._programs.run(self._names[tags], inputs)["drawn"])
 
         def results() -> Stepped:
@@ -179,7 +180,7 @@ class ModelBackend:
             self.begin(0, GREEDY, ())
             if ("allow", 0, 0) in self._names:
                 self.allow({0: None})
-        for name in [name for tags, name in self._names.items() if tags[0] == kind]:
+        for name in [name for tags, name in self._names.items() if tags[0].endswith(kind)]:
             self._try_out(name)
 
     def add(self, name: str) -> None:
@@ -195,6 +196,11 @@ class ModelBackend:
         tags = self._programs.functions[name].tags
         return tags.get("kind", ""), tags.get("rows", 0), tags.get("length", 0)
 
+    def _plain(self, kind: str, parts: Sequence[SlotPart]) -> tuple[str, ...]:
+        """The kind that leaves adapters out, if there are some and no part has one."""
+        adapted = not self.limits.adapters or any(part.adapter != NONE for part in parts)
+        return () if adapted else (PLAIN + kind,)
+
     def _inputs(
         self, kind: str, size: tuple[int, int], placed: _Placed, alternatives: bool
     ) -> tuple[dict[str, Any], Any]:
@@ -204,6 +210,10 @@ class ModelBackend:
         fields["table"] = self._tables.filled(placed.parts, length)
         drawing, fields["draws"] = _draws(placed, rows, limits)
         is_scored = kind == "score"
+        if limits.adapters:
+            fields["adapters"] = np.full(placed.per_slot.shape, NONE, np.int32)
+            adapters = [part.adapter for part in placed.parts]
+            fields["adapters"][placed.group, placed.slot] = adapters
         if is_scored:
             fields["targets"] = np.zeros((limits.groups, rows), np.int32)
             for i, part in enumerate(placed.parts):
@@ -211,30 +221,30 @@ class ModelBackend:
                     begin, end = placed.begin[i], placed.begin[i] + placed.count[i]
                     fields["targets"][placed.group[i], begin:end] = part.targets
         slots, table = limits.slots // limits.groups, length // limits.page
-        packed = pack_rows(fields, row_shapes(slots, rows, table, scores=is_scored))
+        packed = pack_rows(fields, row_shapes(slots, rows, table, kind, limits.adapters))
         inputs = {"rows": packed}
-        if kind != "turns":
+        if not kind.endswith("turns"):
             inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
         return inputs, drawing
 
     def _try_out(self, name: str) -> None:
         """Calls a step on padding, which changes nothing."""
         kind, *size = self._tags(name)
-        if kind not in ("step", "score", "turns"):
+        if kind.removeprefix(PLAIN) not in ("step", "score", "turns"):
             return
         inputs, _ = self._inputs(kind, (size[0], size[1]), _place((), self.limits), False)
         outputs = self._programs.run(name, inputs)
         _copied(outputs["drawn"])()
 
     def _bucket(self, kinds: Sequence[str], rows: int, length: int) -> tuple[str, int, int]:
-        """The smallest function that is there of the first of some kinds that has one.
+        """The smallest function that is there of some kinds; of those as large the first kind's.
 
         While the largest step is still to be compiled, the function that scores takes its place.
         """
         there = [tags for kind in kinds for tags in self._names if tags[0] == kind]
-        found = next((tags for tags in there if tags[1] >= rows and tags[2] >= length), None)
-        if found is not None:
-            return found
+        fitting = [tags for tags in there if tags[1] >= rows and tags[2] >= length]
+        if fitting:
+            return min(fitting, key=lambda tags: tags[1:])
         _, most_rows, most = (max(sizes) for sizes in zip(*there, strict=True))
         if rows > most_rows:
             raise ValueError(f"{rows} rows of a group: at most {most_rows}")

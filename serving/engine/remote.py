@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,7 @@ class RemoteCore:
         self._pulse, self._at = pulse, time.monotonic()
         self._hear: Hear = lambda told: None
         self._over = threading.Event()
+        self._adapted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     @property
     def compile_total(self) -> int:
@@ -117,6 +119,12 @@ class RemoteCore:
     def allow(self, key: int, mask: Words) -> None:
         """See `Steps.allow`."""
         self._line.send("allow", key, mask)
+
+    def adapt(self, place: int, folder: str) -> None:
+        """Waits for an adapter to be loaded there: see `Loaded.adapt`; for a thread at a time."""
+        self._line.send("adapt", place, folder)
+        if (why := self._adapted.get()) is not None:
+            raise ValueError(why)
 
     def state(self) -> EngineState:
         """See `Steps.state`."""
@@ -151,16 +159,22 @@ class RemoteCore:
             self._hear(Ran(record, [*map(_progress, progress)], drawn, scores))
         elif kind == "broken":
             self._hear(BackendFailed(*content))
+        elif kind == "adapted":
+            self._adapted.put(*content)
         elif not self._over.is_set():
             self._over.set()
+            self._adapted.put("the process that runs the model has ended")
             self._hear(None)
 
 
 class Obedient:
-    """A core that does what a `RemoteCore` says."""
+    """A core that does what a `RemoteCore` says; `adapt` is that of `Loaded`."""
 
-    def __init__(self, core: Core, line: Line) -> None:
+    def __init__(
+        self, core: Core, line: Line, adapt: Callable[[int, str], None] | None = None
+    ) -> None:
         self.core = core
+        self._load = adapt
         self._line = line
         self._pulses = threading.Thread(target=self._beat, name="pulse", daemon=True)
 
@@ -174,9 +188,23 @@ class Obedient:
         if kind == "start":
             self._pulses.start()
             self.core.start(self._tell)
+        elif kind == "adapt":  # on a thread of its own: others are obeyed meanwhile
+            threading.Thread(target=self._adapt, args=content, daemon=True).start()
         else:
             assert kind in _ORDERS, kind
             getattr(self.core, kind)(*content)
+
+    def _adapt(self, place: int, folder: str) -> None:
+        why: str | None = None
+        try:
+            assert self._load is not None
+            self._load(place, folder)
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            if not isinstance(error, ValueError):
+                raise
+        finally:
+            self._line.send("adapted", why)
 
     def _tell(self, told: Ran | BackendFailed | None) -> None:
         if isinstance(told, Ran):

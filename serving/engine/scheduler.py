@@ -404,12 +404,12 @@ class Scheduler:
             if tried is None:
                 continue
             slot, start, pages = request.slot, request.filled, request.pages
-            if isinstance(tried, int):
-                rows, guessed = 1 + tried, (tried, request.tokens)
-                part = SlotPart(slot, start, None, pages, True, None, (), *guessed)
-            else:
-                rows = 1 + len(tried)
-                part = SlotPart(slot, start, None, pages, True, None, tried, turns=turns)
+            guessed = (tried, request.tokens) if isinstance(tried, int) else (0, ())
+            known = () if isinstance(tried, int) else tried
+            more = (known, *guessed, turns, request.job.adapter)
+            part = SlotPart(slot, start, None, pages, True, None, *more)
+            rows = part.rows
+            if not part.guesses:
                 request.agreement.note(0, 0)
             draft.parts.append(part)
             draft.keys.append(key)
@@ -496,14 +496,15 @@ class Scheduler:
             targets = (*tokens[start + 1 : end + 1], *([0] if is_last else []))
         draws = is_last and request.wanted > 0
         chunk = tuple(tokens[start:end])
-        draft.parts.append(SlotPart(request.slot, start, chunk, request.pages, draws, targets))
+        part = SlotPart(request.slot, start, chunk, request.pages, draws, targets)
+        asked = request.job
+        draft.parts.append(part._replace(adapter=asked.adapter) if asked.adapter >= 0 else part)
         draft.keys.append(request.key)
         draft.room[index] -= end - start
         draft.rows += end - start
         draft.seen += end
         request.filled = end
         # What is run once more after a preemption is not charged.
-        asked = request.job
         new = max(0, min(end, len(asked.prompt)) - max(start, request.paid))
         self.counts.prefilled += new
         self.counts.repeated += end - start - new

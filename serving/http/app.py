@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http import anthropic_messages, openai_responses, openai_routes
+from spmd.serving.http import anthropic_messages, embeddings, openai_responses, openai_routes
 from spmd.serving.http.connections import Refusing
 from spmd.serving.http.kserve import routes as kserve_routes
 from spmd.serving.http.limits import ANY, HttpOptions
@@ -180,6 +180,7 @@ def make_app(
         *openai_routes.ROUTES,
         *openai_responses.ROUTES,
         *anthropic_messages.ROUTES,
+        *embeddings.ROUTES,
         *kserve_routes.ROUTES,
     ]
     app = Starlette(

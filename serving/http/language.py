@@ -43,6 +43,9 @@ class Loaded:
     # a thread that makes the model faster while it is served
     background: threading.Thread | None = None
     core: Steps | None = None  # what runs the language model, if that is in another process
+    # reads an adapter's folder into a place, and raises a `ValueError` if it cannot
+    adapt: Callable[[int, str], None] | None = None
+    adapters: Sequence[str] = ()  # names of those in the first places
 
     @property
     def language(self) -> Backend | Steps | None:

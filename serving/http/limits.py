@@ -126,6 +126,8 @@ class ServerOptions:
     # a call of the model that takes longer counts as hung: `/health` says 503
     stall_seconds: float = 300.0
     drain_seconds: float = 30.0  # how long requests may go on when the server is told to end
+    # folder below which adapters may be loaded while the server runs; None: they may not
+    adapters_from: str | None = None
 
     def __post_init__(self) -> None:
         least = {
@@ -141,6 +143,8 @@ class ServerOptions:
         if self.generation_config not in GENERATION_CONFIGS:
             known = " or ".join(GENERATION_CONFIGS)
             raise ServingError(f"generation_config is {self.generation_config!r}, not {known}")
+        if self.adapters_from is not None and not Path(self.adapters_from).is_dir():
+            raise ServingError(f"adapters_from is {self.adapters_from!r}; it has to be a folder")
         if self.tool_format is not None and self.tool_format not in BY_NAME:
             raise ServingError(
                 f"tool_format is {self.tool_format!r}; it has to be one of {', '.join(BY_NAME)}"

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
+"""OpenAI's endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`; vLLM's adapters."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from spmd.serving.engine.actions import Finish, Job
@@ -33,6 +33,7 @@ from spmd.serving.http.protocol import (
     CompletionAsk,
     parse_chat,
     parse_completion,
+    refuse,
     token_ids,
 )
 from spmd.serving.http.requests import (
@@ -416,10 +417,11 @@ class Dialect(NamedTuple):
 
 
 async def models(request: Request) -> Response:
-    """`GET /v1/models`: the one model that there is."""
+    """`GET /v1/models`: the one model that there is, and its adapters."""
     service = service_of(request)
     check_key(request)
-    data = [_model(service, service.require())]
+    loaded = service.require()
+    data = [_model(service, loaded, name) for name in service.adapters.names]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -427,21 +429,41 @@ async def model(request: Request) -> Response:
     """`GET /v1/models/{model}`: the model, if that is its name."""
     service = service_of(request)
     check_key(request)
-    return JSONResponse(_model(service, service.require(request.path_params["model"])))
+    name = request.path_params["model"]
+    return JSONResponse(_model(service, service.require(name), name))
 
 
-def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
+def _model(service: Service, loaded: Loaded, name: str) -> dict[str, Any]:
     card: dict[str, Any] = {
-        "id": loaded.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "spmd",
     }
+    if name != loaded.name:
+        card["parent"] = loaded.name
     if loaded.language is not None:
         card["max_model_len"] = loaded.language.limits.longest
         sampling = service.language().sampling
         card["generation_config"] = {name: getattr(sampling, name) for name in DEFAULTS}
     return card
+
+
+async def change_adapters(request: Request) -> Response:
+    """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: adapters come and go."""
+    service, loads = service_of(request), "unload" not in request.url.path
+    async with visiting(request) as visit:
+        service.language()
+        fields = Fields(parse_object(visit.body))
+        name, path = fields.text("lora_name"), fields.text("lora_path")
+        if loads:
+            refuse(fields, {"load_inplace": (False,)})
+            loading = asyncio.create_task(service.adapters.load(name, path))
+            await asyncio.shield(loading)  # the client may leave
+        else:
+            service.adapters.unload(name)
+    done = "added" if loads else "removed"
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
 async def completions(request: Request) -> Response:
@@ -516,10 +538,11 @@ async def _complete(request: Request, dialect: Dialect) -> Response:
                 grammar = await service.grammars.run(compile, visit.client)
                 make = functools.partial(dialect.make_work, ask, language, grammar)
                 work = await texts.run(make, visit.client)
-            stream = _submit(language, ask, work, visit)
+            stream = _submit(service, language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
-            request.state.exchange.generates(loaded.name, prompt_tokens, stream, ask.stream)
-            answer = dialect.answer(loaded.name, ask, work, language.engine, stream.cached)
+            name = ask.model or loaded.name
+            request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
+            answer = dialect.answer(name, ask, work, language.engine, stream.cached)
             if ask.stream:
                 response: Response = EventStream(_events(stream, answer), stream.close)
             else:
@@ -560,16 +583,20 @@ def _read(
     return ask, None if asks_for_grammar(ask) else dialect.make_work(ask, language, None)
 
 
-def _submit(language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
+def _submit(service: Service, language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
     """Hands the jobs to the engine, with a place for each."""
     visit.hold_places(len(work.jobs))
+    adapter = service.adapters.enter(ask.model)
     # A stream gives its places back when the engine is done with it, however slowly it is read.
-    ended = visit.hand_over() if ask.stream else None
+    leaving = contextlib.ExitStack()
+    leaving.callback(service.adapters.leave, adapter)
+    if ask.stream:
+        leaving.callback(visit.hand_over())
+    jobs = [adapter.adapted(job) for job in work.jobs]
     try:
-        return language.engine.submit(work.jobs, visit.client, ask.user, ended)
-    except Failed:
-        if ended is not None:
-            ended()
+        return language.engine.submit(jobs, visit.client, ask.user, leaving.close)
+    except BaseException:
+        leaving.close()
         raise
 
 
@@ -604,6 +631,8 @@ def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
 ROUTES = [
     Route("/v1/models", models),
     Route("/v1/models/{model:path}", model),
+    Route("/v1/load_lora_adapter", change_adapters, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", change_adapters, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),

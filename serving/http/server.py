@@ -359,10 +359,10 @@ def _serve_apart(
             found = load()
             if found.backend is None:
                 raise ServingError(f"{found.name}: no language model")
-            obedient = Obedient(Core(found.backend, token_budget=options.token_budget), line)
+            core = Core(found.backend, token_budget=options.token_budget)
+            obedient = Obedient(core, line, found.adapt)
             loaded.append((found, obedient))
-            core = obedient.core
-            plain = dataclasses.replace(found, backend=None, background=None)
+            plain = dataclasses.replace(found, backend=None, background=None, adapt=None)
             line.send("loaded", plain, core.limits, core.info, obedient.pulse())
         except BaseException as error:
             failures.append(error)
@@ -415,7 +415,7 @@ def _answer_clients(line: Line, make_server: Callable[[], Server], listener: soc
             if kind == "loaded":
                 found, *about = content
                 core = RemoteCore(line, *about)
-                made.put(dataclasses.replace(found, core=core))
+                made.put(dataclasses.replace(found, core=core, adapt=core.adapt))
             elif kind == "failed":
                 made.put(None)
             elif kind == "drain":

@@ -11,6 +11,7 @@ from spmd.serving.engine.statistics import Statistics
 from spmd.serving.engine.stream import SHUTTING_DOWN, Lost
 from spmd.serving.engine.workers import Workers
 from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.http.adapters import NOT_FOUND, Adapters
 from spmd.serving.http.admission import Admission
 from spmd.serving.http.fields import SHORT
 from spmd.serving.http.keys import Keys
@@ -37,6 +38,7 @@ class Service:
       status: loading, ready, draining or failed.
       lost: why the process is about to end without having drained; None if it is not.
       loaded: the model, once it is there.
+      adapters: those of it.
       created: when the server started, in seconds since 1970.
       keys: who may use it, and how much.
       admission: the book of all requests.
@@ -53,6 +55,7 @@ class Service:
         self.lost: str | None = None
         self._heed = heed
         self.loaded: Loaded | None = None
+        self.adapters = Adapters(Loaded(""))
         self.created = int(time.time())
         self.keys = Keys(self.options.api_keys, self.options.api_key_file)
         self.admission = Admission(self.options.bodies_bytes)
@@ -92,6 +95,7 @@ class Service:
             self._batches = Batches(loaded.infer, self.statistics)
             slots += 1
         self.admission.places.limit = slots + self.options.max_waiting
+        self.adapters = Adapters(loaded, self.options.adapters_from)
         self.loaded = loaded
         if self.status == "loading":
             self.status = "ready"
@@ -134,17 +138,18 @@ class Service:
         return self.loaded
 
     def check_name(self, loaded: Loaded, model: str | None) -> None:
-        """Checks that a request asks for the model that there is; None accepts any.
+        """Checks that a request asks for the model that there is, or an adapter; None accepts any.
 
         Raises:
           ApiError: it has another name.
         """
-        if model is not None and model != loaded.name:
+        if model is not None and model not in (names := self.adapters.names):
+            known = ", ".join(map(repr, names))
             raise ApiError(
                 404,
-                f"model: there is no {model!r} here; this server has {loaded.name!r}",
+                f"model: there is no {model!r} here; this server has {known}",
                 param="model",
-                code="model_not_found",
+                code=NOT_FOUND,
             )
 
     def language(self) -> Language:

@@ -93,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.report(given.report)
             print(f"\nreport: {given.report}", file=sys.stderr)
         if given.json:
-            data = json.dumps(found.best.lowered.to_json())
+            best = found.best
+            more = {"choices": best.chosen, "settings": best.work.settings}
+            data = json.dumps(best.lowered.to_json() | more, default=str)
             Path(given.json).write_text(data, encoding="utf-8")
         if given.out:
             Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")

@@ -120,9 +120,8 @@ def register_composite(
             fix="pass decomposition= or kernels=",
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
-    traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
-    traits["multiplies"] = multiplies
-    registry.op(f"composite:{name}", **traits)(made)
+    costs = {"flops": flops, "bytes_read": bytes_read}
+    registry.op(f"composite:{name}", **costs, arithmetic=arithmetic, multiplies=multiplies)(made)
     COMPOSITES[name] = Composite(decomposition, dict(kernels or {}))
     _note(name)
     lowered = lower or lower_composite

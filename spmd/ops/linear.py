@@ -9,10 +9,11 @@ time is that of reading weights. For one row, GPUs run a multiplication and a su
 one kernel, conversion and scale included; for more of them, and for any few of 4-bit weights, one
 kernel reads all weights of a composite (`products_triton`). On TPUs one row is one of eight. With
 many rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these,
-too, each with a scale of its own; 4-bit weights are written in the dtype of `x` first. Everywhere
-else weights are converted to it on their way.
+too, each with a scale of its own; 4-bit weights are written in the dtype of `x` first, as few rows'
+are if groups are not of 128. Everywhere else weights are converted to it on their way.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,8 +48,10 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
     Args:
       x_BI: rows.
       weight: an array (O, I); or a dict of quantized `values` and `scales`: 8-bit (O, I) with
-        scales (O,), or 4-bit packed in uint8 values (O, Q, W) with scales (O, Q), for groups of
-        2 W neighbours: byte j of a group holds its elements j and j + W, each plus 8.
+        scales (O,), or (O, Q, W) with scales (O, Q), for groups of W neighbours; or 4-bit packed in
+        uint8 values (O, Q, W) with scales (O, Q), for groups of 2 W neighbours: byte j of a group
+        holds its elements j and j + W, each plus 8. `zeros` (O, Q), int8, if there are any, are
+        subtracted from the integers of groups before these are scaled.
 
     Returns:
       (B, O).
@@ -65,8 +68,8 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
 def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     """Returns the product of the same rows with each of several weights, as one op if possible.
 
-    It is one op, whose outputs are split over the same axes, if all or no weights are 4-bit and
-    the smallest O divides the others: as of queries, keys and values, or gate and up of an MLP.
+    It is one op, whose outputs are split over the same axes, if all have the same groups, or none,
+    and the smallest O divides the others: as of queries, keys and values, or gate and up of an MLP.
 
     Args:
       x_BI: rows.
@@ -81,11 +84,12 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     Example:
       >>> q_BO, k_BO, v_BO = linears(x_BI, [q_OI, k_OI, v_OI])
     """
-    parts = [(w["values"], w["scales"]) if isinstance(w, dict) else (w,) for w in weights]
+    names = ("values", "scales", "zeros")
+    parts = [tuple(w[n] for n in names if n in w) if isinstance(w, dict) else (w,) for w in weights]
     for part in parts:
         values, *scales = part
-        inner = values.shape[1:] if values.ndim == 2 else (NIBBLES * math.prod(values.shape[1:]),)
-        fits = x_BI.ndim == 2 and values.ndim in (2, 3) and tuple(inner) == x_BI.shape[1:]
+        inner = math.prod(values.shape[1:]) * _in_a_number(values)
+        fits = max(1, len(scales)) < values.ndim < 4 and x_BI.shape[1:] == (inner,)
         if not fits or any(s.shape != values.shape[: values.ndim - 1] for s in scales):
             raise ArgumentError(
                 "linear cannot be computed",
@@ -95,9 +99,14 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
             )
     outputs = [part[0].shape[0] for part in parts]
     are_alike = all(n % max(1, min(outputs)) == 0 for n in outputs)
-    if len({part[0].ndim for part in parts}) != 1 or not are_alike:
+    if len({(v.shape[1:], _in_a_number(v)) for v, *_ in parts}) != 1 or not are_alike:
         return tuple(_composite(x_BI, [part])[0] for part in parts)
     return _composite(x_BI, parts)
+
+
+def _in_a_number(values: Any) -> int:
+    """How many elements of a weight a number of its values holds."""
+    return NIBBLES if values.ndim == 3 and values.dtype == jnp.uint8 else 1
 
 
 def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ...]:
@@ -106,7 +115,7 @@ def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ..
     values = parts[0][0]
     if values.ndim == 3:
         _, groups, width = values.shape
-        x_BI = x_BI.reshape(x_BI.shape[0], groups, NIBBLES, width)
+        x_BI = x_BI.reshape(x_BI.shape[0], groups, _in_a_number(values), width)
     found = jax.lax.composite(_decomposition, NAME)(x_BI, *(x for part in parts for x in part))
     return tuple(found)
 
@@ -117,20 +126,17 @@ def _decomposition(x: Any, *operands: Any) -> tuple[Any, ...]:
 
 
 def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yields each weight's operands, (values,) or (values, scales): scales have a dim less."""
-    begin = 0
-    while begin < len(operands):
-        rest = operands[begin + 1 :]
-        has_scales = bool(rest) and len(rest[0].shape) < len(operands[begin].shape)
-        end = begin + 1 + has_scales
+    """Yields each weight's values with its scales and zeros behind them, which have a dim less."""
+    most = max(len(x.shape) for x in operands)
+    begins = [i for i, x in enumerate(operands) if len(x.shape) == most]
+    for begin, end in itertools.pairwise((*begins, len(operands))):
         yield operands[begin:end]
-        begin = end
 
 
-def _product(x: Any, values: Any, scales: Any = None) -> Any:
+def _product(x: Any, values: Any, scales: Any = None, zeros: Any = None) -> Any:
     if values.ndim == 3:
         x_BQI = x.reshape(*x.shape[:2], -1)
-        wide_OQI = _unpacked(values).astype(x.dtype)
+        wide_OQI = _numbers(values, zeros, x.dtype)
         sums_BOQ = jnp.einsum("bqi,oqi->boq", x_BQI, wide_OQI, preferred_element_type=jnp.float32)
         return jnp.sum(sums_BOQ * scales.astype(jnp.float32), axis=-1).astype(x.dtype)
     # Sums are in float32 either way. Asked for them, cuBLAS would write them, for another kernel to
@@ -142,13 +148,13 @@ def _product(x: Any, values: Any, scales: Any = None) -> Any:
 
 def _kernel(x: Any, *operands: Any) -> Any:
     parts = list(_parts(operands))
-    is_packed = parts[0][0].ndim == 3
-    if x.shape[0] == 1 and not is_packed:
+    if x.shape[0] == 1 and _in_a_number(parts[0][0]) == 1:
         return tuple(_row(x, *part) for part in parts)
-    found = products_triton.products(x, parts)
+    dtype = jnp.float32 if any(len(part) == 3 for part in parts) else x.dtype
+    found = products_triton.products(x, [part[:2] for part in parts], dtype)
     if found is not NotImplemented:
-        return found
-    if is_packed:
+        return tuple(_shifted(x, *given) for given in zip(found, parts, strict=True))
+    if parts[0][0].ndim == 3:
         return tuple(_unpacked_first(x, *part) for part in parts)
     if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):
         return _eight_bits(x, parts)
@@ -183,9 +189,29 @@ def _eight_bits(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     )
 
 
-def _row(x: Any, values: Any, scales: Any = None) -> Any:
+def _row(x: Any, values: Any, scales: Any = None, zeros: Any = None) -> Any:
+    if values.ndim == 3:
+        wide_OQW = _numbers(values, zeros, jnp.float32) * scales.astype(jnp.float32)[..., None]
+        return jnp.sum(wide_OQW * x[0, :, 0].astype(jnp.float32), axis=(1, 2))[None].astype(x.dtype)
     out_O = jnp.sum(values.astype(jnp.float32) * x[0].astype(jnp.float32), axis=1)
     return _scaled(out_O[None], scales).astype(x.dtype)
+
+
+def _shifted(x: Any, out_BO: Any, part: Sequence[Any]) -> Any:
+    """Returns the product less that of zeros, with the sums of x over groups: s (v - z) x."""
+    _, *scales, zeros_OQ = part if len(part) == 3 else (*part, None)
+    if zeros_OQ is not None:
+        sums_BQ = jnp.sum(x.astype(jnp.float32), axis=(2, 3))
+        shifts_OQ = scales[0].astype(jnp.float32) * zeros_OQ.astype(jnp.float32)
+        out_BO -= jnp.einsum("bq,oq->bo", sums_BQ, shifts_OQ, precision="highest")
+    return out_BO.astype(x.dtype)
+
+
+def _numbers(values_OQW: Any, zeros_OQ: Any, dtype: Any) -> Any:
+    """The numbers (O, Q, I) that are scaled: all whole ones are exact in bfloat16."""
+    wide_OQI = _unpacked(values_OQW) if _in_a_number(values_OQW) > 1 else values_OQW
+    wide_OQI = wide_OQI.astype(dtype)
+    return wide_OQI if zeros_OQ is None else wide_OQI - zeros_OQ.astype(dtype)[..., None]
 
 
 def _unpacked(values_OQW: Any) -> Any:
@@ -194,10 +220,12 @@ def _unpacked(values_OQW: Any) -> Any:
     return both.astype(jnp.int8) - 8
 
 
-def _unpacked_first(x: Any, values: Any, scales: Any) -> Any:
-    """Returns x @ weight.T of a 4-bit weight, which is written to memory in x's dtype before."""
-    wide_OQI = _unpacked(values).astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
-    whole_OI = jax.lax.optimization_barrier(wide_OQI.astype(x.dtype).reshape(len(values), -1))
+def _unpacked_first(x: Any, values: Any, scales: Any, zeros: Any = None) -> Any:
+    """Returns x @ weight.T of a weight in groups, made in x's dtype: if of 4 bits, in memory."""
+    wide_OQI = _numbers(values, zeros, jnp.float32) * scales.astype(jnp.float32)[..., None]
+    whole_OI = wide_OQI.astype(x.dtype).reshape(len(values), -1)
+    if _in_a_number(values) > 1:
+        whole_OI = jax.lax.optimization_barrier(whole_OI)
     x_BI = x.reshape(x.shape[0], -1)
     return jnp.einsum("bi,oi->bo", x_BI, whole_OI, preferred_element_type=x.dtype)
 
@@ -212,11 +240,11 @@ def _rule(kind: OpKind) -> Rule:
     #     b i, (o r0) i, o i, o i -> b (o r0), b o, b o
     parts = list(_parts(kind.operands[1:]))
     least = min(part[0].shape[0] for part in parts)
-    is_packed = parts[0][0].rank == 3
-    terms, results = ["b q p w" if is_packed else "b i"], []
+    is_grouped = parts[0][0].rank == 3
+    terms, results = ["b q p w" if is_grouped else "b i"], []
     for n, part in enumerate(parts):
         outputs = "o" if part[0].shape[0] == least else f"(o r{n})"
-        inner = ("q w", "q") if is_packed else ("i", "")
+        inner = ("q w", "q", "q") if is_grouped else ("i", "")
         terms += [f"{outputs} {dims}" for dims in inner[: len(part)]]
         results.append(f"b {outputs}")
     return parse_rule(

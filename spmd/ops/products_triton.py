@@ -111,8 +111,10 @@ and 750 with 512, where it takes 543 to write the weights as bfloat16 for cuBLAS
 XLA's: 108 with 16 rows, where this kernel takes 111, and 146 with 64, where it takes 162."""
 
 
-def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> Any:
-    """Returns a tuple of `x @ weight.T` (B, O) for each weight, or NotImplemented.
+def products(
+    x_BI: Any, weights: Sequence[Any], dtype: Any = None, *, interpret: bool = False
+) -> Any:
+    """Returns `x @ weight.T` (B, O) for each weight, in x's dtype or another, or NotImplemented.
 
     Weights are (values,) of the 16-bit float type of x, or (values, scales) as of `spmd.ops.linear`
     beside an x of bfloat16; they are of one kind, and dims are multiples of what tiles need.
@@ -129,17 +131,18 @@ def products(x_BI: Any, weights: Sequence[Any], *, interpret: bool = False) -> A
         (values.reshape(values.shape[0], -1), *(scales.astype(jnp.float32) for scales in rest))
         for values, *rest in weights
     ]
-    dtype = x_BI.dtype if tiles.splits == 1 else jnp.float32
+    dtype = x_BI.dtype if dtype is None else dtype
+    kept = dtype if tiles.splits == 1 else jnp.float32
     shapes = [(tiles.splits, x_BI.shape[0], part[0].shape[0]) for part in parts]
     blocks = sum(shape[2] for shape in shapes) // tiles.outputs
     sums = pl.pallas_call(
         functools.partial(_kernel, tiles=tiles, interpret=interpret),
         name="linears",
         grid=(blocks * (x_BI.shape[0] // tiles.rows), tiles.splits),
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, kept) for shape in shapes],
         **compiled_with(tiles.warps, tiles.stages, interpret),
     )(_pairs(x_BI) if tiles.is_paired else [x_BI], parts)
-    return tuple(jnp.sum(x[:, :rows], axis=0).astype(x_BI.dtype) for x in sums)
+    return tuple(jnp.sum(x[:, :rows], axis=0).astype(dtype) for x in sums)
 
 
 def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:

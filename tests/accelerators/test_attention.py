@@ -25,21 +25,15 @@ from spmd.ops import (
 )
 from spmd.ops.attention import piece, piece_gradient
 from tests.accelerators.devices import COUNT, DEVICES, PLATFORM
+from tests.ops import test_attention as ours
+from tests.ops.test_attention import documents
 
 KERNEL: Any = attention_splash if PLATFORM == "tpu" else attention_cudnn
 CALL = "tpu_custom_call" if PLATFORM == "tpu" else "__cudnn$fmha"
 
 
-def tensors(b: int, s: int, n: int, k: int, t: int, d: int = 64) -> tuple[Any, ...]:
-    """q, k, v and a gradient of the output."""
-    rng = np.random.default_rng(n * k)
-    shapes = ((b, s, n, d), (b, t, k, d), (b, t, k, d), (b, s, n, d))
-    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
-
-
-def documents(b: int, s: int) -> Any:
-    """Ids of a few documents packed into each sequence."""
-    return np.sort(np.random.default_rng(s).integers(0, 4, (b, s)), axis=1).astype(np.int32)
+def tensors(b: int, s: int, n: int, k: int, t: int) -> Any:
+    return ours.tensors(b, s, n, k, 64, t, jnp.bfloat16)
 
 
 def close(got: Any, want: Any, what: str, tolerance: float = 2e-2) -> None:

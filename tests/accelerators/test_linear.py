@@ -38,6 +38,21 @@ def test_linear(kind: str, rows: int) -> None:
     compare(linear, x, weight, tolerance=4e-2 if kind == "fp8" else 2e-2)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 8, 300])
+def test_groups_with_zeros(rows: int, dtype: Any, group: int) -> None:
+    """As checkpoints of the hub have them."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 512)), jnp.bfloat16)
+    values = rng.integers(0, 100, (1024, 512 // group, group // (1 + (dtype is np.uint8))))
+    weight = {"values": jnp.asarray(values).astype(dtype)}
+    weight["scales"] = jnp.asarray(rng.random((1024, 512 // group)), jnp.float32)
+    if dtype is not jnp.float8_e4m3fn:
+        weight["zeros"] = jnp.asarray(rng.integers(-8, 8, (1024, 512 // group)), jnp.int8)
+    compare(linear, x, weight)
+
+
 @pytest.mark.parametrize("rows", [128, 200, 512])
 def test_many_rows_of_8_bit_floats(rows: int) -> None:
     """Rows are rounded to 8 bits: 3 bits of mantissa, so 6% of an entry at most."""

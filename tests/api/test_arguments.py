@@ -6,7 +6,6 @@ import pytest
 
 import spmd
 from spmd.api.arguments import arg_specs, donated_leaves, like_parameters, updates_of
-from spmd.api.tracing import type_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -49,13 +48,3 @@ def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
     filled, reasons = like_parameters(names, shapes, entries)
     assert filled == (entries[0], entries[1], entries[0], None, None, None)
     assert reasons == (None, None, "like argument params/w", None, None, None)
-
-
-def test_types_of_leaves() -> None:
-    key, struct = jax.random.key(0), jax.ShapeDtypeStruct
-    assert type_of(1.0) == struct((), jnp.float32, weak_type=True)
-    assert type_of(jnp.ones((2, 3), jnp.bfloat16)) == struct((2, 3), jnp.bfloat16)
-    assert type_of(jnp.asarray(1) * 2) == struct((), jnp.int32, weak_type=True)
-    assert type_of(struct((2,), jnp.int8)) == struct((2,), jnp.int8)
-    assert type_of(key) == struct((), key.dtype)
-    assert type_of(jax.new_ref(jnp.ones(2))) == struct((2,), jnp.float32, is_ref=True)

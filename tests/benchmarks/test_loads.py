@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from benchmarks import loads
-from benchmarks.load_client import Answer, Ask, Asked, BenchError, Clients, Load, Outcome, make_asks
+from benchmarks.load_client import (
+    Answer,
+    Ask,
+    Asked,
+    BenchError,
+    Load,
+    Outcome,
+    ask_from,
+    client_pool,
+    make_asks,
+)
 from benchmarks.loads import Costs, Workload
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, serving
@@ -76,9 +86,8 @@ def test_what_cannot_be_run(
 def test_processes_share_a_load(concurrency: int) -> None:
     load = Load(7, concurrency, words=(1, 3), tokens=(2, 20), ignore_eos=True)
     asks = make_asks(load)
-    with serving(FakeBackend()) as live, Clients(live.url, MODEL, processes=3) as clients:
-        asked = clients.start(load, asks).result()
-        assert clients.done == 7
+    with serving(FakeBackend()) as live, client_pool(3) as pool:
+        asked = ask_from(pool, 3, live.url, MODEL, load, asks)
         live.wait_idle()
     assert [answer.ask for answer in asked.answers] == asks
     for answer, ask in zip(asked.answers, asks, strict=True):

@@ -1,5 +1,6 @@
 """`spmd plan`: programs and machines by name, a table, a page, and settings that trainers read."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from spmd.cli.main import main
+from spmd.explain.data import from_json
 from spmd.scripts import export_llama, train_llama
 from spmd.scripts.flags.train import make_parser
 
@@ -36,13 +38,17 @@ def test_a_named_model_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFi
     out, page = tmp_path / "best.yaml", tmp_path / "page.html"
     flags = ["--batch", "16", "--seq_len", "64", "--remat", "full", "--sharding", "2d"]
     flags += ["--mesh", "data=2,model=2"]
-    files = ["--out", str(out), "--report", str(page)]
+    kept = tmp_path / "best.json"
+    files = ["--out", str(out), "--report", str(page), "--json", str(kept)]
     assert main(["plan", "tiny", "h200:4", *flags, *files]) == 0
     text = capsys.readouterr().out
     assert "MFU" in text and page.read_text().startswith("<!doctype html>")
     given = make_parser(None).parse_args(["--settings", str(out)])
     assert given.mesh == yaml.safe_load(out.read_text())["mesh"] and given.model == "tiny"
     assert (given.global_batch, given.seq_len, given.remat) == (16, 64, "full")
+    data = json.loads(kept.read_text())
+    assert data["settings"] == yaml.safe_load(out.read_text()) and data["choices"]["batch"] == 16
+    assert from_json(data).timeline.seconds > 0
 
 
 def test_a_run_and_a_bundle_plan_themselves(capsys: pytest.CaptureFixture[str]):

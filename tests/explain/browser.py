@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ def find_browser() -> str | None:
 class Browser:
     """One page in a browser of its own; a context manager."""
 
-    def __init__(self, program: str, profile: Path, dark: bool = False) -> None:
+    def __init__(self, program: str, profile: Path) -> None:
         read_ours, write_theirs = os.pipe()
         read_theirs, write_ours = os.pipe()
         flags = [
@@ -55,8 +54,6 @@ class Browser:
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def __enter__(self) -> Browser:
         return self
@@ -123,8 +120,3 @@ class Browser:
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
-
-    def screenshot(self, path: Path, height: int = 1400) -> None:
-        clip = {"x": 0, "y": 0, "width": 1240, "height": height, "scale": 1}
-        shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))

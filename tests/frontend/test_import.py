@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.module import import_module
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Frame, Loc
-from spmd.ir.types import _NUMPY_DTYPES, Dense, ShardingAttr, TensorType, numpy_dtype
+from spmd.ir.types import _NUMPY_DTYPES, Dense, TensorType, numpy_dtype
 from tests.ir.examples import stablehlo
 
 X = jnp.ones((4, 4))
@@ -49,16 +48,6 @@ def line_of(fn, text):
 def assert_source(op, fn, text, function):
     expected = f"{inspect.getsourcefile(fn)}:{line_of(fn, text)} ({function})"
     assert op.loc.source == expected
-
-
-MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-OPEN = PartitionSpec.UNCONSTRAINED
-
-
-def sharded(*spec):
-    return NamedSharding(MESH, PartitionSpec(*spec))
 
 
 # Modules that the importer refuses, and which function it takes.
@@ -110,17 +99,6 @@ def test_arguments_and_results_are_named_and_the_only_function_is_taken():
     assert program.result_names == ("['loss']", "['n'][0]")
     assert import_module(module, ["params/w"]).program.arg_names == ("params/w",)
     assert parsed(f"func.func @step{IDENTITY}").program.name == "step"
-
-
-def test_argument_and_result_shardings_are_kept():
-    found = imported(
-        lambda x, y: (x, y),
-        jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharded("data", None)),
-        jnp.ones(3),
-        out_shardings=(sharded(None, "model"), None),
-    )
-    assert found.arg_marks == (ShardingAttr(((("data", 1, 0),), ()), (False, False)), None)
-    assert found.result_marks[0] == ShardingAttr(((), (("model", 1, 0),)), (False, False))
 
 
 # What the importer makes of ops: locations, scalar bodies, regions.
@@ -206,19 +184,6 @@ def test_an_init_that_counts_is_not_neutral():
     assert op.kind.attrs["spmd.neutral"] is False
 
 
-def test_other_bodies_have_no_reducer_and_are_closed():
-    found = imported(lambda x: (jnp.argmax(x, 0), jnp.sort(x)), X)
-    for name, count in (("reduce", 4), ("sort", 2)):
-        (op,) = ops(found, name)
-        body = op.kind.attrs["body"]
-        assert op.kind.attrs["reducer"] == ""
-        assert len(body.region.args) == count
-        assert {inner.loc for inner in body.region.ops} == {Loc()}
-        assert sorted(
-            [*body.region.args, *(v for inner in body.region.ops for v in inner.results)]
-        ) == list(range(len(body.types)))
-
-
 def test_bodies_take_constants_from_around_them():
     """MLIR's folding lifts constants out of bodies, as in artifacts that jax writes."""
     (op,) = ops(
@@ -264,31 +229,9 @@ def test_constants_of_a_body_are_not_those_of_the_function():
     assert op.kind.attrs["spmd.neutral"] is False
 
 
-def test_select_and_scatter_names_both_bodies_and_equal_kinds_are_one_object():
-    def pooled(x):
-        window = (2, 2), (2, 2), "VALID"
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window).sum()
-
-    (op,) = ops(imported(jax.grad(pooled), X), "select_and_scatter")
-    assert op.kind.attrs["scatter"] == reducer_body("add", "f32")
-    assert op.kind.attrs["reducer"] == "add"
-    assert op.kind.attrs["select"].region.ops[0].name == "stablehlo.compare"
+def test_equal_kinds_are_one_object():
     first, second = ops(imported(lambda x: (x.sum(0), (x + 1).sum(0)), X), "reduce")
     assert first.kind is second.kind
-
-
-def test_control_flow_keeps_its_regions_and_reads_values_from_outside():
-    found = imported(lambda x, i: jax.lax.cond(i > 0, lambda: x * 2, lambda: x), X, 1)
-    (op,) = ops(found, "case")
-    outside, doubled = op.regions
-    (x, _) = found.program.body.args
-    assert outside.args == outside.ops == ()
-    assert outside.results == (x,)
-    assert x in doubled.ops[-1].operands
-    (loop,) = ops(imported(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x + i, x), X), "while")
-    cond, body = loop.regions
-    assert len(cond.args) == len(body.args) == len(body.results) == len(loop.results)
-    assert len(cond.results) == 1
 
 
 # Constants of every dtype, as the importer reads them.
@@ -347,35 +290,7 @@ def test_special_numbers_keep_their_bits(dtype, count):
         assert found == Dense(TensorType((count,), dtype), one, True)
 
 
-# Calls and composites that the importer inlines.
-
-
-def test_calls_and_composites_are_inlined_once_for_each_call():
-    @partial(jax.lax.composite, name="my.op")
-    def composite(x):
-        return jnp.tanh(x)
-
-    found = imported(lambda x: composite(inner_call(inner_call(x))), X)
-    assert [op.name for op in found.program.walk()] == [
-        "stablehlo.exponential",
-        "stablehlo.exponential",
-        "stablehlo.tanh",
-    ]
-
-
 # Marks inside of programs. Manual regions are tested where they are lowered.
-
-
-def test_sharding_constraints_become_marks():
-    def fn(x):
-        return jax.lax.with_sharding_constraint(x, sharded(("model", "data"), OPEN)) + 1
-
-    found = imported(fn, jnp.ones((8, 8)))
-    (mark,) = [op for op in found.program.walk() if op.name == "spmd.mark"]
-    wanted = ShardingAttr(((("model", 1, 0), ("data", 1, 0)), ()), (False, True))
-    assert mark.kind.attrs == {"sharding": wanted}
-    assert mark.operands == found.program.body.args
-    assert_source(mark, fn, "with_sharding_constraint", f"{fn.__qualname__}")
 
 
 def test_groups_may_be_said_as_axes_and_parts_of_axes():

@@ -12,10 +12,10 @@ from jax import lax
 import spmd
 from benchmarks.programs.program import small_machine
 from benchmarks.programs.remat import CHECKPOINTS, gradient
-from spmd.frontend.normalize import accumulate, separate, unflatten
+from spmd.frontend.normalize import accumulate, unflatten
 from spmd.ir.description import RESHAPE
 from spmd.ir.legality import check_program
-from spmd.ir.program import Op, Program
+from spmd.ir.program import Program
 from tests.ir.examples import program_of
 
 OPTIONS = spmd.Options(topology=small_machine(), check=True)
@@ -66,25 +66,6 @@ def test_what_is_no_such_sum_stays(name: str) -> None:
 ROWS = np.random.default_rng(0).random((8, 16), np.float32)
 
 
-def separated(fn: Any, *args: Any) -> tuple[Program, Program]:
-    """The program as it is imported, and with its ops apart."""
-    before = program_of(fn, *args)
-    after = separate(before)
-    check_program(after)
-    return before, after
-
-
-def named(program: Program, name: str) -> list[Op]:
-    return [op for op in program.walk() if op.name == f"stablehlo.{name}"]
-
-
-def test_a_barrier_becomes_one_for_each_operand() -> None:
-    before, after = separated(lambda *xs: lax.optimization_barrier(xs), ROWS, ROWS.T, ROWS[0])
-    assert [len(op.results) for op in named(before, "optimization_barrier")] == [3]
-    assert [len(op.results) for op in named(after, "optimization_barrier")] == [1, 1, 1]
-    assert separate(after) is after
-
-
 @pytest.mark.usefixtures("devices8")
 def test_each_operand_of_a_barrier_may_have_the_axis() -> None:
     def fn(x: Any, y: Any) -> Any:
@@ -96,7 +77,8 @@ def test_each_operand_of_a_barrier_may_have_the_axis() -> None:
     compiled = jitted.compile(ROWS, ROWS.T.copy())
     assert not compiled.collectives
     local = compiled.stages.partitioned.program
-    assert [len(op.results) for op in named(local, "optimization_barrier")] == [2]
+    barriers = [op for op in local.walk() if op.name == "stablehlo.optimization_barrier"]
+    assert [len(op.results) for op in barriers] == [2]
     for got, want in zip(compiled(ROWS, ROWS.T.copy()), fn(ROWS, ROWS.T), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 

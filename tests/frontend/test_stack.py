@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import io_callback
@@ -21,10 +21,6 @@ from spmd.planning.plan import Plan
 from spmd.planning.stacks import Stacks, independent_groups, stacks_of
 from tests.greedy import greedy_plans as greedy_plans
 from tests.ir.dialect.cases import CASES, Case
-from tools.fuzzing.cases import Case as Fuzzed
-from tools.fuzzing.cases import definitions, execute
-from tools.fuzzing.check import differ, other_references
-from tools.fuzzing.programs import Settings, cases
 
 LINE = spmd.Mesh(None, (8,), ("data",))
 H200 = spmd.Topology("h200:8")
@@ -139,34 +135,6 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
 # Random programs.
 
 
-@pytest.mark.usefixtures("stacks_all")
-@pytest.mark.filterwarnings("ignore:.*nothing is split over axis")
-@settings(
-    max_examples=5, phases=[Phase.generate], database=None, deadline=None, derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(cases(Settings(most_lines=8)))
-def test_random_lanes(case: Fuzzed) -> None:
-    scope = execute(definitions(case))
-    args, plain = scope["arguments"](), scope["make_step"](lambda x, spec: x)
-    lanes = [lane(args, number) for number in range(3)]
-    lanes = [[jnp.asarray(a) for a in args] for args in lanes]
-    reference = jax.jit(plain)
-    step = spmd.jit(
-        lambda lanes: [plain(*args) for args in lanes], mesh=spmd.make_mesh(data=2), options=QUIET
-    )
-    for got, args in zip(step(lanes), lanes, strict=True):
-        want = {name: np.asarray(x) for name, x in reference(*args).items()}
-        wrong = [name for name in want if differ(np.asarray(got[name]), want[name], case)]
-        others = other_references(reference, plain, args, case) if wrong else []
-        wrong = [
-            name
-            for name in wrong
-            if not any(differ(np.asarray(got[name]), other[name], case) for other in others)
-        ]
-        assert not wrong, definitions(case)
-
-
 Edge = tuple[int, int, int]
 EDGES = st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30))
 
@@ -206,6 +174,7 @@ def test_a_row_is_written_once() -> None:
     program = program_of(lambda xs: [gram(x) * 2 for x in xs], matrices(3, 4, 6))
     (stack,) = everything(program)
     assert len(stack[0]) == 3
+    assert described(program, stack[:2]).startswith("3 times transpose and 1 more op (")
     after = stacked(program, [stack])
     check_program(after)
     names = [op.label for op in after.body.ops]
@@ -213,24 +182,6 @@ def test_a_row_is_written_once() -> None:
     assert names.count("slice") == 3  # the results
     (product,) = [op for op in after.body.ops if op.label == "dot_general"]
     assert product.kind.results[0].shape == (3, 4, 4)
-
-
-def test_ops_that_need_each_other_are_not_one() -> None:
-    """One alone, a chain of equal layers, and lanes of which one reads what the other made."""
-
-    def chain(x: Any, ws: Any) -> Any:
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return x
-
-    def crossed(a: Any, b: Any) -> Any:
-        first = a @ a
-        return first, (b + first) @ (b + first)
-
-    ws = matrices(4, 4, 4)
-    assert everything(program_of(lambda x: gram(x).sum(), ws[0])) == ()
-    assert everything(program_of(chain, ws[0], ws)) == ()
-    assert everything(program_of(crossed, *ws[:2])) == ()
 
 
 def test_layers_found_from_their_gradients_stay_apart() -> None:
@@ -253,26 +204,6 @@ def test_layers_found_from_their_gradients_stay_apart() -> None:
     # Four forward, three for what they read, four for the weights: those are one.
     assert len(products(program)) == 11
     assert products(after) == [(4, 4, 4), *[(8, 4)] * 7]
-
-
-def test_two_stacks_that_need_each_other_are_not_both_written() -> None:
-    """Lane 1 goes from `sin` to `@`, lane 2 from `@` to `sin`."""
-
-    def crossed(a: Any, b: Any) -> Any:
-        return jnp.sin(a) @ jnp.ones((4, 4)), jnp.sin(b @ jnp.ones((4, 4)))
-
-    program = program_of(crossed, *matrices(2, 4, 4))
-    block = Block(program)
-    places: dict[str, list[int]] = {}
-    for place, op in enumerate(block.ops):
-        places.setdefault(op.label, []).append(place)
-    pairs = [
-        (tuple(block.ops[p].results[0] for p in places[name]),) for name in ("sine", "dot_general")
-    ]
-    assert all(block.order([pair]) is not None for pair in pairs)
-    assert block.order(pairs) is None
-    two = pairs[0] + pairs[1]
-    assert described(program, two).startswith("2 times sine and 1 more op (")
 
 
 @pytest.mark.usefixtures("stacks_all")

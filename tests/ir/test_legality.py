@@ -7,7 +7,7 @@ import pytest
 from spmd.errors import LegalityError
 from spmd.ir.legality import check_program
 from spmd.ir.program import OpKind
-from tests.ir.examples import FUNCTIONS, example
+from tests.ir.examples import example
 from tests.ir.text_parse import parse_program
 
 PROGRAM = """
@@ -133,8 +133,3 @@ def test_the_error_names_the_op_and_the_users_line():
         check_program(with_op(program, index, kind=kind))
     assert str(error.value.op).startswith(f"%{op.results[0]} = other.op")
     assert error.value.source == op.loc.source
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_imported_programs_are_legal(name):
-    check_program(example(name))

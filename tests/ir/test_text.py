@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
+from spmd.ir.legality import check_program
 from spmd.ir.program import Body, Op, OpKind, Program, Region
 from spmd.ir.text import format_op, format_program
 from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype
@@ -71,6 +72,7 @@ program @"a \"name\"\n"(
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_imported_programs_read_back(name):
     program = example(name)
+    check_program(program)
     read = parse_program(format_program(program, annotate=lambda v: f"value {v}"))
     assert read == without_locs(program)
     assert format_program(read) == format_program(program)

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.mesh.spec import jax_mesh
-from tests.fixes import pieces
 from tests.lowering.manual_programs import manual
 from tests.markdown import ROOT, blocks_of
 
@@ -94,26 +93,6 @@ def test_in_a_manual_region_no_rule_is_needed(built: Path) -> None:
     part = manual(jax_mesh(mesh), body, P("x"), P("x"))
     with pytest.raises(spmd.UnsupportedOpError, match=r"no sharding rule for op .*rms_norm_alone"):
         spmd.jit(part, mesh=mesh).lower(x)
-
-
-@needs_compiler
-@pytest.mark.parametrize("line", [0, 1])
-def test_the_page_without_its_rule(built: Path, mesh: spmd.Mesh, line: int) -> None:
-    """What the error proposes computes right numbers, though rows must not be split in two."""
-    library, target = ctypes.cdll.LoadLibrary(str(built / "rms_norm.so")), f"rms_norm_{line}"
-    handler = jax.ffi.pycapsule(library.RmsNormHandler)
-    jax.ffi.register_ffi_target(target, handler, platform="cpu")
-
-    def layer(x: Any, w: Any) -> Any:
-        call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((64, 16), np.float32))
-        return call(x @ w, eps=np.float32(1e-6)) * 2
-
-    x, w = np.random.default_rng(0).standard_normal((2, 64, 64), np.float32)
-    step = spmd.jit(layer, mesh=mesh, in_specs=(("data", None), (None, "model")))
-    with pytest.raises(spmd.UnsupportedOpError) as caught:
-        step(x, w[:, :16])
-    exec(list(pieces(str(caught.value.fix)))[line], {"spmd": spmd})
-    np.testing.assert_allclose(step(x, w[:, :16]), jax.jit(layer)(x, w[:, :16]), rtol=1e-4)
 
 
 def test_products_of_sparse_rows(mesh: spmd.Mesh) -> None:

@@ -288,19 +288,7 @@ def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
     assert ours
 
 
-# Text and modules.
-
-
-@pytest.mark.parametrize("name", ["scan_inside", "nested", "cond_inside", "groups"])
-def test_text_reads_back(name: str) -> None:
-    from spmd.ir.text import format_program
-    from tests.ir.text_parse import parse_program, without_locs
-
-    fn = named(name)
-    program = spmd.jit(fn, mesh=MESH).lower(X, W).stages.program
-    for given in (None, MESH):
-        text = format_program(program, mesh=given)
-        assert parse_program(text, given) == without_locs(program)
+# Modules.
 
 
 A = np.arange(32, dtype=np.float32).reshape(8, 4)

@@ -1,7 +1,9 @@
 """Axes of one mesh in the atoms of another."""
 
 import math
+from collections.abc import Iterable
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,39 +24,31 @@ def axis_atoms_of(mesh: Mesh, other: Mesh) -> dict[str, tuple[int, ...]]:
     return {name: part_atoms(mesh, other, name) for name in other.axis_names}
 
 
-@pytest.mark.parametrize(
-    ("other", "wanted"),
-    [
-        (Mesh(None, (4, 2), ("x", "y")), {"x": (0, 1), "y": (2,)}),
-        (Mesh(None, (2, 4), ("x", "y")), {"x": (0,), "y": (1, 2)}),
-        (Mesh(None, (8,), ("all",)), {"all": (0, 1, 2)}),
-        (Mesh(None, (2, 1, 2, 2), "abcd"), {"a": (0,), "b": (), "c": (1,), "d": (2,)}),
-        (Mesh([0, 2, 4, 6, 1, 3, 5, 7], (2, 4), ("m", "d")), {"m": (2,), "d": (0, 1)}),
-        (Mesh([0, 2, 1, 3, 4, 6, 5, 7], (8,), ("x",)), {"x": (0, 2, 1)}),
-    ],
-)
-def test_axes_are_found_by_their_devices(other: Mesh, wanted: dict[str, tuple[int, ...]]) -> None:
-    assert axis_atoms_of(MESH, other) == wanted
-
-
-def test_sizes_of_several_primes_ids_and_a_part_that_is_none() -> None:
-    both = Mesh(None, (3, 2), ("x", "y"))
-    assert axis_atoms_of(both, Mesh(None, (6,), ("a",))) == {"a": (0, 1)}
-    assert part_atoms(both, Mesh(None, (6,), ("a",)), "a", 1, 3) == (0,)
+def test_parts_and_what_is_none() -> None:
+    assert part_atoms(Mesh(None, (3, 2), "xy"), Mesh(None, (6,), "a"), "a", 1, 3) == (0,)
     assert part_atoms(MESH, Mesh(None, (8,), ("a",)), "a", 2, 2) == (1,)
-    ids = [11, 13, 12, 10]
-    mesh = Mesh(ids, (2, 2), ("a", "b"))
-    assert axis_atoms_of(mesh, Mesh([11, 12, 13, 10], (2, 2), ("b", "a"))) == {"b": (1,), "a": (0,)}
     with pytest.raises(spmd.MeshError, match=r"'a' of the mesh \(a=8\) has no part :\(2\)8"):
         part_atoms(MESH, Mesh(None, (8,), ("a",)), "a", 2, 8)
 
 
-@given(st.permutations([2, 3, 2]), st.permutations(range(3)))
-def test_a_dim_has_the_same_pieces_on_the_same_devices(sizes: list[int], order: list[int]) -> None:
-    mesh = Mesh(None, sizes, "abc")
-    ids = np.arange(12).reshape(sizes).transpose(order)
-    other = Mesh(ids, ids.shape, "xyz")
-    for names in permutations("xyz", 2):
+def joined(ids: np.ndarray[Any, Any], cuts: Iterable[int]) -> Mesh:
+    """A mesh whose axes are the dims between two cuts; there may be none between them."""
+    sizes = [math.prod(part) for part in np.split(ids.shape, sorted(cuts))]
+    return Mesh(ids.flatten(), sizes, "stuvwxyz"[: len(sizes)])
+
+
+CUTS = st.lists(st.integers(0, 3), max_size=3)
+
+
+@given(st.permutations(range(10, 22)), st.permutations([2, 3, 2]), st.permutations(range(3)),
+       CUTS, CUTS)  # fmt: skip
+def test_a_dim_has_the_same_pieces_on_the_same_devices(
+    devices: list[int], sizes: list[int], order: list[int], cuts: list[int], others: list[int]
+) -> None:
+    ids = np.array(devices).reshape(sizes)
+    mesh = joined(ids, cuts + [i for i in (1, 2) if sizes[i - 1] > sizes[i]])  # 6 has atoms 2, 3
+    other = joined(ids.transpose(order), others)
+    for names in permutations(other.axis_names, min(2, len(other.axis_names))):
         atoms = tuple(a for name in names for a in axis_atoms_of(mesh, other)[name])
         here = dict(zip(mesh.device_ids, mesh.coordinates(atoms), strict=True))
         there = other.coordinates(other.atoms_of(names))

@@ -45,11 +45,6 @@ def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
     return jax.value_and_grad(run, (0, 1, 3, 4, 5))
 
 
-def test_alone() -> None:
-    args = operands()
-    close(jax.jit(loss(experts))(*args), jax.jit(loss(plain))(*args))
-
-
 def test_in_half_precision_gates_stay_wide() -> None:
     x, gates, chosen, *weights = operands()
     x, *weights = (jnp.asarray(a, jnp.bfloat16) for a in (x, *weights))

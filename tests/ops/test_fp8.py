@@ -176,16 +176,6 @@ def test_several_weights_are_as_many_products() -> None:
     np.testing.assert_array_equal(dx, terms[0] + terms[1])
 
 
-def test_states_are_taken_out_of_a_tree_and_put_back() -> None:
-    tree = {"w": jnp.ones(2), "fp8": {"state": fp8_state()}, "more": [jnp.zeros(3), None]}
-    rest, states = fp8.split(tree)
-    assert [leaf.shape for leaf in jax.tree.leaves(rest)] == [(3,), (2,)]
-    assert [leaf.shape for leaf in jax.tree.leaves(states)] == [(3, 16)]
-    back = fp8.merge(jax.tree.map(lambda leaf: leaf + 1, rest), states)
-    assert [leaf.shape for leaf in jax.tree.leaves(back)] == [(3, 16), (3,), (2,)]
-    np.testing.assert_array_equal(back["w"], [2.0, 2.0])
-
-
 def test_what_cannot_be_asked_is_refused() -> None:
     x, w = normal((4, 8)), normal((8, 2))
     with pytest.raises(ArgumentError, match="takes no such operands"):

@@ -1,5 +1,6 @@
 """Products with few rows, against plain arithmetic: alone, split in every way, and as kernels."""
 
+import functools
 import importlib
 import itertools
 from typing import Any
@@ -11,10 +12,10 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.models.llama.quantize import quantize_weight, weight_types
+from spmd.models.llama.quantize import dequantize, quantize_weight, weight_types
 from spmd.ops import linear, linears, products_triton
-from tests.models.llama.inverse import dequantize
 
+OPERANDS = ("values", "scales", "zeros")
 CHECKED = spmd.Options(check=True)
 LINEAR = importlib.import_module("spmd.ops.linear")  # its name is the function's in spmd.ops
 
@@ -29,11 +30,17 @@ def weights(kind: str, outputs: int = 24, inputs: int = 512) -> tuple[Any, Any]:
     whole = np.random.default_rng(1).standard_normal((outputs, inputs)).astype(np.float32)
     if kind == "none":
         return jnp.asarray(whole), whole
-    packed = quantize_weight(whole, kind)
+    packed = quantize_weight(whole + 3 * ("zeros" in kind), kind.split()[0])
+    if kind == "fp8 groups":
+        scales = np.random.default_rng(0).uniform(0.5, 1, (outputs, inputs // 64))
+        packed = {"values": packed["values"].reshape(outputs, -1, 64), "scales": scales / 50}
+    if kind == "int4 zeros":
+        shape = packed["scales"].shape
+        packed["zeros"] = np.random.default_rng(0).integers(2, 6, shape).astype(np.int8)
     return jax.tree.map(jnp.asarray, packed), dequantize(packed)
 
 
-@pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8", "int4 zeros", "fp8 groups"])
 def test_linear_is_a_product(kind: str) -> None:
     weight, whole = weights(kind)
     for rows in (1, 3):
@@ -41,17 +48,20 @@ def test_linear_is_a_product(kind: str) -> None:
         np.testing.assert_allclose(linear(x, weight), x @ whole.T, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4", "int4 zeros", "fp8 groups"])
 def test_linears_kernel_of_one_row(kind: str) -> None:
     weight, whole = weights(kind)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 512)), jnp.float32)
-    operands = (weight["values"], weight["scales"]) if isinstance(weight, dict) else (weight,)
-    shaped = x.reshape(1, -1, 2, operands[0].shape[2]) if operands[0].ndim == 3 else x
+    operands = (
+        [weight[n] for n in OPERANDS if n in weight] if isinstance(weight, dict) else [weight]
+    )
+    values = operands[0]
+    shaped = x.reshape(1, values.shape[1], -1, values.shape[2]) if values.ndim == 3 else x
     for kernel in (LINEAR._kernel, LINEAR._on_tpu):
         (out,) = kernel(shaped, *operands)
         np.testing.assert_allclose(out, x @ whole.T, rtol=0, atol=1e-3)
         two = kernel(jnp.concatenate([shaped, shaped]), *operands)
-        if kind == "int4" and kernel == LINEAR._kernel:  # written as whole numbers first
+        if values.ndim == 3 and kernel == LINEAR._kernel:  # written as whole numbers first
             np.testing.assert_allclose(two[0][1:], out, rtol=0, atol=1e-3)
         else:
             assert two is NotImplemented
@@ -129,6 +139,17 @@ def test_linears_kernel(kind: str, rows: int, inputs: int, outputs: tuple[int, .
         assert error < 2.5e-3  # results are rounded to 8 bits, and nothing else
 
 
+def test_zeros_are_taken_off_the_kernels_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is larger by far, so only the difference is rounded to 8 bits."""
+    in_jax = functools.partial(products_triton.products, interpret=True)
+    monkeypatch.setattr(products_triton, "products", in_jax)
+    weight, whole = weights("int4 zeros", 64)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 512)) + 8, jnp.bfloat16)
+    (got,) = LINEAR._kernel(x.reshape(5, -1, 2, 64), *(weight[n] for n in OPERANDS))
+    want = np.asarray(x, np.float32) @ whole.T
+    assert np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want) < 2.5e-3
+
+
 def test_tiles_of_the_kernel() -> None:
     def tiles(rows: int, inputs: int, *outputs: int, kind: str = "none") -> Any:
         x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
@@ -149,11 +170,13 @@ def test_tiles_of_the_kernel() -> None:
     assert tiles(3, 4096, 4096, kind="fp8") is tiles(3, 4096, 48, kind="int8") is None
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 zeros"])
 @pytest.mark.parametrize("is_inner", [False, True], ids=["outputs", "inputs"])
 def test_gpus_get_the_kernel(kind: str, is_inner: bool) -> None:
     """One for all weights, whichever dim is split."""
-    made = [weight_types((n, 1024), kind) for n in (256, 128, 128)]
+    made = [weight_types((n, 1024), kind.removesuffix(" zeros")) for n in (256, 128, 128)]
+    if kind == "int4 zeros":
+        made = [w | {"zeros": jax.ShapeDtypeStruct(w["scales"].shape, jnp.int8)} for w in made]
     spec = [{k: (None, "x")[: x.ndim] if is_inner else ("x",) for k, x in made[0].items()}] * 3
     x = jax.ShapeDtypeStruct((40, 1024), jnp.bfloat16)
     jitted = spmd.jit(linears, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=(None, spec))
@@ -176,7 +199,7 @@ ALIKE = (("none", "inputs"), ("none", "both"), ("int8", "inputs"))
     ("kind", "split"),
     [
         pytest.param(*case, marks=pytest.mark.heavy if case in ALIKE else ())
-        for case in itertools.product(("none", "int8", "int4"), SPLITS)
+        for case in itertools.product(("none", "int8", "int4", "int4 zeros", "fp8 groups"), SPLITS)
     ],
 )
 def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
@@ -185,7 +208,8 @@ def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
     spec: Any = values
     if isinstance(weight, dict):
         groups = values[1:] if weight["values"].ndim == 3 else ()
-        spec = {"values": (*values, *(None,) * len(groups)), "scales": (*scales, *groups)}
+        spec = dict.fromkeys(weight, (*scales, *groups))
+        spec["values"] = *values, *(None,) * len(groups)
     x = np.random.default_rng(0).standard_normal((2, 512)).astype(np.float32)
     many = [weight, weights(kind, 72)[0], weight]
 

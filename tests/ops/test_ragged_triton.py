@@ -29,9 +29,6 @@ def operands(outputs: int, inputs: int, sizes: Any, dtype: Any = jnp.bfloat16) -
     return jnp.asarray(x, dtype), jnp.asarray(w / 8, dtype), jnp.asarray(sizes, jnp.int32)
 
 
-tiled = jax.jit(lambda sizes_E: products_triton.tile_rows(sizes_E, 250, 16))
-
-
 def interpreted(*args: Any) -> Any:
     return products_triton.ragged_product(*args, interpret=True)
 
@@ -52,19 +49,6 @@ def test_product_and_gradients_are_those_of_ragged_dot(sizes: list[int]) -> None
     found, want = stepped("kernel")(*args), stepped("plain")(*args)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), atol=0.03, rtol=0.02)
-
-
-def test_tiles_begin_where_groups_do() -> None:
-    about = products_triton.tile_rows(jnp.asarray([5, 0, 3]), 8, 4)
-    assert about.tolist() == [[0, 0, 4], [0, 4, 1], [2, 5, 3], [2, 0, 0], [2, 0, 0]]
-
-
-@given(st.lists(st.integers(0, 40), min_size=6, max_size=6))
-def test_every_row_of_a_group_is_in_one_tile(sizes: list[int]) -> None:
-    about = np.asarray(tiled(jnp.asarray(sizes, jnp.int32)))
-    found = [(group, start + i) for group, start, count in about for i in range(count)]
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    assert found == [(group, row) for row, group in enumerate(groups)]
 
 
 @pytest.mark.parametrize(

@@ -44,37 +44,6 @@ def planned(fn: Any, mesh: spmd.Mesh, args: Sequence[Any], **options: Any) -> sp
 # Programs that somebody marked by hand, because the plan had been worse.
 
 
-def over_layers(mesh: spmd.Mesh) -> Callable[[Any], Any]:
-    return lambda g: spmd.mark_sharding(g, mesh, ("data", None, None))
-
-
-def newton_schulz(x: Any) -> Any:
-    """Matrices (L, rows, columns) -> nearly orthogonal ones, in five steps (Jordan et al. 2024)."""
-    x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + 1e-7)
-    for _ in range(5):
-        gram = jnp.einsum("lij,lkj->lik", x, x)
-        step = -4.775 * gram + 2.0315 * jnp.einsum("lij,ljk->lik", gram, gram)
-        x = 3.4445 * x + jnp.einsum("lij,ljk->lik", step, x)
-    return x
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [(None, "data", None), pytest.param((None, None, "data"), marks=pytest.mark.heavy)],
-    ids=str,
-)
-def test_matrices_in_a_stack_are_split_by_layers(spec: Spec) -> None:
-    def update(w: Any, g: Any) -> Any:
-        return w - 1e-3 * newton_schulz(g)
-
-    w = struct((16, 2048, 8192), LINE, spec)
-    free = planned(update, LINE, (w, w), donate_argnums=0, out_specs=spec)
-    mark = over_layers(LINE)
-    by_hand = planned(lambda w, g: update(w, mark(g)), LINE, (w, w), out_specs=spec)
-    assert free.cost <= by_hand.cost * 1.01
-    assert sum(c.bytes for c in free.collectives) <= 224 * 2**20
-
-
 STACKED: dict[str, Spec] = {"up": (None, "data", None), "down": (None, None, "data")}
 
 

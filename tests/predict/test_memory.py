@@ -12,7 +12,7 @@ import spmd
 from benchmarks.programs import llama_training
 from benchmarks.programs.catalog import program_named
 from spmd.predict.backends import backend_of
-from spmd.predict.fusion import Kernel, Kernels, breadth_first
+from spmd.predict.fusion import Kernels
 from spmd.predict.memory import MemoryUse, peak_memory, predict
 from tests.greedy import greedy_plans as greedy_plans
 from tests.ir.text_parse import parse_program
@@ -117,17 +117,6 @@ def test_on_cpus_independent_kernels_run_side_by_side() -> None:
     assert use_of(f, SQUARE).temporary < 4 * SIZE
     # A product, and what the others read; in the order of the program there are never more than 3.
     assert use_of(f, SQUARE, platform="cpu").temporary == 5 * SIZE
-
-
-def test_breadth_first_is_a_queue() -> None:
-    op: Any = None
-    first = Kernel(op, (0,), (10,))
-    second = Kernel(op, (10,), (11,))
-    third = Kernel(op, (0,), (12,))
-    last = Kernel(op, (11, 12), (13,))
-    nothing = Kernel(op, (), (14,))
-    order = breadth_first([first, second, third, nothing, last], [0])
-    assert order == (nothing, first, third, second, last)
 
 
 @pytest.mark.parametrize(

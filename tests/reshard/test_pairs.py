@@ -21,7 +21,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal, local_shape, replicated
 from spmd.mesh.topology import Topology
 from spmd.reshard.paths import Path, reshard, torn_dims
-from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, questions
+from spmd.reshard.question import EXACT_DIGITS, questions
 from tests.reshard.oracle import Oracle, all_shardings
 from tests.reshard.simulate import check, mesh_of
 
@@ -201,16 +201,6 @@ def test_neither_what_stays_nor_names_are_part_of_the_question():
         questions(Sharding(((), (1, 2))), Sharding(((1, 2), ())), (8, 8), (), other, A100)
     )
     assert first == second
-
-
-def test_atoms_that_play_the_same_part_are_one_digit():
-    mesh = mesh_of(64, 64)
-    x, y = mesh.axis_atoms.values()
-    assert len(mesh.atoms) > EXACT_ATOMS
-    src, dst = Sharding((x, ()), y, "add"), Sharding(((), x))
-    question, names = next(questions(src, dst, (4096, 4096), (), mesh, Topology("v4:16x16x16")))
-    assert set(names.digits) == {x, y}
-    assert question.partial == (names.digits.index(y),)
 
 
 # On devices.

@@ -214,20 +214,6 @@ def test_probes_ask_process_0_alone(dry_run: Callable[..., str]):
     assert codes == [1, 0]
 
 
-def test_what_is_mounted_is_there(dry_run: Callable[..., str]):
-    """Each mount has its volume; only a pod with a bucket asks for GKE's driver."""
-    jobset = yaml.safe_load(dry_run(DRY_RUNS["jobset_gpu"]))
-    template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-    (container,) = template["spec"]["containers"]
-    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-    assert list(mounts) == [volume["name"] for volume in template["spec"]["volumes"]]
-    assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
-    read_only = [mount["mountPath"] for mount in mounts.values() if mount.get("readOnly")]
-    assert read_only == ["/models", "/corpus", "/secrets/hub"]
-    without = yaml.safe_load(dry_run([f for f in DRY_RUNS["jobset_gpu"] if "bucket" not in f]))
-    assert "metadata" not in without["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-
-
 def test_jobset_commands_survive(dry_run: Callable[..., str]):
     jobset = yaml.safe_load(dry_run(["jobset", "--image=i", "--nodes=2"], HARD))
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]

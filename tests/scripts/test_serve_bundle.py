@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd.scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
+from spmd.cli.fields import taken
+from spmd.scripts.serve_bundle import KEYS, LIMITS, make_parser, options
 from spmd.serving.errors import ServingError
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from tests.forked import Forked
@@ -17,11 +18,11 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEYS, raising=False)
     assert options(parser.parse_args(["bundle"])) == ServerOptions()
     monkeypatch.setenv(KEYS, "b,c")
-    flags = "--api_key a --token_budget 512 --max_waiting 7 --drain_seconds 2"
+    flags = "--api_key a --api_key_file f --token_budget 512 --max_waiting 7 --drain_seconds 2"
     drawn = ["--override-generation-config", '{"top_k": 3}', "--generation_config", "none"]
     given = options(parser.parse_args(["bundle", *flags.split(), *drawn]))
     assert given == ServerOptions(
-        ("a", "b", "c"), max_waiting=7, token_budget=512, drain_seconds=2.0,
+        ("a", "b", "c"), Path("f"), max_waiting=7, token_budget=512, drain_seconds=2.0,
         generation_config="none", override_generation_config={"top_k": 3},
     )  # fmt: skip
     with pytest.raises(ServingError, match="JSON is needed"):
@@ -30,8 +31,8 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_limit_has_a_flag() -> None:
     fields = {field.name for field in dataclasses.fields(ServerOptions)}
-    others = {"generation_config", "override_generation_config"}
-    assert fields == {*LIMITS, *others, "api_keys", "token_budget", "tool_format"}
+    others = {"generation_config", "override_generation_config", "api_keys", "api_key_file"}
+    assert fields == {*LIMITS, *others, "token_budget", "tool_format", "adapters_from"}
     flags = [word for name in LIMITS for word in (f"--{name}", "77")]
     given = options(make_parser().parse_args(["bundle", *flags]))
     assert all(getattr(given, name) == 77 for name in LIMITS)
@@ -39,13 +40,13 @@ def test_every_limit_has_a_flag() -> None:
 
 def test_flags_say_how_the_server_is_reached() -> None:
     parser = make_parser()
-    assert http_options(parser.parse_args(["bundle"])) == HttpOptions()
+    assert taken(HttpOptions, parser.parse_args(["bundle"])) == HttpOptions()
     flags = (
         "--ssl_certfile cert.pem --ssl_keyfile key.pem --root_path /llama "
         "--allow_origins https://a.example,http://localhost:3000 "
         "--forwarded_allow_ips 10.0.0.7,fd00::/8 --otlp_endpoint http://collector:4318"
     )
-    assert http_options(parser.parse_args(["bundle", *flags.split()])) == HttpOptions(
+    assert taken(HttpOptions, parser.parse_args(["bundle", *flags.split()])) == HttpOptions(
         ssl_certfile="cert.pem",
         ssl_keyfile="key.pem",
         allow_origins=("https://a.example", "http://localhost:3000"),

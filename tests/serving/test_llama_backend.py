@@ -24,7 +24,6 @@ from spmd.serving.bundle.read import load_bundle
 from spmd.serving.bundle.write import tokenizer_files
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart
 from spmd.serving.engine.model_backend import budget, generate
-from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 from tests.models.training.data.test_beginnings import byte_level, saved
 
@@ -177,7 +176,7 @@ def test_a_step_that_decoding_waits_for(seconds, slots, rows):
 def step_inputs(tags):
     if tags["kind"] != "step":
         return ()
-    wide = width(row_shapes(8, tags["rows"], tags["length"] // 8, scores=False))
+    wide = width(row_shapes(8, tags["rows"], tags["length"] // 8))
     return (
         LeafEntry("inputs/alternatives", (), "bool"),
         LeafEntry("inputs/rows", (1, wide), "int32"),
@@ -319,7 +318,7 @@ def test_weights_are_read_one_by_one(kind, hf_folder):
         }
         exact = np.asarray(source.tensors["model.layers.0.mlp.up_proj.weight"])
         assert np.asarray(tree["norm"]["weight"]).dtype.name == "bfloat16"
-    whole = found["weight"] if kind == "none" else dequantize(found)
+    whole = found["weight"] if kind == "none" else quantize.dequantize(found)
     np.testing.assert_allclose(whole.astype(np.float32), exact, rtol=0.07, atol=0.02)
 
 

@@ -179,8 +179,13 @@ class Maker:
         ))  # fmt: skip
         return self.add(text, (), 4.0)
 
-    def add(self, text: str, reads: Sequence[Var], bound: float = 4.0) -> Var:
-        """A line `v = text`; large values are scaled down on the spot."""
+    def add(self, text: str, reads: Sequence[Var], bound: float | None = None) -> Var:
+        """A line `v = text`, by default no larger than what it reads together.
+
+        Large values are scaled down on the spot.
+        """
+        if bound is None:
+            bound = max(4.0, sum(v.bound for v in reads if is_float(v)))
         target = self.name()
         made = self.statement(f"{target} = {text}", target, [v.name for v in reads])
         assert isinstance(made, Type)
@@ -188,8 +193,7 @@ class Maker:
         if made.dtype in FLOATS and bound > BOUND:
             self.pool.append(var)
             power = math.ceil(math.log2(bound / 8))
-            var = self.add(f"{target} * {2.0**-power!r}", [var], 8.0)
-            return var
+            return self.add(f"{target} * {2.0**-power!r}", [var], 8.0)
         self.pool.append(var)
         return var
 
@@ -237,64 +241,46 @@ def on(fits: Callable[[Var], bool] = anything) -> Callable[..., Callable[[Maker]
 
 # Elementwise.
 
-UNARY: tuple[tuple[str, Callable[[float], float]], ...] = (
-    ("{0} * 0.5", lambda b: b / 2),
-    ("-{0}", lambda b: b),
-    ("jnp.tanh({0})", lambda b: 1),
-    ("jnp.sin({0})", lambda b: 1),
-    ("{0} + 1.0", lambda b: b + 1),
-    ("jnp.abs({0})", lambda b: b),
-    ("{0} * {0}", lambda b: b * b),
-    ("jnp.exp(-jnp.abs({0}))", lambda b: 1),
-    ("jnp.sqrt(jnp.abs({0}) + 0.25)", lambda b: b + 1),
-    ("jax.nn.relu({0})", lambda b: b),
-    ("jnp.floor({0})", lambda b: b + 1),
-    ("jnp.sign({0})", lambda b: 1),
-    ("lax.optimization_barrier({0})", lambda b: b),
-    ("lax.stop_gradient({0})", lambda b: b),
-)
-INT_UNARY = ("{0} + 3", "{0} % 5", "-{0}", "~{0}", "{0} // 3", "lax.population_count({0})")
-BINARY: tuple[tuple[str, Callable[[float, float], float]], ...] = (
-    ("{0} + {1}", lambda a, b: a + b),
-    ("{0} * {1}", lambda a, b: a * b),
-    ("{0} - {1}", lambda a, b: a + b),
-    ("jnp.maximum({0}, {1})", max),
-    ("jnp.minimum({0}, {1})", max),
-    ("{0} / (jnp.abs({1}) + 1)", lambda a, b: a),
-    ("jnp.where({0} < {1}, {0}, {1} * 2)", lambda a, b: max(a, 2 * b)),
-)
-INT_BINARY = ("{0} + {1}", "{0} * {1}", "{0} & {1}", "{0} ^ {1}", "jnp.maximum({0}, {1})")
-BOOL_BINARY = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}")
+_NUMBERS = ("{0} < {1}", "{0} >= {1}", "{0} == {1}", "{0} != {1}", "jnp.maximum({0}, {1})")
+ELEMENTWISE: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "bool": ("~{0}",),
+        "int32": ("{0} + 3", "{0} % 5", "-{0}", "~{0}", "{0} // 3", "lax.population_count({0})"),
+        "float": (
+            "{0} * 0.5", "-{0}", "jnp.tanh({0})", "jnp.sin({0})", "{0} + 1.0", "jnp.abs({0})",
+            "{0} * {0}", "jnp.exp(-jnp.abs({0}))", "jnp.sqrt(jnp.abs({0}) + 0.25)",
+            "jax.nn.relu({0})", "jnp.floor({0})", "jnp.sign({0})", "lax.optimization_barrier({0})",
+            "lax.stop_gradient({0})",
+        ),
+    },
+    2: {
+        "bool": ("{0} & {1}", "{0} | {1}", "{0} ^ {1}"),
+        "int32": ("{0} + {1}", "{0} * {1}", "{0} & {1}", "{0} ^ {1}", *_NUMBERS),
+        "float": (
+            "{0} + {1}", "{0} * {1}", "{0} - {1}", "jnp.minimum({0}, {1})",
+            "{0} / (jnp.abs({1}) + 1)", "jnp.where({0} < {1}, {0}, {1} * 2)", *_NUMBERS,
+        ),
+    },
+}  # fmt: skip
+"""Number of operands -> their dtype -> what is computed of them."""
+
+
+def elementwise(m: Maker, *reads: Var) -> None:
+    texts = ELEMENTWISE[len(reads)]
+    text = m.pick(texts["float" if is_float(reads[0]) else reads[0].dtype])
+    product = reads[0].bound * reads[-1].bound if "{0} * {" in text else None
+    m.add(text.format(*(v.name for v in reads)), reads, product)
 
 
 @on()
 def unary(m: Maker, v: Var) -> None:
-    if v.dtype == "bool":
-        m.add(f"~{v.name}", [v])
-    elif v.dtype == "int32":
-        m.add(m.pick(INT_UNARY).format(v.name), [v])
-    else:
-        text, bound = m.pick(UNARY)
-        m.add(text.format(v.name), [v], bound(v.bound))
+    elementwise(m, v)
 
 
 @on()
 def binary(m: Maker, v: Var) -> None:
     w = m.value(v.shape, v.dtype)
-    x, y = (w, v) if m.flag() else (v, w)
-    if v.dtype == "bool":
-        m.add(m.pick(BOOL_BINARY).format(x.name, y.name), [x, y])
-    elif v.dtype == "int32":
-        m.add(m.pick(INT_BINARY).format(x.name, y.name), [x, y])
-    else:
-        text, bound = m.pick(BINARY)
-        m.add(text.format(x.name, y.name), [x, y], bound(x.bound, y.bound))
-
-
-@on(is_number)
-def compare(m: Maker, v: Var) -> None:
-    w = m.value(v.shape, v.dtype)
-    m.add(f"{v.name} {m.pick(('<', '>=', '==', '!='))} {w.name}", [v, w])
+    elementwise(m, *((w, v) if m.flag() else (v, w)))
 
 
 @on(is_number)
@@ -302,10 +288,10 @@ def select(m: Maker, v: Var) -> None:
     w = m.value(v.shape, v.dtype)
     if m.flag():
         p = scalar(m, "bool")
-        m.add(f"lax.select({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
+        m.add(f"lax.select({p.name}, {v.name}, {w.name})", [p, v, w])
     else:
         p = m.value(v.shape, "bool")
-        m.add(f"jnp.where({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
+        m.add(f"jnp.where({p.name}, {v.name}, {w.name})", [p, v, w])
 
 
 @on()
@@ -316,7 +302,7 @@ def convert(m: Maker, v: Var) -> None:
     elif v.dtype == "int32":
         m.add(f"({v.name} % 7).astype('{dtype}')", [v], 7.0)
     else:
-        m.add(f"{v.name}.astype('{dtype}')", [v], max(v.bound, 1))
+        m.add(f"{v.name}.astype('{dtype}')", [v])
 
 
 def scalar(m: Maker, dtype: str) -> Var:
@@ -328,7 +314,7 @@ def scalar(m: Maker, dtype: str) -> Var:
         return v
     reduced = {"bool": f"{v.name}.any()", "int32": f"{v.name}.max()"}.get(dtype)
     element = f"{v.name}[{', '.join(['0'] * v.rank)}]"
-    return m.add(element if reduced is None or m.flag() else reduced, [v], v.bound)
+    return m.add(element if reduced is None or m.flag() else reduced, [v])
 
 
 # Contractions.
@@ -438,7 +424,7 @@ def broadcast(m: Maker, v: Var) -> None:
         shape.append(expanded)
     if len(shape) == v.rank or m.flag():
         shape.append(m.pick([n for n in SIZES if n <= max(budget, 1)]))
-    m.add(f"lax.broadcast_in_dim({v.name}, {tuple(shape)}, {tuple(places)})", [v], v.bound)
+    m.add(f"lax.broadcast_in_dim({v.name}, {tuple(shape)}, {tuple(places)})", [v])
 
 
 def _split(m: Maker, size: int) -> tuple[int, ...]:
@@ -464,12 +450,12 @@ def reshape(m: Maker, v: Var) -> None:
         shape = list(_split(m, v.size)) if m.flag() else [v.size]
         if len(shape) == 2 and m.flag():
             shape[1:] = _split(m, shape[1])
-    m.add(f"{v.name}.reshape({tuple(shape)})", [v], v.bound)
+    m.add(f"{v.name}.reshape({tuple(shape)})", [v])
 
 
 @on(lambda v: v.rank > 1)
 def transpose(m: Maker, v: Var) -> None:
-    m.add(f"{v.name}.transpose({m.permutation(v.rank)})", [v], v.bound)
+    m.add(f"{v.name}.transpose({m.permutation(v.rank)})", [v])
 
 
 @on(lambda v: v.rank > 0)
@@ -482,7 +468,7 @@ def slice_(m: Maker, v: Var) -> None:
         start = m.integer(0, size - 1)
         stop = m.integer(start + 1, size)
         parts.append(f"{start}:{stop}:{m.integer(1, 3)}")
-    m.add(f"{v.name}[{', '.join(parts)}]", [v], v.bound)
+    m.add(f"{v.name}[{', '.join(parts)}]", [v])
 
 
 @on(lambda v: v.rank > 0 and is_number(v) and v.size * 4 <= LARGEST)
@@ -497,7 +483,7 @@ def pad(m: Maker, v: Var) -> None:
             low = high = 0
         config.append((low, high, inner))
     fill = f"np.asarray({m.pick((0, 2))}, {v.name}.dtype)"
-    m.add(f"lax.pad({v.name}, {fill}, {tuple(config)})", [v], max(v.bound, 2))
+    m.add(f"lax.pad({v.name}, {fill}, {tuple(config)})", [v])
 
 
 @on(lambda v: v.rank > 0 and v.size * 3 <= LARGEST)
@@ -508,18 +494,17 @@ def concatenate(m: Maker, v: Var) -> None:
         size = v.shape[dim] if m.flag() else m.pick(SIZES[:6])
         if v.size // v.shape[dim] * size <= LARGEST // 3:
             parts.append(m.value((*v.shape[:dim], size, *v.shape[dim + 1 :]), v.dtype))
-    names = ", ".join(p.name for p in parts)
-    m.add(f"jnp.concatenate([{names}], {dim})", parts, max(p.bound for p in parts))
+    m.add(f"jnp.concatenate([{', '.join(p.name for p in parts)}], {dim})", parts)
 
 
 @on(lambda v: v.rank > 0)
 def reverse(m: Maker, v: Var) -> None:
     if m.flag():
         dims = m.subset(range(v.rank), least=1)
-        m.add(f"lax.rev({v.name}, {dims})", [v], v.bound)
+        m.add(f"lax.rev({v.name}, {dims})", [v])
     else:
         dim = m.integer(0, v.rank - 1)
-        m.add(f"jnp.roll({v.name}, {m.integer(-2, 3)}, {dim})", [v], v.bound)
+        m.add(f"jnp.roll({v.name}, {m.integer(-2, 3)}, {dim})", [v])
 
 
 # Indexing.
@@ -539,22 +524,15 @@ def _starts(m: Maker, shape: Sequence[int], sizes: Sequence[int]) -> tuple[str, 
 
 
 @on(lambda v: v.rank > 0)
-def dynamic_slice(m: Maker, v: Var) -> None:
+def dynamic(m: Maker, v: Var) -> None:
+    """A slice somewhere, or an update there."""
     sizes = tuple(m.pick((n, m.integer(1, n))) for n in v.shape)
     starts, reads = _starts(m, v.shape, sizes)
-    m.add(f"lax.dynamic_slice({v.name}, {starts}, {sizes})", [v, *reads], v.bound)
-
-
-@on(lambda v: v.rank > 0)
-def dynamic_update_slice(m: Maker, v: Var) -> None:
-    sizes = tuple(m.pick((n, m.integer(1, n))) for n in v.shape)
+    if m.flag():
+        m.add(f"lax.dynamic_slice({v.name}, {starts}, {sizes})", [v, *reads])
+        return
     w = m.value(sizes, v.dtype)
-    starts, reads = _starts(m, v.shape, sizes)
-    m.add(
-        f"lax.dynamic_update_slice({v.name}, {w.name}, {starts})",
-        [v, w, *reads],
-        max(v.bound, w.bound),
-    )
+    m.add(f"lax.dynamic_update_slice({v.name}, {w.name}, {starts})", [v, w, *reads])
 
 
 @on(lambda v: v.rank > 0)
@@ -566,7 +544,7 @@ def take(m: Maker, v: Var) -> None:
     i = m.value(index_shape, "int32")
     mode = m.pick(("clip", "wrap", "fill"))
     fill = ", fill_value=0" if mode == "fill" else ""
-    m.add(f"jnp.take({v.name}, {i.name}, {dim}, mode='{mode}'{fill})", [v, i], v.bound)
+    m.add(f"jnp.take({v.name}, {i.name}, {dim}, mode='{mode}'{fill})", [v, i])
 
 
 @on(lambda v: v.rank > 0)
@@ -574,11 +552,8 @@ def take_along(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     count = m.pick([n for n in SIZES if v.size // v.shape[dim] * n <= LARGEST])
     i = m.value((*v.shape[:dim], count, *v.shape[dim + 1 :]), "int32")
-    m.add(
-        f"jnp.take_along_axis({v.name}, {i.name} % {v.shape[dim]}, {dim}, mode='clip')",
-        [v, i],
-        v.bound,
-    )
+    along = f"{i.name} % {v.shape[dim]}, {dim}, mode='clip'"
+    m.add(f"jnp.take_along_axis({v.name}, {along})", [v, i])
 
 
 @on(lambda v: v.rank > 0 and is_number(v))
@@ -606,7 +581,7 @@ def points(m: Maker, v: Var) -> None:
     i = m.value((m.pick(SIZES),), "int32")
     place = f"{i.name}, {i.name} * 2 + 1" + ", :" * (v.rank - 2)
     if m.flag() or v.size // (v.shape[0] * v.shape[1]) * i.size > LARGEST:
-        m.add(f"{v.name}.at[{place}].get(mode='clip')", [v, i], v.bound)
+        m.add(f"{v.name}.at[{place}].get(mode='clip')", [v, i])
         return
     w = m.value((i.shape[0], *v.shape[2:]), v.dtype)
     m.add(f"{v.name}.at[{place}].add({w.name}, mode='drop')", [v, i, w], v.bound + w.bound * i.size)
@@ -617,7 +592,7 @@ def sort(m: Maker, v: Var) -> None:
     dim = m.integer(0, v.rank - 1)
     kind = m.integer(0, 3)
     if kind == 0:
-        m.add(f"jnp.sort({v.name}, {dim}, descending={m.flag()})", [v], v.bound)
+        m.add(f"jnp.sort({v.name}, {dim}, descending={m.flag()})", [v])
     elif kind == 1:
         m.add(f"jnp.argsort({v.name}, {dim}, descending={m.flag()})", [v])
     elif kind == 2:
@@ -645,10 +620,10 @@ def empty(m: Maker, v: Var) -> None:
     spec = m.spec((*v.shape[:dim], 0, *v.shape[dim + 1 :]))
     nothing = f"mark(lax.slice_in_dim({v.name}, 0, 0, axis={dim}), {spec!r})"
     if is_number(v) and m.flag():
-        m.add(f"{v.name} + {nothing}.sum({dim}, keepdims=True)", [v], v.bound)
+        m.add(f"{v.name} + {nothing}.sum({dim}, keepdims=True)", [v])
     else:
         parts = m.pick((f"{nothing}, {v.name}", f"{v.name}, {nothing}[::-1]"))
-        m.add(f"jnp.concatenate([{parts}], {dim})", [v], v.bound)
+        m.add(f"jnp.concatenate([{parts}], {dim})", [v])
 
 
 @on(lambda v: v.rank > 0 and v.dtype == "int32")
@@ -665,7 +640,7 @@ def packed(m: Maker, v: Var) -> None:
 @on(lambda v: v.rank > 0)
 def mark(m: Maker, v: Var) -> None:
     spec = m.spec(v.shape, uneven=m.settings.uneven_marks and m.flag())
-    m.add(f"mark({v.name}, {spec!r})", [v], v.bound)
+    m.add(f"mark({v.name}, {spec!r})", [v])
 
 
 def _body(m: Maker, params: Sequence[Var], captured: int) -> Maker:
@@ -781,8 +756,8 @@ def branch(m: Maker, v: Var) -> None:
 
 
 SIMPLE: tuple[Callable[[Maker], None], ...] = (
-    unary, binary, dot, reduce, reshape, transpose, broadcast, slice_, select, compare, convert,
-    pad, concatenate, reverse, dynamic_slice, dynamic_update_slice, take, take_along, scatter,
+    unary, binary, dot, reduce, reshape, transpose, broadcast, slice_, select, convert,
+    pad, concatenate, reverse, dynamic, dynamic, take, take_along, scatter,
     points, sort, mark, empty, packed,
 )  # fmt: skip
 ALL = (*SIMPLE, binary, dot, reduce, reshape, scan_sum, scan, loop, branch)

@@ -17,7 +17,7 @@ from spmd.models.llama.config import (
     LlamaConfig,
     RopeScaling,
 )
-from spmd.models.llama.weights import families
+from spmd.models.llama.weights import families, packed
 from spmd.models.llama.weights.families import SIZES, typed
 from spmd.models.training.paths import AnyPath, as_path
 
@@ -35,7 +35,6 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "use_mrope": (False, None),
     "sliding_window": (None,),
-    "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "cross_attention_hidden_size": (None,),
@@ -100,7 +99,8 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
     """Like `read_config`, for the content of a file."""
     family = families.family_of(values)
     values = _with_one_rope(values)
-    own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
+    bare = family.architecture.replace("ForCausalLM", "Model")  # saved without a head
+    own = {"architectures": ([family.architecture], [bare], None), **dict(family.fixed)}
     checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
     wrong = [
         f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"
@@ -111,7 +111,8 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
         raise ConfigError(
             f"a {values['model_type']} of this kind is not supported: {'; '.join(wrong)}"
         )
-    known = {*SIZES, *ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *family.keys}
+    packed.check_quantization(values.get(packed.KEY))
+    known = {*SIZES, *ROPE_KEYS, *_TOKENS, *_SUPPORTED, *_HARMLESS, *own, *family.keys, packed.KEY}
     unknown = sorted(set(values) - known - set(ignore_keys))
     if unknown:
         raise ConfigError(

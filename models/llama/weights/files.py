@@ -35,6 +35,7 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "bool": "BOOL",
         "bfloat16": "BF16",
+        "float8_e4m3fn": "F8_E4M3",
         **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
         **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
         **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
@@ -72,6 +73,7 @@ class Folder:
     tensors: Mapping[str, StoredTensor]
     _files: Mapping[AnyPath, Any]
     _maps: dict[AnyPath, Mapping[str, Array]] = dataclasses.field(default_factory=dict)
+    _added: str = ""  # before the files' names
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor, in the dtype of the file.
@@ -81,7 +83,8 @@ class Folder:
             index: a slice for each dim, with start and stop.
         """
         try:
-            return read_slice(self._files[self.tensors[name].file], name, index)
+            file = self._files[self.tensors[name].file]
+            return read_slice(file, name.removeprefix(self._added), index)
         except (SafetensorError, OSError) as error:
             file = self.tensors[name].file
             raise WeightsError(f"{file}: {name} cannot be read: {error}") from None
@@ -104,8 +107,9 @@ class Folder:
                 .view(NUMPY_NAMES[entry["dtype"]])
                 .reshape(entry["shape"])
                 for name, entry in header.items()
+                if entry["dtype"] in NUMPY_NAMES
             }
-        return read_slice(self._maps[file], name, index)
+        return read_slice(self._maps[file], name.removeprefix(self._added), index)
 
 
 def read_slice(file: Any, name: str, index: Index) -> Array:
@@ -135,7 +139,10 @@ def open_folder(path: str | AnyPath) -> Iterator[Folder]:
             for file, names in ((path / name, names) for name, names in listed.items())
             for tensor, stored in _stored(file, files[file], names).items()
         }
-        yield Folder(path, MappingProxyType(tensors), MappingProxyType(files))
+        # transformers' models without a head are saved without the name of what is below it.
+        added = "model." if "embed_tokens.weight" in tensors else ""
+        tensors = {f"{added}{name}": tensor for name, tensor in tensors.items()}
+        yield Folder(path, MappingProxyType(tensors), MappingProxyType(files), _added=added)
 
 
 def _listed_files(path: AnyPath) -> dict[str, set[str] | None]:
@@ -320,9 +327,7 @@ BLOCK_BYTES = 2**26
 HEADER_BYTES = 2**20
 """More than most headers have: one request reads such a file's header."""
 
-_NUMPY = {
-    name: np.dtype(getattr(ml_dtypes, NUMPY_NAMES[name], NUMPY_NAMES[name])) for name in FLOAT_NAMES
-}
+_NUMPY = {stored: np.dtype(getattr(ml_dtypes, name, name)) for stored, name in NUMPY_NAMES.items()}
 
 
 class RangedFile:

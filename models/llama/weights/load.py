@@ -19,13 +19,12 @@ from spmd.models.llama.weights.config import CONFIG_FILE
 from spmd.models.llama.weights.files import (
     FLOAT_NAMES,
     Array,
-    Folder,
     Index,
     WeightsError,
-    open_folder,
     shortened,
 )
 from spmd.models.llama.weights.names import EMBEDDING, HEAD, Parameter, order, parameters
+from spmd.models.llama.weights.packed import KEY, Weights, open_weights
 from spmd.models.llama.weights.save import check_can_save, save
 from spmd.models.progress import bytes_bar
 from spmd.models.shards import local_bytes, put_shards
@@ -44,7 +43,7 @@ def load(
     """Loads the parameters of a Hugging Face checkpoint; each shard is read directly from the file.
 
     Each process reads what its own devices hold, once, and converts it to `config.param_dtype`.
-    Besides the devices' arrays, one shard is in memory.
+    Besides the devices' arrays, one shard is in memory; of quantized weights one matrix.
 
     Args:
         folder: has `model.safetensors`, or several files and their index.
@@ -57,7 +56,7 @@ def load(
 
     Raises:
         WeightsError: files are missing, truncated or not safetensors; or tensors are missing,
-            superfluous, quantized, or have other shapes than the model's.
+            superfluous, or have other shapes than the model's.
 
     Example:
         >>> config = read_config("/models/Llama-3.2-1B")
@@ -68,7 +67,7 @@ def load(
     placed = [default] * len(wanted) if shardings is None else treedef.flatten_up_to(shardings)
     dtype = jnp.dtype(config.param_dtype)
     total = sum(local_bytes(p.shape, dtype, s) for p, s in zip(wanted, placed, strict=True))
-    with open_folder(folder) as stored, bytes_bar("loading weights", total, console) as advance:
+    with open_weights(folder) as stored, bytes_bar("loading weights", total, console) as advance:
         _check_fit(stored, wanted, config)
         leaves = [
             put_shards(p.shape, dtype, s, partial(_read_block, stored, p, config), advance)
@@ -85,11 +84,11 @@ def check_can_load(folder: str | AnyPath, config: LlamaConfig) -> None:
         WeightsError: it would not.
     """
     wanted, _ = parameters(config)
-    with open_folder(folder) as stored:
+    with open_weights(folder) as stored:
         _check_fit(stored, wanted, config)
 
 
-def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index: Index) -> Array:
+def _read_block(stored: Weights, parameter: Parameter, config: LlamaConfig, index: Index) -> Array:
     """Reads one shard of a parameter, in `param_dtype`."""
     dtype, name = jnp.dtype(config.param_dtype), parameter.names[0]
     tensor = parameter.read(index, dtype, stored.read)
@@ -102,7 +101,7 @@ def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index
     return tensor.astype(dtype, copy=False)
 
 
-def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig) -> None:
+def _check_fit(stored: Weights, wanted: Sequence[Parameter], config: LlamaConfig) -> None:
     """Raises `WeightsError` with all differences between the folder and the model."""
     shapes = {name: p.tensor_shape for p in wanted for name in p.names}
     found = stored.tensors
@@ -115,6 +114,7 @@ def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig)
         if name not in shapes
         and name not in ignored
         and not name.endswith("rotary_emb.inv_freq")
+        and not stored.is_idle_bias(name)
         and not (config.kv_lora_rank and order(name) >= (1, config.num_hidden_layers))
     ]
     both = [name for name in shapes if name in found]
@@ -139,7 +139,7 @@ def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig)
     )
     fix = f"Use the {CONFIG_FILE} that belongs to these weights"
     if quantized:
-        fix = "Quantized weights have to be dequantized first"
+        fix = f"Quantized matrices are read as {CONFIG_FILE} says in {KEY}, and nothing else is"
     elif [name for names in kinds.values() for name in names] == [HEAD]:
         fix = "If the output is the embedding table, set tie_word_embeddings to true"
     raise WeightsError(f"{stored.path} does not fit the model: {listed}. {fix}")

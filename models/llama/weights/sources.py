@@ -12,9 +12,10 @@ import numpy as np
 from spmd.models.llama import fresh
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.weights.config import read_config
-from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError, open_folder
+from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError
 from spmd.models.llama.weights.load import check_can_load
 from spmd.models.llama.weights.names import HEAD, Parameter, parameters
+from spmd.models.llama.weights.packed import latest, open_weights
 from spmd.models.llama.weights.save import local_tokenizer
 from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 from spmd.models.training.checkpoints.found import AUTO, find_saved
@@ -36,11 +37,15 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     folder = as_path(folder)
     config = unrolled(read_config(folder))
     check_can_load(folder, config)
-    with open_folder(folder) as stored, local_tokenizer(folder) as tokenizer:
+    with open_weights(folder) as stored, local_tokenizer(folder) as tokenizer:
+        parts = {
+            name: Tensor.several(name, matrix.types, functools.partial(latest, matrix.make), "")
+            for name, matrix in stored.matrices.items()
+        }
         tensors = {
             name: Tensor(
                 name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
-                functools.partial(stored.read, name),
+                functools.partial(stored.read, name), parts=parts.get(name, {}),
             )
             for name, shape in tensor_shapes(config).items()
         }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.weights.files import Array, Index
@@ -33,6 +34,25 @@ class Tensor:
     # tensors with the same value are stored in the same place; reading them one after the other is
     # quickest
     together: str = ""
+    # of a matrix that is stored quantized, and read in float32: it as it is (`packed.Matrix`)
+    parts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
+
+    @staticmethod
+    def several(
+        name: str, types: Mapping[str, Any], make: Callable[[], Mapping[str, Array]], together: str
+    ) -> dict[str, Tensor]:
+        """Tensors that are made together: a part of what `make` returns for each of `types`."""
+
+        def read(part: str, index: Index) -> Array:
+            return make()[part][index]
+
+        return {
+            part: Tensor(
+                f"{name}.{part}", tuple(struct.shape), np.dtype(struct.dtype).name,
+                functools.partial(read, part), together,
+            )
+            for part, struct in types.items()
+        }  # fmt: skip
 
     def __getitem__(self, index: Index) -> Array:
         """Reads a slice; `index` has a slice with start and stop for each dim."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.models.training.data.loader import Loader, Placed
+from spmd.models.training.data.loader import Loader, load_any, load_rows
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError
 
@@ -69,12 +69,12 @@ def checked(data: Dataset, called: str = "data") -> Dataset:
 
 def open_batches(
     data: Dataset, shardings: Callable[[Any], Any], start_step: int, threads: int = 1
-) -> Loader | Placed:
+) -> Loader:
     """The batches from a step on, read ahead and placed on the devices.
 
     Args:
         shardings: of a batch of such a number of rows.
     """
     if isinstance(data, PackedTokens):
-        return Loader(data, shardings=shardings(data.struct()), start_step=start_step)
-    return Placed(checked(data), shardings=shardings, start_step=start_step, threads=threads)
+        return load_rows(data, shardings=shardings(data.struct()), start_step=start_step)
+    return load_any(checked(data), shardings=shardings, start_step=start_step, threads=threads)

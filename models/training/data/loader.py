@@ -1,6 +1,5 @@
 """Brings batches to the devices: each host reads the rows that its devices hold, ahead of time."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -19,10 +18,25 @@ AHEAD = 4
 """So many batches are made ahead; those of packed tokens by as many threads."""
 
 
-class _Ahead(Iterator[Any]):
-    """Iterates over what is read ahead of time."""
+class Loader(Iterator[Any]):
+    """Iterates over batches that are read ahead of time, as global arrays.
 
-    _batches: Any
+    Args:
+        read: step -> what this host has to hold of its batch.
+        put: that -> the batch as global arrays.
+        threads: how many call `read` at once; one does so step after step.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Any], put: Callable[[Any], Any], start_step: int, threads: int
+    ) -> None:
+        steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(lambda step: read(int(step)))
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
+        self._batches: Any = iter(steps.to_iter_dataset(options))
+        self._put = put
+
+    def __next__(self) -> Any:
+        return self._put(next(self._batches))
 
     def close(self) -> None:
         """Ends the threads that read; may be called more than once."""
@@ -35,33 +49,27 @@ class _Ahead(Iterator[Any]):
         self.close()
 
 
-class Placed(_Ahead):
-    """Iterates over batches that any function makes, as global arrays; they are made ahead of time.
+def load_any(
+    dataset: Callable[[int], Any],
+    *,
+    shardings: Callable[[Any], Any],
+    start_step: int,
+    threads: int = 1,
+) -> Loader:
+    """The batches that any function makes, from a step on.
 
     Args:
         dataset: step -> the whole batch, a tree of numpy arrays, the same on every process.
         shardings: a batch -> how each leaf of it is split over the devices.
-        threads: how many call `dataset` at once; one does so step after step.
+        threads: how many call `dataset` at once.
     """
-
-    def __init__(
-        self,
-        dataset: Callable[[int], Any],
-        *,
-        shardings: Callable[[Any], Any],
-        start_step: int,
-        threads: int = 1,
-    ) -> None:
-        self._shardings = shardings
-        self._batches = _read_ahead(lambda step: dataset(int(step)), start_step, threads)
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        return place(batch, self._shardings(batch))
+    return Loader(dataset, lambda batch: place(batch, shardings(batch)), start_step, threads)
 
 
-class Loader(_Ahead):
-    """Iterates over the batches from a step on, as global arrays.
+def load_rows(
+    dataset: PackedTokens, *, shardings: Mapping[str, Sharding], start_step: int = 0
+) -> Loader:
+    """The batches of packed tokens from a step on.
 
     A host reads only the rows that its own devices hold. Hosts that hold copies of the same rows
     read the same ones. Which rows belong to a step depends on the dataset alone, so a run that is
@@ -74,44 +82,21 @@ class Loader(_Ahead):
         ValueError: `shardings` has other leaves than a batch.
 
     Example:
-        with Loader(dataset, shardings=compiled.in_shardings[2], start_step=100) as loader:
+        with load_rows(dataset, shardings=compiled.in_shardings[2], start_step=100) as loader:
             batch = next(loader)
     """
+    structs = dataset.struct()
+    if set(structs) != set(shardings):
+        raise ValueError(f"shardings of {sorted(shardings)}, batches of {sorted(structs)}")
+    rows = rows_of_host((dataset.batch_size, dataset.seq_len), shardings)
 
-    def __init__(
-        self, dataset: PackedTokens, *, shardings: Mapping[str, Sharding], start_step: int = 0
-    ) -> None:
-        self._dataset = dataset
-        self._shardings = dict(shardings)
-        structs = dataset.struct()
-        if set(structs) != set(shardings):
-            raise ValueError(f"shardings of {sorted(shardings)}, batches of {sorted(structs)}")
-        self._rows = rows_of_host((dataset.batch_size, dataset.seq_len), self._shardings)
-        self._batches = _read_ahead(_HostRows(dataset, self._rows), start_step, AHEAD)
-
-    def __next__(self) -> dict[str, jax.Array]:
-        batch = next(self._batches)
+    def put(batch: Batch) -> dict[str, jax.Array]:
         return {
-            name: _place_rows(batch[name], self._rows, self._dataset.batch_size, sharding)
-            for name, sharding in self._shardings.items()
+            name: _place_rows(batch[name], rows, dataset.batch_size, sharding)
+            for name, sharding in shardings.items()
         }
 
-
-@dataclasses.dataclass(frozen=True)
-class _HostRows:
-    """Step -> the rows of its batch that this host holds."""
-
-    dataset: PackedTokens
-    rows: npt.NDArray[np.int64]
-
-    def __call__(self, step: Any) -> Batch:
-        return self.dataset.rows(self.dataset.first(int(step)) + self.rows)
-
-
-def _read_ahead(read: Callable[[int], Any], start_step: int, threads: int) -> Any:
-    steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(read)
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
-    return iter(steps.to_iter_dataset(options))
+    return Loader(lambda step: dataset.rows(dataset.first(step) + rows), put, start_step, AHEAD)
 
 
 def rows_of_host(

@@ -23,6 +23,7 @@ from spmd import launch
 from spmd.launch import Unwatched, Watch
 from spmd.models.training.checkpoints import tables
 from spmd.models.training.errors import TrainingError
+from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.metrics import StepCost, memory_in_use
 from spmd.models.training.run.profile import Profiler
 from spmd.models.training.run.sinks import Record, Sink
@@ -161,28 +162,6 @@ class Saver(Protocol):
         """Waits for the last save; raises an error if it failed."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """What happens after which step."""
-
-    steps: int  # total number of steps, counted from the very first
-    eval_every: int = 0  # steps between evaluations; 0 evaluates at the end only
-    save_every: int = 0  # steps between checkpoints; 0 saves at the end only
-    audit_every: int = 0  # steps between comparisons of copies, also before saves; 0 makes none
-    evaluates_first: bool = False  # whether to evaluate before the first step that is taken
-    max_skipped: int = 10  # the most steps in a row that may be skipped; one more ends the run
-    keep_best: bool = False  # whether each evaluation that is the best so far is saved
-    patience: int = 0  # evaluations without a better one, after which the run ends; 0 is no end
-
-    def is_last(self, step: int) -> bool:
-        """Whether this is the last step of the run, or beyond it."""
-        return step >= self.steps
-
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether it is time for what is done every so many steps; with 0 at the end only."""
-        return self.is_last(step) or (every > 0 and step % every == 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
@@ -204,7 +183,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Loop:
-    """Takes steps until the schedule's end, or until it is asked to stop.
+    """Takes steps until the end of the run, or until it is asked to stop.
 
     A step's metrics are read after the next step was dispatched, so that the devices do not wait
     for the host. Before an evaluation, a checkpoint and the end they are read at once.
@@ -213,7 +192,7 @@ class Loop:
     step: TrainStep  # the (compiled) training step; may donate its first two arguments
     state: TrainState  # where to start. Do not use it afterwards if `step` donates.
     batches: Iterator[Any]  # iterates over the batches, beginning with that of the next step
-    schedule: Schedule  # what happens after which step
+    options: TrainerOptions  # say what happens after which step
     _: dataclasses.KW_ONLY
     cost: dataclasses.InitVar[StepCost]  # turns seconds into rates
     sinks: dataclasses.InitVar[Sequence[Sink]] = ()
@@ -241,7 +220,7 @@ class Loop:
 
     def __post_init__(self, cost: StepCost, sinks: Sequence[Sink]) -> None:
         self.started = time.perf_counter()
-        skips = self.schedule.max_skipped
+        skips = self.options.max_skipped
         self.reader = MetricsReader(cost, skips, sinks, self.watch, self.after_step)
         self.saved = self.state.step if self.saver else 0  # the latest checkpoint's; 0 is none
         self.is_done = self._is_hopeless()
@@ -267,7 +246,7 @@ class Loop:
         if not self._is_over():
             self._hear_stop()
         with self.profiler:
-            if self.schedule.evaluates_first and not self._is_over() and self._evaluate():
+            if self.options.eval_first and not self._is_over() and self._evaluate():
                 self._save()
             while not self._is_over():
                 self._take_step()
@@ -275,19 +254,23 @@ class Loop:
             self._finish_saving()
 
     def _is_over(self) -> bool:
-        return self.is_stopped or self.is_done or self.schedule.is_last(self.state.step)
+        return self.is_stopped or self.is_done or self._is_last()
+
+    def _is_last(self) -> bool:
+        return self.state.step >= self.options.steps
 
     def _is_due(self, every: int) -> bool:
-        return self.is_done or self.schedule.is_due(self.state.step, every)
+        """Whether it is time for what is done every so many steps; with 0 at the end only."""
+        is_turn = every > 0 and self.state.step % every == 0
+        return self.is_done or self._is_last() or is_turn
 
     def _is_hopeless(self) -> bool:
-        patience = self.schedule.patience
+        patience = self.options.patience
         return bool(patience and self.best is not None and self.best.since >= patience)
 
     def _hear_stop(self) -> None:
         """Asks whether to stop; after the last step there is nothing to stop."""
-        number = self.state.step
-        self.is_stopped = self.should_stop(number) and not self.schedule.is_last(number)
+        self.is_stopped = self.should_stop(self.state.step) and not self._is_last()
 
     def _take_step(self) -> None:
         """A step, then signals, traces, records of saves, an evaluation, a save."""
@@ -306,12 +289,12 @@ class Loop:
             self.profiler.after(number)
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
-        if self._is_due(self.schedule.audit_every):
+        if self._is_due(self.options.audit_every):
             self._audit()
         is_best = False
-        if self._is_due(self.schedule.eval_every) and not self.is_stopped:
+        if self._is_due(self.options.eval_every) and not self.is_stopped:
             is_best = self._evaluate()
-        if self._is_due(self.schedule.save_every) or self.is_stopped or is_best:
+        if self._is_due(self.options.save_every) or self.is_stopped or is_best:
             self._save()
 
     def _evaluate(self) -> bool:
@@ -336,11 +319,11 @@ class Loop:
             ends = self.after_eval is not None and self.after_eval(record, params)
         self.is_done |= bool(ends) or self.reader.ends or self._is_hopeless()
         self.reader.restart_clock()
-        return is_best and self.schedule.keep_best
+        return is_best and self.options.keep_best
 
     def _audit(self) -> None:
         self.reader.flush()
-        if self.schedule.audit_every:
+        if self.options.audit_every:
             check_copies(self.state.params, self.state.opt_state, self.state.step)
             self.reader.restart_clock()
 

@@ -140,16 +140,6 @@ def test_rounds_carry_no_more_than_the_halo_and_who_needs_everything_gathers() -
     assert not rounds(Window(64, low=20, span=21), 64).gather
 
 
-@pytest.mark.parametrize("size", [13, 24])
-def test_rounds_use_each_device_once(size: int) -> None:
-    for window in windows(size):
-        plan = rounds(window, size)
-        for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
-            assert len({t.source for t in transfers}) == len(transfers)
-            assert len({t.target for t in transfers}) == len(transfers)
-            assert max(t.high - t.low for t in transfers) == length
-
-
 # What the planner makes of it.
 
 IMAGE = jax.ShapeDtypeStruct((8, 512, 512, 64), jnp.float32)

@@ -2,15 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Set
+from typing import NamedTuple
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.recompute.again import Cut, cheapest_cut
+from spmd.lowering.recompute.again import cheapest_cut
 
 F32 = TensorType((), "f32")
 
@@ -20,84 +20,68 @@ def op_of(result: Value, operands: tuple[Value, ...]) -> Op:
     return Op(kind, operands, (result,))
 
 
-CHAIN = [op_of(1, (0,)), op_of(2, (1,)), op_of(3, (2,))]
-
-
-def never_early(value: Value, op: Op) -> float:
-    return 0.0
-
-
-def cut_of(keep: dict[Value, float], again: dict[Value, float], needed: Iterable[Value]) -> Cut:
-    redo = lambda op: again[op.results[0]]  # noqa: E731
-    return cheapest_cut(CHAIN, needed, keep.__getitem__, redo, never_early)
-
-
-def test_what_is_cheap_to_make_and_needed_is_made_again() -> None:
-    keep, again = {0: 0.0, 1: 5.0, 2: 5.0, 3: 5.0}, {1: 9.0, 2: 1.0, 3: 1.0}
-    found = cut_of(keep, again, (2, 3))
-    assert found.kept == {2}
-    assert [op.results[0] for op in found.again] == [3]
-    assert cut_of(keep, again | {1: 3.0}, (2, 3)).kept == {0}
-    assert cut_of({}, {}, ()) == Cut(frozenset(), ())
-    assert not cut_of({0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}, {1: 1.0, 2: 1.0, 3: 1.0}, (1, 2, 3)).again
-
-
-def test_what_cannot_be_kept_is_made_again_and_what_cannot_be_made_is_kept() -> None:
-    keep, again = {0: 0.0, 1: 1.0, 2: math.inf, 3: 1.0}, {1: math.inf, 2: 99.0, 3: 1.0}
-    found = cut_of(keep, again, (2,))
-    assert found.kept == {1}
-    assert [op.results[0] for op in found.again] == [2]
-
-
-def test_what_is_early_pays_once() -> None:
-    """Two ops read one value early: it is held once, for both."""
-    ops = [op_of(1, (0,)), op_of(2, (1,)), op_of(3, (1,))]
-    keep = {0: 0.0, 1: 2.0, 2: 4.0, 3: 4.0}
-
-    def early(value: Value, op: Op) -> float:
-        return 3.0 if value == 1 else 0.0
-
-    prices = keep.__getitem__, lambda op: math.inf if op.results[0] == 1 else 1.0, early
-    assert cheapest_cut(ops, (2, 3), *prices).kept == {1}  # 2 + 3 + 1 + 1 < 4 + 4
-    assert cheapest_cut(ops, (2,), *prices).kept == {2}  # 2 + 3 + 1 > 4
-
-
 costs = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0, math.inf))
+finite = costs.filter(math.isfinite)
+
+
+class Problem(NamedTuple):
+    """Ops, and what it costs to keep a value, to do its op again, and to have an operand early."""
+
+    ops: list[Op]
+    needed: list[Value]
+    keep: list[float]
+    again: list[float]
+    early: dict[tuple[Value, Value], float]  # (operand, result of the op that reads it) -> price
+
+    def cost(self, made: Set[Value], kept: Set[Value]) -> float:
+        """What an answer costs; an operand that several ops read is early once, for all."""
+        soonest = dict.fromkeys((value for value, _ in self.early), 0.0)
+        for (value, result), price in self.early.items():
+            soonest[value] = max(soonest[value], price if result in made else 0.0)
+        return (
+            sum(self.again[v] for v in made)
+            + sum(self.keep[v] for v in kept)
+            + sum(soonest.values())
+        )
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[Op], list[Value], list[float], list[float]]:
+def problems(draw: st.DrawFn) -> Problem:
     count = draw(st.integers(1, 6))
     ops = []
     for result in range(1, count + 1):
         reads = draw(st.lists(st.integers(0, result - 1), max_size=3, unique=True))
         ops.append(op_of(result, tuple(reads)))
-    needed = draw(st.lists(st.integers(1, count), min_size=1, unique=True))
-    keep = [0.0, *(draw(costs.filter(math.isfinite)) for _ in ops)]
-    return ops, needed, keep, [0.0, *(draw(costs) for _ in ops)]
+    needed = draw(st.lists(st.integers(1, count), unique=True))
+    again = [0.0, *(draw(costs) for _ in ops)]
+    keep = [0.0, *(draw(finite if math.isinf(price) else costs) for price in again[1:])]
+    early = {(v, op.results[0]): draw(finite) for op in ops for v in op.operands}
+    return Problem(ops, needed, keep, again, early)
 
 
-def cheapest(ops: list[Op], needed: list[Value], keep: list[float], again: list[float]) -> float:
-    """By trying every set of ops that are done again."""
-    best = math.inf
-    for chosen in itertools.product((False, True), repeat=len(ops)):
-        made = {op.results[0] for op, is_again in zip(ops, chosen, strict=True) if is_again}
-        asked = set(needed) | {v for op in ops if op.results[0] in made for v in op.operands}
-        best = min(best, sum(again[v] for v in made) + sum(keep[v] for v in asked - made))
+def cheapest(problem: Problem) -> tuple[float, int]:
+    """What it costs, and how few ops are done again, by trying every set of such ops."""
+    best = math.inf, 0
+    for chosen in itertools.product((False, True), repeat=len(problem.ops)):
+        again = list(itertools.compress(problem.ops, chosen))
+        made = {op.results[0] for op in again}
+        asked = set(problem.needed) | {v for op in again for v in op.operands}
+        best = min(best, (problem.cost(made, asked - made), len(made)))
     return best
 
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
-def test_no_answer_is_cheaper(
-    problem: tuple[list[Op], list[Value], list[float], list[float]],
-) -> None:
-    ops, needed, keep, again = problem
-    redo = lambda op: again[op.results[0]]  # noqa: E731
-    found = cheapest_cut(ops, needed, keep.__getitem__, redo, never_early)
+def test_no_answer_is_cheaper(problem: Problem) -> None:
+    found = cheapest_cut(
+        problem.ops,
+        problem.needed,
+        problem.keep.__getitem__,
+        lambda op: problem.again[op.results[0]],
+        lambda value, op: problem.early[value, op.results[0]],
+    )
     made = {op.results[0] for op in found.again}
     there = made | found.kept
-    assert there >= set(needed)
+    assert there >= set(problem.needed)
     assert all(there >= set(op.operands) for op in found.again)
-    cost = sum(again[v] for v in made) + sum(keep[v] for v in found.kept)
-    assert cost == pytest.approx(cheapest(ops, needed, keep, again), abs=1e-6)
+    assert (problem.cost(made, found.kept), len(made)) == cheapest(problem)

@@ -26,7 +26,6 @@ from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.memory import compile_bundle
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart
 from spmd.serving.engine.model_backend import ModelBackend, generate
-from tests.models.llama.inverse import dequantize
 from tests.models.llama.made import LATENT, forward, fresh_params
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
@@ -490,7 +489,7 @@ def all_distributions(backend: ModelBackend, prompt: list[int]) -> Any:
 
 
 def _dequantized(leaf: Any) -> Any:
-    return {"weight": dequantize(leaf)} | {k: x for k, x in leaf.items() if k == "bias"}
+    return {"weight": quantize.dequantize(leaf)} | {k: x for k, x in leaf.items() if k == "bias"}
 
 
 def _is_quantized(leaf: Any) -> bool:

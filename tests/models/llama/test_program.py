@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped: to the bit, or on another mesh."""
+"""A Llama's program: what it evaluates, its fresh parameters; runs of a small one."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.data import source as data
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.description import RunConfig
-from spmd.models.training.run.loop import Loop, Schedule
+from spmd.models.training.run.loop import Loop
 from spmd.models.training.run.optimizer import OptimizerConfig
 from tests.models.llama.inverse import stack_layers
 from tests.models.llama.made import assert_close, fresh_params, shardings_of
@@ -53,38 +53,10 @@ def take(trainer, state, steps):
     """The state after so many steps in all, and the losses of those taken."""
     notes = Notes()
     batches = map(trainer.place, map(windows(trainer.run), itertools.count(state.step)))
-    schedule = Schedule(steps=steps)
-    loop = Loop(trainer.step, state, batches, schedule, cost=trainer.cost, sinks=[notes])
+    options = TrainerOptions(steps=steps)
+    loop = Loop(trainer.step, state, batches, options, cost=trainer.cost, sinks=[notes])
     outcome = loop.run()
     return outcome.state, [record["loss"] for record in notes]
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """A run that never stopped: trainer, losses, parameters and optimizer state at the end."""
-
-    trainer: LlamaProgram
-    losses: list
-    params: dict
-    opt_state: object
-
-
-@pytest.fixture(scope="module")
-def whole():
-    trainer = make_trainer({"data": 4, "model": 2})
-    state, losses = take(trainer, trainer.fresh_state(), STEPS)
-    return Whole(trainer, losses, *jax.device_get((state.params, state.opt_state)))
-
-
-@pytest.fixture(scope="module")
-def half_way(whole, tmp_path_factory):
-    """The folder with the checkpoint of a run that stopped half way."""
-    folder = tmp_path_factory.mktemp("half") / "checkpoints"
-    state, losses = take(whole.trainer, whole.trainer.fresh_state(), HALF)
-    assert losses == whole.losses[:HALF]
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(state)
-    return folder
 
 
 def go_on(trainer, folder):
@@ -93,44 +65,33 @@ def go_on(trainer, folder):
     return take(trainer, state, STEPS)
 
 
-@pytest.mark.thorough
-def test_on_the_same_mesh_to_the_bit(whole, half_way):
-    state, losses = go_on(whole.trainer, half_way)
-    assert losses == whole.losses[HALF:]
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (state.params, state.opt_state),
-        (whole.params, whole.opt_state),
-    )
+@pytest.fixture(scope="module")
+def trainer():
+    return make_trainer({"data": 4, "model": 2})
 
 
 @pytest.mark.thorough
-def test_evaluates_what_the_loss_is(whole):
-    trainer = whole.trainer
-    options = dataclasses.replace(trainer.run.options, seed=9)
-    dataset = windows(dataclasses.replace(trainer.run, options=options))
-    state, _ = take(trainer, trainer.fresh_state(), 1)
-    got = trainer.evaluation(dataset, 2)(state.params)["loss"]
-    params = jax.device_get(state.params)
+def test_evaluates_what_the_loss_is(trainer):
+    dataset = windows(trainer.run)
+    params = take(trainer, trainer.fresh_state(), 1)[0].params
+    got = trainer.evaluation(dataset, 2)(params)["loss"]
+    params = jax.device_get(params)
     loss = jax.jit(lambda p, b: objective.loss(p, b["inputs"], b["targets"], SMALL))
     expected = [loss(params, dataset(0)), loss(params, dataset(1))]
     assert got == pytest.approx(np.mean(expected), rel=1e-5)
 
 
-# Fresh parameters
-
-
 @pytest.mark.thorough
-def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
+def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(trainer):
     config = dataclasses.replace(SMALL, scan_layers=False)
-    stacked = whole.trainer.step.in_shardings[0]
+    stacked = trainer.step.in_shardings[0]
     without_layers = jax.tree.map(
         lambda s: jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec(*s.spec[1:])),
         stacked["layers"],
     )
     layers = {str(i): without_layers for i in range(config.num_hidden_layers)}
     params = init_params(config, jax.random.key(0), {**stacked, "layers": layers})
-    fresh = whole.trainer.fresh_state().params
+    fresh = trainer.fresh_state().params
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), fresh)
     assert_close(fresh, fresh_params(SMALL), rtol=1e-6)
     assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].sharding.spec[0] == "model"

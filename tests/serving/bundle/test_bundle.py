@@ -322,7 +322,7 @@ def changed(number, **fields):
         (changed(2, fn=lambda s, w: s["h"]), "peek has a state and has to return (state, outputs)"),
         (changed(0, name="../x"), "a function is called '../x'"),
         (changed(0, name="step"), "two functions have the same name"),
-        (changed(0, roles=("output",)), "roles are weights, state, input"),
+        (changed(0, roles=("output",)), "roles are weights, state, read, input"),
         (changed(0, args=(struct(2, dtype="int4"),)), "values is int4, not one of bool, int8"),
         (changed(0, args=(jax.eval_shape(jax.random.key, 0),)), "values is a key of jax.random"),
         ({"specs": {"weights/q": ("model",)}}, "the spec 'weights/q' matches no leaf"),

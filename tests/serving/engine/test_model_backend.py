@@ -62,10 +62,8 @@ class Programs:
         self.calls.append(name)
         tags, given = self.functions[name].tags, inputs[0]
         if name not in ("begin", "allow"):
-            table, scores = tags["length"] // LIMITS.page, tags["kind"] == "score"
-            given = unpack_rows(
-                given["rows"], row_shapes(SLOTS, tags["rows"], table, scores=scores)
-            )
+            table = tags["length"] // LIMITS.page
+            given = unpack_rows(given["rows"], row_shapes(SLOTS, tags["rows"], table, tags["kind"]))
         self.inputs.append(given)
         if name in ("begin", "allow"):
             return {}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.serving.engine.backend import Backend
 from spmd.serving.engine.core import Core
 from spmd.serving.engine.remote import Line, Obedient, RemoteCore
 from spmd.serving.http.language import Loaded
@@ -46,10 +47,12 @@ class Live(NamedTuple):
 
 
 @contextmanager
-def wired(backend: FakeBackend, token_budget: int | None) -> Iterator[RemoteCore]:
+def wired(
+    backend: Backend, token_budget: int | None, adapt: Callable[[int, str], None] | None = None
+) -> Iterator[RemoteCore]:
     """A core at the other end of a line, as in a server whose model has a process of its own."""
     ours, theirs = (Line(end) for end in multiprocessing.Pipe())
-    obedient = Obedient(Core(backend, token_budget=token_budget), ours)
+    obedient = Obedient(Core(backend, token_budget=token_budget), ours, adapt)
     core = RemoteCore(theirs, backend.limits, backend.info, obedient.pulse())
     for line, take in ((ours, obedient.obey), (theirs, core.heard)):
 

@@ -1,9 +1,7 @@
 """The chat page in a real browser: it streams, stops, remembers, and shows text as nothing else."""
 
 import dataclasses
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,11 +63,8 @@ def live(speaker: Speaker) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def browser(live: Live, tmp_path_factory: Any) -> Iterator[Browser]:
     assert PROGRAM is not None
-    with Browser(PROGRAM, tmp_path_factory.mktemp("profile"), dark=DARK) as made:
-        made.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=1240, height=900, deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
+    with Browser(PROGRAM, tmp_path_factory.mktemp("profile")) as made:
+        made.resize(1240)
         yield made
 
 
@@ -99,13 +94,12 @@ def say(page: Browser, text: str) -> None:
     page.press("Enter")
 
 
-DARK = bool(os.environ.get("SPMD_SCREENSHOT_DARK"))
 TURNS = "[...document.querySelectorAll('.turn .bubble')].map(b => b.textContent)"
 DONE = "!document.querySelector('.live') && document.querySelectorAll('.assistant').length === "
 FACTS = "[...document.querySelectorAll('.assistant .facts')].at(-1).textContent"
 
 
-def test_a_conversation(page: Browser, live: Live, speaker: Speaker, tmp_path: Path) -> None:
+def test_a_conversation(page: Browser, live: Live, speaker: Speaker) -> None:
     question = "How is <script>w</script> split?"
     live.backend.gate.close(after=20)
     say(page, question)
@@ -127,7 +121,6 @@ def test_a_conversation(page: Browser, live: Live, speaker: Speaker, tmp_path: P
     say(page, "And then?")
     wait(page, DONE + "2")
     assert f"User: {question}\n\nAssistant: Each" in speaker.prompts[-1]
-    page.screenshot(Path(os.environ.get("SPMD_SCREENSHOT", tmp_path / "chat.png")), 900)
     assert page.run("document.documentElement.scrollHeight") == 900  # all of it is to be seen
     page.run("document.getElementById('new').click()")
     assert page.run(TURNS) == []

@@ -173,7 +173,7 @@ def test_transformers_reads_what_is_written_and_the_reverse(name, changes):
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", not "silu"'),
         ({"pretraining_tp": 2}, "pretraining_tp is 2, not 1"),
         ({"sliding_window": 4096}, "sliding_window is 4096, not null"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: weights of"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, not 0.0"),
         ({"qk_norm": 1, "alibi": 0}, "unknown keys alibi, qk_norm, .*--ignore_config_keys alibi,q"),

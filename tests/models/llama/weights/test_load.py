@@ -203,7 +203,7 @@ def test_buffers_of_old_checkpoints_are_passed_over_and_quantized_weights_are_no
     rewrite(folder, lambda t: t.update({NORM: t[NORM].astype(np.int8)}))
     message = failure(folder)
     assert "not floating point: model.norm.weight is I8" in message
-    assert "dequantized first" in message
+    assert "as config.json says in quantization_config" in message
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, 5000])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.models.training.checkpoints import tables
-from spmd.models.training.checkpoints.found import CheckpointError, find_saved
+from spmd.models.training.checkpoints.found import CheckpointError
 from spmd.models.training.checkpoints.manifest import MANIFEST
 from spmd.models.training.checkpoints.remote import StoreManager
 from spmd.models.training.checkpoints.saving import Kept, open_manager
@@ -98,18 +98,6 @@ def test_copies_between_a_store_and_a_disk_are_read_there(store, tmp_path):
             (copy / name).write_bytes((source / name).read_bytes())
         with Checkpoints(copy) as checkpoints:
             assert_same(restored(checkpoints, state(3)), state(3))
-
-
-def test_without_its_manifest_a_checkpoint_is_none(s3):
-    save(s3, *map(state, (2, 4)))
-    (s3 / "4" / MANIFEST).unlink()
-    assert find_saved(s3).step == 2
-    with Checkpoints(s3) as checkpoints:
-        assert checkpoints.notes == [
-            "the save of step 4 was interrupted; what it had written is removed"
-        ]
-        assert checkpoints.steps() == [2]
-    assert not file_sizes(s3 / "4")
 
 
 def test_damage_is_noticed(s3):

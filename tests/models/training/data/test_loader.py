@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.models.training.data import corpus
-from spmd.models.training.data.loader import Loader, Placed, _HostRows, rows_of_host
+from spmd.models.training.data.loader import load_any, load_rows, rows_of_host
 from spmd.models.training.data.samples import PackedTokens
 from tests.waiting import wait_until
 
@@ -38,7 +38,7 @@ def assert_same(placed, batch):
 
 @pytest.mark.parametrize("spec", [SPEC, P(), P("model"), P(("data", "model")), P("data", "model")])
 def test_gives_the_datasets_batches(devices8, spec):
-    with Loader(dataset(), shardings=shardings(devices8, spec), start_step=3) as loader:
+    with load_rows(dataset(), shardings=shardings(devices8, spec), start_step=3) as loader:
         for step in (3, 4, 5):
             placed = next(loader)
             assert_same(placed, dataset()(step))
@@ -47,7 +47,7 @@ def test_gives_the_datasets_batches(devices8, spec):
 
 def test_closing_ends_the_threads(devices8):
     before = threading.active_count()
-    loader = Loader(dataset(), shardings=shardings(devices8))
+    loader = load_rows(dataset(), shardings=shardings(devices8))
     next(loader)
     loader.close()
     loader.close()
@@ -64,7 +64,7 @@ def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
         return np.full(8, step)
 
     where = SingleDeviceSharding(jax.devices()[0])
-    with Placed(data, shardings=lambda _: where, start_step=3, threads=threads) as placed:
+    with load_any(data, shardings=lambda _: where, start_step=3, threads=threads) as placed:
         assert [int(next(placed)[0]) for _ in range(20)] == list(range(3, 23))
         together.abort()
     assert len(callers) == threads
@@ -72,7 +72,7 @@ def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
 
 def test_shardings_of_other_leaves(devices8):
     with pytest.raises(ValueError, match="batches of"):
-        Loader(dataset(boundaries=False), shardings=shardings(devices8))
+        load_rows(dataset(boundaries=False), shardings=shardings(devices8))
 
 
 # Hosts
@@ -106,6 +106,6 @@ def test_hosts_share_the_global_batch(seed, step, hosts, copies, times):
         sharding: Any = HostSharding(hosts, host // copies)
         rows = rows_of_host((data.batch_size, 8), {"a": sharding})
         seen[rows] += 1
-        for name, leaf in _HostRows(data, rows)(step).items():
+        for name, leaf in data.rows(data.first(step) + rows).items():
             np.testing.assert_array_equal(leaf, batch[name][rows])
     assert (seen == copies).all()

@@ -12,19 +12,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.models.llama import objective
-from spmd.models.llama.named import CONFIGS
-from spmd.models.training.data import source as data
 from spmd.models.training.errors import TrainingError
-from spmd.models.training.run.loop import NAMES, Loop, Schedule, TrainState
+from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.loop import NAMES, Loop, TrainState
 from spmd.models.training.run.metrics import StepCost, peak_flops
-from spmd.models.training.run.optimizer import OptimizerConfig, make_optimizer
 from spmd.models.training.run.profile import Profiler, ProfileRange
-from spmd.models.training.run.step import make_train_step
-from tests.models.llama.made import fresh_params
 from tests.models.training.notes import Notes
 
-TINY = CONFIGS["tiny"]
 COST = StepCost(tokens=100, devices=1)
 
 
@@ -65,32 +59,12 @@ class Saver:
 
 
 def run(step=counting_step, state=None, batches=None, *, steps, **options):
-    schedule_names = ("eval_every", "save_every", "max_skipped", "evaluates_first", "audit_every")
-    schedule = {name: options.pop(name) for name in schedule_names if name in options}
+    names = {field.name for field in dataclasses.fields(TrainerOptions)} & options.keys()
+    when = TrainerOptions(steps=steps, **{name: options.pop(name) for name in names})
     state = state or TrainState(0, None)
     notes = Notes()
     batches = itertools.count(state.step) if batches is None else iter(batches)
-    when = Schedule(steps=steps, **schedule)
     return Loop(step, state, batches, when, cost=COST, sinks=[notes], **options).run(), notes
-
-
-def test_llama_learns_in_a_few_steps():
-    tokens = data.encode("the quick brown fox jumps over the lazy dog. " * 40)
-    corpus = data.whole(data.from_documents([tokens], 256))
-    windows = data.PackedTokens([corpus], seq_len=16, batch_size=4)
-    optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=20, learning_rate=1e-2))
-
-    def loss_fn(params, batch):
-        return objective.loss(params, batch["inputs"], batch["targets"], TINY)
-
-    params = jax.tree.map(jnp.copy, fresh_params(TINY))  # they are donated
-    state = TrainState(params, optimizer.init(params))
-    step = jax.jit(make_train_step(loss_fn, optimizer, microbatches=2), donate_argnums=(0, 1))
-    outcome, notes = run(step, state, map(windows, itertools.count()), steps=20)
-    assert outcome.state.step == 20
-    assert outcome.first["loss"] == pytest.approx(np.log(256), abs=0.2)
-    assert outcome.last["loss"] < 3.5
-    assert all(record["grad_norm"] > 0 for record in notes)
 
 
 def test_records_are_of_their_own_step_also_of_a_resumed_run():
@@ -161,7 +135,7 @@ def test_a_stop_saves_and_leaves_the_rest(stop, saved):
 def test_a_stop_at_the_last_step_is_none_nothing_to_do_and_an_evaluation_before_all():
     outcome, _ = run(steps=3, should_stop=lambda step: step == 3)
     assert not outcome.is_stopped
-    outcome, notes = run(steps=2, evaluate=mean, evaluates_first=True)
+    outcome, notes = run(steps=2, evaluate=mean, eval_first=True)
     assert [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r] == [(0, 0), (2, 1)]
     assert outcome.state.step == 2
     saver = Saver()
@@ -208,8 +182,8 @@ def test_what_keeps_records_is_flushed_before_a_save():
             super().save(state, notes)
 
     Loop(
-        counting_step, TrainState(0, None), itertools.count(), Schedule(steps=2, save_every=1),
-        cost=COST, sinks=[Sink()], saver=Noting(),
+        counting_step, TrainState(0, None), itertools.count(),
+        TrainerOptions(steps=2, save_every=1), cost=COST, sinks=[Sink()], saver=Noting(),
     ).run()  # fmt: skip
     assert events == ["flush after 1", "save 1", "flush after 2", "save 2"]
 
