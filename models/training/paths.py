@@ -49,10 +49,6 @@ class StorePath(PurePosixPath):
         StorePath('s3://bucket/runs/a')
     """
 
-    # universal_pathlib has such paths too. They need one request more to list or remove, connect
-    # anew for every path unless listings are cached, leave half a file behind a block that fails,
-    # and pass the drivers' errors on as they are.
-
     @property
     def scheme(self) -> str:
         """`s3` or `gs`."""
@@ -119,9 +115,11 @@ class StorePath(PurePosixPath):
         return SimpleNamespace(st_size=int(info["size"]), st_mtime_ns=time_ns)
 
     def open(self, mode: str = "rb") -> Any:
-        """Opens a file, to read it by ranges (`rb`) or to write it anew (`wb`)."""
-        file = StoreFile(self, self.ask("open", mode))
-        return io.BufferedReader(file, READ_BYTES) if mode == "rb" else file
+        """Opens a file to read it by ranges (`rb`), or for a block that writes it anew (`wb`).
+
+        Nothing appears if the block fails.
+        """
+        return io.BufferedReader(_Reading(self), 2**20) if mode == "rb" else _writing(self)
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
         """A file's bytes, or those from `start` to before `stop`."""
@@ -209,55 +207,41 @@ def one_error(path: object) -> Iterator[None]:
         raise StoreError(f"{path}: {lines[0]}") from error
 
 
-READ_BYTES = 2**20
-"""So much of an open file is read together, from what its driver has read ahead."""
-
-
-class StoreFile(io.RawIOBase):
-    """A driver's open file: errors are `one_error`s, and a block that fails leaves no file."""
-
-    def __init__(self, path: StorePath, file: Any) -> None:
-        self._path, self._file = path, file
+class _Reading(io.RawIOBase):
+    def __init__(self, path: StorePath) -> None:
+        self._path, self._file = path, path.ask("open")
 
     def readable(self) -> bool:
-        """Whether it was opened to be read."""
-        return bool(self._file.readable())
-
-    def writable(self) -> bool:
-        """Whether it was opened to be written."""
-        return bool(self._file.writable())
+        return True
 
     def seekable(self) -> bool:
-        """Whether `seek` works."""
-        return self.readable()
+        return True
 
     def seek(self, place: int, whence: int = 0) -> int:
-        """Goes to a place; returns it."""
         return int(self._file.seek(place, whence))
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a buffer; returns how many bytes there were."""
         with one_error(self._path):
             return int(self._file.readinto(buffer))
 
-    def write(self, content: Any) -> int:
-        """Adds bytes; returns their number."""
-        with one_error(self._path):
-            return int(self._file.write(content))
 
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is not None and self.writable():
-            with contextlib.suppress(Exception):
-                self._file.discard()
-            self._file.closed = True
-        self.close()
+@contextlib.contextmanager
+def _writing(path: StorePath) -> Iterator[SimpleNamespace]:
+    file = path.ask("open", "wb")
 
-    def close(self) -> None:
-        """Closes it; what was written appears."""
-        if not self.closed:
-            with one_error(self._path):
-                self._file.close()
-            super().close()
+    def write(content: Any) -> None:
+        with one_error(path):
+            file.write(content)
+
+    try:
+        yield SimpleNamespace(write=write)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            file.discard()
+        file.closed = True
+        raise
+    with one_error(path):
+        file.close()
 
 
 AT_ONCE = 32

@@ -128,7 +128,8 @@ class StoreManager:
         context = _context()
 
         def read(path: str, struct: Any) -> jax.Array:
-            stored = _open(array_spec(state, path.replace("/", "."), driver), context)
+            spec = array_spec(state, path.replace("/", "."), driver)
+            stored = tensorstore.open(spec, context=context).result()
             return put_shards(
                 struct.shape,
                 struct.dtype,
@@ -168,7 +169,7 @@ def _write_parts(
             }
             spec = array_spec(own, path.replace("/", "."), "zarr")
             spec |= {"dtype": block.dtype.name, "metadata": metadata, "create": True, "open": True}
-            array = _open(spec, context, group)
+            array = tensorstore.open(spec, context=context, transaction=group).result()
             array[index].write(block).result()
             waiting += block.nbytes
             if waiting >= TOGETHER_BYTES:
@@ -224,7 +225,3 @@ def _name_arrays(folder: AnyPath, shapes: Mapping[str, Any]) -> None:
 
 def _context() -> Any:
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 26}})
-
-
-def _open(spec: Mapping[str, Any], context: Any, transaction: Any = None) -> Any:
-    return tensorstore.open(dict(spec), context=context, transaction=transaction).result()
