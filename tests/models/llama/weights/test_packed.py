@@ -177,6 +177,7 @@ LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "kv_l
 )
 def test_log_probabilities_are_transformers(variant, name, devices, changes, tmp_path, devices8):
     """Of the model of the numbers that are stored; groups of a row are on several devices."""
+    pytest.importorskip("transformers")
     wide = {k: v for k, v in WIDE.items() if k != "head_dim" or variant != "deepseek_v2"}
     checkpoints.write(variant, tmp_path / "plain", **wide, **changes)
     rewrite(tmp_path / "plain", name, tmp_path)
