@@ -1,8 +1,5 @@
 """Loads on the project's server, with a tiny model: a process, several clients, a table."""
 
-import sys
-from typing import Any
-
 import pytest
 
 from benchmarks import loads
@@ -63,22 +60,6 @@ def test_every_answer_counts(outcome: Outcome, message: str) -> None:
     asked = Asked(answers("done", outcome), 3.0, 0.1)
     with pytest.raises(BenchError, match=message):
         loads.numbers_of(WORKLOAD, asked, None, COSTS)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--loads=one,two",), "'two' is not among streams, long, one, clients, prefix"),
-        (("--model=tiny",), "error: the server ended: see above"),
-    ],
-)
-def test_what_cannot_be_run(
-    flags: tuple[str, ...], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", "false")  # a server that ends at once
-    with pytest.raises(SystemExit) as stop:
-        loads.main(flags)
-    assert message in str(stop.value.code) + capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -66,19 +66,6 @@ def test_every_answer_is_right(live: Live, chat: bool, rate: float | None) -> No
     assert find_doubles(answers) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rate=0", "--words=9,9"], "error: --rate: requests a second are more than 0"),
-        ([], "error: http://127.0.0.1:9: ConnectError "),
-    ],
-)
-def test_what_cannot_be_run(flags: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        serve.main(["--url=http://127.0.0.1:9", *flags])
-    assert str(stop.value.code).startswith(message)
-
-
 # ---------------------------------------------------------------------------------------------
 # Servers that cheat.
 
