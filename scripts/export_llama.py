@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with ending_on_interrupt(), one_message(*USER_ERRORS):
-        if given.plan:
+        if given.plan is not None:
             sys.exit(plan(given))
         run(given, console)
 

@@ -269,6 +269,8 @@ def run_training(given: argparse.Namespace) -> int:
 
 def plan_run(given: argparse.Namespace) -> int:
     """Prints on which meshes of --plan's machines the run is fastest; 1 if it fits on none."""
+    if not given.plan:
+        raise RunError("--plan: name machines, as v5p-256,h200:8")
     axes, given.mesh, given.dcn = given.mesh, {}, {}
     run = make_run(given, spmd.Topology(given.plan[0]).platform or "cpu")
     structs, teacher = datasets(run)[1][0].struct(), weight_flags.teacher_config(run)
@@ -314,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser(__doc__).parse_args(arguments)
     quiet()
-    if given.plan:
+    if given.plan is not None:
         with one_message(*USER_ERRORS, ConfigError, WeightsError):
             default_to_cpus()
             sys.exit(plan_run(given))

@@ -50,16 +50,13 @@ class TextModel(NamedTuple):
         if infer is None or loaded.tokenizer is None or inputs.keys() != {IDS, MASK}:
             raise ApiError(404, f"{loaded.name} makes no embeddings: {IDS}, {MASK} -> {VECTORS}")
         rows, longest = inputs[IDS].shape
-        return cls(
-            infer, loaded.tokenizer, max([rows, *getattr(infer, "batch_sizes", ())]), longest
-        )
+        return cls(infer, loaded.tokenizer, max(rows, *sizes_of(infer), 1), longest)
 
     def ids(self, text: Any, param: str) -> Sequence[int]:
         """Token ids of a text, or those that were given; `ApiError` if there are too many."""
         found = text
         if not isinstance(text, list):
-            encoded = check_text(text, param)
-            found = _encode(self.tokenizer, encoded)
+            found = _encode(self.tokenizer, check_text(text, param))
         elif not all(is_integer(i) and 0 <= i < self.tokenizer.vocab_size for i in text):
             raise invalid(f"{param}: ids are integers below {self.tokenizer.vocab_size}", param)
         if not 1 <= len(found) <= self.longest:
@@ -94,6 +91,7 @@ def _library(spec: str) -> tokenizers.Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
+    """The ids with all marks: `Tokenizer` knows those before a text, here those behind it count."""
     if tokenizer.spec is None:
         return [int(i) for i in tokenizer.encode_batch([text])[0]]
     ids: list[int] = _library(tokenizer.spec).encode(text).ids
@@ -119,7 +117,7 @@ async def _answer(
         try:
             rows, ask = await texts.run(read_body, visit.client)
             vectors = await _vectors(service, model, rows, visit.client)
-            total = sum(map(len, rows))
+            total = request.state.exchange.prompt_tokens = sum(map(len, rows))
             written = await texts.run(lambda: write(ask, vectors, total), visit.client)
         except Failed as error:
             raise failure(error) from error

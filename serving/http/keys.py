@@ -109,7 +109,7 @@ class Keys:
         self._given = tuple(ApiKey(str(i), key) for i, key in enumerate(given))
         self._file, self._looked = file, time.monotonic()
         self._stamp = _stamp(file)
-        self._keys = self._given + (ApiKey.read(file) if file else ())
+        self._keys = self._read()
         self._uses: dict[str, _Use] = {}
 
     def __len__(self) -> int:
@@ -151,6 +151,15 @@ class Keys:
 
         return leave
 
+    def _read(self) -> tuple[ApiKey, ...]:
+        named = () if self._file is None else ApiKey.read(self._file)
+        if twice := {one.name for one in named} & {one.name for one in self._given}:
+            raise ServingError(
+                f"{self._file}: {min(twice)} is what a key of --api_key is called, by its number; "
+                "choose another name"
+            )
+        return self._given + named
+
     def _look(self) -> None:
         if self._file is None or (now := time.monotonic()) < self._looked + LOOK_SECONDS:
             return
@@ -159,7 +168,7 @@ class Keys:
             return
         self._stamp = stamp
         try:
-            self._keys = self._given + ApiKey.read(self._file)
+            self._keys = self._read()
             _LOG.info("%s: %d keys are read again", self._file, len(self._keys) - len(self._given))
         except ServingError as error:
             _LOG.error("%s; the keys from before stay", error)

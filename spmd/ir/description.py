@@ -59,7 +59,7 @@ class Description(NamedTuple):
     has_effect: bool = False  # it is kept even if nobody reads its results
     flops: Callable[[Any], float] | None = None  # where arithmetic decides its time
     arithmetic: str = ""  # the kind of kernel, as in `Chip.efficiency`; empty for products
-    # (op's kind, platform) -> the dtype of products; empty if that of the first operand
+    # (op's kind, platform) -> the dtype of its products; None: the first operand's
     multiplies: Callable[[Any, str | None], str] | None = None
     # operands that a library expects, which fixes their order of dims in memory: `matrices` or
     # `images`; empty if any order will do

@@ -48,7 +48,7 @@ def test_each_key_has_its_limits(file: Path) -> None:
         live.backend.gate.close()
         body = {"prompt": "hello", "max_tokens": 3, "stream": True}
         with begin(live, "/v1/completions", body, key="c"):
-            wait_until(lambda: live.backend.calls)
+            wait_until(lambda: live.service.admission.places.taken)
             with pytest.raises(openai.RateLimitError, match="1 requests at once"):
                 ask(live, "c")
             live.backend.gate.open()
@@ -69,6 +69,8 @@ def test_the_file_is_read_again_and_a_broken_one_changes_nothing(file: Path, cap
     assert [keys.find(key) for key in (b"d", b"z", b"new")] == ["free", "0", None]
     file.write_text("fresh: {key: new, at_once: 2}\n")
     assert [keys.find(key) for key in (b"d", b"z", b"new")] == [None, "0", "fresh"]
+    file.write_text("0: {key: new}\n")
+    assert keys.find(b"new") == "fresh" and "choose another name" in caplog.text
     file.write_text("fresh: [")
     os.utime(file, ns=(1, 1))
     assert keys.find(b"new") == "fresh" and "the keys from before stay" in caplog.text
