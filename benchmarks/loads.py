@@ -55,10 +55,8 @@ from benchmarks.load_client import (
 )
 from benchmarks.serve import PERCENTILES, Result, check, summarize
 from benchmarks.tables import print_head
-from spmd.cli.flags import Parser, numbers, positive, words
+from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
-from spmd.models.llama.config import DTYPES
-from spmd.models.llama.quantize import QUANTIZATIONS
 from spmd.scripts import export_llama
 from spmd.serving.http.limits import ServerOptions
 
@@ -390,7 +388,7 @@ def load_names(text: str) -> tuple[str, ...]:
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run loads", __doc__)
-    add, exported = parser.add_argument, export_llama.make_parser().get_default
+    add = parser.add_argument
     add("--loads", type=load_names, default=",".join(WORKLOADS), help="which, in this order")
     add("--scale", type=float, default=1.0, help="of requests, at once and in all, and of lengths")
     add("--client_processes", type=positive, default=4, help="that ask and read")
@@ -399,18 +397,8 @@ def make_parser() -> Parser:
     add("--model", default="quickstart", help="named config")
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--model_axis", type=positive, default=1, help="devices that share a layer")
-    add("--groups", type=positive, default=1, help="of slots, each on devices of its own")
-    add("--slots", type=positive, default=exported("slots"), help="as of scripts/export_llama")
-    add("--max_length", type=positive, default=4352, help="tokens of a sequence")
-    add("--rows", type=numbers, help="as of scripts/export_llama")
-    add("--length", type=numbers, help="as of scripts/export_llama")
-    add("--page", type=positive, default=exported("page"), help="tokens of a page of the cache")
-    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
-    add("--drafts", type=int, default=exported("drafts"), help="as of scripts/export_llama")
-    add("--turns", type=positive, help="as of scripts/export_llama")
-    add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
-    add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
+    export_llama.add_shape_flags(parser)
+    parser.set_defaults(max_length=4352)
     add("--token_budget", type=positive, help="as of scripts/serve")
     add("--max_waiting", type=int, default=ServerOptions().max_waiting, help="as of scripts/serve")
     add("--symbols", type=symbol_values, default={}, help="as of scripts/serve")

@@ -40,13 +40,18 @@ def over(devices: Sequence[int], *spec: Any, **axes: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-EIGHT, FOUR = over(range(8), "data", data=8), over(range(4), "data", data=4)
+COUNT = len(jax.devices())
+HALF = COUNT // 2
+ALL, FEWER = over(range(COUNT), "data", data=COUNT), over(range(HALF), "data", data=HALF)
+PARALLEL = None, "model"
 CASES = {
-    "FSDP over 8 to 2 x TP over 4": (EIGHT, over(range(8), None, "model", replica=2, model=4)),
-    "8 to 4 of them": (EIGHT, FOUR),
-    "4 to 8": (FOUR, EIGHT),
-    "4 to 4 others, TP": (FOUR, over(range(4, 8), None, "model", model=4)),
-}
+    f"FSDP over {COUNT} to 2 x TP over {HALF}": (
+        ALL, over(range(COUNT), *PARALLEL, replica=2, model=HALF)
+    ),
+    f"{COUNT} to {HALF} of them": (ALL, FEWER),
+    f"{HALF} to {COUNT}": (FEWER, ALL),
+    f"{HALF} to {HALF} others, TP": (FEWER, over(range(HALF, COUNT), *PARALLEL, model=HALF)),
+}  # fmt: skip
 
 
 HEADER = ("weights go", "as", "received", "least", "XLA sends", "memory", "s", "device_put s")

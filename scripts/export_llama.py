@@ -48,25 +48,9 @@ USER_ERRORS = (
 """What a user can mend: one message instead of a traceback."""
 
 
-def make_parser() -> Parser:
-    """The flags."""
-    parser = Parser("scripts/export_llama", __doc__, settings=True)
+def add_shape_flags(parser: Parser) -> None:
+    """What `make_shape` reads, and how weights and cache are stored."""
     add = parser.add_argument
-    add("--out", type=on_disk, help="the folder to make")
-    add(
-        "--plan",
-        type=words,
-        metavar="MACHINES",
-        help="export nothing: what machines that need not be here would give (h200:1,v6e:2x4)",
-    )
-    add("--traffic", default="streams", help="to plan for, as of spmd plan --serve")
-    add("--init_from", help="folder or URL in Hugging Face's format")
-    add("--run_dir", help="folder or URL of a training run")
-    add("--step", default=AUTO, help="of its checkpoint; auto: the latest whole one")
-    add("--model", help="a named configuration, with random weights")
-    add("--seed", type=int, default=0, help="of the random weights")
-    add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
-    add("--name", help="what the bundle is called (default: like --out)")
     add("--slots", type=positive, default=256, help="sequences that run together, of all groups")
     add("--max_length", type=positive, help="of a sequence (default: the model's, at most 4096)")
     add(
@@ -109,10 +93,32 @@ def make_parser() -> Parser:
         help="LoRA adapters that there is room for, to be served beside the model",
     )
     add("--adapter_rank", type=positive, default=16, help="of an adapter, at most")
-    add("--merge_adapter", help="folder of an adapter in PEFT's format, merged into the weights")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("scripts/export_llama", __doc__, settings=True)
+    add = parser.add_argument
+    add("--out", type=on_disk, help="the folder to make")
+    add(
+        "--plan",
+        type=words,
+        metavar="MACHINES",
+        help="export nothing: what machines that need not be here would give (h200:1,v6e:2x4)",
+    )
+    add("--traffic", default="streams", help="to plan for, as of spmd plan --serve")
+    add("--init_from", help="folder or URL in Hugging Face's format")
+    add("--run_dir", help="folder or URL of a training run")
+    add("--step", default=AUTO, help="of its checkpoint; auto: the latest whole one")
+    add("--model", help="a named configuration, with random weights")
+    add("--seed", type=int, default=0, help="of the random weights")
+    add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
+    add("--name", help="what the bundle is called (default: like --out)")
+    add_shape_flags(parser)
+    add("--merge_adapter", help="folder of an adapter in PEFT's format, merged into the weights")
     add(
         "--embeddings",
         choices=POOLINGS,
