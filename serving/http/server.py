@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -349,6 +350,7 @@ def _serve_apart(
             os._exit(status)
     theirs.close()
     listener.close()
+    faulthandler.enable()  # a crash inside XLA or a driver says where it was
     line = Line(ours)
     signals: list[int] = []
     failures: list[BaseException] = []

@@ -81,3 +81,11 @@ def test_processes_share_a_load(concurrency: int) -> None:
     if concurrency == 1:  # one after the other, however many processes there are
         starts = sorted(answer.began for answer in asked.answers)
         assert all(end <= start for end, start in zip(sorted(ends), starts[1:], strict=False))
+
+
+@pytest.mark.thorough
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    loads.main(FLAGS)
+    assert [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        "| streams", "| one",
+    ]  # fmt: skip
