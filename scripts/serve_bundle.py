@@ -17,7 +17,6 @@ With several processes, process 0 speaks HTTP. One that dies ends all: start the
 import argparse
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from spmd.errors import SpmdError
 from spmd.launch.peers import form_last_line
 from spmd.launch.restart import begun, exit_code
 from spmd.scripts.flags import bundle as bundle_flags
+from spmd.scripts.flags import reach
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.serving.bundle import group
 from spmd.serving.bundle.folder import read_manifest
@@ -39,7 +39,6 @@ from spmd.serving.errors import ServingError
 from spmd.serving.http import logs
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import GENERATION_CONFIGS, HttpOptions, ServerOptions
-from spmd.serving.http.logs import FORMATS
 from spmd.serving.http.server import serve
 from spmd.serving.http.tools.formats import BY_NAME
 from spmd.serving.language_backend import is_language_model
@@ -50,23 +49,14 @@ _LOG = logging.getLogger("serving")
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)
 """What a user can mend: one message instead of a traceback."""
 
-KEYS = "SPMD_API_KEYS"
-
 LIMITS = {
     "max_waiting": "requests that wait for a slot at most; then 429",
     "choices": "completions of one request at most",
     "stops": "stop strings of one request at most",
     "grammar_bytes": "the largest grammar, schemas and tools included",
-    "body_bytes": "the largest body of a request",
-    "body_seconds": "that a body may take to arrive",
-    "bodies_bytes": "of all bodies in memory; then 429",
     "text_threads": "texts that are tokenized at a time, of short and of long ones each",
-    "header_seconds": "that a client that connects may take to send a request's headers",
-    "write_seconds": "after which an answer that nobody reads is cut off, its request cancelled",
-    "connections": "at most; then 503",
-    "address_connections": "of one address at most, unless it is a trusted proxy; then 429",
     "stall_seconds": "after which a call of the model counts as hung",
-    "drain_seconds": "that requests have to finish after SIGTERM",
+    **reach.LIMITS,
 }
 """Fields of `ServerOptions` that are flags as well."""
 
@@ -96,18 +86,8 @@ def make_parser() -> Parser:
         help="folder below which adapters may be loaded while the server runs, by "
         "POST /v1/load_lora_adapter (default: they may not)",
     )
-    add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
-    add("--port", type=int, default=8000, help="0: any free one")
-    add(
-        "--api_key",
-        action="append",
-        default=[],
-        help=f"clients have to name one (repeatable; also in ${KEYS}, joined by commas)",
-    )
+    reach.add_flags(parser, LIMITS)
     of_options = of_fields(add, ServerOptions)
-    of_options(
-        "--api_key_file", type=Path, help="YAML of more keys and their limits; read when it changes"
-    )
     of_options(
         "--token_budget",
         help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
@@ -128,41 +108,6 @@ def make_parser() -> Parser:
         default="{}",
         help='JSON of values that count instead of the model\'s own, such as {"temperature": 0.6}',
     )
-    for name, text in LIMITS.items():
-        of_options(f"--{name}", help=text)
-    add(
-        "--log_level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="least important lines to log",
-    )
-    add("--log_format", default="text", choices=FORMATS, help="json: an object a line")
-    of_http = of_fields(add, HttpOptions)
-    of_http(
-        "--ssl_certfile", help="PEM: the certificate and those that sign it; serves HTTPS alone"
-    )
-    of_http("--ssl_keyfile", help="PEM: its key, unless that is in the same file")
-    of_http(
-        "--allow_origins",
-        help="sites whose pages may use the server, joined by commas, as in https://chat.example; "
-        "* is any (default: none)",
-    )
-    of_http(
-        "--allowed_hosts",
-        help="names by which it may be asked for, joined by commas, as in *.chat.example; * is any "
-        "(default: on a loopback address localhost and addresses, else any)",
-    )
-    of_http("--root_path", help="path under which a proxy offers the server, and removes")
-    of_http(
-        "--forwarded_allow_ips",
-        help="proxies whose X-Forwarded-For is believed: addresses and networks, joined by commas, "
-        "as in 10.0.0.0/8; * is any (default: none)",
-    )
-    of_http(
-        "--otlp_endpoint",
-        help="collector of OpenTelemetry's traces, as in http://localhost:4318; needs the extra "
-        "otlp",
-    )
     return parser
 
 
@@ -173,9 +118,7 @@ def options(given: argparse.Namespace) -> ServerOptions:
     except (ValueError, TypeError) as error:
         example = '{"temperature": 0.6}'
         raise ServingError(f"--override_generation_config: JSON is needed, as {example}") from error
-    keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
-    keys = [key for key in keys if key]
-    return taken(ServerOptions, given, api_keys=tuple(keys), override_generation_config=changed)
+    return reach.options(given, override_generation_config=changed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from spmd.scripts.serve_bundle import KEYS, make_parser, options
+from spmd.scripts.flags.reach import KEYS
+from spmd.scripts.serve_bundle import make_parser, options
 from spmd.serving.engine.actions import Counts
 from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import Engine

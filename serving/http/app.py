@@ -143,7 +143,8 @@ class Access:
             if span is not None:
                 fields["trace_id"] = span.trace_id
                 span.end(exchange)
-            _log(fields, logging.DEBUG if is_probe else logging.INFO)
+            is_told = not is_probe and not exchange.is_passed_on
+            _log(fields, logging.INFO if is_told else logging.DEBUG)
 
 
 def _log(fields: dict[str, Any], level: int) -> None:
@@ -186,15 +187,22 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Refusing, service.options.address_connections, hosts)],
-        exception_handlers={
-            ApiError: _answer_api_error,
-            HTTPException: _answer_http_error,
-            Exception: _answer_mistake,
-        },
+        exception_handlers=ERRORS,
     )
     app.state.service = service
+    return around(app, service.traffic, routes, http, tracing)
+
+
+def around(
+    app: ASGIApp,
+    traffic: Traffic,
+    routes: Sequence[Route],
+    http: HttpOptions | None,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
+    """The app behind what lets pages of other sites in, and behind `Access`."""
     if http is None or not http.allow_origins:
-        return Access(app, service.traffic, routes, tracing)
+        return Access(app, traffic, routes, tracing)
     # Pages of other sites may use the server; browsers ask it before they send JSON.
     open_app = CORSMiddleware(
         app,
@@ -203,7 +211,7 @@ def make_app(
         allow_headers=["*"],  # clients in JavaScript send many of their own
         expose_headers=[HEADER, "Retry-After"],
     )
-    return Access(open_app, service.traffic, routes, tracing)
+    return Access(open_app, traffic, routes, tracing)
 
 
 async def metrics(request: Request) -> Response:
@@ -244,3 +252,11 @@ async def _answer_http_error(request: Request, error: Any) -> JSONResponse:
 async def _answer_mistake(request: Request, error: Exception) -> JSONResponse:
     """Answers when our own code failed: the log gets the traceback, the client does not."""
     return error_response(request, ApiError(500, "the server made a mistake; its log says which"))
+
+
+ERRORS: dict[Any, Any] = {
+    ApiError: _answer_api_error,
+    HTTPException: _answer_http_error,
+    Exception: _answer_mistake,
+}
+"""How errors are answered."""

@@ -93,6 +93,7 @@ class HttpExchange:
     streams: bool = False  # whether they are sent as they come
     key: str = ""  # the name of its API key; empty if the server has none
     leave: Callable[[int], None] = lambda tokens: None  # tells the key's limits of its end
+    is_passed_on: bool = False  # to another process, which says more of it in the log
     # By `time.monotonic`: when its headers were here, its body, when the first bytes of the
     # answer's body were handed to the connection, and the last; 0 if that was not.
     started: float = dataclasses.field(default_factory=time.monotonic)

@@ -89,6 +89,15 @@ async def _read(
         raise ApiError(
             415, f"Content-Type: application/json is needed, not {kind[:40] or 'nothing'}"
         )
+    return await read_body(request, options, visit)
+
+
+async def read_body(request: Request, options: ServerOptions, visit: Visit) -> bytes:
+    """The body of a request, of any type.
+
+    Raises:
+      ApiError: it is too large or too slow, or the client has left.
+    """
     try:
         async with asyncio.timeout(options.body_seconds):
             return await _read_pieces(request, options.body_bytes, visit)

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from spmd.serving.engine.core import Core
 from spmd.serving.engine.remote import Line, Obedient, RemoteCore
@@ -35,6 +36,7 @@ from spmd.serving.http.connections import Addresses, Protocol
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.service import STOP_SECONDS, Service
+from spmd.serving.http.traffic import Traffic
 
 
 class Others(typing.Protocol):
@@ -77,12 +79,50 @@ one issues steps unless that is in another process. With Python's own 5 ms the l
 waiting for the device, could wait for both of the others as long as a step takes, and then the
 device waits for it."""
 
+UNIX = "unix:"
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 LAST_WORDS_SECONDS = 1
 """So long the server says why it ends, when it has to end without having drained."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def server_config(
+    app: ASGIApp, traffic: Traffic, options: ServerOptions, http: HttpOptions, log_level: str
+) -> uvicorn.Config:
+    """How uvicorn is to serve an app.
+
+    Raises:
+      ServingError: the certificate cannot be used.
+    """
+    addresses = Addresses(options.address_connections, http.forwarded_allow_ips, traffic)
+    shared = {"options": options, "addresses": addresses}  # by all connections
+    config = uvicorn.Config(
+        app,
+        http=type("Protocol", (Protocol,), shared),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=log_level,
+        access_log=False,  # `spmd.serving.http.app` writes it
+        limit_concurrency=options.connections,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=2 * CLOSING_SECONDS,
+        server_header=False,
+        proxy_headers=bool(http.forwarded_allow_ips),
+        forwarded_allow_ips=list(http.forwarded_allow_ips),
+        root_path=http.root_path,
+        ssl_certfile=http.ssl_certfile,
+        ssl_keyfile=http.ssl_keyfile,
+    )
+    try:
+        config.load()
+    except OSError as error:
+        files = " and ".join(filter(None, (http.ssl_certfile, http.ssl_keyfile)))
+        raise ServingError(f"TLS with {files}: {error.strerror or error}") from error
+    return config
 
 
 class Server(uvicorn.Server):
@@ -100,32 +140,8 @@ class Server(uvicorn.Server):
     ) -> None:
         http = http or HttpOptions()
         self._tracing = _tracing(http.otlp_endpoint)
-        most = service.options.address_connections
-        addresses = Addresses(most, http.forwarded_allow_ips, service.traffic)
-        shared = {"options": service.options, "addresses": addresses}  # by all connections
-        config = uvicorn.Config(
-            make_app(service, http, self._tracing),
-            http=type("Protocol", (Protocol,), shared),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=log_level,
-            access_log=False,  # `spmd.serving.http.app` writes it
-            limit_concurrency=service.options.connections,
-            timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=2 * CLOSING_SECONDS,
-            server_header=False,
-            proxy_headers=bool(http.forwarded_allow_ips),
-            forwarded_allow_ips=list(http.forwarded_allow_ips),
-            root_path=http.root_path,
-            ssl_certfile=http.ssl_certfile,
-            ssl_keyfile=http.ssl_keyfile,
-        )
-        try:
-            config.load()
-        except OSError as error:
-            files = " and ".join(filter(None, (http.ssl_certfile, http.ssl_keyfile)))
-            raise ServingError(f"TLS with {files}: {error.strerror or error}") from error
+        app = make_app(service, http, self._tracing)
+        config = server_config(app, service.traffic, service.options, http, log_level)
         super().__init__(config)
         self.service = service
         self.over = threading.Event()
@@ -202,12 +218,17 @@ def listen(host: str, port: int) -> socket.socket:
     """Opens a listening socket.
 
     Args:
-      host: an IPv4 or IPv6 address, or a host name.
+      host: an IPv4 or IPv6 address, or a host name; or `unix:PATH`, of a socket to be made.
       port: 0 takes any free one.
 
     Raises:
       ServingError: the address cannot be used.
     """
+    if host.startswith(UNIX):
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(host.removeprefix(UNIX))
+        made.listen(1024)
+        return made
     if not 0 <= port < 2**16:
         raise ServingError(f"cannot listen on {host}:{port}: ports are below {2**16}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -217,6 +238,20 @@ def listen(host: str, port: int) -> socket.socket:
         # The library repeats the address in brackets.
         reason = str(error.strerror).partition(" (while")[0]
         raise ServingError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+def address(listener: socket.socket, is_ssl: bool) -> str:
+    """Where a socket listens, for people."""
+    where = listener.getsockname()
+    scheme = "https" if is_ssl else "http"
+    return where if isinstance(where, str) else "{}://{}:{}".format(scheme, *where)
+
+
+def at(host: str, http: HttpOptions) -> HttpOptions:
+    """With the names by which a server that listens there may be asked for."""
+    if http.allowed_hosts is None and host in LOOPBACK:
+        return dataclasses.replace(http, allowed_hosts=())
+    return http
 
 
 def serve(
@@ -255,9 +290,7 @@ def serve(
     """
     logs.set_up(log_level, log_format)
     sys.setswitchinterval(SWITCH_SECONDS)
-    http = http or HttpOptions()
-    if http.allowed_hosts is None and host in LOOPBACK:
-        http = dataclasses.replace(http, allowed_hosts=())
+    http = at(host, http or HttpOptions())
     options = options or ServerOptions()
 
     def make_server() -> Server:
@@ -286,8 +319,6 @@ def _run(
     server: Server, listener: socket.socket, load: Callable[[], Loaded]
 ) -> tuple[threading.Thread, list[BaseException]]:
     """Serves until the end; returns the thread that loads, and what went wrong in it."""
-    address, port = listener.getsockname()[:2]
-    scheme = "https" if server.config.is_ssl else "http"
     service = server.service
     failures: list[BaseException] = []
 
@@ -304,8 +335,8 @@ def _run(
             _LOG.info("%s, after %.1f s", _describe(loaded), time.monotonic() - started)
 
     loader = threading.Thread(target=run_load, name="load", daemon=True)
-    with _heeding_signals(server.handle_exit):
-        _LOG.info("listening on %s://%s:%d, loading the model", scheme, address, port)
+    with heeding_signals(server.handle_exit):
+        _LOG.info("listening on %s, loading the model", address(listener, server.config.is_ssl))
         loader.start()
         server.run(sockets=[listener])
         if service.lost is None:
@@ -377,7 +408,7 @@ def _serve_apart(
         line.send("drain" if len(signals) == 1 else "exit")
 
     loader = threading.Thread(target=run_load, name="load", daemon=True)
-    with _heeding_signals(pass_on):
+    with heeding_signals(pass_on):
         for kind, content in line:
             if kind == "failed":
                 failures.extend(content)
@@ -450,7 +481,7 @@ def _answer_clients(line: Line, make_server: Callable[[], Server], listener: soc
 
 
 @contextlib.contextmanager
-def _heeding_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def heeding_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handles signals while the model loads; uvicorn does so only once its loop runs."""
     if threading.current_thread() is not threading.main_thread():
         yield

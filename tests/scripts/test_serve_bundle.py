@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from spmd.cli.fields import taken
-from spmd.scripts.serve_bundle import KEYS, LIMITS, make_parser, options
+from spmd.scripts.flags.reach import KEYS
+from spmd.scripts.serve_bundle import LIMITS, make_parser, options
 from spmd.serving.errors import ServingError
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from tests.forked import Forked

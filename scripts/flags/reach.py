@@ -1,0 +1,84 @@
+"""The flags of scripts that serve HTTP: where, for whom, and what they log."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd.cli.fields import of_fields, taken
+from spmd.cli.flags import Parser
+from spmd.serving.http.limits import HttpOptions, ServerOptions
+from spmd.serving.http.logs import FORMATS
+
+KEYS = "SPMD_API_KEYS"
+
+LIMITS = {
+    "body_bytes": "the largest body of a request",
+    "body_seconds": "that a body may take to arrive",
+    "bodies_bytes": "of all bodies in memory; then 429",
+    "header_seconds": "that a client that connects may take to send a request's headers",
+    "write_seconds": "after which an answer that nobody reads is cut off, its request cancelled",
+    "connections": "at most; then 503",
+    "address_connections": "of one address at most, unless it is a trusted proxy; then 429",
+    "drain_seconds": "that requests have to finish after SIGTERM",
+}
+"""Fields of `ServerOptions` about connections and bodies, which are flags as well."""
+
+
+def add_flags(parser: Parser, limits: Mapping[str, str]) -> None:
+    """Adds them, `limits` among them."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
+    add("--port", type=int, default=8000, help="0: any free one")
+    add(
+        "--api_key",
+        action="append",
+        default=[],
+        help=f"clients have to name one (repeatable; also in ${KEYS}, joined by commas)",
+    )
+    of_options = of_fields(add, ServerOptions)
+    of_options(
+        "--api_key_file", type=Path, help="YAML of more keys and their limits; read when it changes"
+    )
+    for name, text in limits.items():
+        of_options(f"--{name}", help=text)
+    add(
+        "--log_level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="least important lines to log",
+    )
+    add("--log_format", default="text", choices=FORMATS, help="json: an object a line")
+    of_http = of_fields(add, HttpOptions)
+    of_http(
+        "--ssl_certfile", help="PEM: the certificate and those that sign it; serves HTTPS alone"
+    )
+    of_http("--ssl_keyfile", help="PEM: its key, unless that is in the same file")
+    of_http(
+        "--allow_origins",
+        help="sites whose pages may use the server, joined by commas, as in https://chat.example; "
+        "* is any (default: none)",
+    )
+    of_http(
+        "--allowed_hosts",
+        help="names by which it may be asked for, joined by commas, as in *.chat.example; * is any "
+        "(default: on a loopback address localhost and addresses, else any)",
+    )
+    of_http("--root_path", help="path under which a proxy offers the server, and removes")
+    of_http(
+        "--forwarded_allow_ips",
+        help="proxies whose X-Forwarded-For is believed: addresses and networks, joined by commas, "
+        "as in 10.0.0.0/8; * is any (default: none)",
+    )
+    of_http(
+        "--otlp_endpoint",
+        help="collector of OpenTelemetry's traces, as in http://localhost:4318; needs the extra "
+        "otlp",
+    )
+
+
+def options(given: argparse.Namespace, **more: Any) -> ServerOptions:
+    """How a server is to behave; `more` are fields that no flag has as they are."""
+    keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
+    return taken(ServerOptions, given, api_keys=tuple(key for key in keys if key), **more)
