@@ -72,6 +72,11 @@ def add_flags(parser: Parser, limits: Mapping[str, str]) -> None:
         "as in 10.0.0.0/8; * is any (default: none)",
     )
     of_http(
+        "--grpc_port",
+        help="serves KServe's protocol by gRPC, too, as tritonclient.grpc speaks it; 0: any free "
+        "one; needs the extra grpc",
+    )
+    of_http(
         "--otlp_endpoint",
         help="collector of OpenTelemetry's traces, as in http://localhost:4318; needs the extra "
         "otlp",

@@ -31,7 +31,6 @@ from urllib.parse import quote
 
 import httpx
 import orjson
-import uvicorn
 import yaml
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -50,7 +49,7 @@ from spmd.serving.http.keys import Keys
 from spmd.serving.http.limits import ANY, HttpOptions, ServerOptions
 from spmd.serving.http.metrics import CONTENT_TYPE
 from spmd.serving.http.requests import check_key, client_of, read_body, until_gone
-from spmd.serving.http.server import server_config
+from spmd.serving.http.server import Serving, server_config
 from spmd.serving.http.traffic import Traffic
 
 _LOG = logging.getLogger("serving.fleet")
@@ -516,7 +515,7 @@ def make_app(fleet: Fleet, http: HttpOptions) -> ASGIApp:
     return single.around(app, fleet.traffic, ROUTES, http)
 
 
-class FleetServer(uvicorn.Server):
+class FleetServer(Serving):
     """uvicorn's server, with the models of a fleet while it runs.
 
     Raises:
@@ -527,7 +526,7 @@ class FleetServer(uvicorn.Server):
         app = make_app(fleet, http)
         config = server_config(app, fleet.traffic, fleet.options, http, log_level)
         config.timeout_graceful_shutdown = math.ceil(fleet.options.drain_seconds)
-        super().__init__(config)
+        super().__init__(app, config, http, fleet.options)
         self._fleet = fleet
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each request
 

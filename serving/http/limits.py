@@ -43,6 +43,8 @@ class HttpOptions:
     # addresses and networks of proxies whose `X-Forwarded-For` says who a client is; `*` trusts
     # everybody
     forwarded_allow_ips: tuple[str, ...] = ()
+    # where KServe's protocol is served by gRPC, too; 0: any free port
+    grpc_port: int | None = None
     # a collector of OpenTelemetry's traces, as in `http://localhost:4318`
     otlp_endpoint: str | None = None
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import faulthandler
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -125,7 +126,36 @@ def server_config(
     return config
 
 
-class Server(uvicorn.Server):
+class Serving(uvicorn.Server):
+    """uvicorn's server, with the same app behind gRPC if a port for it is given.
+
+    Args:
+      app: what is served.
+      config: how.
+      http: has the port.
+      options: has the largest body.
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: uvicorn.Config, http: HttpOptions, options: ServerOptions
+    ) -> None:
+        super().__init__(config)
+        self._grpc = app, http, options
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until it is to end."""
+        app, http, options = self._grpc
+        async with contextlib.AsyncExitStack() as stack:
+            if http.grpc_port is not None and sockets:
+                from spmd.serving.http.kserve import grpc_front  # its packages need not be there
+
+                host = sockets[0].getsockname()[0]
+                port = await stack.enter_async_context(grpc_front.serving(app, host, http, options))
+                _LOG.info("listening for gRPC on %s:%d", host, port)
+            await super().serve(sockets)
+
+
+class Server(Serving):
     """uvicorn's server, but the engine drains before the port closes.
 
     Args:
@@ -142,7 +172,7 @@ class Server(uvicorn.Server):
         self._tracing = _tracing(http.otlp_endpoint)
         app = make_app(service, http, self._tracing)
         config = server_config(app, service.traffic, service.options, http, log_level)
-        super().__init__(config)
+        super().__init__(app, config, http, service.options)
         self.service = service
         self.over = threading.Event()
         self._last_words: float | None = None
@@ -248,7 +278,15 @@ def address(listener: socket.socket, is_ssl: bool) -> str:
 
 
 def at(host: str, http: HttpOptions) -> HttpOptions:
-    """With the names by which a server that listens there may be asked for."""
+    """With the names by which a server that listens there may be asked for.
+
+    Raises:
+      ServingError: there can be no gRPC, for want of its package or of the port.
+    """
+    if http.grpc_port is not None:
+        if not all(importlib.util.find_spec(name) for name in ("grpc", "tritonclient")):
+            raise ServingError('grpc_port: pip install "spmd[grpc]" installs what it needs')
+        listen(host, http.grpc_port).close()
     if http.allowed_hosts is None and host in LOOPBACK:
         return dataclasses.replace(http, allowed_hosts=())
     return http
