@@ -1,7 +1,7 @@
 """KServe's protocol over gRPC, as tritonclient speaks it: each call is put to the app as HTTP.
 
-So keys, limits, errors, logs and metrics are those of the paths below `/v2`, and a fleet has it as a
-single model does. Messages are those that the package tritonclient brings.
+So keys, limits, errors, logs and metrics are those of the paths below `/v2`, and a fleet has it as
+a single model does. Messages are those that the package tritonclient brings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATUSES = {
 }  # fmt: skip
 
 
-class Front(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
+class GrpcFront(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
     """Puts calls to an app."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -180,7 +180,7 @@ async def serving(
     hosts = [name for name in http.allowed_hosts or () if name != ANY]
     # No page of a browser speaks gRPC, so nothing depends on the host that is asked for.
     asked = hosts[0].replace("*", "grpc") if hosts else "localhost"
-    add_GRPCInferenceServiceServicer_to_server(Front(app, asked), server)
+    add_GRPCInferenceServiceServicer_to_server(GrpcFront(app, asked), server)
     with contextlib.suppress(ValueError):
         host = f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
     place = f"{host}:{http.grpc_port}"
