@@ -217,6 +217,16 @@ BROADCASTING = together(
     broadcasting("zeta", lambda x, q: scipy.special.zeta(x, q).astype(np.float32), X + 3, ROW + 2),
 )  # fmt: skip
 
+INFINITE = np.where(X < -1, -np.inf, np.where(X > 1, np.inf, X))
+ONE_OPERAND = together("one operand", *(
+    (f'%r = "{name}"(%0) : ($0) -> $r', want, (INFINITE,))
+    for name, want in (
+        ("chlo.is_inf", np.isinf), ("chlo.is_pos_inf", np.isposinf),
+        ("chlo.is_neg_inf", np.isneginf), ("chlo.tan", np.tan), ("chlo.conj", np.conj),
+        ("stablehlo.logistic", lambda x: 1 / (1 + np.exp(-x))),
+    )
+))  # fmt: skip
+
 NORM = (
     case("stablehlo.batch_norm_inference",
         """%r = "stablehlo.batch_norm_inference"(%0, %1, %2, %3, %4)
@@ -490,5 +500,5 @@ MISC = (
 )  # fmt: skip
 
 MODULES: tuple[ModuleCase, ...] = (
-    BROADCASTING, *CONTRACT, *DYNAMIC, *LINALG, *MISC, *NORM,
+    BROADCASTING, ONE_OPERAND, *CONTRACT, *DYNAMIC, *LINALG, *MISC, *NORM,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from spmd.ir.dialect import registry
 from spmd.lowering.local import table as local
 from tests.ir.dialect.cases import CASES, Case, random_spec
 from tests.ir.dialect.cases_module import MODULES, ModuleCase
-from tests.ir.dialect.executed import NOT_ON_CPU, ONLY_IN_MODULES, executed_ops
+from tests.ir.dialect.executed import NOT_ON_CPU, executed_ops
 from tests.ir.dialect.ragged import expand_for_cpu
 
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "x": 2, "model": 2})
@@ -89,25 +89,6 @@ def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) ->
         where = f"{name} with {a.sharding}"
         a = np.asarray(a, np.complex64 if np.iscomplexobj(b) else None)
         np.testing.assert_allclose(a, np.asarray(b), rtol=2e-5, atol=1e-5, err_msg=where)
-
-
-def test_ops_that_jax_never_emits() -> None:
-    lines = [
-        f'%y{i} = "{op}"(%x) : (tensor<8x4xf32>) -> tensor<8x4x{dtype}>'
-        for i, (op, (_, dtype)) in enumerate(ONLY_IN_MODULES.items())
-    ]
-    values = ", ".join(f"%y{i}" for i in range(len(lines)))
-    types = ", ".join(f"tensor<8x4x{dtype}>" for _, dtype in ONLY_IN_MODULES.values())
-    body = "\n".join([*lines, f"return {values} : {types}"])
-    module = f"func.func @main(%x: tensor<8x4xf32>) -> ({types}) {{\n{body}\n}}"
-    mesh = spmd.make_mesh(**MESHES[0])
-    specs = [("model", None)] * len(lines)
-    compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")], specs)
-    x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
-    x[0, 0], x[3, 1] = np.inf, -np.inf
-    with np.errstate(all="ignore"):
-        for got, (op, (want, _)) in zip(compiled(x), ONLY_IN_MODULES.items(), strict=True):
-            np.testing.assert_allclose(got, want(x), rtol=1e-5, err_msg=op)
 
 
 @pytest.mark.parametrize(("case", "number"), on_meshes(MODULES))
