@@ -4,7 +4,6 @@ Each case is a function of `jit`, which is `jax.jit`, or `spmd.jit` with nothing
 placed on a mesh, so that no mesh need be named.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -69,45 +68,11 @@ def in_shardings_without_static_arguments(jit: Jit) -> Any:
 
 
 @case
-def out_shardings(jit: Jit) -> Any:
-    out = jit(lambda w, x: {"y": x @ w}, out_shardings=sharding("data", "model"))(w(), x())
+def out_shardings_of_a_tree(jit: Jit) -> Any:
+    specs = {"y": sharding("data", "model"), "z": None}
+    out = jit(lambda w, x: {"y": x @ w, "z": x}, out_shardings=specs)(w(), x())
     assert out["y"].sharding.spec == P("data", "model")
     return out
-
-
-@case
-def out_shardings_of_a_tree(jit: Jit) -> Any:
-    specs = {"y": sharding("data"), "z": None}
-    out = jit(lambda w, x: {"y": x @ w, "z": x}, out_shardings=specs)(w(), x())
-    assert out["y"].sharding.is_equivalent_to(sharding("data"), 2)
-    return out
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Arrays, and an object that is part of the structure and equal to itself only."""
-
-    params: Any
-    empty: tuple[()]
-    optimizer: object = dataclasses.field(metadata={"static": True})
-
-
-@case
-def out_shardings_of_a_state_with_an_optimizer_of_its_own(jit: Jit) -> Any:
-    def init(key: Any, like: Any) -> TrainState:
-        params = {"w": jax.random.normal(key, (16, 32)), "b": jnp.zeros(32)}
-        x = jnp.tanh(like @ params["w"])  # to find shapes, as flax does: nothing needs it
-        return TrainState(params | {"scale": jnp.ones(x.shape[1:])}, (), object())
-
-    like = jax.ShapeDtypeStruct((1, 16), jnp.float32)
-    key = jax.random.PRNGKey(0)
-    shapes = jax.eval_shape(init, key, like)
-    shardings = jax.tree.map(lambda leaf: sharding("data"), shapes)
-    state = jit(init, out_shardings=shardings)(key, like)
-    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, shardings)
-    assert jax.tree.all(same)
-    return jit(lambda state: state.params, in_shardings=(shardings,))(state)
 
 
 @case
@@ -121,13 +86,15 @@ def a_mesh_that_only_a_constraint_names(jit: Jit) -> Any:
 
 
 @case
-def partition_specs_under_set_mesh(jit: Jit) -> Any:
+def specs_and_constraints_by_name_under_set_mesh(jit: Jit) -> Any:
+    def g(w: Any, x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x @ w, P("data", "model"))
+
+    arrays = np.asarray(w()), np.asarray(x())
     with jax.set_mesh(mesh_of()):
-        out = jit(lambda w, x: x @ w, in_shardings=P(), out_shardings=P("data"))(
-            np.asarray(w()), np.asarray(x())
-        )
-    assert out.sharding.is_equivalent_to(sharding("data"), 2)
-    return out
+        out = jit(g, in_shardings=P(), out_shardings=P("data"))(*arrays)
+        assert out.sharding.is_equivalent_to(sharding("data"), 2)
+        return out, jit(g)(*arrays)
 
 
 @case
@@ -212,14 +179,10 @@ def stages(jit: Jit) -> Any:
 # A line each.
 
 CASES |= {
-    "in_shardings": lambda jit: jit(f, in_shardings=(sharding(None, "model"), sharding("data")))(
-        np.asarray(w()), np.asarray(x())
-    ),
     "in_shardings_for_all": lambda jit: jit(
         lambda a, b: a.sum(1) + b, in_shardings=sharding("data")
     )(np.ones((8, 2, 4)), np.ones((8, 4))),
     "in_shardings_in_part": lambda jit: jit(f, in_shardings=(None, sharding("data")))(w(), x()),
-    "static_by_number": lambda jit: jit(lambda w, x, n: f(w, x) * n, static_argnums=2)(w(), x(), 3),
     "keep_unused_and_inline": lambda jit: jit(lambda w, x: w * 2, keep_unused=True, inline=True)(
         w(), x()
     ),
@@ -514,15 +477,6 @@ def arguments_on_meshes_of_other_axes(jit: Jit) -> Any:
     turned = jax.sharding.Mesh(mesh_of().devices.reshape(2, 4), ("a", "b"))
     g = jit(lambda w, x, y: (x @ w + y.T, w + 1, y * 2))
     return g(w(), placed(P("all"), 8, 16, mesh=merged), placed(P("b", "a"), 32, 8, mesh=turned))
-
-
-@case
-def constraints_by_name_under_set_mesh(jit: Jit) -> Any:
-    def g(w: Any, x: Any) -> Any:
-        return jax.lax.with_sharding_constraint(x @ w, P("data", "model"))
-
-    with jax.set_mesh(mesh_of()):
-        return jit(g)(np.asarray(w()), np.asarray(x()))
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing is split")
