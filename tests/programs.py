@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,3 +143,11 @@ def arrays_made(text: str) -> set[tuple[str, tuple[int, ...]]]:
     runs = Runs(module).counts()
     every = (i for name, own in module.computations.items() if runs[name] for i in own)
     return {array for i in every if not i.type.startswith("(") for array in arrays(i.type)}
+
+
+def sent_by_kind(collectives: Iterable[Any]) -> Counter[str]:
+    """Bytes that one device sends in each kind of collective, ours or those of an HLO text."""
+    sent: Counter[str] = Counter()
+    for c in collectives:
+        sent[c.kind] += c.bytes * c.count
+    return sent

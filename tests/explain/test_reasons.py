@@ -110,10 +110,9 @@ def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
     assert re.search(r"conflicts: .* would cost \(the first 1\)", program.explain())
 
 
-def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:
+def test_the_text_and_its_value_say_what_a_mark_costs() -> None:
     def step(x: Any, w: Any) -> Any:
-        h = spmd.mark_sharding(block(x, w), MESH, (None, "data"))
-        return h * 2
+        return spmd.mark_sharding(block(x, w), MESH, (None, "data")) * 2
 
     program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), (None, "model")))
     text = program.explain()
@@ -122,6 +121,9 @@ def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:
         rf'without mark_sharding at \S*{HERE}:\d+ \(step\).* \(None, "data"\)  ', section
     )
     assert re.search(r"\S+ us less, \S+ \w+ less sent", section)
+    ops = program.stages.plan.program.walk()
+    value = next(op.results[0] for op in ops if op.name == "spmd.mark")
+    assert re.search(r"without this mark: .* less sent", program.explain(f"%{value}"))
 
 
 def test_one_value_says_why_not_otherwise() -> None:
@@ -145,16 +147,6 @@ def test_one_value_gets_one_verdict(
     assert "cheapest" not in open_one + marked
     assert ('the planner did not find it: mark it (None, "data")' in open_one) == is_said
     assert ('its mark forbids what is faster: mark it (None, "data")' in marked) == is_said
-
-
-def test_a_marked_value_says_what_the_mark_costs() -> None:
-    def step(x: Any, w: Any) -> Any:
-        return spmd.mark_sharding(block(x, w), MESH, (None, "data")) * 2
-
-    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), (None, "model")))
-    ops = program.stages.plan.program.walk()
-    value = next(op.results[0] for op in ops if op.name == "spmd.mark")
-    assert re.search(r"without this mark: .* less sent", program.explain(f"%{value}"))
 
 
 def test_patterns_and_source_lines(training: Any) -> None:

@@ -1,10 +1,6 @@
 """Every op that the importer refuses: one clear error that says why and what to do instead."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from jaxlib.mlir import ir
 
 import spmd
@@ -84,22 +80,6 @@ def test_collectives_of_one_device_do_nothing(name: str) -> None:
     program = import_module(parse_module(text)).program
     assert program.body.results == program.body.args
     assert all(op.name == "stablehlo.constant" for op in program.walk())
-
-
-def test_a_program_exported_from_one_device(mesh: spmd.Mesh) -> None:
-    """What jax writes on a mesh of one device: collectives with groups of one."""
-    one = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def body(x: jax.Array) -> jax.Array:
-        y = jax.lax.ppermute(jax.lax.psum(x, "i"), "i", [(0, 0)])
-        return jax.lax.all_gather(y, "i", tiled=True)
-
-    fn = jax.shard_map(body, mesh=one, in_specs=P("i"), out_specs=P("i"), check_vma=False)
-    text = jax.jit(fn).lower(jnp.ones((8, 4))).as_text()
-    assert "stablehlo.all_gather" in text
-    x = np.arange(32, dtype=np.float32).reshape(8, 4)
-    compiled = spmd.compile_stablehlo(text, mesh, [("data", "model")])
-    np.testing.assert_array_equal(compiled(x)[0], x)
 
 
 def test_quantized_types_and_calls_without_results() -> None:

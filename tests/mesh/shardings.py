@@ -1,5 +1,6 @@
 """Shardings from their text form, and where the pieces that they make begin."""
 
+import random
 import re
 from collections.abc import Sequence
 
@@ -26,3 +27,19 @@ def local_offset(
         tiles(size, axes, mesh)[mesh.coordinate(position, axes)][0]
         for size, axes in zip(shape, sharding.dims, strict=True)
     )
+
+
+def random_sharding(rng: random.Random, mesh: Mesh, rank: int, partial: float) -> Sharding:
+    """Each axis is partial with some probability, and splits nothing with a fifth."""
+    atoms = list(range(len(mesh.atoms)))
+    rng.shuffle(atoms)
+    dims: list[tuple[int, ...]] = [()] * rank
+    owed = []
+    for a in atoms:
+        choice = rng.random()
+        if choice < partial:
+            owed.append(a)
+        elif choice < 0.8:
+            dim = rng.randrange(rank)
+            dims[dim] += (a,)
+    return Sharding(tuple(dims)).with_partial(owed, "add")

@@ -87,19 +87,23 @@ def test_text_forms():
 
 
 @pytest.mark.parametrize(
-    ("ids", "sizes", "names", "message"),
+    ("given", "message"),
     [
-        (None, (4, 2), ("data",), "one name for each axis"),
-        (None, (4, 0), ("data", "model"), "size 0"),
-        (None, (2, 2), ("data", "data"), "used twice"),
-        (None, (2,), ("",), "non-empty"),
-        (range(3), (2, 2), ("data", "model"), "needs 4 devices and 3"),
-        ((0, 1, 1, 2), (2, 2), ("data", "model"), "device 1 appears twice"),
+        ((None, (4, 2), ("data",)), "one name for each axis"),
+        ((None, (4, 0), ("data", "model")), "size 0"),
+        ((None, (2, 2), ("data", "data")), "used twice"),
+        ((None, (2,), ("",)), "non-empty"),
+        ((range(3), (2, 2), ("data", "model")), "needs 4 devices and 3"),
+        (((0, 1, 1, 2), (2, 2), ("data", "model")), "device 1 appears twice"),
+        *(
+            ((None, (4, 2), ("data", "model"), dcn), "not say how much of each axis crosses slices")
+            for dcn in ((2,), (2, 1, 1), (3, 1), (0, 1), (-2, 1))
+        ),
     ],
 )
-def test_impossible_meshes(ids, sizes: tuple[int, ...], names: tuple[str, ...], message: str):
+def test_impossible_meshes(given: tuple[Any, ...], message: str):
     with pytest.raises(MeshError, match=message):
-        Mesh(ids, sizes, names)
+        Mesh(*given)
 
 
 def test_make_mesh_over_visible_devices_and_with_the_network_major(devices8: object):
@@ -177,9 +181,3 @@ def test_jax_says_what_a_mesh_without_devices_lacks():
     assert jax.eval_shape(lambda x: x.sum(0), struct).shape == (4,)
     with pytest.raises(MeshError, match=r"v5p:4x4x8, which is not visible here\n.*\n.*\n.*lower"):
         jax.jit(lambda x: x.sum(0)).lower(struct)
-
-
-@pytest.mark.parametrize("dcn", [(2,), (2, 1, 1), (3, 1), (0, 1), (-2, 1)])
-def test_slices_that_do_not_fit_the_axes(dcn: tuple[int, ...]) -> None:
-    with pytest.raises(MeshError, match="does not say how much of each axis crosses slices"):
-        Mesh(None, (4, 2), ("data", "model"), dcn)

@@ -11,7 +11,7 @@ from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.paths import reshard
 from spmd.reshard.search import cheapest
-from tests.mesh.shardings import parse_sharding
+from tests.mesh.shardings import parse_sharding, random_sharding
 from tests.reshard.oracle import Oracle
 from tests.reshard.simulate import COMBINE, check, mesh_of
 from tests.reshard.test_pairs import askable, planned
@@ -24,21 +24,6 @@ def forget() -> None:
     """Nothing is remembered of what was asked before."""
     reshard.cache_clear()
     cheapest.cache_clear()
-
-
-def random_sharding(rng: random.Random, mesh: Mesh, rank: int, partial: float) -> Sharding:
-    atoms = list(range(len(mesh.atoms)))
-    rng.shuffle(atoms)
-    dims: list[tuple[int, ...]] = [()] * rank
-    owed = []
-    for a in atoms:
-        choice = rng.random()
-        if choice < partial:
-            owed.append(a)
-        elif choice < 0.8:
-            dim = rng.randrange(rank)
-            dims[dim] += (a,)
-    return Sharding(tuple(dims)).with_partial(owed, "add")
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2)], ids=str)

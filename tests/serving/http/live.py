@@ -38,6 +38,11 @@ class Live(NamedTuple):
         """What a prompt is completed with if nobody else is there."""
         return TEXT(self.backend.alone(prompt.encode(), tokens, seed))
 
+    def numbers(self) -> dict[str, float]:
+        """The metrics, by their names with labels."""
+        lines = get(f"{self.url}/metrics").text.splitlines()
+        return {name: float(x) for name, x in (v.rsplit(" ", 1) for v in lines if v[0] != "#")}
+
     def wait_idle(self) -> None:
         """Until every slot is free, and every page."""
         wait_until(lambda: self.service.idle)

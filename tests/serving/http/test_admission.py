@@ -80,11 +80,6 @@ def status(connection: socket.socket) -> int:
         return int(connection.makefile("rb").readline().split()[1])
 
 
-def numbers(live: Live) -> dict[str, float]:
-    lines = get(f"{live.url}/metrics").text.splitlines()
-    return {name: float(x) for name, x in (v.rsplit(" ", 1) for v in lines if v[0] != "#")}
-
-
 def taken(live: Live) -> int:
     return live.service.admission.places.taken
 
@@ -153,7 +148,7 @@ def test_long_texts_do_not_hold_others_up_and_those_who_leave_get_nothing() -> N
         assert status(last) == 400
         assert tokenizer.long == 3
         live.wait_idle()
-        assert numbers(live)['spmd:requests_refused_total{reason="left"}'] == 8
+        assert live.numbers()['spmd:requests_refused_total{reason="left"}'] == 8
 
 
 def test_bodies_have_a_limit_together() -> None:
@@ -199,7 +194,7 @@ def test_tensors_of_those_who_leave_are_not_computed() -> None:
     with serving_tensors() as (live, gated):
         leaving = [begin(live, INFER, TENSOR) for _ in range(20)]
         wait_until(lambda: len(gated.called) == 1 and taken(live) == 20)
-        wait_until(lambda: numbers(live)['vllm:num_requests_waiting{model_name="gated"}'] == 19)
+        wait_until(lambda: live.numbers()['vllm:num_requests_waiting{model_name="gated"}'] == 19)
         for connection in leaving:
             connection.close()
         wait_until(lambda: taken(live) == 0)
@@ -207,7 +202,7 @@ def test_tensors_of_those_who_leave_are_not_computed() -> None:
         gated.open.set()
         assert status(honest) == 200
         assert len(gated.called) == 2
-        counts = numbers(live)
+        counts = live.numbers()
         ended = 'vllm:request_success_total{finished_reason="%s",model_name="gated"}'
         assert counts[ended % "abort"] == 20 and counts[ended % "stop"] == 1
         assert counts['vllm:e2e_request_latency_seconds_count{model_name="gated"}'] == 21
@@ -253,11 +248,16 @@ def test_draining_tensors(drain_seconds: float, answer: int) -> None:
 # Answers that nobody reads.
 
 
+def send_little(live: Live) -> None:
+    """What nobody reads fills the buffers of connections at once."""
+    wait_until(lambda: live.server.started)
+    for sock in live.server.servers[0].sockets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
 def test_a_stream_that_is_not_read_is_cancelled() -> None:
     with serving(options=ServerOptions(write_seconds=0.2)) as live:
-        wait_until(lambda: live.server.started)
-        for sock in live.server.servers[0].sockets:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        send_little(live)
         live.backend.gate.close(after=250)
         body = {"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32, "logprobs": 5}
         with begin(live, "/v1/completions", body):
@@ -271,9 +271,7 @@ def test_a_stream_that_is_not_read_is_cancelled() -> None:
 
 def test_a_stream_holds_its_places_only_until_the_model_is_done() -> None:
     with serving() as live:
-        wait_until(lambda: live.server.started)
-        for sock in live.server.servers[0].sockets:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        send_little(live)
         body = {"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32, "logprobs": 5}
         with begin(live, "/v1/completions", body) as connection:
             wait_until(lambda: live.backend.calls)
@@ -292,7 +290,7 @@ def test_answers_are_counted_by_route_and_refusals_by_reason() -> None:
         get(f"{live.url}/v1/nothing")
         for path in ("models", "completions"):
             httpx.request("PROPFIND", f"{live.url}/v1/{path}", timeout=PATIENCE)
-        counts = numbers(live)
+        counts = live.numbers()
     total = 'http_requests_total{handler="%s",method="%s",status="%d"}'
     assert counts[total % ("/v1/completions", "POST", 200)] == 2
     assert counts[total % ("/v1/completions", "POST", 400)] == 2

@@ -341,21 +341,15 @@ def test_what_is_not_there(client: httpx.Client) -> None:
 
 
 def test_metrics(live: Live, client: httpx.Client) -> None:
-    def numbers() -> dict[str, float]:
-        response = client.get("/metrics")
-        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = [line for line in response.text.splitlines() if line[0] != "#"]
-        pairs = [line.rsplit(" ", 1) for line in lines]
-        vllm = [name for name, _ in pairs if name.startswith("vllm:")]
-        assert all('model_name="fake-llama"' in name for name in vllm)
-        return {name: float(value) for name, value in pairs}
-
     label = '{model_name="fake-llama"}'
     live.wait_idle()
-    before = numbers()
+    before = live.numbers()
     complete(client, prompt="metrics", max_tokens=12, seed=0)
     live.wait_idle()
-    after = numbers()
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    after = live.numbers()
+    assert all(label[1:-1] in name for name in after if name.startswith("vllm:"))
     grown = {name: after[name] - before[name] for name in before}
     assert grown[f"vllm:prompt_tokens_total{label}"] == 7
     assert grown[f"vllm:generation_tokens_total{label}"] == 12
