@@ -98,25 +98,16 @@ def close(found: Any, wanted: Any, tolerance: float) -> None:
     jax.tree_util.tree_map_with_path(check, found, wanted)
 
 
-@pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_chunks_are_the_recurrence(delta: bool, packed: bool, chunk: int) -> None:
-    with jax.enable_x64(True):
-        x = made((2, 23, 2, 4, 3, 5), delta, packed, np.float64)
-        found = jax.jit(of_all(lambda x: ours(x, chunk=chunk)))(x)
-        close(found, jax.jit(of_all(plain))(x), 1e-11)
-
-
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=5)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (2, 40, 2, 3, 4, 4))),
-    delta=st.booleans(), packed=st.booleans(), chunk=st.integers(1, 20),
+    delta=st.booleans(), packed=st.booleans(), chunk=st.integers(1, 64),
 )  # fmt: skip
-def test_any_sizes(sizes: Any, delta: bool, packed: bool, chunk: int) -> None:
+def test_chunks_are_the_recurrence(sizes: Any, delta: bool, packed: bool, chunk: int) -> None:
     b, s, k, groups, d, p = sizes
-    x = made((b, s, k, k * groups, d, p), delta, packed)
-    close(of_all(lambda x: ours(x, chunk=chunk))(x), of_all(plain)(x), 3e-5)
+    with jax.enable_x64(True):
+        x = made((b, s, k, k * groups, d, p), delta, packed, np.float64)
+        close(of_all(lambda x: ours(x, chunk=chunk))(x), of_all(plain)(x), 1e-11)
 
 
 def test_equal_keys_do_not_blow_up() -> None:

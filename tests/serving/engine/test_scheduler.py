@@ -463,9 +463,16 @@ def test_many_prompts_fill_a_larger_step_beside_few_that_draw(
     assert len(run.chunks(1)[0].tokens or ()) == chunk
 
 
-def test_steps_too_small_for_the_slots_are_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="9 slots of a group cannot draw in steps of 8 rows"):
         Scheduler(dataclasses.replace(LIMITS, slots=18, groups=2), 8)
+    with pytest.raises(RuntimeError, match="no step is under way"):
+        Scheduler(LIMITS, 8).stepped([], [])
+    run = Run()
+    for prompt, max_tokens in ((), 1), ((1,), -1), ((1,) * 60, 5), ((1,) * 65, 0):
+        with pytest.raises(ValueError, match="a sequence has 1 to 64"):
+            run.submit(request(1, prompt, max_tokens))
+    assert run.scheduler.idle
 
 
 def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
@@ -586,21 +593,6 @@ def test_a_short_common_beginning_does_not_fill_one_group() -> None:
     run.step()
     assert [len(group.running) for group in run.scheduler.groups] == [2, 2]
     run.finish()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens"), [((), 1), ((1,), -1), ((1,) * 60, 5), ((1,) * 65, 0)]
-)
-def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
-    run = Run()
-    with pytest.raises(ValueError, match="a sequence has 1 to 64"):
-        run.submit(request(1, prompt, max_tokens))
-    assert run.scheduler.idle
-
-
-def test_results_without_a_step_are_a_mistake() -> None:
-    with pytest.raises(RuntimeError, match="no step is under way"):
-        Scheduler(LIMITS, 8).stepped([], [])
 
 
 def test_a_client_says_which_of_its_requests_are_first() -> None:

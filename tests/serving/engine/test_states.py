@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,11 +17,9 @@ from tests.serving.http.live import MODEL, Live, get, serving
 from tests.waiting import PATIENCE, wait_until
 
 
-def post(
-    live: Live, body: Any = None, path: str = "/v1/completions", **more: Any
-) -> httpx.Response:
+def post(live: Live, body: Any = None, **more: Any) -> httpx.Response:
     body = {"prompt": "hello", "max_tokens": 4} if body is None else body
-    return httpx.post(f"{live.url}{path}", json=body, timeout=PATIENCE, **more)
+    return httpx.post(f"{live.url}/v1/completions", json=body, timeout=PATIENCE, **more)
 
 
 def stream(live: Live, body: Any) -> contextlib.AbstractContextManager[httpx.Response]:
@@ -69,58 +67,49 @@ def test_draining() -> None:
         wait_until(lambda: live.server.should_exit)
 
 
-def test_draining_has_an_end() -> None:
-    with serving(options=ServerOptions(drain_seconds=0.1)) as live:
-        live.backend.gate.close(after=3)
-        body = {"prompt": "hello", "max_tokens": 50, "stream": True}
-        with stream(live, body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            live.server.handle_exit(signal.SIGTERM, None)
-            rest = list(lines)
-        live.backend.gate.open()
-        error = json.loads(rest[-4][6:])["error"]
-        assert error["message"] == "the server is shutting down"
-        assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
-        assert rest[-2] == "data: [DONE]"
-
-
-def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
-    with serving(options=ServerOptions(drain_seconds=0.1)) as live:
-        live.backend.gate.close()
-        answers: list[httpx.Response] = []
-        body = {"prompt": "hello", "max_tokens": 50}
-        thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+@contextlib.contextmanager
+def one_streams_and_one_waits(
+    live: Live,
+) -> Iterator[tuple[Iterator[str], list[httpx.Response]]]:
+    """The rest of a stream, and what becomes of a whole answer; the model goes on behind it."""
+    live.backend.gate.close(after=3)
+    body = {"prompt": "hello", "max_tokens": 50}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+    with stream(live, {**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
         thread.start()
-        wait_until(lambda: live.service.language().engine.state().running == 1)
+        wait_until(lambda: sum(live.service.language().engine.state()[:2]) == 2)
+        yield lines, answers
+    thread.join()
+    live.backend.gate.open()
+
+
+def test_draining_has_an_end() -> None:
+    """Behind it, what is not finished may be asked for elsewhere."""
+    options = ServerOptions(drain_seconds=0.1)
+    with serving(options=options) as live, one_streams_and_one_waits(live) as (lines, answers):
         live.server.handle_exit(signal.SIGTERM, None)
-        thread.join()
-        live.backend.gate.open()
-    assert answers[0].status_code == 503
-    assert answers[0].headers["retry-after"] == "5"
+        rest = list(lines)
+    error = json.loads(rest[-4][6:])["error"]
+    assert error["message"] == "the server is shutting down"
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
+    assert rest[-2] == "data: [DONE]"
+    assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "5")
 
 
 def test_when_a_process_of_several_is_lost() -> None:
     """Who streams, who waits and who comes later learn that it is not the model, nor a drain."""
     why = "process 1 was lost: its connection closed"
-    with serving() as live:
-        live.backend.gate.close(after=3)
-        body = {"prompt": "hello", "max_tokens": 50}
-        answers: list[httpx.Response] = []
-        with stream(live, {**body, "stream": True}) as response:
-            lines = response.iter_lines()
-            next(lines)
-            thread = threading.Thread(target=lambda: answers.append(post(live, body)))
-            thread.start()
-            wait_until(lambda: sum(live.service.language().engine.state()[:2]) == 2)
-            live.service.lose(why)
-            answers.append(post(live))
-            rest = list(lines)
-        thread.join()
-        live.backend.gate.open()
+    with serving() as live, one_streams_and_one_waits(live) as (lines, answers):
+        live.service.lose(why)
+        answers.append(post(live))
+        rest = list(lines)
     assert json.loads(rest[-4][6:])["error"] == {
         "message": why, "type": "service_unavailable_error", "param": None, "code": "process_lost",
     }  # fmt: skip
+    assert len(answers) == 2
     for answer in answers:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert answer.json()["error"]["code"] == "process_lost"
