@@ -51,9 +51,26 @@ class Training(NamedTuple):
     def lower(self, **options: Any) -> spmd.Lowered:
         return self.jit(**options).lower(*self.structs())
 
+    def run(self, steps: int, **options: Any) -> tuple[Any, Any, list[float]]:
+        """Parameters, optimizer state and losses of a few partitioned steps."""
+        compiled = self.compile(**options)
+        state = compiled.init(1, self.optimizer.init, self.marked_params)
+        return take(compiled, self.marked_params, state, self.marked_batch, steps)
+
     def structs(self) -> tuple[Any, Any, Any]:
         state = jax.eval_shape(self.optimizer.init, self.params)
         return self.marked_params, state, self.marked_batch
+
+
+def take(
+    step: Any, params: Any, state: Any, batch: Any, steps: int
+) -> tuple[Any, Any, list[float]]:
+    """Parameters, optimizer state and losses of so many steps with one batch."""
+    losses = []
+    for _ in range(steps):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return params, state, losses
 
 
 def mlp(mesh: spmd.Mesh) -> Training:

@@ -6,12 +6,12 @@ from itertools import product
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import spmd
-from tests.programs import Training, llama
+from tests.close import close
+from tests.programs import llama, take
 
 STEPS = 3
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -27,38 +27,8 @@ def make_mesh(shape: tuple[int, int]) -> spmd.Mesh:
 def reference(optimizer: str, scan: bool) -> tuple[Any, Any, list[float]]:
     """Parameters, optimizer state and losses of a few unpartitioned steps."""
     training = llama(make_mesh((1, 1)), optimizer, scan)
-    step = jax.jit(training.plain_step)
-    params, state = training.params, training.optimizer.init(training.params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, loss = step(params, state, training.batch)
-        losses.append(float(loss))
-    return params, state, losses
-
-
-def run_partitioned(training: Training, planner: str) -> tuple[Any, Any, list[float]]:
-    compiled = training.compile(planner=planner)
-    params = training.marked_params
-    state = compiled.init(1, training.optimizer.init, params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, loss = compiled(params, state, training.marked_batch)
-        losses.append(float(loss))
-    return params, state, losses
-
-
-def assert_trees_close(actual: Any, expected: Any) -> None:
-    def check(path: Any, a: Any, b: Any) -> None:
-        # Relative to the leaf's largest entry: Adam turns gradients that are pure rounding noise
-        # into steps of full size, so single entries near zero say nothing; how many depends on the
-        # CPU.
-        scale = float(jnp.max(jnp.abs(b))) if jnp.size(b) else 0.0
-        np.testing.assert_allclose(
-            np.asarray(a), np.asarray(b), rtol=1e-4, atol=2e-4 * max(scale, 1e-3),
-            err_msg=jax.tree_util.keystr(path),
-        )  # fmt: skip
-
-    jax.tree_util.tree_map_with_path(check, actual, expected)
+    state = training.optimizer.init(training.params)
+    return take(jax.jit(training.plain_step), training.params, state, training.batch, STEPS)
 
 
 def cases() -> Iterator[Any]:
@@ -76,8 +46,9 @@ def test_partitioned_step_equals_unpartitioned(
     shape: tuple[int, int], optimizer: str, scan: bool
 ) -> None:
     planner = "exact" if scan else "greedy"
-    params, state, losses = run_partitioned(llama(make_mesh(shape), optimizer, scan), planner)
-    want_params, want_state, want_losses = reference(optimizer, scan)
+    *trees, losses = llama(make_mesh(shape), optimizer, scan).run(STEPS, planner=planner)
+    *wanted, want_losses = reference(optimizer, scan)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
-    assert_trees_close(params, want_params)
-    assert_trees_close(state, want_state)
+    # Adam turns gradients that are pure rounding noise into steps of full size, so single entries
+    # near zero say nothing; how many depends on the CPU.
+    close(trees, wanted, 2e-4, least=1e-3)

@@ -1,7 +1,7 @@
 """What is kept of earlier starts: whole or not at all, bounded, and never a reason to fail."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -65,11 +65,8 @@ def test_many_write_at_once(tmp_path: Path) -> None:
             store.put("a", content)
             assert store.get("a") in (None, *contents)
 
-    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(contents)) as threads:
+        list(threads.map(write, contents))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert Store(tmp_path).get("a") in contents
 

@@ -19,6 +19,7 @@ from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.planning.plan import Plan
 from spmd.planning.stacks import Stacks, independent_groups, stacks_of
+from tests.close import close
 from tests.greedy import greedy_plans as greedy_plans
 from tests.ir.dialect.cases import CASES, Case
 
@@ -64,15 +65,6 @@ def matrices(count: int, *shape: int) -> list[jax.Array]:
         jnp.asarray(np.random.RandomState(i).randn(*shape), jnp.float32) / shape[0] ** 0.5
         for i in range(count)
     ]
-
-
-def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
-    def check(a: Any, b: Any) -> None:
-        a = np.asarray(a, np.complex64 if np.iscomplexobj(b) else None)
-        scale = np.abs(np.asarray(b, np.float64 if not np.iscomplexobj(b) else None)).max(initial=1)
-        np.testing.assert_allclose(a, np.asarray(b), rtol=tolerance, atol=tolerance * scale)
-
-    jax.tree.map(check, got, want)
 
 
 # Every op.
@@ -128,7 +120,7 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
 
     options = spmd.Options(progress=False, check=True, unroll=0, cache_dir="none")
     step = spmd.jit(each, mesh=spmd.make_mesh(data=2), options=options)
-    assert_same(step(same, lanes), jax.jit(each)(same, lanes))
+    close(step(same, lanes), jax.jit(each)(same, lanes))
     assert step.compile(same, lanes).stages.plan.forms or not group
 
 
@@ -155,7 +147,7 @@ def test_random_graphs(edges: list[Edge]) -> None:
 
     args = matrices(3, 4, 4)
     step = spmd.jit(graph, mesh=spmd.make_mesh(data=2), options=QUIET)
-    assert_same(step(*args), jax.jit(graph)(*args), 1e-4)
+    close(step(*args), jax.jit(graph)(*args), 1e-4)
 
 
 def program_of(fn: Any, *args: Any) -> Program:
@@ -226,7 +218,7 @@ def test_effects_stay_in_their_order() -> None:
     got = jitted(xs)
     jax.effects_barrier()
     assert seen == [0, 1, 2]
-    assert_same(got, [gram(x) @ gram(x) for x in xs])
+    close(got, [gram(x) @ gram(x) for x in xs])
 
 
 # What pays.
@@ -349,7 +341,7 @@ def test_values_and_gradients(name: str, with_gradient: bool) -> None:
     step = jax.grad(total) if with_gradient else fn
     found = spmd.jit(step, mesh=spmd.make_mesh(data=8), options=QUIET)
     assert found.compile(*args).stages.plan.forms
-    assert_same(found(*args), jax.jit(step)(*args), 1e-3)
+    close(found(*args), jax.jit(step)(*args), 1e-3)
 
 
 def adamw_like(ws: Any, moments: Any, x: Any) -> Any:

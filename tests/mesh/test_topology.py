@@ -11,16 +11,18 @@ from spmd.errors import MeshError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import DTYPES, Chip, Link, Topology
 
-NAMES = [
-    "v4:4x4x8", "v5e:4x4", "v5p:4x4x4", "v6e:2x4", "a100:8", "h100:16", "h200:8", "b200:16",
-    "mi300x:8", "cpu:8",
-]  # fmt: skip
+PLATFORMS = {
+    "tpu": ["v4:4x4x8", "v5e:4x4", "v5p:4x4x4", "v6e:2x4", "tpu7x:2x2x1"],
+    "cuda": ["a100:8", "h100:16", "h200:8", "b200:16"],
+    "rocm": ["mi300x:8"],
+    "cpu": ["cpu:8"],
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_known_topologies(name: str, tmp_path: Path):
+@pytest.mark.parametrize(("platform", "name"), [(p, n) for p in PLATFORMS for n in PLATFORMS[p]])
+def test_known_topologies(platform: str, name: str, tmp_path: Path):
     topology = Topology(name)
-    assert str(topology) == name
+    assert (str(topology), topology.platform) == (name, platform)
     assert all(topology.peak_flops(dtype) > 0 for dtype in DTYPES)
     assert topology.hbm_bytes > 1e9 and topology.hbm_bandwidth > 1e9
     topology.save(tmp_path / "topology.json")
@@ -90,7 +92,7 @@ def test_other_chips_can_be_given(tmp_path: Path):
     link = Link(1e9, 1e-6)
     chip = Chip("mine", tuple((d, 1e12) for d in DTYPES), 10**9, 1e11, link, link)
     topology = Topology("mine:4", chip)
-    assert topology != Topology("cpu:4") and topology.count == 4
+    assert topology != Topology("cpu:4") and topology.count == 4 and topology.platform is None
     topology.save(tmp_path / "mine.json")
     assert Topology.load(tmp_path / "mine.json") == topology
     torus = Topology("mine:4x2", dataclasses.replace(chip, torus_dims=2))  # of lines, not rings
@@ -189,12 +191,3 @@ def test_unknown_devices_say_what_to_do():
     with pytest.raises(MeshError, match="NVIDIA Z9") as caught:
         Topology.for_devices([gpu("NVIDIA Z9")])
     assert "Topology.load" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "platform"),
-    [("v4:2x2x4", "tpu"), ("tpu7x:2x2x1", "tpu"), ("h200:8", "cuda"), ("cpu:8", "cpu")],
-)
-def test_platforms(name: str, platform: str):
-    assert Topology(name).platform == platform
-    assert Topology("mine:8", Topology("h200:8").chip).platform is None

@@ -21,6 +21,7 @@ from spmd.ops import attention
 from spmd.ops import attention_cudnn as cudnn
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
+from tests.close import close
 
 CHECKED = spmd.Options(check=True)
 CPU = spmd.Topology("cpu:8").chip
@@ -64,17 +65,6 @@ def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
         return jnp.sum(out.astype(jnp.float32) * mark("q", w).astype(jnp.float32))
 
     return jax.value_and_grad(run, (0, 1, 2))
-
-
-def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
-    def check(a: Any, b: Any) -> None:
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
-
-    jax.tree.map(check, got, want)
-
-
-# The reference, unsplit.
 
 
 @pytest.mark.parametrize(

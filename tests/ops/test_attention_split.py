@@ -14,10 +14,10 @@ from spmd.ops import attention, attention_split, from_zigzag, zigzag
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
 from spmd.ops.attention import piece, piece_gradient
+from tests.close import close
 from tests.ops.test_attention import (
     EVERY_FLOP_COUNTS,
     SPEC,
-    close,
     documents,
     loss,
     plain,

@@ -10,7 +10,8 @@ import pytest
 
 import spmd
 from spmd.ops import experts, experts_exchange, experts_local
-from tests.ops.test_attention import EVERY_FLOP_COUNTS, close, locally
+from tests.close import close
+from tests.ops.test_attention import EVERY_FLOP_COUNTS, locally
 
 EXPERTS, CHOICES = 6, 2
 

@@ -1,5 +1,6 @@
 """Linear attention beside its recurrence, position by position: values, gradients, meshes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 import spmd
 from spmd.ops import linear_attention
 from spmd.ops.linear_attention_chunks import _inverse
+from tests import close as comparing
 from tests.ops.test_attention import EVERY_FLOP_COUNTS
+
+close = functools.partial(comparing.close, least=1e-3)
 
 NAMES = ("q", "k", "v", "decay", "beta", "state")
 
@@ -85,17 +89,6 @@ def of_all(function: Any) -> Any:
         return values, gradients
 
     return run
-
-
-def close(found: Any, wanted: Any, tolerance: float) -> None:
-    def check(path: Any, one: Any, other: Any) -> None:
-        largest = float(np.max(np.abs(np.asarray(other, np.float64)), initial=1e-3))
-        np.testing.assert_allclose(
-            np.asarray(one) / largest, np.asarray(other) / largest, atol=tolerance,
-            err_msg=jax.tree_util.keystr(path),
-        )  # fmt: skip
-
-    jax.tree_util.tree_map_with_path(check, found, wanted)
 
 
 @settings(deadline=None, max_examples=5)

@@ -1,7 +1,6 @@
 """scripts/train_llama.py with everything on an object store; programs that work on disks."""
 
 import json
-import sys
 
 import pytest
 import tokenizers
@@ -13,14 +12,9 @@ from spmd.models.training.data.tokenizer import load_tokenizer, same_ids
 from spmd.models.training.paths import file_sizes
 from spmd.scripts import convert_checkpoints, export_llama, train_llama
 from tests.models.llama.made import fresh_params
+from tests.scripts.test_train_llama import own_settings as own_settings
 
 TINY = CONFIGS["tiny"]
-
-
-@pytest.fixture(autouse=True)
-def own_settings(monkeypatch):
-    """What the script sets for its process is undone."""
-    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
 
 
 def run(s3, *flags):

@@ -36,18 +36,10 @@ def data(step):
 
 def make_trainer(mesh, data=data, optimizer=None, hooks=None, frozen=(), **options):
     trainer = Trainer(
-        init,
-        loss,
-        {"layers/*/w": ("up", None)},
-        data,
-        mesh=mesh,
-        batch_marks={"*": ("across",)},
-        optimizer=optimizer or optax.adam(1e-2),
-        held_out=lambda step: data(10_000 + step),
-        hooks=hooks,
-        frozen=frozen,
-        options=TrainerOptions(**options),
-    )
+        init, loss, {"layers/*/w": ("up", None)}, data, mesh=mesh, batch_marks={"*": ("across",)},
+        optimizer=optimizer or optax.adam(1e-2), held_out=lambda step: data(10_000 + step),
+        hooks=hooks, frozen=frozen, options=TrainerOptions(**options),
+    )  # fmt: skip
     trainer.console.quiet = True
     return trainer
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,8 @@ def test_calls_of_many_threads_are_repeated_in_their_order(folder: Path, mesh_of
         for x in mine:
             first.run("step", x)
 
-    threads = [threading.Thread(target=run, args=(mine,)) for mine in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        list(threads.map(run, inputs))
     with theirs.makefile("rb") as file:
         for _ in range(1 + inputs[..., 0, 0].size):
             call = read(file)
