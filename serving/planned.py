@@ -155,7 +155,7 @@ def serving_setup(
     more = layers - counts[1]
     costs = [{k: x + more * (x - first[n][k]) for k, x in second[n].items()} for n in rows]
     # What a server takes of a device's memory, and keeps for functions that it plans later.
-    share = MEMORY_SHARE * (float(XLA_SHARE) if topology.platform == "cuda" else 1)
+    share = MEMORY_SHARE * (XLA_SHARE if topology.platform == "cuda" else 1)
     largest = max(cost["bytes"] for cost in costs)
     page, read, pair = (costs[-1][of] for of in ("page", "read", "pair"))
     room = int((share * topology.hbm_bytes - SPARE * largest) // page)
