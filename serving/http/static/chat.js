@@ -113,6 +113,7 @@ function makeBody() {
     stream: true,
     stream_options: { include_usage: true },
   };
+  if ($("models").value) body.model = $("models").value;
   for (const name of KEPT.slice(1)) if ($(name).value !== "") body[name] = Number($(name).value);
   return body;
 }
@@ -234,13 +235,21 @@ async function showModel() {
     const response = await fetch("v1/models", { headers: headers() });
     const body = await response.json();
     if (!response.ok) throw new Error(body.error.message);
-    const [model] = body.data;
+    const models = $("models");
+    const asked = models.value;
+    models.replaceChildren(...body.data.map((model) => new Option(model.id, model.id)));
+    if (body.data.some((model) => model.id === asked)) models.value = asked;
+    models.hidden = body.data.length < 2;
+    $("model").hidden = !models.hidden;
+    const model = body.data[models.selectedIndex];
     $("model").textContent = document.title = model.id;
     $("status").textContent = model.max_model_len ? `${model.max_model_len.toLocaleString("en")} tokens` : "";
   } catch (error) {
     $("status").textContent = error.message;
   }
 }
+
+$("models").addEventListener("change", showModel);
 
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -212,3 +212,13 @@ def test_questions_without_an_answer_are_not_sent_again(page: Browser) -> None:
         { role: "user", content: "c" }]""")
     said = page.run("makeBody().messages.map((m) => `${m.role} ${m.content}`).join()")
     assert said == "user a,assistant b,user c"
+
+
+def test_several_models_are_a_choice(page: Browser) -> None:
+    page.run(
+        "window.fetch = async () => new Response(JSON.stringify({data: [{id: 'a'}, {id: 'b'}]})); "
+        "showModel()"
+    )
+    wait(page, "document.title === 'a' && !document.getElementById('models').hidden")
+    page.run("models.value = 'b'; models.dispatchEvent(new Event('change'))")
+    wait(page, "document.title === 'b' && makeBody().model === 'b'")
