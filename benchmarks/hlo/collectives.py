@@ -15,6 +15,7 @@ from spmd.measure.hlo import (
     Instruction,
     Module,
     called,
+    groups_of,
     integer,
     kind_of,
     names_of,
@@ -270,11 +271,7 @@ def payload(instruction: Instruction) -> str:
 
 def group_size(instruction: Instruction, kind: str, module: Module) -> int:
     """Devices that exchange with one another in a collective of this kind."""
-    # XLA writes groups in four ways:
-    #   {{0,1},{2,3}}             each group
-    #   {}                        one group of all devices
-    #   [2,4]<=[8]                two groups of four, the iota form
-    #   mesh['a'=4,'b'=2] {'a'}   by axes of a mesh
+    # XLA lists devices (`groups_of`), or writes axes of a mesh, `mesh['a'=4,'b'=2] {'a'}`.
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
@@ -283,12 +280,7 @@ def group_size(instruction: Instruction, kind: str, module: Module) -> int:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
         refs = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
         return math.prod(int(part) if part else sizes[name] for name, part in refs)
-    groups = re.search(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=)", rest)
-    if groups is None or groups[1] == "{}":
-        return module.devices
-    if groups[1].startswith("["):
-        return int(groups[1].partition("]")[0].rpartition(",")[2].lstrip("["))
-    return max(len(group.split(",")) for group in re.findall(r"\{([\d,\s]+)\}", groups[1]))
+    return max(map(len, groups_of(instruction, module)), default=module.devices)
 
 
 def _largest_cycle(pairs: re.Match[str] | None) -> int:
