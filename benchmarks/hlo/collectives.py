@@ -285,20 +285,11 @@ def group_size(instruction: Instruction, kind: str, module: Module) -> int:
 
 def _largest_cycle(pairs: re.Match[str] | None) -> int:
     """Devices in the largest set that source-target pairs connect."""
-    neighbours: dict[int, set[int]] = {}
-    found = re.findall(r"\{(\d+),\s*(\d+)\}", (pairs and pairs[1]) or "")
-    for source, target in ((int(a), int(b)) for a, b in found):
-        neighbours.setdefault(source, set()).add(target)
-        neighbours.setdefault(target, set()).add(source)
-    largest = 1
-    while neighbours:
-        waiting, size = [next(iter(neighbours))], 0
-        while waiting:
-            if (near := neighbours.pop(waiting.pop(), None)) is not None:
-                size += 1
-                waiting += near
-        largest = max(largest, size)
-    return largest
+    connected: dict[str, set[str]] = {}  # device -> those that it is connected with
+    for source, target in re.findall(r"\{(\d+),\s*(\d+)\}", (pairs and pairs[1]) or ""):
+        both = connected.get(source, {source}) | connected.get(target, {target})
+        connected |= dict.fromkeys(both, both)
+    return max(map(len, connected.values()), default=1)
 
 
 class HloCollective(NamedTuple):
