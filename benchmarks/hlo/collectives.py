@@ -345,7 +345,9 @@ def hlo_collectives(
         communicates has an unknown trip count.
     """
     account = read_account(text, guess_trips=guess_trips, scatter_slices=scatter_slices)
-    return tuple(counted(account))
+    counts = account.runs.counts()
+    every = ((counts[name], c) for name, own in account.collectives.items() for c in own)
+    return tuple(collective._replace(count=count) for count, collective in every if count)
 
 
 def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = False) -> Account:
@@ -363,14 +365,6 @@ def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = 
     }
     sent = {name: [collective.bytes for collective in own] for name, own in found.items()}
     return Account(module, found, Runs(module, sent, guess_trips=guess_trips))
-
-
-def counted(account: Account) -> Iterator[HloCollective]:
-    """All collectives that run, in the order of the text, each with its count."""
-    counts = account.runs.counts()
-    for name, own in account.collectives.items():
-        if counts[name]:
-            yield from (collective._replace(count=counts[name]) for collective in own)
 
 
 def _collectives(

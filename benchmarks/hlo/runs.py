@@ -196,11 +196,6 @@ class Loops:
         return found.pop() if len(found) == 1 else None
 
 
-def _callees(instruction: Instruction) -> list[str]:
-    keys = ("calls", "to_apply", "condition", "body")
-    return [name for key in keys for name in names_of(instruction.rest, key)]
-
-
 _CALLS = {
     "call": ("to_apply",),
     "fusion": ("calls",),
@@ -210,6 +205,11 @@ _CALLS = {
     "while": ("condition", "body"),
 }
 """Opcode -> the attributes that name computations which it runs as a part of the program."""
+
+
+def _callees(instruction: Instruction) -> list[str]:
+    keys = _CALLS[instruction.opcode]
+    return [name for key in keys for name in names_of(instruction.rest, key)]
 
 
 _WRAPPERS = {"fusion", "async-start"}
@@ -264,25 +264,21 @@ class Runs:
         for instruction in self.module.computations.get(name, ()):
             if instruction.opcode not in self.opcodes:
                 continue
-            keys = _CALLS[instruction.opcode]
-            callees = [callee for key in keys for callee in names_of(instruction.rest, key)]
-            times: int | None = 1
+            callees, times = _callees(instruction), 1
             if instruction.opcode == "while":
-                times = self._loops.trips(instruction, name)
-            if times is None:
-                self._check(instruction, callees)
+                trips = self._loops.trips(instruction, name)
+                is_unknown = trips is None and not self.guess_trips
+                if is_unknown and any(self._moved(callee)[1] for callee in callees):
+                    raise ArgumentError(
+                        f"the loop {instruction.name} communicates an unknown number of times",
+                        actual=f"while({instruction.rest[:200]}",
+                        fix="write it with lax.scan or a lax.fori_loop of constant bounds",
+                    )
+                times = UNKNOWN_TRIPS if trips is None else trips
             if instruction.opcode == "conditional" and self.sent is not None:
                 callees = [max(callees, key=self._moved)]
-            found += [(callee, UNKNOWN_TRIPS if times is None else times) for callee in callees]
+            found += [(callee, times) for callee in callees]
         return found
-
-    def _check(self, loop: Instruction, callees: list[str]) -> None:
-        if not self.guess_trips and any(self._moved(callee)[1] for callee in callees):
-            raise ArgumentError(
-                f"the loop {loop.name} communicates, and how often it runs is unknown",
-                actual=f"{loop.opcode}({loop.rest[:200]}",
-                fix="write it with lax.scan or a lax.fori_loop of constant bounds",
-            )
 
     def _moves(self, name: str) -> tuple[int, int]:
         """Bytes and collectives of one execution: its own and those that it calls, times trips."""
