@@ -280,9 +280,7 @@ def elementwise(m: Maker, *reads: Var) -> None:
     m.add(text.format(*(v.name for v in reads)), reads, product)
 
 
-@on()
-def unary(m: Maker, v: Var) -> None:
-    elementwise(m, v)
+unary = on()(elementwise)
 
 
 @on()
