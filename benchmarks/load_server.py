@@ -64,7 +64,7 @@ def make_config(given: argparse.Namespace) -> LlamaConfig:
 
 def make_bundle(given: argparse.Namespace) -> Bundle:
     """The model with random weights that were made on the devices, and its first functions."""
-    take_gpu_memory()
+    take_gpu_memory(given.memory_share)
     config = make_config(given)
     shape = make_shape(Source(config, {}, "random weights"), given)
     check_shape(shape)

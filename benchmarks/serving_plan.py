@@ -15,14 +15,17 @@ from spmd.serving import planned
 
 MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "llama2-7b": {
-        "streams": (5195, 49, 422), "wide": (7146, 154, 2708), "long": (64 * 32 / 7.86,),
-        "prefix": (3683,), "one": (225,),
+        "streams": (5097, 52, 411), "wide": (7254, 154, 2540),
+        "long": (64 * 32 / 7.84, 460, 3361), "prefix": (3665, 102, 186),
     },
     "llama2-7b fp8": {
-        "streams": (6405, 42, 269), "wide": (9248, 148, 1785), "long": (64 * 32 / 5.79,),
-        "one": (263,),
+        "streams": (5755, 39, 251), "wide": (9040, 113, 1618),
+        "long": (64 * 32 / 5.73, 322, 2218), "prefix": (3869, 64, 149),
     },
-    "llama3.2-1b": {"streams": (13558,), "wide": (27361,), "long": (64 * 32 / 1.73,)},
+    "llama3.2-1b": {
+        "streams": (15621, 27, 92), "wide": (26301, 230, 2453),
+        "long": (64 * 32 / 1.87, 165, 627),
+    },
 }  # fmt: skip
 """Model, and quantization if any -> load -> tokens/s and, where known, p50 and p99 of the first
 token in ms."""

@@ -23,7 +23,7 @@ from rich.console import Console
 from spmd.cli.flags import Parser, numbers, positive, words
 from spmd.errors import SpmdError
 from spmd.models.decode import ServingShape
-from spmd.models.decode.shape import default_rows
+from spmd.models.decode.shape import SMALL, TURNS, default_rows, usual_turns
 from spmd.models.llama.config import DTYPES, ConfigError
 from spmd.models.llama.lora import merged_source
 from spmd.models.llama.named import named_config
@@ -170,16 +170,11 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
         groups=given.groups,
         top_logprobs=min(given.top_logprobs, source.config.vocab_size),
         drafts=given.drafts,
-        turns=given.turns or (TURNS if source.config.parameter_count() < SMALL else 1),
+        turns=given.turns or usual_turns(source.config.parameter_count()),
         cache_dtype=given.cache_dtype or given.dtype,
         adapters=given.adapters,
         adapter_rank=given.adapter_rank,
     )
-
-
-SMALL, TURNS = 4e9, 4
-"""Models of fewer parameters take accelerators less time for a token than the host for a call: a
-call draws several tokens then."""
 
 
 def shipped_tokenizer(given: argparse.Namespace) -> contextlib.AbstractContextManager[Path]:

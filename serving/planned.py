@@ -41,7 +41,7 @@ from spmd.errors import ArgumentError, SpmdError
 from spmd.explain import words as w
 from spmd.lowering.emit import Emitted
 from spmd.models import decode
-from spmd.models.decode.shape import ServingShape, default_rows
+from spmd.models.decode.shape import ServingShape, default_rows, usual_turns
 from spmd.models.llama.config import DTYPES, LlamaConfig
 from spmd.models.llama.decode import LlamaRows
 from spmd.models.llama.planned import config_of
@@ -155,7 +155,7 @@ def serving_setup(
     more = layers - counts[1]
     costs = [{k: x + more * (x - first[n][k]) for k, x in second[n].items()} for n in rows]
     # What a server takes of a device's memory, and keeps for functions that it plans later.
-    share = MEMORY_SHARE * (float(XLA_SHARE) if topology.platform == "cuda" else 1)
+    share = MEMORY_SHARE * (XLA_SHARE if topology.platform == "cuda" else 1)
     largest = max(cost["bytes"] for cost in costs)
     page, read, pair = (costs[-1][of] for of in ("page", "read", "pair"))
     room = int((share * topology.hbm_bytes - SPARE * largest) // page)
@@ -170,7 +170,7 @@ def serving_setup(
         told[n] += max(0.0, pair * n * longest - read * seen)
     limits = Limits(
         shape.slots, longest, shape.rows, shape.groups, shape.page, pages, shape.top_logprobs,
-        config.vocab_size,
+        config.vocab_size, turns=shape.turns,
     )  # fmt: skip
     times = StepTimes(seconds, told, read, pair)
     held = largest + max(pages, shape.pages_of_slot) * page
@@ -211,7 +211,7 @@ def setups(given: argparse.Namespace, load: OfferedLoad) -> Iterator[ServingSetu
                 rows = default_rows(max(slots // int(groups), 1), longest)
                 shape = exported or ServingShape(
                     slots, longest, rows, (longest,), given.page, int(groups),
-                    cache_dtype=given.cache_dtype,
+                    cache_dtype=given.cache_dtype, turns=usual_turns(config.parameter_count()),
                 )  # fmt: skip
                 for kind in (quantized,) if quantized else given.quantize:
                     if shape.groups == groups and not shape.slots % shape.groups:

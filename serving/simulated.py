@@ -29,13 +29,14 @@ from spmd.serving.engine.scheduler import Scheduler
 class HostSeconds(NamedTuple):
     """What the host takes, fitted to loads on one H200 (docs/benchmarks/plan.md)."""
 
+    reading: float = 3.0e-3  # of a request's text, until it comes to the door
     door: float = 0.8e-3  # of a request, until the scheduler has it; one after the other
     call: float = 1.5e-3  # to begin a step
     part: float = 10e-6  # of that for each slot of the step
     begin: float = 0.3e-3  # to set up a slot for a request
     results: float = 1.0e-3  # from a step's end until its tokens are known
     token: float = 11e-6  # of that for each of them
-    client: float = 2.0e-3  # from there until clients have them
+    client: float = 4.5e-3  # from there until clients have them
     between: float = 0.6e-3  # between two steps on the devices, though the next one has been begun
 
 
@@ -64,7 +65,8 @@ class StepTimes(NamedTuple):
             read = self.read * (different + (held - different) / CACHED) / held
             each = ((p.start + p.rows, p.rows * (p.start + (p.rows + 1) / 2)) for p in parts)
             longest = max(longest, sum(max(read * n, self.pair * pairs) for n, pairs in each))
-        return self.seconds[next(size for size in self.seconds if size >= rows)] + longest
+        once = self.seconds[next(size for size in self.seconds if size >= rows)] + longest
+        return step.parts[0].turns * once
 
 
 class ClientRequest(NamedTuple):
@@ -182,7 +184,9 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
     slots, asked = limits.slots // limits.groups, load.requests
     rows = budget(times.told, slots)
     scheduler = Scheduler(limits, rows)
-    scheduler.know(times.told, {}, rows, limits.rows[-1])
+    decoding = next((n for n in limits.rows if n >= slots), 0)
+    turns = {n: limits.turns for n in limits.rows if n <= decoding and limits.turns > 1}
+    scheduler.know(times.told, turns, rows, limits.rows[-1])
     # (when it is sent, request): a heap; the others are sent by clients that have their answers.
     coming = [(one.at, number) for number, one in enumerate(asked)][: load.at_once or None]
     later = iter(range(len(coming), len(asked)))
@@ -191,8 +195,12 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
     under_way: deque[tuple[EngineStep, float]] = deque()
     token = itertools.count(1 << 30)  # no prompt's
     now = free = door = 0.0
+
+    def at_door(sent: float) -> float:
+        return max(door, sent + host.reading) + host.door
+
     while coming or not scheduler.idle:
-        while coming and (ready := max(door, coming[0][0]) + host.door) <= now:
+        while coming and (ready := at_door(coming[0][0])) <= now:
             door, (at, number) = ready, heapq.heappop(coming)
             sent[number] = at
             scheduler.submit([Job(asked[number].prompt, asked[number].answer, key=number)])
@@ -203,15 +211,17 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
             under_way.append((step, free))
         elif under_way:
             step, done = under_way.popleft()
-            ids = [next(token) for part in step.parts for _ in range(part.drawn)]
+            each = [[next(token) for _ in range(part.drawn)] for part in step.parts]
+            ids = [*itertools.chain(*each)]
             now = max(now, done) + host.results + host.token * len(ids)
             seen = now + host.client
-            for one in scheduler.stepped(ids, [()] * len(step.parts)):
+            for one in scheduler.stepped(ids, [drawn[:-1] for drawn in each]):
                 before, told[one.key] = told[one.key], seen
-                (gaps if before else first).append(seen - (before or sent[one.key]))
+                if before != seen:  # tokens of several turns come together
+                    (gaps if before else first).append(seen - (before or sent[one.key]))
                 tokens += 1
                 if one.finish and load.at_once and (other := next(later, None)) is not None:
                     heapq.heappush(coming, (seen, other))
         else:
-            now = max(door, coming[0][0]) + host.door
+            now = at_door(coming[0][0])
     return SimulatedLoad(tokens, max(told), first, gaps, late)

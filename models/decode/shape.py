@@ -84,3 +84,13 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
     few = [n for n in (1, 16, 64, 256) if 2 * n <= slots] if slots >= 64 else [1]
     pieces = [min(n, slots * longest) for n in PIECES if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
+
+
+SMALL, TURNS = 4e9, 4
+"""Models of fewer parameters take accelerators less time for a token than the host for a call: a
+call of theirs draws several."""
+
+
+def usual_turns(parameters: int) -> int:
+    """How many turns a call of a model with so many parameters has."""
+    return TURNS if parameters < SMALL else 1

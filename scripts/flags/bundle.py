@@ -124,7 +124,7 @@ def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | Non
 
 
 def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
-    take_gpu_memory()
+    take_gpu_memory(given.memory_share)
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}

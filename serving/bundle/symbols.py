@@ -42,7 +42,7 @@ from spmd.serving.bundle.programs import (
 MEMORY_SHARE = 0.95
 """Of a device's memory, as far as XLA has it, that a bundle takes if nobody says otherwise."""
 
-XLA_SHARE, XLA_SHARES = "0.92", ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+XLA_SHARE, XLA_SHARES = 0.92, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Of a GPU's memory that XLA takes when a server starts (0.75 untold), and how users say it."""
 
 MEMORY_SHARE_ON_CPU = 0.1
@@ -359,10 +359,15 @@ def _allocated(program: CompiledFunction) -> int:
 # Memory
 
 
-def take_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has XLA take most of a GPU's memory unless the user said how much; before it has devices."""
+def take_gpu_memory(
+    share: float | None = None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Has XLA take most of a GPU's memory unless the user said how much; before it has devices.
+
+    A process that has a `share` leaves the rest to others.
+    """
     if not any(name in environment for name in XLA_SHARES):
-        environment[XLA_SHARES[0]] = XLA_SHARE
+        environment[XLA_SHARES[0]] = str(min(XLA_SHARE, share or 1.0))
 
 
 def _room(mesh: Mesh, options: Options, share: float | None) -> int:
@@ -383,4 +388,5 @@ def _left(device: jax.Device, topology: Topology, share: float | None) -> float:
     told = device.memory_stats() or {}  # not all devices tell
     there = min(told.get("bytes_limit", topology.hbm_bytes), topology.hbm_bytes)
     used = told.get("bytes_in_use", 0)
-    return float((MEMORY_SHARE if share is None else share) * there - used)
+    most = topology.hbm_bytes if share is None else share * topology.hbm_bytes
+    return float(min(most, MEMORY_SHARE * there) - used)

@@ -256,8 +256,9 @@ def test_xla_takes_more_than_there_is_room(load, mesh_of, monkeypatch):
 
 @pytest.mark.parametrize("given", [{}, *({name: "0.5"} for name in symbols.XLA_SHARES)])
 def test_xla_takes_most_of_a_gpu_unless_it_is_told(given):
-    symbols.take_gpu_memory(environment := dict(given))
-    assert environment == (given or {"XLA_CLIENT_MEM_FRACTION": "0.92"})  # jax refuses both
+    for share, taken in ((None, "0.92"), (0.3, "0.3"), (1.0, "0.92")):
+        symbols.take_gpu_memory(share, environment := dict(given))
+        assert environment == (given or {"XLA_CLIENT_MEM_FRACTION": taken})  # jax refuses both
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """KServe's protocol by gRPC, with Triton's own client: tensors, facts, refusals, keys."""
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.server import at, listen
 from tests.serving.http.live import get, serving
 from tests.serving.http.test_kserve import Echo, _with_nan, values
+from tests.waiting import wait_until
 
 KEY = {"authorization": "Bearer secret"}
 
@@ -27,9 +29,15 @@ def client() -> Iterator[Any]:
     options = ServerOptions(body_bytes=1 << 16, api_keys=("secret",))
     with serving(load=False, options=options, http=HttpOptions(grpc_port=port)) as running:
         running.service.become_ready(Loaded("echo", infer=Echo()))
+        wait_until(lambda: is_open(port))
         with triton.InferenceServerClient(f"127.0.0.1:{port}") as made:
             made.url = running.url
             yield made
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as made:
+        return made.connect_ex(("127.0.0.1", port)) == 0
 
 
 def given(bits: dict[str, Any]) -> list[Any]:
