@@ -56,11 +56,10 @@ class Row(NamedTuple):
     programs: Sequence[str] = ("spmd.jit", *PEERS)
 
     def case(self, given: Any, zigzag: int) -> Case:
-        """Its training step in bf16, with the layers and sizes that flags ask for."""
+        """Its training step in bf16, with the layers that flags ask for."""
         layers = self.layers if given.layers is None else given.layers
         config = model_of(self.model, layers, dtype="bfloat16", zigzag=zigzag, **self.fields)
-        shape = given.batch or self.shape[0], given.seq_len or self.shape[1]
-        return Case(config, mesh_of(self.axes), spmd.Topology(self.topology), shape)
+        return Case(config, mesh_of(self.axes), spmd.Topology(self.topology), self.shape)
 
 
 def _short(topology: str, data: int, model: int, scan: bool, remat: str = "none") -> Row:
@@ -204,8 +203,6 @@ def make_parser() -> Parser:
     add("--rows", type=words, default=",".join(ROWS), help="which configurations")
     add("--programs", type=words, help="of spmd.jit, gathered, usual, jax.jit and no-windows")
     add("--layers", type=int, help="so many layers; 0: all of the model's")
-    add("--batch", type=int, default=0, help="so many sequences instead of the row's")
-    add("--seq_len", type=int, default=0, help="so many tokens in each")
     add("--compile", action=Switch, default=True, help="run the TPU compiler")
     add("--synchronous", action=Switch, default=False, help="list large synchronous collectives")
     return parser

@@ -51,11 +51,6 @@ def parse_axes(text: str) -> dict[str, int]:
     return {"data": 1, "model": 1, **ahead.parse_axes(text)}
 
 
-def parse_mesh(text: str) -> spmd.Mesh:
-    """`data=4:model=2` as a mesh of the devices that are here."""
-    return spmd.make_mesh(**parse_axes(text))
-
-
 class Loop:
     """A training loop: each step gets the state that the step before it left.
 
@@ -156,7 +151,7 @@ def peer_config(config: LlamaConfig) -> LlamaConfig:
 
 def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     """The programs of jax, over one mesh."""
-    mesh, config = parse_mesh(text), config_of(given)
+    mesh, config = spmd.make_mesh(**parse_axes(text)), config_of(given)
     optimizer = getattr(optax, given.optimizer)(1e-4)
     case = ahead.Case(config, mesh, None, (given.global_batch, given.seq_len), optimizer=optimizer)
     start = time.perf_counter()

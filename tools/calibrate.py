@@ -10,13 +10,12 @@ Example:
     tools/run calibrate --out topo.json --mesh data=2,model=2
 """
 
-import argparse
 import dataclasses
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -216,14 +215,6 @@ def _slowest(base: Topology, mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, Li
 # The command.
 
 
-def sizes(given: argparse.Namespace) -> Iterator[int]:
-    """Message sizes, each four times the one before."""
-    size = given.smallest
-    while size <= given.largest:
-        yield size
-        size *= 4
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("tools/run calibrate", __doc__)
@@ -250,11 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for short, dtype in (("f32", "float32"), ("bf16", "bfloat16"))
     }
     hbm = memory_bandwidth(4 * given.largest, repeat)
+    sizes = [size for n in range(32) if (size := given.smallest * 4**n) <= given.largest]
     samples = [
         measure(mesh, axes, kind, size, repeat)
         for axes in axis_sets(mesh)
         for kind in KINDS
-        for size in sizes(given)
+        for size in sizes
     ]
     if not samples:
         sys.exit("error: collectives take at least two devices")

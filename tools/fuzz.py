@@ -30,6 +30,8 @@ HANGS_AFTER = 240.0
 SHRUNK_PER_CAUSE = 3
 ROOT = Path(__file__).parent.parent
 
+Tally = Counter[tuple[str, str]]
+"""(Status, key) of an outcome -> how many cases had it."""
 
 # ---------------------------------------------------------------------------------------------
 # The worker.
@@ -43,9 +45,7 @@ class Worker:
         self.seed = seed
         self.end = end
         self.uneven = uneven
-        self.tally: Counter[str] = Counter()
-        self.causes: Counter[str] = Counter()
-        self.unsupported: Counter[str] = Counter()
+        self.tally: Tally = Counter()
         self.failed: tuple[Case, Outcome] | None = None  # what is being shrunk, the smallest so far
 
     def run(self) -> None:
@@ -85,13 +85,11 @@ class Worker:
         outcome = run(case)
         running.unlink()
         if self.failed is None:
-            self.tally[outcome.status] += 1
-            if outcome.status == UNSUPPORTED:
-                self.unsupported[outcome.key] += 1
-            if outcome.status == FAILED:
-                self.causes[outcome.key] += 1
-            self.save()
-            is_new = outcome.status == FAILED and self.causes[outcome.key] <= SHRUNK_PER_CAUSE
+            what = outcome.status, outcome.key
+            self.tally[what] += 1
+            rows = [[*what, count] for what, count in self.tally.items()]
+            (self.out / "tally.json").write_text(json.dumps([self.seed, rows]))
+            is_new = outcome.status == FAILED and self.tally[what] <= SHRUNK_PER_CAUSE
         else:
             is_new = outcome.key == self.failed[1].key
         if is_new:
@@ -109,22 +107,23 @@ class Worker:
     def progress(self) -> str:
         """How many cases had which outcome, and the time left."""
         left = max(0, int(self.end - time.time()))
-        counts = ", ".join(f"{n} {status}" for status, n in sorted(self.tally.items()))
+        counts = ", ".join(f"{n} {status}" for status, n in by_status(self.tally).items())
         return f"fuzz: seed {self.seed}: {counts}; {left // 60}:{left % 60:02} left"
 
-    def save(self) -> None:
-        """Keeps the tally, for another run to go on."""
-        text = json.dumps([self.seed, self.tally, self.causes, self.unsupported])
-        (self.out / "tally.json").write_text(text)
+
+def by_status(tally: Tally) -> dict[str, int]:
+    """How many cases had which outcome."""
+    statuses = sorted({status for status, _ in tally})
+    return {name: sum(n for (status, _), n in tally.items() if status == name) for name in statuses}
 
 
 # ---------------------------------------------------------------------------------------------
 # The parent.
 
 
-def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> list[Counter[str]]:
+def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> Tally:
     """Runs workers one after the other, the next one where the last one died."""
-    totals: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    total: Tally = Counter()
     end = time.time() + 60 * minutes
     while time.time() < end:
         left = (end - time.time()) / 60
@@ -135,15 +134,13 @@ def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> list[Counte
             cwd=ROOT, env=_environment(),
         )  # fmt: skip
         problem = _wait(worker, out / "running.py")
-        reached, *counts = _tally(out)
-        for total, count in zip(totals, counts, strict=True):
-            total.update(count)
+        reached, tally = _tally(out)
+        total += tally
         seed = max(seed, reached) + 1
         if problem:
-            totals[0]["failed"] += 1
-            totals[1][problem] += 1
+            total[FAILED, problem] += 1
             _keep_running(out, problem)
-    return totals
+    return total
 
 
 def _environment() -> dict[str, str]:
@@ -167,14 +164,14 @@ def _wait(worker: subprocess.Popen[bytes], running: Path) -> str:
     return f"exit status {worker.returncode}" if worker.returncode else ""
 
 
-def _tally(out: Path) -> tuple[int, Counter[str], Counter[str], Counter[str]]:
+def _tally(out: Path) -> tuple[int, Tally]:
+    """What a worker has written: its last seed, and its tally."""
     path = out / "tally.json"
     if not path.exists():
-        return 0, Counter(), Counter(), Counter()
-    seed, *counts = json.loads(path.read_text())
+        return 0, Counter()
+    seed, rows = json.loads(path.read_text())
     path.unlink()
-    first, second, third = (Counter(c) for c in counts)
-    return seed, first, second, third
+    return seed, Counter({(status, key): count for status, key, count in rows})
 
 
 def _keep_running(out: Path, problem: str) -> None:
@@ -205,10 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.worker:
         Worker(out, given.seed, time.time() + 60 * given.minutes, given.uneven_marks).run()
         return
-    outcomes, causes, unsupported = supervise(out, given.seed, given.minutes, given.uneven_marks)
-    print(f"fuzz: {sum(outcomes.values())} cases: {dict(sorted(outcomes.items()))}")
-    for title, counts in (("failed", causes), ("unsupported", unsupported)):
-        for cause, n in counts.most_common():
-            print(f"  {title} {n} times: {cause}")
-    if outcomes["failed"]:
-        sys.exit(f"error: {outcomes['failed']} cases failed; reproducers are in {out}")
+    tally = supervise(out, given.seed, given.minutes, given.uneven_marks)
+    outcomes = by_status(tally)
+    print(f"fuzz: {tally.total()} cases: {outcomes}")
+    for (status, cause), n in tally.most_common():
+        if status in (FAILED, UNSUPPORTED):
+            print(f"  {status} {n} times: {cause}")
+    if FAILED in outcomes:
+        sys.exit(f"error: {outcomes[FAILED]} cases failed; reproducers are in {out}")

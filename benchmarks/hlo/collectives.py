@@ -15,6 +15,7 @@ from spmd.measure.hlo import (
     Instruction,
     Module,
     called,
+    groups_of,
     integer,
     kind_of,
     names_of,
@@ -270,11 +271,7 @@ def payload(instruction: Instruction) -> str:
 
 def group_size(instruction: Instruction, kind: str, module: Module) -> int:
     """Devices that exchange with one another in a collective of this kind."""
-    # XLA writes groups in four ways:
-    #   {{0,1},{2,3}}             each group
-    #   {}                        one group of all devices
-    #   [2,4]<=[8]                two groups of four, the iota form
-    #   mesh['a'=4,'b'=2] {'a'}   by axes of a mesh
+    # XLA lists devices (`groups_of`), or writes axes of a mesh, `mesh['a'=4,'b'=2] {'a'}`.
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
@@ -283,30 +280,16 @@ def group_size(instruction: Instruction, kind: str, module: Module) -> int:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
         refs = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
         return math.prod(int(part) if part else sizes[name] for name, part in refs)
-    groups = re.search(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=)", rest)
-    if groups is None or groups[1] == "{}":
-        return module.devices
-    if groups[1].startswith("["):
-        return int(groups[1].partition("]")[0].rpartition(",")[2].lstrip("["))
-    return max(len(group.split(",")) for group in re.findall(r"\{([\d,\s]+)\}", groups[1]))
+    return max(map(len, groups_of(instruction, module)), default=module.devices)
 
 
 def _largest_cycle(pairs: re.Match[str] | None) -> int:
     """Devices in the largest set that source-target pairs connect."""
-    neighbours: dict[int, set[int]] = {}
-    found = re.findall(r"\{(\d+),\s*(\d+)\}", (pairs and pairs[1]) or "")
-    for source, target in ((int(a), int(b)) for a, b in found):
-        neighbours.setdefault(source, set()).add(target)
-        neighbours.setdefault(target, set()).add(source)
-    largest = 1
-    while neighbours:
-        waiting, size = [next(iter(neighbours))], 0
-        while waiting:
-            if (near := neighbours.pop(waiting.pop(), None)) is not None:
-                size += 1
-                waiting += near
-        largest = max(largest, size)
-    return largest
+    connected: dict[str, set[str]] = {}  # device -> those that it is connected with
+    for source, target in re.findall(r"\{(\d+),\s*(\d+)\}", (pairs and pairs[1]) or ""):
+        both = connected.get(source, {source}) | connected.get(target, {target})
+        connected |= dict.fromkeys(both, both)
+    return max(map(len, connected.values()), default=1)
 
 
 class HloCollective(NamedTuple):
@@ -362,7 +345,9 @@ def hlo_collectives(
         communicates has an unknown trip count.
     """
     account = read_account(text, guess_trips=guess_trips, scatter_slices=scatter_slices)
-    return tuple(counted(account))
+    counts = account.runs.counts()
+    every = ((counts[name], c) for name, own in account.collectives.items() for c in own)
+    return tuple(collective._replace(count=count) for count, collective in every if count)
 
 
 def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = False) -> Account:
@@ -380,14 +365,6 @@ def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = 
     }
     sent = {name: [collective.bytes for collective in own] for name, own in found.items()}
     return Account(module, found, Runs(module, sent, guess_trips=guess_trips))
-
-
-def counted(account: Account) -> Iterator[HloCollective]:
-    """All collectives that run, in the order of the text, each with its count."""
-    counts = account.runs.counts()
-    for name, own in account.collectives.items():
-        if counts[name]:
-            yield from (collective._replace(count=counts[name]) for collective in own)
 
 
 def _collectives(

@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 
 from benchmarks.hlo.collectives import HloCollective, read_account
-from spmd.measure.hlo import Instruction, integer
+from spmd.measure.hlo import integer
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import latency_steps
@@ -53,7 +53,8 @@ def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
     sent = large = large_hidden = 0
     for name, own in account.collectives.items():
         computation = account.module.computations[name] if counts[name] else ()
-        kernels = [estimated_cycles(x) / clock for x in computation]
+        # The compiler estimates instructions outside of fusions; of those that it does not, 0.
+        kernels = [integer(r'"estimated_cycles":"(\d+)"', x.rest) / clock for x in computation]
         kernel_seconds += counts[name] * sum(kernels)
         left = [*kernels]  # what each kernel can still hide
         for collective in own if counts[name] else ():
@@ -68,11 +69,6 @@ def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
                 else:
                     alone.append((collective._replace(count=counts[name]), waited))
     return Modelled(kernel_seconds, exposed, sent, large, large_hidden, tuple(alone))
-
-
-def estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's estimate for an instruction outside of fusions; 0 if it makes none."""
-    return integer(r'"estimated_cycles":"(\d+)"', instruction.rest)
 
 
 def _hide(needed: float, flight: range, left: list[float]) -> float:

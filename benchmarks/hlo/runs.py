@@ -6,7 +6,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,23 +31,10 @@ def operands(instruction: Instruction) -> list[str]:
 
 
 def source_of(instruction: Instruction, module: Module) -> str:
-    """The innermost frame that is not in an installed library, else the innermost one."""
-    if "source_file=" in instruction.rest:
-        return places_of(instruction, module)[0]
-    frames = frames_of(instruction, module)
-    own = (f for f in frames if "site-packages" not in f and not f.startswith("<"))
-    return next(own, frames[0] if frames else "")
-
-
-def frames_of(instruction: Instruction, module: Module) -> list[str]:
-    """Where an instruction is from: `file.py:line (function)`, and as far as known its callers."""
-    found = []
-    frame = integer(r"stack_frame_id=(\d+)", instruction.rest)
-    while frame in module.frames:
-        where, parent = module.frames[frame]
-        found.append(where)
-        frame = parent if parent < frame else 0
-    return found
+    """The innermost `file:line` that is not in an installed library, else the innermost one."""
+    places = places_of(instruction, module)
+    own = (p for p in places if "site-packages" not in p and not p.startswith("<"))
+    return next(own, places[0] if places else "")
 
 
 def elements(type_: str) -> list[str]:
@@ -79,12 +66,12 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 MOST = 1 << 16
-"""A counter is followed for so many iterations."""
+"""So many iterations are followed."""
 
 _SAME = {"bitcast", "convert", "copy", "opt-barrier", "optimization-barrier", "reshape"}
 """Opcodes whose result is their operand, if that is an integer; or a tuple of them."""
 
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+_OF_TWO: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -92,8 +79,6 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "minimum": min,
     "and": operator.and_,
     "or": operator.or_,
-}
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "LT": operator.lt,
     "LE": operator.le,
     "GT": operator.gt,
@@ -101,180 +86,114 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
+"""Opcode, or direction of a `compare`, -> what it makes of two integers."""
 
-
-class _Value(NamedTuple):
-    """A value of a computation: an instruction's result, or an element of it if it is a tuple."""
-
-    computation: str
-    name: str
-    element: int | None = None
+Given = Callable[[int, int | None], Any]
+"""(Number of a parameter, element of it if it is a tuple) -> the integer that it is, or None."""
 
 
 class Loops:
     """The trip counts of a module's loops."""
 
     def __init__(self, module: Module) -> None:
-        self._tables = {
-            name: {instruction.name: instruction for instruction in computation}
-            for name, computation in module.computations.items()
-        }
-        self._roots = {
-            name: instruction.name
-            for name, computation in module.computations.items()
-            for instruction in computation
-            if instruction.root
-        }
-        self._operands: dict[tuple[str, str], list[str]] = {}
+        self._tables: dict[str, dict[str, Instruction]] = {}
+        self._roots: dict[str, str] = {}
         # Computation -> where it is called, and by what.
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         for name, computation in module.computations.items():
+            self._tables[name] = {instruction.name: instruction for instruction in computation}
             for instruction in computation:
+                if instruction.root:
+                    self._roots[name] = instruction.name
                 if instruction.opcode in ("while", "fusion", "call"):
                     for callee in _callees(instruction):
                         self._callers.setdefault(callee, []).append((name, instruction))
-        self._known: dict[tuple[str, str], int | None] = {}
+        self.trips = functools.cache(self._trips)
 
-    def trips(self, loop: Instruction, computation: str) -> int | None:
+    def _trips(self, loop: Instruction, computation: str) -> int | None:
         """How often a loop runs; None where that cannot be told.
 
         Args:
           loop: a `while`.
           computation: the name of the one that it is in.
         """
-        key = (computation, loop.name)
-        if key not in self._known:
-            stated = stated_trips(loop)
-            self._known[key] = self._followed(loop, computation) if stated is None else stated
-        return self._known[key]
-
-    def _followed(self, loop: Instruction, computation: str) -> int | None:
-        """The number of iterations, by the one counter that the condition looks at."""
+        if (stated := stated_trips(loop)) is not None:
+            return stated
         (condition,), (body,) = names_of(loop.rest, "condition"), names_of(loop.rest, "body")
-        if condition not in self._roots or body not in self._roots:
-            return None
-        varying = {
-            value.element
-            for value in self._read(_Value(condition, self._roots[condition]))
-            if not self._is_kept(body, value.element)
-        }
-        if len(varying) != 1:
-            return None
-        (counter,) = varying
-        following = _Value(body, self._roots[body], counter)
-        at = self._number(_Value(computation, self._of(loop, computation)[0], counter), {})
+        (start,) = operands(loop)
+        state = functools.cache(
+            lambda _, element: self._value(
+                computation, start, element, functools.partial(self._called_with, computation)
+            )
+        )
         for trips in range(MOST):
-            if at is None:
-                return None
-            bound = {(condition, counter): at, (body, counter): at}
-            goes_on = self._number(_Value(condition, self._roots[condition]), bound)
+            goes_on = self._result(condition, None, state)
             if not goes_on:
                 return trips if goes_on is not None else None
-            at = self._number(following, bound)
+            state = functools.cache(
+                lambda _, element, before=state: self._result(body, element, before)
+            )
         return None
 
-    def _of(self, instruction: Instruction, computation: str) -> list[str]:
-        key = (computation, instruction.name)
-        if key not in self._operands:
-            self._operands[key] = operands(instruction)
-        return self._operands[key]
+    def _result(self, computation: str, element: int | None, given: Given) -> Any:
+        root = self._roots.get(computation, "")
+        return self._value(computation, root, element, given)
 
-    def _is_kept(self, body: str, element: int | None) -> bool:
-        """Whether an iteration hands on an element of the loop's tuple as it came."""
-        value = self._origin(_Value(body, self._roots[body], element))
-        made = self._tables[body].get(value.name)
-        return made is not None and made.opcode == "parameter" and value.element == element
-
-    def _origin(self, value: _Value) -> _Value:
-        """The value of which this one is a copy within its computation."""
-        while (made := self._tables[value.computation].get(value.name)) is not None:
-            names = self._of(made, value.computation)
-            if made.opcode in _SAME:
-                value = value._replace(name=names[0])
-            elif made.opcode == "get-tuple-element" and value.element is None:
-                match = re.search(r"\bindex=(\d+)", made.rest)
-                value = value._replace(name=names[0], element=(int(match[1]) if match else 0))
-            elif made.opcode == "tuple" and value.element is not None:
-                value = _Value(value.computation, names[value.element])
-            else:
-                break
-        return value
-
-    def _read(self, value: _Value) -> set[_Value]:
-        """The elements of its computation's parameters that a value is computed from."""
-        found, waiting = set(), [value]
-        seen = set[_Value]()
-        while waiting:
-            if (value := self._origin(waiting.pop())) in seen:
-                continue
-            seen.add(value)
-            made = self._tables[value.computation][value.name]
-            if made.opcode == "parameter":
-                found.add(value)
-            else:
-                names = self._of(made, value.computation)
-                waiting += [_Value(value.computation, name) for name in names]
-        return found
-
-    def _number(self, value: _Value, bound: Mapping[tuple[str, int | None], int]) -> int | None:
+    def _value(self, computation: str, name: str, element: int | None, given: Given) -> Any:
         """The integer that a value is, or None.
 
         Args:
-          bound: (computation, element of its parameter) -> what that is in this iteration.
+          element: which of a tuple is meant; None of what is no tuple.
+          given: what the computation is called with.
         """
-        value = self._origin(value)
-        computation, name, element = value
-        made = self._tables[computation].get(name)
+        made = self._tables.get(computation, {}).get(name)
         if made is None:
             return None
-        if made.opcode == "parameter":
-            return self._given(value, made, bound)
-        names = self._of(made, computation)
-        if made.opcode == "constant":
+        names = operands(made)
+
+        def of(number: int, element: int | None = None) -> Any:
+            return self._value(computation, names[number], element, given)
+
+        opcode = made.opcode
+        if opcode == "parameter":
+            return given(integer(r"(\d+)", made.rest), element)
+        if opcode == "constant":
             text = made.rest.partition(")")[0]
             if text in ("true", "false"):
                 return text == "true"
             return int(text) if re.fullmatch(r"-?\d+", text) else None
-        if made.opcode == "fusion":
-            (callee,) = _callees(made)
-            return self._number(_Value(callee, self._roots[callee], element), bound)
-        if made.opcode == "while":
-            (body,) = names_of(made.rest, "body")
-            kept = body in self._roots and self._is_kept(body, element)
-            return self._number(value._replace(name=names[0]), bound) if kept else None
-        numbers = [self._number(_Value(computation, operand), bound) for operand in names]
-        known = [number for number in numbers if number is not None]
-        if len(known) != 2 or len(names) != 2:
+        if opcode in _SAME:
+            return of(0, element)
+        if opcode == "get-tuple-element" and element is None:
+            return of(0, integer(r"\bindex=(\d+)", made.rest))
+        if opcode == "tuple" and element is not None:
+            return of(element)
+        if opcode == "fusion":
+            return self._result(_callees(made)[0], element, of)
+        if opcode == "while":
+            return of(0, element) if self._is_kept(made, element) else None
+        if opcode == "compare":
+            opcode = made.rest.partition("direction=")[2][:2]
+        if opcode not in _OF_TWO:
             return None
-        if made.opcode == "compare":
-            direction = re.search(r"direction=(\w+)", made.rest)
-            return _COMPARISONS[direction[1]](*known) if direction else None
-        if made.opcode in _ARITHMETIC:
-            return _ARITHMETIC[made.opcode](*known)
-        return None
+        left, right = of(0), of(1)
+        both = isinstance(left, int) and isinstance(right, int)
+        return _OF_TWO[opcode](left, right) if both else None
 
-    def _given(
-        self, value: _Value, parameter: Instruction, bound: Mapping[tuple[str, int | None], int]
-    ) -> int | None:
-        """What a computation is called with; None where it is called with several values."""
-        computation, _, element = value
-        if (computation, element) in bound:
-            return bound[computation, element]
+    def _is_kept(self, loop: Instruction, element: int | None) -> bool:
+        """Whether an iteration hands on an element of the loop's tuple as it came."""
+        (body,), came = names_of(loop.rest, "body"), object()
+        return self._result(body, element, lambda _, e: came if e == element else None) is came
+
+    def _called_with(self, computation: str, number: int, element: int | None) -> Any:
+        """What a parameter of a computation is; None where it is called with several values."""
         found = set()
         for caller, call in self._callers.get(computation, ()):
-            names = self._of(call, caller)
-            number = 0 if call.opcode == "while" else int(parameter.rest.partition(")")[0])
-            if call.opcode == "while":
-                (body,) = names_of(call.rest, "body")
-                if body not in self._roots or not self._is_kept(body, element):
-                    return None
-            found.add(self._number(_Value(caller, names[number], element), bound))
+            if call.opcode == "while" and not self._is_kept(call, element):
+                return None
+            outside = functools.partial(self._called_with, caller)
+            found.add(self._value(caller, operands(call)[number], element, outside))
         return found.pop() if len(found) == 1 else None
-
-
-def _callees(instruction: Instruction) -> list[str]:
-    keys = ("calls", "to_apply", "condition", "body")
-    return [name for key in keys for name in names_of(instruction.rest, key)]
 
 
 _CALLS = {
@@ -286,6 +205,11 @@ _CALLS = {
     "while": ("condition", "body"),
 }
 """Opcode -> the attributes that name computations which it runs as a part of the program."""
+
+
+def _callees(instruction: Instruction) -> list[str]:
+    keys = _CALLS[instruction.opcode]
+    return [name for key in keys for name in names_of(instruction.rest, key)]
 
 
 _WRAPPERS = {"fusion", "async-start"}
@@ -340,25 +264,21 @@ class Runs:
         for instruction in self.module.computations.get(name, ()):
             if instruction.opcode not in self.opcodes:
                 continue
-            keys = _CALLS[instruction.opcode]
-            callees = [callee for key in keys for callee in names_of(instruction.rest, key)]
-            times: int | None = 1
+            callees, times = _callees(instruction), 1
             if instruction.opcode == "while":
-                times = self._loops.trips(instruction, name)
-            if times is None:
-                self._check(instruction, callees)
+                trips = self._loops.trips(instruction, name)
+                is_unknown = trips is None and not self.guess_trips
+                if is_unknown and any(self._moved(callee)[1] for callee in callees):
+                    raise ArgumentError(
+                        f"the loop {instruction.name} communicates an unknown number of times",
+                        actual=f"while({instruction.rest[:200]}",
+                        fix="write it with lax.scan or a lax.fori_loop of constant bounds",
+                    )
+                times = UNKNOWN_TRIPS if trips is None else trips
             if instruction.opcode == "conditional" and self.sent is not None:
                 callees = [max(callees, key=self._moved)]
-            found += [(callee, UNKNOWN_TRIPS if times is None else times) for callee in callees]
+            found += [(callee, times) for callee in callees]
         return found
-
-    def _check(self, loop: Instruction, callees: list[str]) -> None:
-        if not self.guess_trips and any(self._moved(callee)[1] for callee in callees):
-            raise ArgumentError(
-                f"the loop {loop.name} communicates, and how often it runs is unknown",
-                actual=f"{loop.opcode}({loop.rest[:200]}",
-                fix="write it with lax.scan or a lax.fori_loop of constant bounds",
-            )
 
     def _moves(self, name: str) -> tuple[int, int]:
         """Bytes and collectives of one execution: its own and those that it calls, times trips."""

@@ -24,12 +24,3 @@ def programs(only: str = "") -> list[Program]:
         *reshard_programs(),
     ]
     return [program for program in everything if re.search(only, program.name)]
-
-
-def program_named(name: str) -> Program:
-    """The one with this name.
-
-    Raises:
-      KeyError: there is none.
-    """
-    return {program.name: program for program in programs()}[name]

@@ -13,7 +13,6 @@ import spmd
 from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
 from spmd.models.llama import fresh, objective, sharding
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.marks import Mark
 
 CONFIG = LlamaConfig(
     vocab_size=1024,
@@ -80,7 +79,8 @@ def build(
         stage_microbatches=STAGE_MICROBATCHES,
         stage_schedule=schedule,
     )
-    mark = marks(mesh, config, split_sequence)
+    table = sharding.TABLES["2d-sequence" if split_sequence else "2d"]
+    mark = sharding.activation_marks(mesh, config, table)
     optimizer = optax.adamw(1e-3)
 
     def loss_and_grads(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -104,12 +104,6 @@ def build(
     batch = {"inputs": tokens, "targets": tokens}
     args = (sharding.mark_params(params, mesh, config), state, batch)
     return Built(train_step, args, donate=(0, 1))
-
-
-def marks(mesh: spmd.Mesh, config: LlamaConfig, split_sequence: bool) -> Mark:
-    """The usual marks of activations, with the residual stream split by hidden or by sequence."""
-    table = sharding.TABLES["2d-sequence" if split_sequence else "2d"]
-    return sharding.activation_marks(mesh, config, table)
 
 
 def accumulate_in_scan(loss_and_grads: LossAndGrads) -> LossAndGrads:

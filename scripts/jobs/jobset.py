@@ -65,25 +65,23 @@ class Volume:
             check_dns_label("--claim", source)
         return cls(kind, source, path, path != place or kind == "secret")
 
+    @property
+    def access(self) -> dict[str, Any]:
+        """What says that it is for reading alone, if it is."""
+        return {"readOnly": True} if self.read_only else {}
+
     def source_fields(self) -> dict[str, Any]:
         """Where it comes from."""
-        read_only: dict[str, Any] = {"readOnly": True} if self.read_only else {}
         if self.kind == "claim":
-            return {"persistentVolumeClaim": {"claimName": self.source, **read_only}}
+            return {"persistentVolumeClaim": {"claimName": self.source, **self.access}}
         if self.kind == "secret":
             return {"secret": {"secretName": self.source}}
         if self.kind == "bucket":
-            about = {"bucketName": self.source}
-            return {
-                "csi": {
-                    "driver": "gcsfuse.csi.storage.gke.io",
-                    "volumeAttributes": about,
-                    **read_only,
-                }
-            }
+            driver, about = "gcsfuse.csi.storage.gke.io", {"bucketName": self.source}
+            return {"csi": {"driver": driver, "volumeAttributes": about, **self.access}}
         server, colon, folder = self.source.partition(":")
         if colon:
-            return {"nfs": {"server": server, "path": folder, **read_only}}
+            return {"nfs": {"server": server, "path": folder, **self.access}}
         return {"hostPath": {"path": self.source}}
 
 
@@ -100,9 +98,8 @@ def mounted(volumes: Sequence[Volume]) -> tuple[list[dict[str, Any]], list[dict[
     sources, mounts = [], []
     for number, volume in enumerate(volumes):
         name = volume.source if volume.kind == "claim" else f"{volume.kind}-{number}"
-        read_only: dict[str, Any] = {"readOnly": True} if volume.read_only else {}
         sources.append({"name": name, **volume.source_fields()})
-        mounts.append({"name": name, "mountPath": volume.path, **read_only})
+        mounts.append({"name": name, "mountPath": volume.path, **volume.access})
     return sources, mounts
 
 
@@ -148,16 +145,15 @@ def container_fields(port: int) -> dict[str, Any]:
 
 def service_object(job: Job, namespace: str | None, port: int) -> dict[str, Any]:
     """A Service whose only pod is process 0's."""
-    metadata = {"name": f"{job.name}-{PORT_NAME}", "namespace": namespace}
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {name: value for name, value in metadata.items() if value},
+        "metadata": _given({"name": f"{job.name}-{PORT_NAME}", "namespace": namespace}),
         "spec": {
             "selector": {
                 "jobset.sigs.k8s.io/jobset-name": job.name,
-                "jobset.sigs.k8s.io/job-index": "0",
-                "batch.kubernetes.io/job-completion-index": "0",
+                JOB_LABEL: "0",
+                INDEX_LABEL: "0",
             },
             "ports": [{"name": PORT_NAME, "port": 80, "targetPort": port}],
         },
@@ -279,6 +275,8 @@ def _check(job: Job, jobset: JobSet) -> None:
 
 
 def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
+    has_bucket = any(volume.kind == "bucket" for volume in jobset.volumes)
+    pod = {"metadata": {"annotations": BUCKET_ANNOTATIONS}} if has_bucket else {}
     return {
         "parallelism": nodes,
         "completions": nodes,
@@ -297,13 +295,8 @@ def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
             ]
         },
-        "template": _given({"metadata": _pod_metadata(jobset), "spec": _pod_spec(job, jobset)}),
+        "template": {**pod, "spec": _pod_spec(job, jobset)},
     }
-
-
-def _pod_metadata(jobset: JobSet) -> dict[str, Any]:
-    has_bucket = any(volume.kind == "bucket" for volume in jobset.volumes)
-    return {"annotations": BUCKET_ANNOTATIONS} if has_bucket else {}
 
 
 def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
@@ -358,8 +351,8 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
 def _environment(job: Job, jobset: JobSet) -> list[dict[str, Any]]:
     """Variables of a pod; on TPUs GKE says who is who."""
     env: list[dict[str, Any]] = []
+    host = f"{job.name}-{WORKERS}-0-0.{job.name}"
     if not jobset.tpu:
-        host = f"{job.name}-{WORKERS}-0-0.{job.name}"
         number = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_LABEL}']"}}
         env += [
             {"name": ENV_COORDINATOR, "value": f"{host}:{job.port}"},
@@ -370,7 +363,6 @@ def _environment(job: Job, jobset: JobSet) -> list[dict[str, Any]]:
             env.append({"name": ENV_DEVICES, "value": job.all_gpus})
     elif jobset.slices > 1:
         number = {"fieldRef": {"fieldPath": f"metadata.annotations['{JOB_LABEL}']"}}
-        host = f"{job.name}-{WORKERS}-0-0.{job.name}"
         env += [
             {"name": "MEGASCALE_NUM_SLICES", "value": str(jobset.slices)},
             {"name": "MEGASCALE_SLICE_ID", "valueFrom": number},
@@ -379,7 +371,6 @@ def _environment(job: Job, jobset: JobSet) -> list[dict[str, Any]]:
     given = {item["name"] for item in env} & set(job.env)
     if given:
         raise LaunchError(f"--env: {sorted(given)[0]} is set by the JobSet itself")
-
     return env + [{"name": n, "value": _escaped(v)} for n, v in job.env.items()]
 
 

@@ -46,14 +46,12 @@ class Cache:
       folder: made if it is not there.
 
     Attributes:
-      hits, misses: emitted programs that were there, and that were not.
       problem: why something could not be kept; None if everything could.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.plans = Store(self.folder / "plans")
-        self.hits = self.misses = 0
         self.problem: str | None = None
 
     @property
@@ -80,9 +78,7 @@ class Cache:
         key = _key(module, mesh, options, asked)
         found = self.plans.get(key)
         if found is not None:
-            self.hits += 1
             return from_text(found.decode(), mesh)
-        self.misses += 1
         made = make()
         self.problem = self.plans.put(key, as_text(made).encode()) or self.problem
         return made

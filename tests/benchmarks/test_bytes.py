@@ -11,7 +11,7 @@ import spmd
 from benchmarks import bytes as table
 from benchmarks.bytes import Moved, Row, measure, placed_arguments
 from benchmarks.environment import xla_flags
-from benchmarks.programs.catalog import program_named, programs
+from benchmarks.programs.catalog import programs
 from benchmarks.programs.program import Built, Program, marked, struct
 
 pytestmark = pytest.mark.exact_plans
@@ -92,7 +92,7 @@ def test_names_are_unique_and_found() -> None:
     names = [program.name for program in programs()]
     assert len(names) == len(set(names))
     assert [p.name for p in programs("^moe/train@")] == ["moe/train@8x1", "moe/train@4x2"]
-    assert program_named("moe/train@8x1").axes == {"data": 8, "model": 1}
+    assert programs("^moe/train@8x1$")[0].axes == {"data": 8, "model": 1}
 
 
 FIRST_OF_EACH = {p.name.partition("@")[0]: p for p in reversed(programs("^(?!reshard)"))}

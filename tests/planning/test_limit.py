@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import spmd
-from benchmarks.programs.catalog import program_named
+from benchmarks.programs.catalog import programs
 from spmd.compiler import plan_problem
 from spmd.lowering.recompute.again import AGAIN
 from spmd.planning.limit import least_held
@@ -96,7 +96,7 @@ def test_reports_say_what_is_made_again() -> None:
 @pytest.mark.parametrize("limit", [8 << 20, pytest.param(4 << 20, marks=pytest.mark.heavy)])
 def test_prices_of_copies_of_one_result_do_not_reach_others(limit: int) -> None:
     """Loops have several results of several ranks, of which a plan may copy one."""
-    mesh, built = program_named("remat/mlp-default@4x2").make()
+    mesh, built = programs("^remat/mlp-default@4x2$")[0].make()
     options = spmd.Options(memory_limit=limit)
     jitted = spmd.jit(built.fn, mesh=mesh, options=options)
     try:

@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from benchmarks.programs import llama_training
-from benchmarks.programs.catalog import program_named
+from benchmarks.programs.catalog import programs
 from spmd.predict.backends import backend_of
 from spmd.predict.fusion import Kernels
 from spmd.predict.memory import MemoryUse, peak_memory, predict
@@ -194,7 +194,7 @@ LONGER = (
 
 
 def lowered_program(name: str) -> spmd.Lowered:
-    mesh, built = program_named(name).make()
+    mesh, built = programs(f"^{name}$")[0].make()
     return spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate).lower(*built.args)
 
 

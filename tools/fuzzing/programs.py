@@ -187,17 +187,25 @@ class Maker:
         if bound is None:
             bound = max(4.0, sum(v.bound for v in reads if is_float(v)))
         target = self.name()
-        made = self.statement(f"{target} = {text}", target, [v.name for v in reads])
-        assert isinstance(made, Type)
-        var = Var(target, made, bound)
-        if made.dtype in FLOATS and bound > BOUND:
-            self.pool.append(var)
+        var = self.define(f"{target} = {text}", target, [v.name for v in reads], bound)
+        if is_float(var) and bound > BOUND:
             power = math.ceil(math.log2(bound / 8))
             return self.add(f"{target} * {2.0**-power!r}", [var], 8.0)
-        self.pool.append(var)
         return var
 
-    def tuple_of(
+    def define(self, text: str, target: str, reads: Sequence[str], bound: float) -> Var:
+        """A statement that defines one value."""
+        made = self.statement(text, target, reads)
+        assert isinstance(made, Type)
+        self.pool.append(Var(target, made, bound))
+        return self.pool[-1]
+
+    def add_tuple(self, text: str, reads: Sequence[Var], bounds: Sequence[float]) -> None:
+        """A line `t = text`, which is a tuple, and one for each element of it."""
+        target = self.name("t")
+        self.define_tuple(f"{target} = {text}", target, [v.name for v in reads], bounds)
+
+    def define_tuple(
         self, text: str, target: str, reads: Sequence[str], bounds: Sequence[float]
     ) -> None:
         """A statement that defines a tuple, and a line for each element of it."""
@@ -272,9 +280,7 @@ def elementwise(m: Maker, *reads: Var) -> None:
     m.add(text.format(*(v.name for v in reads)), reads, product)
 
 
-@on()
-def unary(m: Maker, v: Var) -> None:
-    elementwise(m, v)
+unary = on()(elementwise)
 
 
 @on()
@@ -382,11 +388,10 @@ def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
         m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
     elif m.flag() or math.prod(v.shape[d] for d in dims) == 1:  # as above
         w = m.value(v.shape, v.dtype)
-        target = m.name("t")
-        body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
         inits = "(np.int32(1), np.int32(0))"
-        text = f"{target} = lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dims[0]},))"
-        m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
+        body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
+        text = f"lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dims[0]},))"
+        m.add_tuple(text, [v, w], [BOUND, BOUND])
     else:
         op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
         m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
@@ -596,18 +601,12 @@ def sort(m: Maker, v: Var) -> None:
     elif kind == 1:
         m.add(f"jnp.argsort({v.name}, {dim}, descending={m.flag()})", [v])
     elif kind == 2:
-        top_k(m, v, m.integer(1, v.shape[-1]))
+        text = f"lax.top_k({v.name}, {m.integer(1, v.shape[-1])})"
+        m.add_tuple(text, [v], [v.bound, float(v.shape[-1])])
     else:
         w = m.value(v.shape, m.pick(("float32", "int32")))
-        target = m.name("t")
-        text = f"{target} = lax.sort(({v.name}, {w.name}), dimension={dim}, num_keys=1)"
-        m.tuple_of(text, target, [v.name, w.name], [v.bound, w.bound])
-
-
-def top_k(m: Maker, v: Var, k: int) -> None:
-    target = m.name("t")
-    text = f"{target} = lax.top_k({v.name}, {k})"
-    m.tuple_of(text, target, [v.name], [v.bound, float(v.shape[-1])])
+        text = f"lax.sort(({v.name}, {w.name}), dimension={dim}, num_keys=1)"
+        m.add_tuple(text, [v, w], [v.bound, w.bound])
 
 
 # Values without elements, and with elements below a byte.
@@ -703,7 +702,7 @@ def scan(m: Maker, init: Var) -> None:
     text += f"{target} = ({target}{stacked})"
     names = [*reads, init.name, *([xs.name] if xs else []), *([y.name] if y else [])]
     bounds = [bound, y.bound] if y else [bound]
-    m.tuple_of(text, target, _reads(m, inner, (c, x), *names), bounds)
+    m.define_tuple(text, target, _reads(m, inner, (c, x), *names), bounds)
 
 
 @on(lambda v: v.rank > 0)
@@ -724,9 +723,7 @@ def loop(m: Maker, init: Var) -> None:
             f"lambda s: (s[0] + 1, {f}(s[0], s[1])), (0, {init.name}))[1]"
         )
         reads.append(count.name)
-    made = m.statement(text, target, _reads(m, inner, (c, i), init.name, *reads))
-    assert isinstance(made, Type)
-    m.pool.append(Var(target, made, carry.bound))
+    m.define(text, target, _reads(m, inner, (c, i), init.name, *reads), carry.bound)
 
 
 @on(lambda v: v.rank > 0)
@@ -750,9 +747,7 @@ def branch(m: Maker, v: Var) -> None:
         text += f"{target} = lax.cond({pred.name}, {', '.join(names)}, {v.name})"
     else:
         text += f"{target} = lax.switch({pred.name}, [{', '.join(names)}], {v.name})"
-    made = m.statement(text, target, reads)
-    assert isinstance(made, Type)
-    m.pool.append(Var(target, made, bound))
+    m.define(text, target, reads, bound)
 
 
 SIMPLE: tuple[Callable[[Maker], None], ...] = (
