@@ -113,32 +113,3 @@ def momentum_state(params: Any) -> Any:
 def cross_entropy(logits: Any, labels: Any) -> Any:
     """The mean over everything."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "complex64": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
-
-
-def assert_same_trees(got: Any, want: Any) -> None:
-    """Two pytrees of arrays are built alike and have the same leaves."""
-    assert str(jax.tree.structure(got)) == str(jax.tree.structure(want))
-    jax.tree_util.tree_map_with_path(assert_same, got, want)
-
-
-def assert_same(path: Any, got: Any, want: Any) -> None:
-    """Equal bits where the type is discrete, else close relative to the leaf's largest entry."""
-    where = jax.tree_util.keystr(path)
-    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
-        got, want = jax.random.key_data(got), jax.random.key_data(want)
-    assert got.dtype == want.dtype, where
-    assert got.shape == want.shape, where
-    name = str(want.dtype)
-    got, want = np.asarray(got), np.asarray(want)
-    if name not in TOLERANCE:
-        np.testing.assert_array_equal(got, want, err_msg=where)
-        return
-    wide = np.complex128 if name == "complex64" else np.float64
-    got, want = got.astype(wide), want.astype(wide)
-    finite = np.abs(want[np.isfinite(want)])
-    scale = float(finite.max()) if finite.size else 0.0
-    rtol = TOLERANCE[name]
-    np.testing.assert_allclose(got, want, rtol, rtol / 5 * max(scale, 1e-3), err_msg=where)

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.ops import experts
 from tests.accelerators.devices import COUNT, DEVICES
-from tests.ops.test_attention import close
+from tests.close import close
 from tests.ops.test_experts import loss, operands, plain
 
 SPLITS: dict[str, dict[str, Any]] = {

@@ -8,10 +8,11 @@ import jax
 import pytest
 
 import spmd
-from benchmarks.corpus.program import MESHES, QUICK_MESH, Made, Program, assert_same_trees, mark
+from benchmarks.corpus.program import MESHES, QUICK_MESH, Made, Program, mark
 from benchmarks.corpus.programs import PROGRAMS
 from spmd.compiler import timed
 from spmd.planning.greedy import plan_greedily
+from tests.close import assert_same_trees
 from tests.programs import assert_marks_hold
 
 

@@ -53,7 +53,6 @@ def test_langchain() -> None:
         (call,) = model.bind_tools(TOOLS).invoke("What is 1 + 2?").tool_calls
         assert (call["name"], call["args"]) == tuple(CALL.values())
         whole: Any = None
-        whole: Any = None
         for part in model.bind_tools(TOOLS).stream("What is 1 + 2?"):
             whole = part if whole is None else whole + part
         assert whole.tool_calls[0]["args"] == CALL["arguments"]
