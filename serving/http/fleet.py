@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import math
 import re
@@ -54,7 +53,14 @@ from spmd.serving.http.traffic import Traffic
 
 _LOG = logging.getLogger("serving.fleet")
 
-COMMAND = (sys.executable, "-m", "spmd.scripts.serve_bundle")
+SERVE = """
+import ctypes, signal, sys
+if sys.platform == "linux":  # it ends when the process does that started it: PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+from spmd.scripts.serve_bundle import main
+main()
+"""
+COMMAND = (sys.executable, "-c", SERVE)
 
 LONGEST_PAUSE = 60.0
 """Seconds between attempts to start a process that ends again and again."""
@@ -125,7 +131,7 @@ class Member:
         """
         self._process = await asyncio.create_subprocess_exec(
             *self._words, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=_die_with_parent, start_new_session=True,
+            start_new_session=True,
         )  # fmt: skip
         self._copying = asyncio.create_task(self._copy())
         while not self.ended.is_set():
@@ -162,11 +168,6 @@ class Member:
                     break
         await self.client.aclose()
         self._folder.cleanup()
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class Fleet:
