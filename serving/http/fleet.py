@@ -21,8 +21,10 @@ import math
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,7 @@ class Member:
             timeout=httpx.Timeout(None, connect=10.0),
         )
         self.ended = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
         """Starts the process, and waits until it serves.
@@ -129,11 +131,12 @@ class Member:
         Raises:
           ServingError: it has ended.
         """
-        self._process = await asyncio.create_subprocess_exec(
-            *self._words, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        self._copying = asyncio.create_task(self._copy())
+        # Not by the event loop, which would fork: of jax's threads nothing would be left.
+        self._process = subprocess.Popen(
+            self._words, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        copying = threading.Thread(target=self._copy, args=(asyncio.get_running_loop(),))
+        copying.start()
         while not self.ended.is_set():
             with contextlib.suppress(httpx.TransportError):
                 if (await self.client.get("/health")).status_code == 200:
@@ -142,16 +145,17 @@ class Member:
                 await asyncio.wait_for(self.ended.wait(), 0.1)
         raise ServingError(f"{self.name}: {self.last or 'its process has ended'}")
 
-    async def _copy(self) -> None:
+    def _copy(self, loop: asyncio.AbstractEventLoop) -> None:
         """Passes on what it says, until it has ended."""
         assert self._process is not None and self._process.stderr is not None
-        while line := await self._process.stderr.readline():
-            text = line.decode(errors="replace").rstrip()
-            self.last = text or self.last
-            is_text = not text.startswith("{")  # else an object, which has the model's name
-            print(f"{self.name}: {text}" if is_text else text, file=sys.stderr, flush=True)
-        await self._process.wait()
-        self.ended.set()
+        with self._process:
+            for line in self._process.stderr:
+                text = line.decode(errors="replace").rstrip()
+                self.last = text or self.last
+                is_text = not text.startswith("{")  # else an object, which has the model's name
+                print(f"{self.name}: {text}" if is_text else text, file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):  # there is no loop any more
+            loop.call_soon_threadsafe(self.ended.set)
 
     async def stop(self, seconds: float) -> None:
         """Lets what runs there end, for so long; then ends the process."""
