@@ -2,7 +2,7 @@
 
 What jax reads when it is imported is said here, before the program is imported.
 
-    python -m benchmarks tools.house main .
+    python -m benchmarks tools.fuzz --help
 """
 
 import importlib
