@@ -64,7 +64,7 @@ def add_flags(parser: Parser) -> None:
     add(
         "--memory_share",
         type=float,
-        help="of each device's memory that the bundle may take; on a GPU the rest is left to others "
+        help="of each device's memory that the bundle may take; on a GPU others have the rest "
         f"(default: {MEMORY_SHARE}; on CPUs {MEMORY_SHARE_ON_CPU})",
     )
     add(
