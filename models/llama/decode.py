@@ -281,11 +281,17 @@ def _linears(x_XI: Any, weights: Sequence[Weights], places_X: Any = None) -> tup
     if "lora_A" not in weights[0]:
         return tuple(found)
     # Two thin products with the adapters of all places. What is of others is multiplied by 0, and
-    # not chosen: so sums that devices have parts of are added up once, behind it.
-    thin = spmd.ops.linears(x_XI, [w["lora_A"].reshape(-1, x_XI.shape[1]) for w in weights])
-    stacks = [w["lora_B"] for w in weights]
-    for i, (thin_XP, stack_NRO) in enumerate(zip(thin, stacks, strict=True)):
-        is_own_XP = jnp.arange(thin_XP.shape[1]) // stack_NRO.shape[1] == places_X[:, None]
+    # not chosen: so sums that devices have parts of are added up once, behind it. Of a single row
+    # its own are read alone.
+    pairs = [(w["lora_A"], w["lora_B"]) for w in weights]
+    is_alone = len(x_XI) == 1
+    if is_alone:
+        own = jnp.maximum(places_X[0], 0)
+        pairs = [tuple(jax.lax.dynamic_index_in_dim(x, own) for x in pair) for pair in pairs]
+    thin = spmd.ops.linears(x_XI, [a_NRI.reshape(-1, x_XI.shape[1]) for a_NRI, _ in pairs])
+    for i, (thin_XP, (_, b_NRO)) in enumerate(zip(thin, pairs, strict=True)):
+        of_column = jnp.arange(thin_XP.shape[1]) // b_NRO.shape[1]
+        is_own_XP = places_X[:, None] >= 0 if is_alone else of_column == places_X[:, None]
         own_XP = thin_XP * is_own_XP.astype(x_XI.dtype)
-        found[i] += own_XP @ stack_NRO.reshape(thin_XP.shape[1], -1)
+        found[i] += own_XP @ b_NRO.reshape(thin_XP.shape[1], -1)
     return tuple(found)
