@@ -319,8 +319,7 @@ def _passed(request: Request) -> dict[str, str]:
 
 
 def _fleet(request: Request) -> Fleet:
-    fleet: Fleet = request.app.state.service
-    return fleet
+    return request.app.state.service  # type: ignore[no-any-return]
 
 
 async def _pass_on(request: Request, member: Member, path: str, body: Any) -> Response:
@@ -446,12 +445,10 @@ async def index(request: Request) -> Response:
     """`POST /v2/repository/index`: the models, and whether they are ready."""
     check_key(request)
     fleet = _fleet(request)
-    ready = [{"name": n, "version": "1", "state": "READY", "reason": ""} for n in fleet.members]
-    others = [
-        {"name": n, "version": "1", "state": "UNAVAILABLE", "reason": why}
-        for n, why in fleet.lacking.items()
-    ]
-    return JSONResponse([*ready, *others])
+    states = [(name, "READY", "") for name in fleet.members]
+    states += [(name, "UNAVAILABLE", why) for name, why in fleet.lacking.items()]
+    keys = ("name", "state", "reason")
+    return JSONResponse([{**dict(zip(keys, x, strict=True)), "version": "1"} for x in states])
 
 
 async def load(request: Request) -> Response:
@@ -477,7 +474,7 @@ async def server(request: Request) -> Response:
     return JSONResponse(about)
 
 
-async def live(request: Request) -> Response:
+async def live(_: Request) -> Response:
     """`GET /livez`."""
     return PlainTextResponse("ok\n")
 
