@@ -259,4 +259,3 @@ ERRORS: dict[Any, Any] = {
     HTTPException: _answer_http_error,
     Exception: _answer_mistake,
 }
-"""How errors are answered."""

@@ -306,8 +306,7 @@ class Fleet:
 
 def _key(request: Request) -> dict[str, str]:
     """The headers that name who asks."""
-    given = request.headers
-    return {name: given[name] for name in ("authorization", "x-api-key") if name in given}
+    return {k: request.headers[k] for k in ("authorization", "x-api-key") if k in request.headers}
 
 
 def _passed(request: Request) -> dict[str, str]:
