@@ -210,7 +210,7 @@ def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monk
     load = functools.partial(load_bundle, folder, cache_dir=tmp_path, functions=["step"])
     first = load(mesh_of(2))
     entries = {path: path.read_bytes() for path in tmp_path.rglob("*-cache")}
-    assert len(entries) == 2  # the function and the state
+    assert entries  # the function's, and the state's unless this process has compiled that before
     monkeypatch.setattr("spmd.serving.bundle.programs.lower_stablehlo", None)
     second = load(mesh_of(2))
     assert {path for path in tmp_path.rglob("*-cache")} == set(entries)
