@@ -7,6 +7,7 @@ for one that was unloaded are refused from then on.
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from spmd.serving.engine.actions import Job
@@ -15,6 +16,14 @@ from spmd.serving.http.fields import show
 from spmd.serving.http.language import Loaded
 
 NOT_FOUND = "model_not_found"
+
+
+def no_model(name: str, there: Iterable[str]) -> ApiError:
+    """The answer to a name that is none of those that are there."""
+    message = (
+        f"model: there is no {name[:100]!r} here; this server has {', '.join(map(repr, there))}"
+    )
+    return ApiError(404, message, param="model", code=NOT_FOUND)
 
 
 @dataclasses.dataclass(eq=False)

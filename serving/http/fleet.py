@@ -43,7 +43,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import spmd
 from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http import app as single
-from spmd.serving.http.adapters import NOT_FOUND
+from spmd.serving.http.adapters import no_model
 from spmd.serving.http.admission import Admission, Visit
 from spmd.serving.http.connections import Refusing
 from spmd.serving.http.keys import Keys
@@ -67,7 +67,7 @@ COMMAND = (sys.executable, "-c", SERVE)
 LONGEST_PAUSE = 60.0
 """Seconds between attempts to start a process that ends again and again."""
 
-OF_THE_CONNECTION = (b"connection", b"keep-alive", b"te", b"transfer-encoding", b"upgrade", b"host")
+OF_THE_CONNECTION = b"connection keep-alive te transfer-encoding upgrade host expect".split()
 """Headers that are not passed on (RFC 9110, 7.6.1), and those that are written anew."""
 
 
@@ -283,20 +283,15 @@ class Fleet:
                 about = await member.client.get(place, headers=_key(request))
                 if about.status_code == 200:
                     return member
-        raise ApiError(
-            404,
-            f"the model {name[:100]!r} does not exist; there are {', '.join(sorted(self.members))}",
-            param="model",
-            code=NOT_FOUND,
-        )
+        raise no_model(name, sorted(self.members))
 
     async def ask_all(self, request: Request) -> list[tuple[str, httpx.Response]]:
-        """What each model answers to a request for facts."""
-        there = [self.members[name] for name in sorted(self.members)]
-        asked = (m.client.get(request.url.path, headers=_key(request)) for m in there)
+        """The facts that each model answers with; of one that refuses or is just ending, none."""
+        there = sorted(self.members.items())
+        asked = (m.client.get(request.url.path, headers=_key(request)) for _, m in there)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        pairs = zip(there, answers, strict=True)
-        return [(member.name, x) for member, x in pairs if isinstance(x, httpx.Response)]
+        pairs = ((name, x) for (name, _), x in zip(there, answers, strict=True))
+        return [(n, x) for n, x in pairs if isinstance(x, httpx.Response) and x.status_code == 200]
 
     @property
     def problem(self) -> str | None:
@@ -311,8 +306,8 @@ def _key(request: Request) -> dict[str, str]:
 
 def _passed(request: Request) -> dict[str, str]:
     """The headers of a request that are passed on."""
-    kept = [(k, v) for k, v in request.headers.raw if k not in (*OF_THE_CONNECTION, b"expect")]
-    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in kept}
+    raw = ((k, v) for k, v in request.headers.raw if k not in OF_THE_CONNECTION)
+    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in raw}
     client = request.client.host if request.client else ""
     return headers | {"x-forwarded-for": client, "x-request-id": request.state.exchange.request_id}
 
@@ -404,8 +399,8 @@ async def listed(request: Request) -> Response:
     """`GET /v1/models` and `/v2/models/stats`: those of all."""
     check_key(request)
     key = "data" if request.url.path == "/v1/models" else "model_stats"
-    answers = [x.json() for _, x in await _fleet(request).ask_all(request) if x.status_code == 200]
-    found = {key: [one for answer in answers for one in answer[key]]}
+    answers = await _fleet(request).ask_all(request)
+    found = {key: [one for _, answer in answers for one in answer.json()[key]]}
     return JSONResponse({"object": "list", **found} if key == "data" else found)
 
 

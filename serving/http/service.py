@@ -11,7 +11,7 @@ from spmd.serving.engine.statistics import Statistics
 from spmd.serving.engine.stream import SHUTTING_DOWN, Lost
 from spmd.serving.engine.workers import Workers
 from spmd.serving.errors import ApiError, ServingError
-from spmd.serving.http.adapters import NOT_FOUND, Adapters
+from spmd.serving.http.adapters import Adapters, no_model
 from spmd.serving.http.admission import Admission
 from spmd.serving.http.fields import SHORT
 from spmd.serving.http.keys import Keys
@@ -144,13 +144,7 @@ class Service:
           ApiError: it has another name.
         """
         if model is not None and model not in (names := self.adapters.names):
-            known = ", ".join(map(repr, names))
-            raise ApiError(
-                404,
-                f"model: there is no {model!r} here; this server has {known}",
-                param="model",
-                code=NOT_FOUND,
-            )
+            raise no_model(model, names)
 
     def language(self) -> Language:
         """The language model.

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,8 +81,6 @@ def test_metrics_of_a_family_are_together() -> None:
 @pytest.fixture
 def fleet_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fleet, str]]:
     """Of a fleet of two fakes, whose steps run once the files `x` and `y` are there."""
-    import sys
-
     monkeypatch.chdir(Path(__file__).parents[3])
     monkeypatch.setattr(fleet, "COMMAND", (sys.executable, "-c", MEMBER))
     write(tmp_path, MODELS)
@@ -105,12 +104,11 @@ def write(folder: Path, models: dict[str, Any]) -> None:
     (folder / "models.yaml").write_text(yaml.safe_dump(said))
 
 
-def lines_of(url: str, model: str, sent: threading.Event, found: list[str]) -> None:
+def lines_of(url: str, model: str, found: list[str]) -> None:
     body = {"model": model, "prompt": "hello", "max_tokens": 12, "stream": True}
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=body, headers=KEY, timeout=PATIENCE
     ) as x:
-        sent.set()
         found.extend(x.iter_lines())
 
 
@@ -142,8 +140,8 @@ def test_models_come_and_go(fleet_at: tuple[Fleet, str], tmp_path: Path) -> None
 
     # A new version takes the place of the old one, which ends what runs there.
     (tmp_path / "x").unlink()
-    sent, found = threading.Event(), list[str]()
-    asking = threading.Thread(target=lines_of, args=(url, "a", sent, found))
+    found = list[str]()
+    asking = threading.Thread(target=lines_of, args=(url, "a", found))
     asking.start()
     wait_until(
         lambda: 'num_requests_running{model_name="a",process="a"} 1.0' in get(f"{url}/metrics").text
@@ -172,7 +170,7 @@ def test_models_come_and_go(fleet_at: tuple[Fleet, str], tmp_path: Path) -> None
     triton.unload_model("b", headers=KEY)
     assert [one["name"] for one in triton.get_model_repository_index(headers=KEY)] == ["a"]
     assert (
-        "does not exist"
+        "there is no 'b' here"
         in post(f"{url}/v1/completions", json={"model": "b", "prompt": ""}, headers=KEY).text
     )
     assert get(f"{url}/health").status_code == 200
@@ -191,10 +189,12 @@ def test_processes_that_die_and_clients_that_leave(
     (tmp_path / "x").touch()
     wait_until(lambda: f"{running}0.0" in get(f"{url}/metrics").text)
     wait_until(lambda: made.members["a"].busy == 0)
+    write(tmp_path, {**MODELS, "a": {**MODELS["a"], "broken": True}})  # it cannot come back yet
     process = made.members["a"]._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: "a" in made.lacking)
     assert post(address, json=body, headers=KEY).status_code == 503
+    write(tmp_path, MODELS)
     wait_until(lambda: get(f"{url}/health").status_code == 200)
     assert post(address, json=body, headers=KEY).text.endswith("data: [DONE]\n\n")

@@ -95,7 +95,7 @@ def test_what_the_server_says_of_itself(client: Any) -> None:
         client.load_model("echo", headers=KEY)
 
 
-def test_streams_and_calls_that_are_cancelled(client: Any) -> None:
+def test_a_stream_of_calls(client: Any) -> None:
     found: list[Any] = []
     client.start_stream(lambda result, error: found.append((result, error)), headers=KEY)
     for number in range(3):
