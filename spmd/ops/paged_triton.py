@@ -24,8 +24,10 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops import paged_hopper
-from spmd.ops.paged_reference import KEYS, VALUES
 from spmd.ops.products_triton import compiled_with, places, triton
+
+KEYS, VALUES = 0, 1
+"""Where they are among the two of a position: blocks of a kernel are not counted from the end."""
 
 POSITIONS = 64  # positions of a tile: so many keys and values are multiplied at a time
 PROGRAMS = 528  # about as many programs as keep a GPU of 132 multiprocessors busy

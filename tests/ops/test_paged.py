@@ -348,6 +348,24 @@ def test_kernel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     check(attend, Sizes(r=24, b=3, g=5, k=1, p=64, m=8), 2, window=150)
 
 
+@pytest.mark.parametrize("sizes", [Sizes(m=68, quantized=True), KERNEL_SIZES[1]], ids=str)
+def test_blocks_of_the_kernel_lie_in_their_arrays(sizes: Sizes) -> None:
+    """Interpreted, one that is counted from the end is found; GPUs read what lies before."""
+    attend = functools.partial(paged_triton.attend, interpret=True)
+    traced = jax.make_jaxpr(attend)(*ragged(sizes, 0).operands)
+    calls = [e.params["grid_mapping"] for e in traced.eqns if e.primitive.name == "pallas_call"]
+    assert len(calls) > 1
+    for call in calls:
+        for corner in itertools.product(*({0, end - 1} for end in call.grid)):
+            for block in call.block_mappings:
+                index = block.index_map_jaxpr
+                at = jax.core.eval_jaxpr(index.jaxpr, index.consts, *corner)
+                sizes_of_block = [getattr(x, "block_size", 1) for x in block.block_shape]
+                whole = block.array_aval.shape
+                for i, size, end in zip(at, sizes_of_block, whole, strict=True):
+                    assert 0 <= int(i) * size < end
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 interprets no such kernel")
 @pytest.mark.parametrize(
     ("sizes", "window"),
