@@ -16,6 +16,7 @@ from spmd.models.training.checkpoints import tables
 from spmd.models.training.data.batches import Dataset, structs_of
 from spmd.models.training.data.loader import place
 from spmd.models.training.errors import DataError
+from spmd.models.training.run.audit import step_elsewhere
 from spmd.models.training.run.frozen import Frozen
 from spmd.models.training.run.loop import TrainState
 from spmd.models.training.run.metrics import StepCost
@@ -28,7 +29,13 @@ from spmd.models.training.run.optimizer import (
     with_weights,
 )
 from spmd.models.training.run.stateful import check_trained, parts_of_loss
-from spmd.models.training.run.step import LossFn, OnNonfinite, batch_weight, make_train_step
+from spmd.models.training.run.step import (
+    LossFn,
+    OnNonfinite,
+    TrainStep,
+    batch_weight,
+    make_train_step,
+)
 
 Marks = Mapping[str, Any] | Callable[[Any], Any]
 """Glob patterns over the paths of leaves -> specs, as `spmd.mark_tree` takes them; or a function:
@@ -94,6 +101,7 @@ class TrainingProgram:
         )
         self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
+        self._step = step
         self._jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
         self._steps: dict[Any, spmd.Compiled] = {}
         rows = max(_rows(batch))
@@ -104,6 +112,10 @@ class TrainingProgram:
     def step(self) -> spmd.Compiled:
         """The training step; compiled when it is asked for, as `task` plans without the devices."""
         return self._jitted.compile(self._params, self._opt_state, self._batch)
+
+    def elsewhere(self) -> TrainStep:
+        """The step once more, for devices in each other's places (see `audit.step_elsewhere`)."""
+        return step_elsewhere(self._step, self.step)
 
     def task(self, dtype: str = "bf16", settings: Mapping[str, Any] | None = None) -> spmd.Task:
         """The step as `spmd.plan` takes it.

@@ -288,6 +288,7 @@ class Trainer:
                     after_step=self.hooks.after_step,
                     after_eval=self._after_eval(),
                     eval_params=self._eval_params(program),
+                    elsewhere=program.elsewhere() if options.audit_steps else None,
                     trained=program.trained,
                     samples=self._samples(found),
                     best=Best(**best) if best else None,

@@ -9,7 +9,6 @@ Reading metrics waits for the device. One step late, the device has its next ste
 
 import collections
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -19,11 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from spmd import launch
 from spmd.launch import Unwatched, Watch
-from spmd.models.training.checkpoints import tables
 from spmd.models.training.errors import TrainingError
 from spmd.models.training.options import TrainerOptions
+from spmd.models.training.run.audit import check_copies, check_step
 from spmd.models.training.run.metrics import StepCost, memory_in_use
 from spmd.models.training.run.profile import Profiler
 from spmd.models.training.run.sinks import Record, Sink
@@ -204,6 +202,8 @@ class Loop:
     # evaluated; if one returns True, on all processes alike, the run ends
     after_step: Callable[[Record], bool | None] = lambda record: None
     after_eval: Callable[[Record, Any], bool | None] | None = None
+    # as `step`, by other devices, to be compared with it where the state's copies are
+    elsewhere: TrainStep | None = None
     trained: Callable[[Any], Any] = lambda params: params  # what checkpoints hold of parameters
     saver: Saver | None = None  # saves checkpoints, also before a stop
     profiler: Profiler = dataclasses.field(default_factory=lambda: Profiler(None))
@@ -277,7 +277,13 @@ class Loop:
         number = self.state.step + 1
         self.profiler.before(number)
         batch = next(self.batches)
-        params, opt_state, metrics = self.step(self.state.params, self.state.opt_state, batch)
+        given = self.state.params, self.state.opt_state, batch
+        every = self.options.audit_every
+        is_audited = self.elsewhere is not None and every > 0 and number % every == 0
+        again = self.elsewhere(*given) if self.elsewhere and is_audited else None
+        params, opt_state, metrics = self.step(*given)
+        if again is not None:
+            check_step((params, opt_state, metrics), again, number)
         self.state = TrainState(params, opt_state, number)
         rows = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.shape(leaf)), default=0)
         self.samples += rows
@@ -348,36 +354,3 @@ class Loop:
                 self.saver.finish()
         finally:  # the record of the last save, even if it failed
             self.reader.tell(*self.saver.poll())
-
-
-def check_copies(params: Any, opt_state: Any, step: int) -> None:
-    """Compares sums of the bits of all copies of a state's parts; all processes have to call it.
-
-    Raises:
-        TrainingError: some differ; names the devices that are in the minority, of two both.
-    """
-    held: dict[str, dict[str, jax.Array]] = collections.defaultdict(dict)
-    state = tables.by_path({"params": params, "opt_state": opt_state})
-    for path, leaf in tables.without_keys(state).items():
-        for shard in leaf.addressable_shards:
-            held[str(shard.device)][f"{path} {shard.index}"] = shard.data
-    sums = {device: _sums(parts) for device, parts in held.items()}
-    copies: dict[str, dict[str, int]] = collections.defaultdict(dict)
-    for said in launch.exchange(json.dumps(jax.device_get(sums), default=int), label="audit"):
-        for device, parts in json.loads(said).items():
-            for part, total in parts.items():
-                copies[part][device] = total
-    for part, totals in copies.items():
-        usual, count = collections.Counter(totals.values()).most_common(1)[0]
-        odd = [device for device, x in totals.items() if x != usual or 2 * count <= len(totals)]
-        if odd:
-            raise TrainingError(
-                f"after step {step} {len(totals)} devices hold copies of {part.partition(' ')[0]}, "
-                f"and {', '.join(odd)} another one: memory, arithmetic or a link of it failed"
-            )
-
-
-@jax.jit
-def _sums(parts: Any) -> Any:
-    """Of the bytes of each part: any flipped bit changes them."""
-    return jax.tree.map(lambda x: jnp.sum(x.ravel().view(jnp.uint8), dtype=jnp.uint32), parts)

@@ -51,7 +51,7 @@ def main() -> None:
     mesh = spmd.make_mesh(across=2, up=2)
     told = {}
     for steps in (3, 6):
-        options = {"eval_batches": 2, "audit_every": 1}
+        options = {"eval_batches": 2, "audit_every": 1, "audit_steps": True}
         outcome = make_trainer(mesh, steps=steps, run_dir=folder, **options).run()
         assert outcome.last is not None
         told[f"loss {steps}"] = outcome.last["loss"]
