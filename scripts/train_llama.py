@@ -277,11 +277,17 @@ def plan_run(given: argparse.Namespace) -> int:
     kept = tuple(dict.fromkeys((run.model.remat, "full", "none")))
     tables = tuple(dict.fromkeys((run.sharding, "2d", "2d-sequence")))
     parts = tuple(run.options.microbatches << i for i in range(4))
+    hosted = (True,) if run.options.offload_optimizer else (False, True)
 
     def step(
-        mesh: spmd.Mesh, remat: Any = kept, sharding: Any = tables, microbatches: Any = parts
+        mesh: spmd.Mesh,
+        remat: Any = kept,
+        sharding: Any = tables,
+        microbatches: Any = parts,
+        offload_optimizer: Any = hosted,
     ) -> spmd.Task:
         chosen = {"remat": remat, "sharding": sharding, "microbatches": microbatches}
+        chosen["offload_optimizer"] = offload_optimizer
         return planned.task_of(mesh, run, structs, {}, teacher=teacher, **chosen)
 
     step.__name__ = weight_flags.model_name(given)

@@ -36,6 +36,7 @@ from spmd.frontend.normalize import accumulate, lift_constants, separate, start_
 from spmd.frontend.shift import shift_heads
 from spmd.frontend.unroll import unroll
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
+from spmd.ir.dialect.host import with_moves
 from spmd.ir.dialect.registry import TAUGHT
 from spmd.ir.legality import check_program
 from spmd.ir.program import Callback, Program
@@ -115,6 +116,9 @@ class Request:
     arg_reasons: tuple[str | None, ...] = ()
     links: tuple[tuple[int, int], ...] = ()  # (result, argument) of donated ones and their updates
     donated: tuple[int, ...] = ()  # flat indices of all donated arguments
+    # arg_hosts, result_hosts: flat indices of those that lie in the host's memory
+    arg_hosts: tuple[int, ...] = ()
+    result_hosts: tuple[int, ...] = ()
     arg_orders: tuple[Order | None, ...] = ()  # of dims in memory, where not major to minor
     platform: str = ""  # `cpu`, `cuda` or `tpu`: composites get its kernels
     function: tuple[str, str] | None = field(default=None, repr=False)  # its file, qualified name
@@ -444,7 +448,8 @@ def _front(request: Request, clock: Stopwatch) -> Imported:
     if request.result_names:
         named = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=named)
-    canonical = clock("canonicalize", lambda: accumulate(unflatten(canonicalize(imported.program))))
+    moved = with_moves(imported.program, request.arg_hosts, request.result_hosts)
+    canonical = clock("canonicalize", lambda: accumulate(unflatten(canonicalize(moved))))
     separated = clock("separate", lambda: start_neutral(separate(canonical)))
     deduped = imported._replace(program=clock("dedupe", dedupe, separated))
     return clock("lift", lift_constants, deduped)

@@ -36,6 +36,7 @@ def training_step(
     remat: Any = ("full", "none"),
     sharding: Any = ("2d", "2d-sequence"),
     microbatches: int = 1,
+    offload_optimizer: Any = (False, True),
     stage_microbatches: int = 0,
     stage_schedule: str = "auto",
     matmul: str = "dtype",
@@ -53,6 +54,7 @@ def training_step(
         batch: sequences of a step, on all devices.
         seq_len: tokens in each.
         remat: what is kept for the backward pass; with `none` the compiler decides by itself.
+        offload_optimizer: whether the optimizer's state lies in the host's memory.
         stage_microbatches: of a pipeline; 0: four for each stage.
         layers: so many instead of the model's own.
     """
@@ -79,6 +81,7 @@ def training_step(
     structs = {"inputs": tokens, "targets": tokens}
     named = {"model" if model in CONFIGS else "config": model}
     chosen = {"remat": remat, "sharding": sharding, "microbatches": microbatches}
+    chosen["offload_optimizer"] = offload_optimizer
     return task_of(mesh, run, structs, named, **chosen)
 
 
@@ -91,6 +94,7 @@ def task_of(
     remat: Any = ("full", "none"),
     sharding: Any = ("2d", "2d-sequence"),
     microbatches: int = 1,
+    offload_optimizer: bool = False,
     teacher: LlamaConfig | None = None,
 ) -> spmd.Task:
     """A run's step on another mesh.
@@ -98,11 +102,14 @@ def task_of(
     Args:
         structs: of a batch.
         named: the settings that name its model.
-        remat, sharding, microbatches, teacher: as of `training_step` and `LlamaProgram`.
+        remat, sharding, microbatches, offload_optimizer: as of `training_step`.
+        teacher: as of `LlamaProgram`.
     """
     stages, seq = (mesh.shape.get(axis, 1) for axis in ("stage", "seq"))
     model = dataclasses.replace(run.model, remat=remat, stages=stages, zigzag=seq)
-    options = dataclasses.replace(run.options, microbatches=microbatches)
+    options = dataclasses.replace(
+        run.options, microbatches=microbatches, offload_optimizer=offload_optimizer
+    )
     changed = {"model": model, "mesh": mesh.shape, "sharding": sharding, "options": options}
     run = dataclasses.replace(run, dcn={}, **changed)
     pipelined = ("stage_microbatches", "stage_schedule") if stages > 1 else ()
@@ -112,6 +119,7 @@ def task_of(
         "mesh": dict(mesh.shape),
         **{name: getattr(run, name) for name in ("global_batch", "seq_len", "sharding")},
         "microbatches": microbatches,
+        "offload_optimizer": offload_optimizer,
         "optimizer": run.optimizer.name,
         **{name: getattr(model, name) for name in of_model},
     }

@@ -172,6 +172,7 @@ class LlamaProgram(TrainingProgram):
             on_nonfinite=run.options.on_nonfinite,
             eval_loss=losses[1],
             frozen=frozen,
+            offload_optimizer=run.options.offload_optimizer,
             cost=StepCost(
                 tokens=run.global_batch * run.seq_len,
                 devices=mesh.size,

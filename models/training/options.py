@@ -69,6 +69,7 @@ class TrainerOptions:
     resume: int | str | None = dataclasses.field(default=AUTO, metadata=read_by(resume_step))
     seed: int = 0  # of the first parameters; Llamas' of samples and generated text, too
     data_threads: int = 1  # threads that call a `data(step)` of one's own at the same time
+    offload_optimizer: bool = False  # whether the optimizer's state lies in the host's memory
     microbatches: int = 1  # number of parts that a batch is processed in, one after the other
     # what a loss, gradient or update that is not finite does: `"stop"` or `"skip"`
     on_nonfinite: OnNonfinite = "stop"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd.launch import Watch
@@ -60,6 +61,8 @@ class TrainingProgram:
             dropped.
         cost: what a step processes; its rows, if left out.
         frozen: patterns over the paths of parameters that are not trained.
+        offload_optimizer: whether the optimizer's state lies in the host's memory; each part of it
+            is on the devices while it is updated.
 
     Attributes:
         frozen: tells what is trained.
@@ -80,6 +83,7 @@ class TrainingProgram:
         eval_loss: LossFn | None = None,
         cost: StepCost | None = None,
         frozen: Sequence[str] = (),
+        offload_optimizer: bool = False,
     ) -> None:
         self.mesh, self._init, self._eval_loss = mesh, init, eval_loss or loss
         structs = jax.eval_shape(init, jax.random.key(0))
@@ -101,6 +105,8 @@ class TrainingProgram:
         )
         self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
+        if offload_optimizer:
+            self._opt_state = jax.tree.map(functools.partial(_in_host, mesh), self._opt_state)
         self._step = step
         self._jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
         self._steps: dict[Any, spmd.Compiled] = {}
@@ -204,7 +210,8 @@ class TrainingProgram:
 
         def found(state: TrainState) -> Any:
             trained, kept = self.frozen.split(state.params)
-            weights = compiled(weights_of(trained), state.opt_state)
+            opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
+            weights = compiled(weights_of(trained), opt_state)
             return self.frozen.merge(with_weights(trained, weights), kept)
 
         return found
@@ -257,6 +264,14 @@ def marked(structs: Any, mesh: spmd.Mesh, marks: Marks) -> Any:
 
 def _rows(batch: Any) -> tuple[int, ...]:
     return tuple(leaf.shape[0] for leaf in jax.tree.leaves(batch))
+
+
+def _in_host(mesh: spmd.Mesh, struct: Any) -> jax.ShapeDtypeStruct:
+    """The struct, in the host's memory, however it is split; numbers stay on the devices."""
+    if not struct.shape:
+        return struct  # type: ignore[no-any-return]
+    spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(struct.shape))
+    return _with_sharding(struct, NamedSharding(mesh, spec, memory_kind="pinned_host"))
 
 
 def _with_sharding(struct: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -180,6 +180,7 @@ class Trainer:
                 on_nonfinite=options.on_nonfinite,
                 eval_loss=eval_loss,
                 frozen=frozen,
+                offload_optimizer=options.offload_optimizer,
             )
 
         self._set(compile_step, data, held_out, options, hooks or Hooks())

@@ -124,6 +124,7 @@ def _data(add: Add) -> None:
     )
     of_run("--seq_len", default=128, help="tokens of a sequence")
     of_run("--global_batch", default=16, help="sequences of a step, on all devices")
+    of_options("--offload_optimizer", help="keep the optimizer's state in the host's memory")
     of_options("--microbatches", help="parts of a batch, one after the other; one reduction")
 
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from spmd.api.marks import caller, path_name, some_of
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
+from spmd.ir.dialect.host import HOST
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs, part_atoms
 from spmd.mesh.spec import OPEN, as_mesh, dims_of, match_patterns, numbered_as, spec_entries
@@ -361,15 +362,25 @@ def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
     return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
 
 
+def is_in_host(spec: Any) -> bool:
+    """Whether a spec or sharding says that an array lies in the host's memory."""
+    return isinstance(spec, NamedSharding) and spec.memory_kind == HOST
+
+
+def is_open(spec: PartitionSpec) -> bool:
+    """Whether a spec leaves every dim open."""
+    return bool(spec.partitions) and set(spec.partitions) == {PartitionSpec.UNCONSTRAINED}
+
+
 def check_memory(sharding: NamedSharding, what: str) -> None:
-    """Raises SpecError, about `what`, if a sharding's memory is not the device's: `pinned_host`."""
-    if sharding.memory_kind not in (None, "device", "unpinned_host"):
+    """Raises SpecError, about `what`, if a sharding's memory is none of a device or its host."""
+    if sharding.memory_kind not in (None, "device", "unpinned_host", HOST):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",
             source=caller(),
             actual=str(sharding),
-            required="arguments and results in the memory of the devices",
-            fix="move it with jax.device_put before and after the call",
+            required=f"a memory that devices have: device or {HOST}",
+            fix="name one of them",
         )
 
 

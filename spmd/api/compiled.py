@@ -488,10 +488,10 @@ class Boundary:
         taken = [*args, *map(type_of, request.closed_refs)]
         given = [*out, *(struct for struct in taken if struct.is_ref)]  # refs at the end
         self._orders, self._needs_x64 = emitted.argument_orders, emitted.needs_x64
+        self._donated = frozenset(emitted.donated)
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
-        self.arguments = emitted.named(emitted.arguments, mesh)
+        self.arguments, planned = emitted.named_ends(mesh)
         self.argument_formats = formats(self.arguments, self._orders)
-        planned = emitted.named(emitted.results, mesh)
         specs = request.out_specs or (None,) * len(planned)
         ranks = [type_.rank for type_ in emitted.result_types]
         results = formats(tuple(map(_as_told, planned, specs, ranks)), emitted.result_orders)
@@ -524,6 +524,8 @@ class Boundary:
                 if not isinstance(data[i], jax.Array):  # jax narrows 64 bits if they are not kept
                     narrow = jax.dtypes.canonicalize_dtype(np.result_type(data[i]))
                     data[i] = np.asarray(data[i], narrow) if narrow == self._dtypes[i] else data[i]
+                elif i in self._donated and self.arguments[i].is_fully_replicated:
+                    data[i] = data[i].copy()  # else jax takes it as one of the pieces to donate
             with execute.x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
                 where = [self.argument_formats[i] for i in elsewhere]
                 placed = jax.device_put([data[i] for i in elsewhere], where)
@@ -610,5 +612,5 @@ def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> N
         return planned
     if not set(jax.tree.leaves(spec.partitions)) <= set(planned.mesh.axis_names):
         return planned  # it is on another mesh of the same devices
-    told = NamedSharding(planned.mesh, spec)
+    told = NamedSharding(planned.mesh, spec, memory_kind=planned.memory_kind)
     return told if told.is_equivalent_to(planned, rank) else planned

@@ -19,6 +19,7 @@ from spmd.api.arguments import (
     arg_specs,
     check_memory,
     function_name,
+    is_in_host,
     mesh_of,
     result_specs,
 )
@@ -28,7 +29,7 @@ from spmd.api.marks import caller, mark_sharding
 from spmd.api.pipelined import in_fastest_schedule
 from spmd.api.tracing import Call, Recipe, kind_of_call, take_apart, trace_call
 from spmd.compiler import Request, compile_module
-from spmd.errors import ArgumentError, described
+from spmd.errors import ArgumentError, SpecError, described
 from spmd.explain.prices import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer, note_mesh
@@ -429,6 +430,14 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
         if spec is None or isinstance(leaf, jax.Ref):  # a ref lies as what was put into it
             return leaf
         if isinstance(spec, NamedSharding):
+            if is_in_host(spec):
+                raise SpecError(
+                    "an argument or result of a function inside of another one is to lie in the "
+                    "host's memory",
+                    source=caller(),
+                    actual=str(spec),
+                    fix="say so of the arguments and results of the outer function",
+                )
             check_memory(spec, "an argument or result")
             return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
         return mark_sharding(leaf, mesh, spec)

@@ -23,6 +23,8 @@ from spmd.api.arguments import (
     donated_leaves,
     function_name,
     function_place,
+    is_in_host,
+    is_open,
     leaf_entries,
     leaf_names,
     like_parameters,
@@ -259,10 +261,14 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     taken, orders = (*call.leaves, *closed), (*call.orders, *(None for _ in closed))
     names = (*leaf_names(given), *(f"closed_over_ref{i}" for i, _ in enumerate(closed)))
     specs = arg_specs(recipe.in_specs, given, recipe.parameters, len(args)) + [None] * len(closed)
+    specs = [
+        placement(leaf, mesh) if spec is None else spec
+        for leaf, spec in zip(taken, specs, strict=True)
+    ]
+    hosts = [i for i, spec in enumerate(specs) if is_in_host(spec)]
+    specs = [None if is_in_host(spec) and is_open(spec.spec) else spec for spec in specs]
     own_entries = [
-        leaf_entries(
-            placement(leaf, mesh) if spec is None else spec, leaf, f"argument {name}", mesh
-        )
+        leaf_entries(spec, leaf, f"argument {name}", mesh)
         for leaf, spec, name in zip(taken, specs, names, strict=True)
     ]
     entries, reasons = like_parameters(names, list(map(np.shape, taken)), own_entries)
@@ -294,6 +300,12 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
         arg_reasons=reasons,
         links=tuple(links.items()),
         donated=tuple(sorted({*donated_leaves(given), *refs})),
+        arg_hosts=tuple(hosts),
+        result_hosts=tuple(
+            i
+            for i, spec in enumerate(out_specs)
+            if is_in_host(spec) or (spec is None and links.get(i) in hosts)
+        ),
         arg_orders=orders,
         platform=platform,
         function=function_place(recipe.fn),

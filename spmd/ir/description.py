@@ -67,6 +67,7 @@ class Description(NamedTuple):
     reads_pieces: bool = False  # it reads no more of its operands than it writes
     bytes_read: Callable[[Any], Sequence[float]] | None = None  # of each operand, where not all
     passes: Callable[[Any], float] | None = None  # how often it reads operands, where not once
+    between_memories: bool = False  # it moves its operand between a device's memory and its host's
     # bytes that it takes while it runs, on backends that look for the indices of what it chooses
     workspace: Callable[[Any], int] | None = None
     role: Role = Role.CALL

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.ir.description import COMPOSITE, CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
+from spmd.ir.dialect.host import HOST, hosted
 from spmd.ir.program import Body, Callback, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import (
     DIM_NUMBERS,
@@ -67,6 +68,9 @@ class Emitted:
     argument_orders: tuple[Order | None, ...]
     result_orders: tuple[Order | None, ...]
     donated: tuple[int, ...]  # flat indices of donated arguments
+    # argument_hosts, result_hosts: flat indices of those in the host's memory
+    argument_hosts: tuple[int, ...]
+    result_hosts: tuple[int, ...]
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()  # the Python functions that it calls, by number
     # peak_bytes, seconds: predicted for one device and one run; None if not predicted
@@ -94,6 +98,17 @@ class Emitted:
         """Returns jax's shardings on `where`; those with parts of axes have an axis per atom."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in shardings)
 
+    def named_ends(self, where: JaxMesh) -> tuple[tuple[NamedSharding, ...], ...]:
+        """Returns jax's shardings of the arguments and of the results, each in its memory."""
+        ends = (self.arguments, self.argument_hosts), (self.results, self.result_hosts)
+        return tuple(
+            tuple(
+                sharding.with_memory_kind(HOST) if i in hosts else sharding
+                for i, sharding in enumerate(self.named(shardings, where))
+            )
+            for shardings, hosts in ends
+        )
+
     def major_to_minor(self) -> Emitted:
         """Returns a copy whose arguments and results have the default order of dims in memory."""
         arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
@@ -115,6 +130,7 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
     program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     count = len(body.args) - len(program.constants)
+    moved = hosted(program)
     wholes = []
     for value, sharding in zip(body.args[:count], arguments[:count], strict=True):
         dims = zip(types[value].shape, sharding.dims, strict=True)  # which their axes divide
@@ -130,6 +146,8 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
         argument_orders=local.argument_orders[:count] or (None,) * count,
         result_orders=local.result_orders or (None,) * len(results),
         donated=donated,
+        argument_hosts=tuple(i for i, value in enumerate(body.args) if value in moved.arguments),
+        result_hosts=tuple(i for i, value in enumerate(body.results) if value in moved.results),
         needs_x64=needs_x64(types),
         callbacks=program.callbacks,
         constants=tuple(map(Constant, program.constants, arguments[count:])),

@@ -235,10 +235,19 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
         check_vma=False,
     )
     where = outside.mesh
-    arguments = formats(emitted.named(emitted.arguments, where), emitted.argument_orders)
-    results = formats(emitted.named(emitted.results, where), emitted.result_orders)
+    arguments, results = map(
+        formats, emitted.named_ends(where), (emitted.argument_orders, emitted.result_orders)
+    )
+
+    def run_all(*args: Any) -> Any:
+        # Descriptions of devices know no memories: there jax sees by this where results lie.
+        made = list(mapped(*args))
+        for i in emitted.result_hosts:
+            made[i] = jax.device_put(made[i], jax.memory.Space.Host)
+        return tuple(made)
+
     return plain_jit(
-        mapped,
+        run_all if outside.devices and emitted.result_hosts else mapped,
         in_shardings=(*emitted.named(emitted.constant_shardings, where), *arguments),
         out_shardings=outside.results or results,
         donate_argnums=[count + i for i in emitted.donated],

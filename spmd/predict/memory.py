@@ -20,6 +20,7 @@ from typing import NamedTuple
 from spmd.errors import bytes_text
 from spmd.ir.description import CONSTANT, Role
 from spmd.ir.dialect.composites import WORKSPACE
+from spmd.ir.dialect.host import hosted
 from spmd.ir.program import Op, Program, Region, Value, reads
 from spmd.ir.types import TensorType
 from spmd.predict.backends import XlaBackend, backend_of
@@ -161,11 +162,15 @@ class _Simulation:
         # Result -> the donated argument that it lies in: the first free one of its type, as in jax.
         self.aliases: dict[int, int] = {}
         types, body = program.types, program.body
+        moved = hosted(program)
+        self.in_host = moved.arguments | moved.results  # what takes no memory of a device
+        self.passing = moved.passing
         free: dict[object, list[int]] = {}
         for position in donated:
-            free.setdefault(types[body.args[position]], []).append(position)
+            value = body.args[position]
+            free.setdefault((types[value], value in self.in_host), []).append(position)
         for position, value in enumerate(body.results):
-            if places := free.get(types[value]):
+            if places := free.get((types[value], value in self.in_host)):
                 self.aliases[position] = places.pop(0)
         self.last = [-1] * len(self.kernels.types)  # number of the last kernel that reads a value
         self.length = 0  # how many kernels there are
@@ -199,8 +204,8 @@ class _Simulation:
             self.last[self.home(value)] = self.length
 
     def run(self) -> MemoryUse:
-        types, last, body = self.program.types, self.last, self.program.body
-        sizes, places = [types[v].bytes for v in body.results], list[tuple[int, Value]]()
+        last, body = self.last, self.program.body
+        sizes, places = list(map(self.size, body.results)), list[tuple[int, Value]]()
         for position, value in enumerate(body.results):
             argument = self.aliases.get(position)
             free_from = -1 if argument is None else last[body.args[argument]]
@@ -225,7 +230,7 @@ class _Simulation:
                     break
         most, most_at = fullest([(b.start, b.end, b.bytes) for b in buffers if not b.in_result])
         return MemoryUse(
-            sum(types[v].bytes for v in body.args[: len(body.args) - len(self.program.constants)]),
+            sum(map(self.size, body.args[: len(body.args) - len(self.program.constants)])),
             sum(sizes),
             sum(sizes[position] for position in self.aliases),
             frozenset(self.aliases),
@@ -235,6 +240,9 @@ class _Simulation:
             tuple(self.order),
             constant_bytes(self.program),
         )
+
+    def size(self, value: Value) -> int:
+        return 0 if value in self.in_host else self.program.types[value].bytes
 
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
@@ -273,7 +281,12 @@ class _Simulation:
         # %0 donated: `%2 = dot %0, %1; %3 = abs %2` stores %2, and puts %3 in %0's place, since
         # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes
         # %2; an elementwise kernel may write over it as it goes, a dot may not.
+        if value in self.in_host:
+            return
         now, type_ = self.now, self.kernels.types[value]
+        if value in self.passing:  # XLA updates one part after the other, as they come and leave
+            self.hold(Buffer(type_, kernel.op, type_.bytes, now, now))
+            return
         free_from, end = self.homes.get(value, (None, self.last[value]))
         # It takes over one buffer that is read for the last time now. XLA asks for equal shapes,
         # elements included (`CanShareOperandBufferWithUser`).

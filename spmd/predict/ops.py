@@ -58,6 +58,10 @@ def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
 
 def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
     """Returns the seconds to move `moved` bytes from or to memory in each of an op's passes."""
+    if kind.about.between_memories:
+        return (
+            moved / 2 / topology.chip.host_bandwidth
+        )  # it is read in one, and written in the other
     passes = kind.about.passes
     return moved * (passes(kind) if passes else 1) / topology.hbm_bandwidth
 

@@ -60,7 +60,9 @@ def step_elsewhere(step: Callable[..., Any], compiled: spmd.Compiled) -> Callabl
     """
     mesh = _rotated(compiled.mesh)
     shardings = jax.tree.map(
-        lambda s: NamedSharding(mesh, s.spec), tuple(compiled.in_shardings), is_leaf=_is_sharding
+        lambda s: NamedSharding(mesh, s.spec, memory_kind=s.memory_kind),
+        tuple(compiled.in_shardings),
+        is_leaf=_is_sharding,
     )
     jitted = spmd.jit(step, mesh=mesh, in_specs=shardings, out_specs=(*shardings[:2], None))
 
@@ -101,6 +103,7 @@ def check_step(first: Any, again: Any, step: int) -> None:
 
 def _parts(tree: Any) -> Iterator[tuple[str, Any]]:
     """Each device's pieces of a tree's arrays that are here, by path and place."""
+    tree = jax.device_put(tree, jax.memory.Space.Device)  # what is in the host's memory
     for path, leaf in tables.without_keys(tables.by_path(tree)).items():
         for shard in leaf.addressable_shards:
             yield f"{path} {shard.index}", shard

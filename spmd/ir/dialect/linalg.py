@@ -120,11 +120,16 @@ def _matrix(kind: OpKind) -> Rule:
 op(
     # They say where or how an array lies in memory, and leave its elements alone.
     "custom_call:LayoutConstraint",
-    "custom_call:annotate_device_placement",
     # jax's GPU kernels of its default generator: two words of key and of counter give two words.
     "custom_call:cu_threefry2x32_ffi",
     "custom_call:hip_threefry2x32_ffi",
     is_same_locally=True,
+)(elementwise_rule)
+op(
+    "custom_call:annotate_device_placement",
+    is_same_locally=True,
+    between_memories=True,
+    passes=None,
 )(elementwise_rule)
 
 

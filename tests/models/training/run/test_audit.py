@@ -51,11 +51,14 @@ def test_a_step_and_its_errors(program, devices8):
         check_step((params, opt_state, metrics), wrong, 1)
 
 
-def test_a_run_with_audits_goes_on_as_without(devices8):
+def test_a_run_with_audits_and_an_offloaded_optimizer_goes_on_as_without(devices8):
     mesh = spmd.make_mesh(devices=devices8, across=2, up=4)
     with_audits, without = (
         own_model.make_trainer(mesh, steps=4, **options).run().last["loss"]
-        for options in ({"audit_every": 2, "audit_steps": True}, {})
+        for options in (
+            {"audit_every": 2, "audit_steps": True, "offload_optimizer": True},
+            {},
+        )
     )
     assert with_audits == without
     with pytest.raises(RunError, match="audit_every says which"):
