@@ -298,7 +298,10 @@ def plan_run(given: argparse.Namespace) -> int:
         found.report(given.report)
     if found.best.verdict == "does not fit":
         return 1
-    chosen = " ".join(f"--{name} {value}" for name, value in found.best.chosen.items())
+    chosen = " ".join(
+        f"--{'' if value else 'no'}{name}" if isinstance(value, bool) else f"--{name} {value}"
+        for name, value in found.best.chosen.items()
+    )
     print(f"train so: --mesh {format_axes(found.best.axes)} {chosen}")
     return 0
 

@@ -227,7 +227,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     count = len(emitted.constants)
 
-    mapped = jax.shard_map(
+    mapped: Any = jax.shard_map(
         (lambda *args: run(*args[count:], *args[:count])) if count else run,
         mesh=boundary,
         in_specs=emitted.specs((*emitted.constant_shardings, *emitted.arguments)),
