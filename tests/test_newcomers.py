@@ -80,10 +80,6 @@ def compiled_for_another_shape(mesh: spmd.Mesh) -> Any:
     return compiled(jnp.ones((16, 16)), W)
 
 
-def named_sharding(mesh: spmd.Mesh, memory: str | None = None) -> NamedSharding:
-    return NamedSharding(jax_mesh(mesh), P("data"), memory_kind=memory)
-
-
 MARKS = [
     Wrong("an axis misspelt", spmd.SpecError, marked(W, "dat", "model"),
           ("unknown axis 'dat'", "'data', 'model'", "fix: use 'data'")),
@@ -103,7 +99,7 @@ MARKS = [
     Wrong("an array as the mesh", spmd.MeshError, lambda mesh: mark_sharding(W, X, ("data",)),
           ("a float32 array of shape (8, 16) is not a mesh",), is_placed=False),
     Wrong("a sharding as the spec", spmd.SpecError,
-          lambda mesh: mark_sharding(W, mesh, named_sharding(mesh)),
+          lambda mesh: mark_sharding(W, mesh, NamedSharding(jax_mesh(mesh), P("data"))),
           ("a NamedSharding stands where the spec", "pass its spec: P('data',)")),
     Wrong("a pattern that matches nothing", spmd.SpecError,
           lambda mesh: spmd.mark_tree({"a": X}, mesh, {"b*": ("data",)}),
