@@ -10,8 +10,8 @@ The program is one of
 Each of its parameters is a flag, as in --batch 512; one with several values is free, and the
 search chooses: --batch 256,512. Those of named models are --batch, --seq_len, --remat, --sharding,
 --microbatches, --offload_optimizer, --stage_microbatches, --stage_schedule, --matmul, --dtype,
---param_dtype, --optimizer, --attention, --layers. A machine is chip:shape, as v5e:16x16, h200:8, h200:4x8 (hosts x
-GPUs), or a slice as clouds name it, as v5p-256.
+--param_dtype, --optimizer, --attention, --layers. A machine is chip:shape, as v5e:16x16, h200:8,
+h200:4x8 (hosts x GPUs), or a slice as clouds name it, as v5p-256.
 
 With --serve the program is a model to be served, and the plan is for a traffic and its targets:
 spmd plan --serve --help has its flags.
