@@ -126,6 +126,10 @@ SPECS = [
     Wrong("shardings under two names", spmd.ArgumentError,
           lambda mesh: spmd.jit(double, mesh=mesh, in_specs=((),), in_shardings=((),)),
           ("in_specs and in_shardings", "leave one of them out")),
+    Wrong("an inner function's argument in host memory", spmd.SpecError,
+          lambda mesh: spmd.jit(spmd.jit(double, mesh=mesh, in_specs=(
+              NamedSharding(jax_mesh(mesh), P(), memory_kind="pinned_host"),)), mesh=mesh)(X),
+          ("inside of another one", "of the outer function")),
     Wrong("an argument that does not divide", spmd.SpecError,
           called(double, np.ones(6, np.float32), in_specs=(("data",),)),
           ("dim 0 of argument x has size 6, which data=4 does not divide",)),

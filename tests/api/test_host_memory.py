@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
@@ -46,12 +45,3 @@ def test_a_state_in_the_hosts_memory(devices8):
         want, got = jax.jit(step)(*want, params), compiled(*got, params)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
         assert got[1]["w"].sharding.memory_kind == "pinned_host"
-
-
-def test_of_a_function_inside_of_another_one_it_is_refused(devices8):
-    mesh = spmd.make_mesh(devices=devices8, x=8)
-    inner = spmd.jit(jnp.sin, mesh=mesh, in_specs=(in_host(mesh, "x"),))
-    with pytest.raises(spmd.SpecError, match="inside of another one"):
-        spmd.jit(lambda x: inner(x), mesh=mesh)(jnp.ones(8))
-    there = jax.device_put(jnp.ones(8), in_host(mesh, "x"))
-    np.testing.assert_allclose(inner(there), jnp.sin(jnp.ones(8)))

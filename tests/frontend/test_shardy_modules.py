@@ -282,18 +282,6 @@ def test_ops_and_attributes() -> None:
     assert compiled.verify(X)
 
 
-def test_several_results_are_marked_one_by_one() -> None:
-    text = module(
-        """%v, %i = chlo.top_k(%x, k = 4) {sdy.sharding = #sdy.sharding_per_value<[
-          <@m, [{"a"}, {}]>, <@m, [{"b"}, {}]>]>} : tensor<16x16xf32>
-          -> (tensor<16x4xf32>, tensor<16x4xi32>)
-        return %v, %i : tensor<16x4xf32>, tensor<16x4xi32>""",
-        "tensor<16x4xf32>, tensor<16x4xi32>",
-    )
-    compiled = assert_same(text, lax.top_k(X, 4), {"a": 4, "b": 2}, X)
-    assert [s.spec for s in compiled.out_shardings] == [P("a", None), P("b", None)]
-
-
 def test_a_constraint_that_nobody_reads_marks_its_operand() -> None:
     text = module(f"""%0 = stablehlo.sine %x : {T}
         %unread = sdy.sharding_constraint %0 <@m, [{{}}, {{"a", "b"}}]> : {T}

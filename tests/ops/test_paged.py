@@ -356,14 +356,14 @@ def test_blocks_of_the_kernel_lie_in_their_arrays(sizes: Sizes) -> None:
     calls = [e.params["grid_mapping"] for e in traced.eqns if e.primitive.name == "pallas_call"]
     assert len(calls) > 1
     for call in calls:
-        for corner in itertools.product(*({0, end - 1} for end in call.grid)):
-            for block in call.block_mappings:
-                index = block.index_map_jaxpr
-                at = jax.core.eval_jaxpr(index.jaxpr, index.consts, *corner)
-                sizes_of_block = [getattr(x, "block_size", 1) for x in block.block_shape]
-                whole = block.array_aval.shape
-                for i, size, end in zip(at, sizes_of_block, whole, strict=True):
-                    assert 0 <= int(i) * size < end
+        corners = itertools.product(*({0, end - 1} for end in call.grid))
+        for corner, block in itertools.product(corners, call.block_mappings):
+            index, sizes_of = block.index_map_jaxpr, block.block_shape
+            at = jax.core.eval_jaxpr(index.jaxpr, index.consts, *corner)
+            begins = [
+                int(i) * getattr(n, "block_size", 1) for i, n in zip(at, sizes_of, strict=True)
+            ]
+            assert all(0 <= i < n for i, n in zip(begins, block.array_aval.shape, strict=True))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 interprets no such kernel")

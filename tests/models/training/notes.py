@@ -4,11 +4,9 @@
 class Notes(list):
     """A sink that keeps records."""
 
-    def write(self, record):
-        self.append(record)
+    write = list.append
 
     def flush(self):
         pass
 
-    def close(self):
-        pass
+    close = flush

@@ -52,6 +52,7 @@ def main() -> None:
     told = {}
     for steps in (3, 6):
         options = {"eval_batches": 2, "audit_every": 1, "audit_steps": True}
+        options["offload_optimizer"] = True
         outcome = make_trainer(mesh, steps=steps, run_dir=folder, **options).run()
         assert outcome.last is not None
         told[f"loss {steps}"] = outcome.last["loss"]

@@ -75,6 +75,7 @@ def test_what_is_said_to_bad_files(tmp_path: Path, line: str, says: str):
         ({"steps": 0}, "steps must be positive, not 0"),
         ({"keep_last": 0}, "keep_last must be positive, not 0"),
         ({"save_every": -1}, "save_every must not be negative, and is -1"),
+        ({"audit_steps": True}, "audit_every says which"),
         ({"on_nonfinite": "hope"}, "on_nonfinite is 'hope', not one of stop, skip"),
         ({"metrics": ("json",)}, "'json' is no file of metrics; there are jsonl"),
     ],

@@ -6,10 +6,9 @@ import optax
 import pytest
 
 import spmd
-from spmd.models.training.errors import RunError, TrainingError
+from spmd.models.training.errors import TrainingError
 from spmd.models.training.program import TrainingProgram
 from spmd.models.training.run.audit import check_step
-from spmd.models.training.trainer import TrainerOptions
 from tests.models.training import own_model
 
 
@@ -49,17 +48,3 @@ def test_a_step_and_its_errors(program, devices8):
         check_step((params | {"layers": twice}, opt_state, metrics), again, 1)
     with pytest.raises(TrainingError, match=r"added up .* cannot be told which"):
         check_step((params, opt_state, metrics), wrong, 1)
-
-
-def test_a_run_with_audits_and_an_offloaded_optimizer_goes_on_as_without(devices8):
-    mesh = spmd.make_mesh(devices=devices8, across=2, up=4)
-    with_audits, without = (
-        own_model.make_trainer(mesh, steps=4, **options).run().last["loss"]
-        for options in (
-            {"audit_every": 2, "audit_steps": True, "offload_optimizer": True},
-            {},
-        )
-    )
-    assert with_audits == without
-    with pytest.raises(RunError, match="audit_every says which"):
-        TrainerOptions(steps=1, audit_steps=True)
