@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
 
     name: str  # its path in the user's pytree
     type: TensorType
-    spec: str  # its sharding as text: `("data", None)`
+    spec: str  # its sharding as text: `("data", None)`, and `on the host` where it lies there
     sharding: Sharding  # for each dim, numbers of the mesh's atoms
     local: TensorType  # one device's piece
     origin: str  # `marked`, or the mark that its sharding comes from, or that none reaches it

@@ -25,6 +25,7 @@ from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory, memory_curve, recomputed
 from spmd.explain.prices import Prices, conflicts
 from spmd.explain.steps import pipeline_rows, rings
+from spmd.ir.dialect.host import hosted
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.measure.labels import label_of
@@ -86,11 +87,13 @@ class Facts:
     @cached_property
     def _leaves(self) -> list[Leaf]:
         plan, types = self.plan, self.plan.program.types
+        moved = hosted(plan.program)
+        away = moved.arguments | moved.results
         return [
             Leaf(
                 name,
                 types[v],
-                w.spec_text(s, plan.mesh),
+                w.spec_text(s, plan.mesh) + (" on the host" if v in away else ""),
                 s,
                 local_type(types[v], s, plan.mesh),
                 _origin(plan, v, s),
