@@ -154,7 +154,7 @@ class RankedPlan:
         """`compute`, and mesh axes -> seconds by which they make a run longer, the most first."""
         found: dict[str, float] = {}
         for cost in costs(self.lowered.timeline, self.lowered.mesh, self.machine):
-            axes = whole_axes(cost.axes.split(", "), self.lowered.mesh) or COMPUTE
+            axes = whole_axes(cost.axes.split(", "), self.lowered.mesh) or cost.kind
             found[axes] = found.get(axes, 0.0) + cost.seconds
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 

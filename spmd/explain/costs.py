@@ -170,7 +170,7 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 class Cost(NamedTuple):
     """Holds the cost of a source line's arithmetic, or of its collectives of one kind and axes."""
 
-    kind: str  # `compute`, or the collective's kind
+    kind: str  # `compute`, what is moved to the host and back, or the collective's kind
     axes: str  # the mesh axes along which the collectives send, as `data, model`; empty for compute
     frames: tuple[Frame, ...]  # the user's source line and its caller's, innermost first
     reason: str  # why the largest of the collectives is there; empty of compute
@@ -190,7 +190,7 @@ class Cost(NamedTuple):
     def remark(self) -> str:
         """Its counts as text: `24 ops, 12 MiB sent, 0.1 ms more hidden behind compute`."""
         parts = [w.plural(self.ops, "op") + (f" in {self.runs} runs" * (self.runs > self.ops))]
-        parts += [f"{w.bytes_text(self.bytes)} sent"] * (self.kind != COMPUTE)
+        parts += [f"{w.bytes_text(self.bytes)} sent"] * bool(self.axes)
         is_hidden = self.hidden > self.seconds / 100
         parts += [f"{w.seconds_text(self.hidden)} more hidden behind compute"] * is_hidden
         return ", ".join(parts)

@@ -30,6 +30,8 @@ from spmd.predict.fusion import stored_values
 from spmd.predict.ops import RAGGED, Transfer, arithmetic_seconds, bytes_moved, memory_seconds
 
 COMPUTE = "compute"
+HOST = "the host's memory"
+"""The kind of what moves values there and back: beside it nothing is taken to run."""
 
 
 class Slot(NamedTuple):
@@ -50,7 +52,9 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """`compute`, or the kind of a collective: `all_gather`."""
+        """`compute`, `HOST`, or the kind of a collective: `all_gather`."""
+        if self.op.kind.about.between_memories:
+            return HOST
         return COMPUTE if self.lane == COMPUTE else self.op.collective or RAGGED
 
 
