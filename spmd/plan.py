@@ -151,7 +151,7 @@ class RankedPlan:
 
     @cached_property
     def spent(self) -> dict[str, float]:
-        """`compute`, and mesh axes -> seconds by which they make a run longer, the most first."""
+        """`compute`, `MOVES`, mesh axes -> seconds by which they make a run longer, most first."""
         found: dict[str, float] = {}
         for cost in costs(self.lowered.timeline, self.lowered.mesh, self.machine):
             axes = whole_axes(cost.axes.split(", "), self.lowered.mesh) or cost.kind

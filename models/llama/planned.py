@@ -80,9 +80,16 @@ def training_step(
     tokens = jax.ShapeDtypeStruct((batch, seq_len), np.int32)
     structs = {"inputs": tokens, "targets": tokens}
     named = {"model" if model in CONFIGS else "config": model}
-    chosen = {"remat": remat, "sharding": sharding, "microbatches": microbatches}
-    chosen["offload_optimizer"] = offload_optimizer
-    return task_of(mesh, run, structs, named, **chosen)
+    return task_of(
+        mesh,
+        run,
+        structs,
+        named,
+        remat=remat,
+        sharding=sharding,
+        microbatches=microbatches,
+        offload_optimizer=offload_optimizer,
+    )
 
 
 def task_of(

@@ -83,7 +83,7 @@ class TrainerOptions:
     keep_every: int = 0  # those of every n-th step are kept too; 0 keeps none of them
     keep_best: bool = False  # whether each evaluation that is the best so far is saved, and kept
     audit_every: int = 0  # steps between comparisons of devices' copies of the state; 0 makes none
-    audit_steps: bool = False  # whether steps at which copies are compared are computed twice, too
+    audit_steps: bool = False  # whether every `audit_every`-th step is computed twice, too
     log_every: int = 0  # steps between lines of progress; 0 prints about twenty lines in all
     # which of `METRICS` are written into `run_dir`
     metrics: tuple[str, ...] = dataclasses.field(default=METRICS, metadata=read_by(metrics_words))

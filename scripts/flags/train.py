@@ -160,7 +160,7 @@ def _training(add: Add) -> None:
     of_options("--on_nonfinite", help="what a loss, gradient or update that is not finite does")
     of_options("--max_skipped", help="so many steps in a row may be skipped")
     of_options("--audit_every", help="steps between comparisons of devices' copies; 0: none")
-    of_options("--audit_steps", help="compute the steps of audits twice, by other devices")
+    of_options("--audit_steps", help="compute every such step twice, by other devices")
     of_options("--seed", help="of parameters, samples and generated text")
 
 

@@ -170,7 +170,7 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
 class Cost(NamedTuple):
     """Holds the cost of a source line's arithmetic, or of its collectives of one kind and axes."""
 
-    kind: str  # `compute`, what is moved to the host and back, or the collective's kind
+    kind: str  # `compute`, `spmd.predict.timeline.MOVES`, or the collective's kind
     axes: str  # the mesh axes along which the collectives send, as `data, model`; empty for compute
     frames: tuple[Frame, ...]  # the user's source line and its caller's, innermost first
     reason: str  # why the largest of the collectives is there; empty of compute

@@ -71,7 +71,8 @@ class Chip:
     byte_transpose: float = 0.0
     # seconds of a kernel beside its arithmetic or traffic, in which it fills up and runs dry
     kernel: float = 0.0
-    host_bandwidth: float = 25e9  # bytes/s between a device's memory and its host's, one way
+    # bytes/s between a device's memory and its host's, one way; a guess (PCIe 4.0) if not stated
+    host_bandwidth: float = 25e9
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
@@ -119,7 +120,7 @@ _MEASURED: dict[str, Any] = {
     "measured": _HOPPER,
     "efficiency": (("attention", 0.63), ("paged_attention", 0.5)),
     "byte_transpose": 1.2e12,
-    "host_bandwidth": 55e9,  # of PCIe 5.0's 63
+    "host_bandwidth": 55e9,  # of PCIe 5.0's 63; a guess, too
     "kernel": 1.2e-6,  # 400 of a step of Llama 2 7B for one token: docs/benchmarks/decoding.md
 }
 _GIB, _GB = 2**30, 10**9

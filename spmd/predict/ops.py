@@ -58,10 +58,8 @@ def bytes_moved(kind: OpKind, sizes: Sequence[float]) -> Sequence[float]:
 
 def memory_seconds(kind: OpKind, moved: float, topology: Topology) -> float:
     """Returns the seconds to move `moved` bytes from or to memory in each of an op's passes."""
-    if kind.about.between_memories:
-        return (
-            moved / 2 / topology.chip.host_bandwidth
-        )  # it is read in one, and written in the other
+    if kind.about.between_memories:  # half is read in one memory, and half written in the other
+        return moved / 2 / topology.chip.host_bandwidth
     passes = kind.about.passes
     return moved * (passes(kind) if passes else 1) / topology.hbm_bandwidth
 

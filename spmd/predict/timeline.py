@@ -30,8 +30,8 @@ from spmd.predict.fusion import stored_values
 from spmd.predict.ops import RAGGED, Transfer, arithmetic_seconds, bytes_moved, memory_seconds
 
 COMPUTE = "compute"
-HOST = "the host's memory"
-"""The kind of what moves values there and back: beside it nothing is taken to run."""
+MOVES = "the host's memory"
+"""The kind of what moves values there and back; no arithmetic is predicted to hide it."""
 
 
 class Slot(NamedTuple):
@@ -52,9 +52,9 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """`compute`, `HOST`, or the kind of a collective: `all_gather`."""
+        """`compute`, `MOVES`, or the kind of a collective: `all_gather`."""
         if self.op.kind.about.between_memories:
-            return HOST
+            return MOVES
         return COMPUTE if self.lane == COMPUTE else self.op.collective or RAGGED
 
 

@@ -202,7 +202,7 @@ class Loop:
     # evaluated; if one returns True, on all processes alike, the run ends
     after_step: Callable[[Record], bool | None] = lambda record: None
     after_eval: Callable[[Record, Any], bool | None] | None = None
-    # as `step`, by other devices, to be compared with it where the state's copies are
+    # as `step`, by other devices, to be compared with it at every `audit_every`-th step
     elsewhere: TrainStep | None = None
     trained: Callable[[Any], Any] = lambda params: params  # what checkpoints hold of parameters
     saver: Saver | None = None  # saves checkpoints, also before a stop
@@ -278,9 +278,11 @@ class Loop:
         self.profiler.before(number)
         batch = next(self.batches)
         given = self.state.params, self.state.opt_state, batch
-        every = self.options.audit_every
-        is_audited = self.elsewhere is not None and every > 0 and number % every == 0
-        again = self.elsewhere(*given) if self.elsewhere and is_audited else None
+        again = None
+        if self.elsewhere is not None and number % self.options.audit_every == 0:
+            self.reader.flush()  # so that the step before is not as slow as this one
+            with self.watch.may_take("computing a step by other devices"):
+                again = self.elsewhere(*given)
         params, opt_state, metrics = self.step(*given)
         if again is not None:
             check_step((params, opt_state, metrics), again, number)

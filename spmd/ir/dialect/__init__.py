@@ -1,3 +1,13 @@
 """The descriptions of all ops, a module for each family; importing it fills `DESCRIPTIONS`."""
+# ruff: noqa: F401
 
-from spmd.ir.dialect import callbacks, collectives, contract, elementwise, linalg, manual, window  # noqa: F401
+from spmd.ir.dialect import (
+    callbacks,
+    collectives,
+    contract,
+    elementwise,
+    host,
+    linalg,
+    manual,
+    window,
+)

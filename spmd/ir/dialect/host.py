@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.elementwise import elementwise_rule
+from spmd.ir.dialect.registry import op
 from spmd.ir.program import Op, Program, Value, free_values
 from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import Opaque
@@ -20,6 +22,10 @@ TARGET = "annotate_device_placement"
 DEVICE, HOST = "device", "pinned_host"
 
 _PLACE = "mhlo.frontend_attributes"
+
+op(f"custom_call:{TARGET}", is_same_locally=True, between_memories=True, passes=None)(
+    elementwise_rule
+)
 
 
 def _attrs(place: str) -> dict[str, object]:
@@ -35,10 +41,9 @@ def _attrs(place: str) -> dict[str, object]:
 
 def moves_to(op: Op) -> str:
     """Where an op moves its operand: `DEVICE`, `HOST`, or nowhere, an empty text."""
-    attrs = op.kind.attrs
-    if op.name != CUSTOM_CALL or attrs.get("call_target_name") != TARGET:
+    if not op.kind.about.between_memories:
         return ""
-    text = getattr(attrs.get(_PLACE), "text", "")
+    text = getattr(op.kind.attrs.get(_PLACE), "text", "")
     return next((place for place in (DEVICE, HOST) if f'"{place}"' in text), "")
 
 
@@ -66,10 +71,10 @@ def with_moves(program: Program, arguments: Iterable[int], results: Iterable[int
 
     b.begin(isolated=True)
     args = [env[v] for v in body.args]
-    for op in body.ops:
-        b.loc = op.loc
-        arrive((*op.operands, *(v for region in op.regions for v in free_values(region))))
-        repeat_op(b, op, env)
+    for each in body.ops:
+        b.loc = each.loc
+        arrive((*each.operands, *(v for region in each.regions for v in free_values(region))))
+        repeat_op(b, each, env)
     arrive(body.results)
     ends = [move(v, HOST) if i in leaving else env[v] for i, v in enumerate(body.results)]
     return program._replace(body=b.end(args, ends), types=tuple(b.types))
@@ -85,9 +90,9 @@ class Hosted(NamedTuple):
 
 def hosted(program: Program) -> Hosted:
     """Returns what a program's ops move between the memories."""
-    moved = [(moves_to(op), op) for op in program.body.ops]
-    come = {op.operands[0]: op.results[0] for place, op in moved if place == DEVICE}
-    leave = {op.results[0]: op.operands[0] for place, op in moved if place == HOST}
+    moved = [(moves_to(each), each) for each in program.body.ops]
+    come = {move.operands[0]: move.results[0] for place, move in moved if place == DEVICE}
+    leave = {move.results[0]: move.operands[0] for place, move in moved if place == HOST}
     arguments = frozenset(come).intersection(program.body.args)
     passing = (*(come[v] for v in arguments), *(leave[v] for v in leave))
     return Hosted(arguments, frozenset(leave), frozenset(passing))

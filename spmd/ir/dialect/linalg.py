@@ -125,12 +125,6 @@ op(
     "custom_call:hip_threefry2x32_ffi",
     is_same_locally=True,
 )(elementwise_rule)
-op(
-    "custom_call:annotate_device_placement",
-    is_same_locally=True,
-    between_memories=True,
-    passes=None,
-)(elementwise_rule)
 
 
 @op("custom_call:cpu_csr_sparse_dense_ffi", is_same_locally=True)
