@@ -200,7 +200,7 @@ class Jitted(Generic[P, R]):
         self.__name__ = function_name(recipe.fn)
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
-        self._is_on_cpu = False
+        self._is_on_cpu = self._runs_alone = False
         self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -208,7 +208,7 @@ class Jitted(Generic[P, R]):
         if self._is_on_cpu:
             self._check(args, kwargs)
         result: R = self._dispatched(*args, **kwargs)
-        return result
+        return jax.block_until_ready(result) if self._runs_alone else result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns a method whose first argument is `instance`; if that is None, this object."""
@@ -313,6 +313,7 @@ class Jitted(Generic[P, R]):
         runs_without_us = not (in_python or boundary.in_other_layouts(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
+        self._runs_alone = compiled.runs_alone
         way = known(compiled.executable, results, out_tree) if runs_without_us else None
         return jax.tree.unflatten(out_tree, results), way
 

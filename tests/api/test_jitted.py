@@ -45,6 +45,15 @@ def test_other_shardings_compile_anew(mesh: spmd.Mesh) -> None:
     assert sum(map(len, step._cache.values())) == 2
 
 
+def test_on_several_cpu_devices_a_call_ends_before_the_next(mesh: spmd.Mesh) -> None:
+    # Two programs at once may wait for each other there, until the process is aborted.
+    step = spmd.jit(lambda x: jnp.tanh(x @ x @ x), mesh=mesh)
+    x = step(spmd.mark_sharding(jnp.ones((512, 512)), mesh, ("data", "model")))
+    for _ in range(3):
+        x = step(x)
+        assert x.is_ready()
+
+
 def test_arguments_may_be_counted_from_the_end(mesh: spmd.Mesh) -> None:
     step = spmd.jit(lambda x, y, n: (x + y) * n, mesh=mesh, static_argnums=-1, donate_argnums=-2)
     x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data", "model")) for _ in range(2))
