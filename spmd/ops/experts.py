@@ -43,7 +43,15 @@ GRADIENT = "spmd.experts_grad"
 
 
 def experts(
-    x_BSH: Any, gates_BSC: Any, chosen_BSC: Any, gate_EMH: Any, up_EMH: Any, down_EHM: Any
+    x_BSH: Any,
+    gates_BSC: Any,
+    chosen_BSC: Any,
+    gate_EMH: Any,
+    up_EMH: Any,
+    down_EHM: Any,
+    *,
+    biases: tuple[Any, Any, Any] | None = None,
+    limit: float | None = None,
 ) -> jax.Array:
     """Returns each row's sum of `gates * down(silu(gate(x)) * up(x))` over its chosen experts.
 
@@ -54,6 +62,9 @@ def experts(
       gate_EMH: each expert's weights of `gate`, in the dtype of the rows.
       up_EMH: each expert's weights of `up`, in the dtype of the rows.
       down_EHM: each expert's weights of `down`, in the dtype of the rows.
+      biases: what is added by `gate` (E, M), `up` (E, M) and `down` (E, H), in that dtype.
+      limit: experts are gpt-oss' (OpenAI 2025, section 2.1), `g * sigmoid(1.702 g) * (u + 1)` in
+        the place of `silu(g) * u`, with g cut off above the limit, and u above and below.
 
     Returns:
       (B, S, H) in the dtype of the rows.
@@ -67,22 +78,36 @@ def experts(
     """
     x, gates, chosen, gate, up, down = x_BSH, gates_BSC, chosen_BSC, gate_EMH, up_EMH, down_EHM
     arrays = {"x": x, "gates": gates, "chosen": chosen, "gate": gate, "up": up, "down": down}
-    fits = all(a.ndim == 3 for a in arrays.values())
+    fits = all(a.ndim == 3 for a in arrays.values()) and (limit is None or limit > 0)
     fits = fits and gates.shape == chosen.shape and gates.shape[:2] == x.shape[:2]
     fits = fits and gate.shape == up.shape and gate.shape[2] == x.shape[2]
     fits = fits and down.shape == (gate.shape[0], gate.shape[2], gate.shape[1])
     fits = fits and x.dtype == gate.dtype == up.dtype == down.dtype
+    if biases is not None:
+        arrays |= {f"bias of {n}": a for n, a in zip(("gate", "up", "down"), biases, strict=True)}
+        shapes = [gate.shape[:2], gate.shape[:2], down.shape[:2]]
+        fits = fits and [a.shape for a in biases] == shapes
+        fits = fits and all(a.dtype == x.dtype for a in biases)
     if not fits or not jnp.issubdtype(chosen.dtype, jnp.integer):
         raise ArgumentError(
             "experts cannot be computed",
-            actual=", ".join(f"{name} {a.dtype} {a.shape}" for name, a in arrays.items()),
+            actual=", ".join(f"{name} {a.dtype} {a.shape}" for name, a in arrays.items())
+            + f", limit {limit}",
             required="x (B, S, H), gates (B, S, C), chosen (B, S, C) of integers, gate and up "
-            "(E, M, H), down (E, H, M), rows and weights of one dtype",
+            "(E, M, H), down (E, H, M), biases (E, M), (E, M) and (E, H), rows and weights of one "
+            "dtype, a positive limit",
             fix="correct them",
         )
     # The experts' numbers are an operand so that a device with some of them knows which; 0 is none.
     numbers_E = jnp.arange(1, gate.shape[0] + 1, dtype=jnp.int32)
-    out_BSH: jax.Array = _mix(x, gates, chosen.astype(jnp.int32) + 1, numbers_E, gate, up, down)
+    operands = (x, gates, chosen.astype(jnp.int32) + 1, numbers_E, gate, up, down)
+    if biases is None:
+        out_BSH: jax.Array = _mix(limit, *operands)
+        return out_BSH
+    # Where M is split its parts of a sum are added up: the last bias would be, as often.
+    of_expert_BSE = jnp.sum(jax.nn.one_hot(chosen, len(down), dtype=x.dtype) * gates[..., None], 2)
+    added_BSH = of_expert_BSE.astype(x.dtype) @ biases[2]
+    out_BSH = _mix(limit, *operands, *biases[:2]) + added_BSH
     return out_BSH
 
 
@@ -92,31 +117,33 @@ def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     return experts_local.ragged(x_RI, weights_EOI, sizes_E) if found is NotImplemented else found
 
 
-@jax.custom_vjp
-def _mix(*operands: Any) -> Any:
-    return _run(FORWARD, experts_local.forward, operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(limit: float | None, *operands: Any) -> Any:
+    return _run(FORWARD, "forward", limit, operands)
 
 
-def _mix_forward(*operands: Any) -> tuple[Any, tuple[Any, ...]]:
+def _mix_forward(limit: float | None, *operands: Any) -> tuple[Any, tuple[Any, ...]]:
     # Products are computed again in the backward pass: kept, they would be M / H times the rows.
-    return _mix(*operands), operands
+    return _mix(limit, *operands), operands
 
 
-def _mix_backward(operands: tuple[Any, ...], dout_BSH: Any) -> tuple[Any, ...]:
-    dx, dgates, *dweights = _run(GRADIENT, experts_local.gradient, (*operands, dout_BSH))
+def _mix_backward(limit: float | None, operands: tuple[Any, ...], dout_BSH: Any) -> tuple[Any, ...]:
+    dx, dgates, *dweights = _run(GRADIENT, "gradient", limit, (*operands, dout_BSH))
     return dx, dgates, None, None, *dweights
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _run(name: str, function: Any, operands: tuple[Any, ...]) -> Any:
+def _run(name: str, function: str, limit: float | None, operands: tuple[Any, ...]) -> Any:
     """Calls a function as composite `name`; under `jax.vmap` it runs in a loop over elements."""
-    count = operands[3].shape[0]
+    attributes: dict[str, Any] = {"count": operands[3].shape[0]}
+    attributes |= {} if limit is None else {"limit": limit}
 
     @sequential_vmap  # type: ignore[untyped-decorator]
     def run(*operands: Any) -> Any:
-        return jax.lax.composite(function, name)(*operands, count=count)
+        composite = jax.lax.composite(_kernel(function, experts_exchange.by_gather), name)
+        return composite(*operands, **attributes)
 
     return run(*operands)
 
@@ -131,11 +158,15 @@ def _flops(kind: OpKind, products: int) -> float:
 
 
 _OPERANDS = "b s h, b s c, b s c, e, e m h, e m h, e h m"
+_BIASES = ", e m, e m"
 _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 
 
 def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule:
-    text = f"{_OPERANDS}{results}"
+    has_biases = len(kind.operands) > 8
+    owed, _, made = results.partition(" -> ")
+    owes = has_biases and bool(owed)
+    text = f"{_OPERANDS}{_BIASES * has_biases}{owed} -> {made}{_BIASES * owes}"
     rule = parse_rule(text, kind.operands, kind.results, kinds=kinds, reduction="add")
     rows, choices = kind.operands[:2]
     ((b,), (s,), _), ((e,),) = rule.operands[0], rule.operands[3]
@@ -150,10 +181,12 @@ def _lower(op: LocalOp) -> tuple[Value, ...]:
     return lower_exchanging(op, e) if exchanges else lower_composite(op)
 
 
-def _kernel(name: str, send: experts_exchange.Send, product: experts_local.Product) -> Any:
+def _kernel(
+    name: str, send: experts_exchange.Send, product: experts_local.Product = experts_local.ragged
+) -> Any:
 
-    def run(*operands: Any, count: int, axes: tuple[str, ...] = ()) -> Any:
-        how: dict[str, Any] = {"count": count, "product": product}
+    def run(*operands: Any, count: int, axes: tuple[str, ...] = (), limit: float = 0.0) -> Any:
+        how: dict[str, Any] = {"count": count, "inside": experts_local.Inside(product, limit)}
         if not axes:
             return getattr(experts_local, name)(*operands, **how)
         return getattr(experts_exchange, name)(*operands, axes=axes, send=send, **how)

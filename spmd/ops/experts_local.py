@@ -17,6 +17,8 @@ Product = Callable[[Any, Any, Any], Any]
 """(rows (R, I) sorted by expert, weights (E, O, I), number of rows of each expert) -> (R, O): each
 row times its expert's weights."""
 
+SLOPE = 1.702  # of the sigmoid in gpt-oss' activation
+
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
     lhs_ragged_dimensions=(0,),
@@ -29,11 +31,19 @@ def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
 
 
-def forward(*operands: Any, count: int, product: Product = ragged) -> Any:
+class Inside(NamedTuple):
+    """How an expert's MLP is computed."""
+
+    product: Product = ragged
+    limit: float = 0.0  # of gpt-oss' activation (see `spmd.ops.experts`); 0 is SwiGLU
+
+
+def forward(*operands: Any, count: int, inside: Inside) -> Any:
     """Returns (B, S, H): for each row, the gated sum of its chosen experts on this device.
 
-    Operands are rows, gates, chosen experts, the numbers of the experts here, and their weights
-    gate, up and down. Experts have the numbers 1 to `count`; 0 is none.
+    Operands are rows, gates, chosen experts, the numbers of the experts here, their weights gate,
+    up and down, and perhaps biases of gate and up. Experts have the numbers 1 to `count`; 0 is
+    none.
     """
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -41,13 +51,13 @@ def forward(*operands: Any, count: int, product: Product = ragged) -> Any:
 
     def turn(i: Any, out_TH: Any) -> Any:
         part = choices.turn(i)
-        added_RH = added(x_TH[part.row_R], gates_X[part.at_R], part, weights, product)
+        added_RH = added(x_TH[part.row_R], gates_X[part.at_R], part, weights, inside)
         return out_TH + choices.summed(i, added_RH)
 
     return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
 
 
-def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
+def gradient(*operands: Any, count: int, inside: Inside) -> Any:
     """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -56,7 +66,7 @@ def gradient(*operands: Any, count: int, product: Product = ragged) -> Any:
 
     def turn(i: Any, sums: Any) -> Any:
         part = choices.turn(i)
-        pull = pull_of(x_TH[part.row_R], gates_X[part.at_R], part, weights, product)
+        pull = pull_of(x_TH[part.row_R], gates_X[part.at_R], part, weights, inside)
         dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
         dx_TH, dgates_X, *before = sums
         dx_TH += choices.summed(i, dx_RH)
@@ -164,28 +174,43 @@ class _Choices(NamedTuple):
         return in_turns(self.size, self.most, lambda: self.ends_E[-1], turn, carry)
 
 
-def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
+def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
     """Returns (R, H): what each choice adds to its row, the expert's output times the gate."""
-    out_RH = said(x_RH, part, weights, product)
+    out_RH = said(x_RH, part, weights, inside)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
-def said(x_RH: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
+def said(x_RH: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
     """Returns (R, H): the output of each row's expert, 0 for padding; rows are sorted by expert."""
-    gate_EMH, up_EMH, down_EHM = weights
+    *into, down_EHM = weights[:3]
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
     x_RH = jnp.where(part.is_here_R1, x_RH, 0)
-    gate_RM, up_RM = (product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
-    out_RH = product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
+    gate_RM, up_RM = (inside.product(x_RH, weight, part.sizes_E) for weight in into)
+    if biases := weights[3:]:
+        # A product takes each row's bias: its gradient has a fixed order, that of a gather has not.
+        ends_E = jnp.cumsum(part.sizes_E)
+        expert_R = jnp.searchsorted(ends_E, jnp.arange(len(x_RH)), side="right")
+        gate_RM, up_RM = (
+            x + jax.nn.one_hot(expert_R, len(ends_E), dtype=x.dtype) @ bias_EM
+            for x, bias_EM in zip((gate_RM, up_RM), biases, strict=True)
+        )
+    if inside.limit:
+        gate_RM, up_RM = (jnp.minimum(x, inside.limit) for x in (gate_RM, up_RM))
+        inner_RM = (
+            gate_RM * jax.nn.sigmoid(SLOPE * gate_RM) * (jnp.maximum(up_RM, -inside.limit) + 1)
+        )
+    else:
+        inner_RM = jax.nn.silu(gate_RM) * up_RM
+    out_RH = inside.product(inner_RM, down_EHM, part.sizes_E)
     return jnp.where(part.is_here_R1, out_RH, 0)
 
 
-def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], product: Product) -> Any:
+def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
     """Returns the vjp of `added`: its result's gradient -> (rows', gates', *weights' gradients)."""
 
     def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
-        return added(x_RH, gates_R, part, weights, product)
+        return added(x_RH, gates_R, part, weights, inside)
 
     return jax.vjp(of, x_RH, gates_R, *weights)[1]
 

@@ -45,6 +45,7 @@ def paged_attention(
     first_AB1: Any,
     *,
     scales: Any = None,
+    sinks_KG: Any = None,
     window: int | None = None,
 ) -> jax.Array:
     """Returns `softmax(q k / sqrt(D)) v` of each row, over its slot's positions up to its own.
@@ -58,6 +59,7 @@ def paged_attention(
       positions_AR: each row's position, the last that it sees (attends to); its result is 0 at -1.
       first_AB1: each slot's first row, then the first row of padding. The results of padding are 0.
       scales: for an int8 pool (A, N, P, K, 2), by which its keys and values are multiplied.
+      sinks_KG: scores of a key of each query head that has no value, as of `attention`.
       window: the most positions that a row sees, its own and those just before it; None is all.
 
     Returns:
@@ -82,17 +84,20 @@ def paged_attention(
         fits = fits and first_AB1.shape == (a, table_ABM.shape[1] + 1) and _are_integers(first_AB1)
         fits = fits and (pool_ANPK2D.dtype == jnp.int8) == (scales is not None)
         fits = fits and (scales is None or scales.shape == pool_ANPK2D.shape[:-1])
+        fits = fits and (sinks_KG is None or sinks_KG.shape == q_ARKGD.shape[2:4])
         fits = fits and (window is None or window > 0)
     if not fits:
         described = {"q": q_ARKGD, "pool": pool_ANPK2D, "first": first_AB1, "scales": scales}
+        described |= {} if sinks_KG is None else {"sinks": sinks_KG}
         raise _refusal(
             "paged_attention", described, tables,
             f"q (A, R, K, G, D), pool (A, N, P, K, 2 or 1, D), {TABLES}, first (A, B + 1) of "
-            "integers, scales (A, N, P, K, 2 or 1) of an int8 pool and of no other, and a window "
-            f"of at least one position, not {window}",
+            "integers, scales (A, N, P, K, 2 or 1) of an int8 pool and of no other, sinks (K, G), "
+            f"and a window of at least one position, not {window}",
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
-    operands = (q_ARKGD, pool_ANPK2D, *integers, *(() if scales is None else (scales,)))
+    rest = [x for x in (scales, sinks_KG) if x is not None]
+    operands = (q_ARKGD, pool_ANPK2D, *integers, *rest)
     attributes = {} if window is None else {"window": window}  # one without a value is none
     composite = jax.lax.composite(paged_reference.attend, ATTENTION)
     heads: jax.Array = composite(*operands, **attributes)
@@ -157,8 +162,9 @@ def _refusal(what: str, arrays: dict[str, Any], tables: Any, required: str) -> A
 
 
 def _attention_rule(kind: OpKind) -> Rule:
-    terms = ("a r k g d", "a n p k c d", "a b m", "a r", "a r", "a e", "a n p k c")
-    text = f"{', '.join(terms[: len(kind.operands)])} -> {terms[0]}"
+    terms = ["a r k g d", "a n p k c d", "a b m", "a r", "a r", "a e"]
+    terms += ["a n p k c" if x.rank == 5 else "k g" for x in kind.operands[6:]]
+    text = f"{', '.join(terms)} -> {terms[0]}"
     whole = dict.fromkeys("rdnpcbme", REPLICATE)
     return parse_rule(text, kind.operands, kind.results, kinds=whole)
 
@@ -184,7 +190,7 @@ def _bytes_read(kind: OpKind) -> list[float]:
     slots = kind.operands[2].shape[1]
     found = [float(t.bytes) for t in kind.operands]
     for i in (1, 6):
-        if i < len(found):
+        if i < len(found) and kind.operands[i].rank > 2:
             shape = kind.operands[i].shape
             share = min(slots, rows) * _reach(kind) / max(1, shape[1] * shape[2])
             found[i] *= min(1.0, share)
@@ -193,8 +199,8 @@ def _bytes_read(kind: OpKind) -> list[float]:
 
 # ---------------------------------------------------------------------------------------------
 # On TPUs: jax's kernel for rows of several slots at once. It wants sequences one behind the other,
-# each with rows: slots without rows are left out. A scale of each key it does not know, so int8
-# pools are left to the reference.
+# each with rows: slots without rows are left out. It knows no scales of keys and no sinks: these
+# are left to the reference.
 
 LANES = 128  # widths of a head are multiples of this
 HEADS = (1, 2, 4, 8)  # numbers of key heads, beside multiples of the last
@@ -207,13 +213,10 @@ ROWS = 32  # rows of a block
 
 def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
     """Returns what `paged_reference.attend` does, by jax's TPU kernel, or NotImplemented."""
-    q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *_ = operands
+    q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *rest = operands
     count, pages, size, heads, kinds, width = pool_ANPK2D.shape
-    fits = (
-        kinds == 2
-        and q_ARKGD.dtype == pool_ANPK2D.dtype
-        and q_ARKGD.dtype.name in ("bfloat16", "float32")
-    )
+    fits = not rest and kinds == 2 and q_ARKGD.dtype == pool_ANPK2D.dtype
+    fits = fits and q_ARKGD.dtype.name in ("bfloat16", "float32")
     fits = fits and width % LANES == 0 and (heads in HEADS or heads % HEADS[-1] == 0)
     if not fits or size % 8 or 0 in (*q_ARKGD.shape, *table_ABM.shape):
         return NotImplemented

@@ -3,6 +3,7 @@
 Shapes are in the names, as in `spmd.ops.paged`; T positions in all pages of a slot's table (M * P).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ def attend(
     slots_AR: Any,
     positions_AR: Any,
     first_AB1: Any,
-    *scales_ANPK2: Any,
+    *rest: Any,
     window: int | None = None,
 ) -> Any:
     """Returns what `paged_attention` does, a few rows at a time over all pages of their slots."""
+    scales_ANPK2, sinks_KG = scales_and_sinks(rest)
     groups, rows = slots_AR.shape
     size, heads, _, width = pool_ANPK2D.shape[2:]
     reach = table_ABM.shape[2] * size
@@ -36,7 +38,7 @@ def attend(
         pages = (pool.at[group, table_ABM[group, slot]] for pool in pools)
         taken = (x.get(mode="clip", wrap_negative_indices=False) for x in pages)
         kept = (x.reshape(reach, *x.shape[2:]) for x in taken)
-        return _attend_row(q_KGD, last, window, *kept)
+        return _attend_row(q_KGD, last, window, sinks_KG, *kept)
 
     pools = (pool_ANPK2D, *scales_ANPK2)
     group_AR = jnp.broadcast_to(jnp.arange(groups, dtype=jnp.int32)[:, None], (groups, rows))
@@ -62,13 +64,20 @@ def attend(
     return heads_XKGD[: groups * rows].reshape(q_ARKGD.shape)
 
 
+def scales_and_sinks(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the last operands apart: (scales, sinks), each with one item or none."""
+    return [x for x in rest if x.ndim == 5], [x for x in rest if x.ndim == 2]
+
+
 def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
     """Returns (A, R): the last position that each row sees; -1 (none) for rows of padding."""
     rows_R = jnp.arange(positions_AR.shape[1])
     return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
 
 
-def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales_TK2: Any) -> Any:
+def _attend_row(
+    q_KGD: Any, last: Any, window: int | None, sinks_KG: Any, kv_TK2D: Any, *scales_TK2: Any
+) -> Any:
     dtype = q_KGD.dtype
     positions_T = jnp.arange(kv_TK2D.shape[0])
     visible_T = positions_T <= last
@@ -81,7 +90,8 @@ def _attend_row(q_KGD: Any, last: Any, window: int | None, kv_TK2D: Any, *scales
     scores_KGT = jnp.where(
         visible_T, scores_KGT * q_KGD.shape[-1] ** -0.5, np.finfo(np.float32).min
     )
-    weights_KGT = jax.nn.softmax(scores_KGT, axis=-1)
+    own_KG1 = [sink_KG.astype(jnp.float32)[..., None] for sink_KG in sinks_KG]
+    weights_KGT = jax.nn.softmax(jnp.concatenate([scores_KGT, *own_KG1], -1))[..., : len(kv_TK2D)]
     for scale_TK2 in scales_TK2:
         weights_KGT *= jnp.where(visible_T, scale_TK2[:, :, VALUES].T, 0)[:, None]
     # What lies behind has no weight, but NaN is NaN without any.

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops import paged_hopper
+from spmd.ops.paged_reference import scales_and_sinks
 from spmd.ops.products_triton import compiled_with, places, triton
 
 KEYS, VALUES = 0, 1
@@ -48,7 +49,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     ArgumentError for a pool with too many elements for Pallas. `interpret` runs the kernel step by
     step in jax, on any platform: for tests.
     """
-    q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales = operands
+    q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *rest = operands
     groups, width = q_ARKGD.shape[3:]
     if 0 in (*q_ARKGD.shape, *table_ABM.shape) or pool_ANPK2D.shape[4] != 2:
         return NotImplemented
@@ -71,9 +72,9 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
     small = max(SMALL, pl.next_power_of_2(groups))
-    on_hopper = paged_hopper.takes(q_ARKGD, pool_ANPK2D)
+    on_hopper = not rest and paged_hopper.takes(q_ARKGD, pool_ANPK2D)
     large = paged_hopper.TILE if on_hopper else max(LARGE, small)
-    read = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
+    read = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *rest)
     run = functools.partial(_run, read, window=window, interpret=interpret)
     if rows <= slots or large == small:
         return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
@@ -147,7 +148,8 @@ def _run(
 
     `beside` are results of rows in no tile; without it those are undefined.
     """
-    q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
+    q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *rest = operands
+    scales, sinks = scales_and_sinks(rest)
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]
     count = tiles.about.shape[1]
@@ -201,7 +203,9 @@ def _run(
     if scales:
         in_specs += [of_pool(KEYS), of_pool(VALUES)]
         inputs += [scales[0], scales[0]]
-    kernel = functools.partial(_kernel, queries, parts, window, bool(scales))
+    in_specs += [pl.BlockSpec((None, groups), lambda i, k, c: (k, 0)) for _ in sinks]
+    inputs += sinks
+    kernel = functools.partial(_kernel, queries, parts, window, bool(scales), bool(sinks))
     # Keys of two tiles are fetched ahead, or of one.
     stages = 3 if width * item <= MOST_BYTES // 2 else 2
     if parts == 1:
@@ -252,7 +256,9 @@ def _run_on_hopper(operands: Any, tiles: _Tiles, *, window: int | None, interpre
     return _of_rows(found.reshape(outer, -1, *found.shape[1:]), tiles, groups)
 
 
-def _kernel(queries: int, parts: int, window: int | None, has_scales: bool, *refs: Any) -> None:
+def _kernel(
+    queries: int, parts: int, window: int | None, has_scales: bool, has_sinks: bool, *refs: Any
+) -> None:
     about, table, positions, q, keys, values, *rest = refs
     outputs = rest[-1:] if parts == 1 else rest[-3:]
     scales, dtype = rest[: 2 * has_scales], q.dtype
@@ -302,11 +308,13 @@ def _kernel(queries: int, parts: int, window: int | None, has_scales: bool, *ref
         next_T = _pages(table, slot, i + 1, size)
         return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
 
-    nothing = (
-        jnp.full(queries, LOWEST, jnp.float32),
-        jnp.zeros(queries, jnp.float32),
-        jnp.zeros((queries, width), jnp.float32),
-    )
+    largest_Q, total_Q = jnp.full(queries, LOWEST, jnp.float32), jnp.zeros(queries, jnp.float32)
+    if has_sinks:  # the first part begins with them
+        is_own_Q = is_real_Q & (pl.program_id(2) == 0)
+        sink_Q = _load(rest[2 * has_scales], (head_Q,), is_own_Q, 0).astype(jnp.float32)
+        largest_Q = jnp.where(is_own_Q, sink_Q * np.float32(math.log2(math.e)), largest_Q)
+        total_Q = is_own_Q.astype(jnp.float32)
+    nothing = (largest_Q, total_Q, jnp.zeros((queries, width), jnp.float32))
     needed = (last + POSITIONS) // POSITIONS  # 0 where nothing is seen
     unseen = 0 if window is None else jnp.maximum(lowest, 0) // POSITIONS
     each = (needed - unseen + parts - 1) // parts

@@ -20,8 +20,8 @@ def check(sizes: Sizes, seeds: int, dtype: Any, tolerance: float, window: int | 
     """Compiled once by us, with the platform's kernels; several batches beside loops over rows."""
 
     def run(q: Any, pool: Any, *rest: Any) -> Any:
-        *tables, scales = rest if sizes.quantized else (*rest, None)
-        return paged_attention(q, pool, *tables, scales=scales, window=window)
+        scales, sinks = (next((x for x in rest[4:] if x.ndim == rank), None) for rank in (5, 2))
+        return paged_attention(q, pool, *rest[:4], scales=scales, sinks_KG=sinks, window=window)
 
     def rounded(case: Case) -> Case:
         pool = case.pool if sizes.quantized else jnp.asarray(case.pool, dtype)
@@ -45,8 +45,9 @@ def check(sizes: Sizes, seeds: int, dtype: Any, tolerance: float, window: int | 
 @pytest.mark.parametrize("page", [16, 64, 128])
 def test_paged_attention(page: int, slots: int, rows: int, groups: int, quantized: bool) -> None:
     sizes = Sizes(
-        a=1, b=slots, r=rows, p=page, m=512 // page, k=2, g=groups, d=128, quantized=quantized
-    )
+        a=1, b=slots, r=rows, p=page, m=512 // page, k=2, g=groups, d=128, quantized=quantized,
+        sinks=groups > 1,
+    )  # fmt: skip
     compiled = check(sizes, 3, jnp.bfloat16, 2e-2)
     if DEVICES[0].platform == "gpu":
         assert "triton" in compiled.as_text("emitted")

@@ -16,34 +16,46 @@ from tests.ops.test_attention import EVERY_FLOP_COUNTS, locally
 EXPERTS, CHOICES = 6, 2
 
 
-def plain(x: Any, gates: Any, chosen: Any, gate: Any, up: Any, down: Any) -> Any:
+def plain(
+    x: Any, gates: Any, chosen: Any, *weights: Any, biases: Any = None, limit: Any = None
+) -> Any:
     """Every expert computes every row; those that did not choose it weigh nothing."""
     out = jnp.zeros_like(x)
-    for e in range(gate.shape[0]):
-        hidden = jax.nn.silu(x @ gate[e].T) * (x @ up[e].T)
+    for e, (gate, up, down) in enumerate(zip(*weights, strict=True)):
+        added = (0, 0, 0) if biases is None else [bias[e] for bias in biases]
+        g, u = x @ gate.T + added[0], x @ up.T + added[1]
+        if limit is None:
+            hidden = jax.nn.silu(g) * u
+        else:
+            g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+            hidden = g * jax.nn.sigmoid(1.702 * g) * (u + 1)
         weight = jnp.sum(jnp.where(chosen == e, gates, 0), -1, keepdims=True)
-        out += hidden @ down[e].T * weight
+        out += (hidden @ down.T + added[2]) * weight
     return out
 
 
-def operands(b: int = 4, s: int = 6, count: int = EXPERTS, h: int = 8, m: int = 12) -> Any:
-    """Rows, gates, choices and weights; one expert is chosen by nobody."""
+def operands(biases: int = 0, count: int = EXPERTS) -> Any:
+    """Rows, gates, choices, weights and biases; one expert is chosen by nobody."""
+    b, s, h, m = 4, 6, 8, 12
     rng = np.random.default_rng(b * s + count)
     chosen = np.stack([
         rng.permutation(max(count - 1, CHOICES))[:CHOICES] for _ in range(b * s)
     ]).reshape(b, s, CHOICES)  # fmt: skip
     shapes = ((b, s, h), (b, s, CHOICES), (count, m, h), (count, m, h), (count, h, m))
+    shapes += ((count, m), (count, m), (count, h))[:biases]
     x, gates, *weights = (0.5 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     return x, gates, chosen.astype(np.int32), *weights
 
 
-def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
+def loss(fn: Any, mark: Any = lambda name, x: x, count: int = 6) -> Any:
     def run(x: Any, gates: Any, chosen: Any, *weights: Any) -> Any:
         x, gates, chosen = mark("rows", x), mark("rows", gates), mark("rows", chosen)
-        gate, up, down = mark("in", weights[0]), mark("in", weights[1]), mark("out", weights[2])
-        return jnp.sum(jnp.sin(mark("rows", fn(x, gates, chosen, gate, up, down))))
+        names = ("in", "in", "out") * 2
+        weights = tuple(map(mark, names, weights))
+        as_gpt_oss = {"biases": weights[3:], "limit": 0.3} if weights[3:] else {}
+        return jnp.sum(jnp.sin(mark("rows", fn(x, gates, chosen, *weights[:3], **as_gpt_oss))))
 
-    return jax.value_and_grad(run, (0, 1, 3, 4, 5))
+    return jax.value_and_grad(run, (0, 1, *range(3, count)))
 
 
 def test_in_half_precision_gates_stay_wide() -> None:
@@ -57,8 +69,14 @@ def test_in_half_precision_gates_stay_wide() -> None:
 
 SPLITS = {
     "uneven experts": ({"x": 5}, (), ("x",), (4, 2)),
-    "rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
-    "sequence and experts alike, and width": ({"x": 3, "y": 2}, (None, "x"), ("x", "y"), (4, 2)),
+    "biases, uneven experts": ({"x": 5}, (), ("x",), (4, 2)),
+    "biases, rows, experts and width": ({"x": 2, "y": 2, "z": 2}, ("x",), ("y", "z"), (2, 3)),
+    "biases, sequence and experts alike, and width": (
+        {"x": 3, "y": 2},
+        (None, "x"),
+        ("x", "y"),
+        (4, 2),
+    ),
     "a row or none": ({"x": 5}, ("x",), ("x",), (1, 6)),
 }
 """Name -> axes, spec of rows, spec of (experts, width inside), and rows and experts of a device."""
@@ -75,14 +93,14 @@ def test_split(name: str, devices8: Any) -> None:
         "in": (expert, width, None),
         "out": (expert, None, width),
     }
-    args = operands()
+    args = operands(biases=3 if "biases" in name else 0)
 
     def mark(name: str, x: Any) -> Any:
         return spmd.mark_sharding(x, mesh, (*specs[name], None, None)[: x.ndim])
 
-    step = spmd.jit(loss(experts, mark), mesh=mesh, options=EVERY_FLOP_COUNTS)
+    step = spmd.jit(loss(experts, mark, len(args)), mesh=mesh, options=EVERY_FLOP_COUNTS)
     compiled = step.compile(*args)
-    close(compiled(*args), jax.jit(loss(plain))(*args))
+    close(compiled(*args), jax.jit(loss(plain, count=len(args)))(*args))
     found = locally(compiled)
     assert set(found) == {"spmd.experts", "spmd.experts_grad"}
     pieces = {name: (local[0][0], local[4][0]) for name, local in found.items()}

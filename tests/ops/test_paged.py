@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
     g: int = 4
     d: int = 16
     quantized: bool = False
+    sinks: bool = False
 
     @property
     def n(self) -> int:
@@ -49,6 +50,7 @@ class Case(NamedTuple):
     positions: Any
     first: Any
     scales: Any = None
+    sinks: Any = None
 
     @property
     def operands(self) -> list[Any]:
@@ -59,7 +61,7 @@ class Case(NamedTuple):
 def ragged(sizes: Sizes, seed: int) -> Case:
     """Rows of random slots: none, one or many of each, then padding; NaN where nobody may look."""
     rng = np.random.default_rng(seed)
-    a, b, r, p, m, k, g, d, quantized = sizes
+    a, b, r, p, m, k, g, d, quantized, _ = sizes
     counts = np.zeros((a, b + 1), np.int32)
     for group in range(a):
         for slot in range(b):
@@ -91,7 +93,8 @@ def ragged(sizes: Sizes, seed: int) -> Case:
         scales = None
         pool = np.where(is_known[..., None, None, None], rng.standard_normal(shape), np.nan)
         pool = pool.astype(np.float32)
-    return Case(q, pool, table.astype(np.int32), slots, positions, first, scales)
+    sinks = rng.standard_normal((k, g)).astype(np.float32) if sizes.sinks else None
+    return Case(q, pool, table.astype(np.int32), slots, positions, first, scales, sinks)
 
 
 def attended(case: Case, window: int | None = None) -> Any:
@@ -106,8 +109,10 @@ def attended(case: Case, window: int | None = None) -> Any:
             pages = case.table[group, case.slots[group, row], seen // size]
             keys, values = np.moveaxis(stored[group, pages, seen % size], 2, 0)
             scores = np.einsum("kgd,tkd->kgt", case.q[group, row], keys) / case.q.shape[-1] ** 0.5
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
+            largest = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - largest)
+            own = 0 if case.sinks is None else np.exp(case.sinks[..., None] - largest)
+            weights /= weights.sum(-1, keepdims=True) + own
             out[group, row] = np.einsum("kgt,tkd->kgd", weights, values)
     return out
 
@@ -129,7 +134,9 @@ def check(
 # The reference
 
 
-@pytest.mark.parametrize("sizes", [Sizes(a=2), Sizes(g=1, p=8, quantized=True)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(a=2), Sizes(g=1, p=8, quantized=True, sinks=True)], ids=str
+)
 @pytest.mark.parametrize("at_once", [1 << 24, 5], ids=["whole", "blocks"])
 def test_reference(at_once: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     row = sizes.m * sizes.p * sizes.k * 2 * sizes.d
@@ -248,10 +255,18 @@ def test_split(heads: int, groups: int, split: Any, mesh: spmd.Mesh) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_a_window_is_split_like_none(mesh: spmd.Mesh) -> None:
-    case = ragged(Sizes(a=2, k=4), 0)
-    specs = (("data", None, "model"), ("data", None, None, "model"), *((("data",),) * 4))
-    attend = functools.partial(paged_attention, window=6)
+def test_a_window_and_sinks_are_split_like_none(mesh: spmd.Mesh) -> None:
+    case = ragged(Sizes(a=2, k=4, sinks=True), 0)
+    specs = (
+        ("data", None, "model"),
+        ("data", None, None, "model"),
+        *((("data",),) * 4),
+        ("model",),
+    )
+
+    def attend(*given: Any) -> Any:
+        return paged_attention(*given[:6], sinks_KG=given[6], window=6)
+
     compiled = spmd.jit(attend, mesh=mesh, in_specs=specs, options=CHECKED).compile(*case.operands)
     assert not compiled.collectives
     np.testing.assert_allclose(compiled(*case.operands), attended(case, 6), rtol=0, atol=1e-5)
@@ -309,13 +324,14 @@ def test_shapes_are_checked() -> None:
         case._replace(slots=case.slots.astype(np.float32)),
         case._replace(first=case.first[:, 1:]),
         case._replace(scales=case.pool[..., 0]),
+        case._replace(sinks=case.q[0, 0, :1]),
         case._replace(pool=case.pool.view(np.int8)[..., :16]),
     ):
-        *operands, scales = wrong
+        *operands, scales, sinks = wrong
         with pytest.raises(ArgumentError, match="paged_attention cannot be computed"):
-            paged_attention(*operands, scales=scales)
+            paged_attention(*operands, scales=scales, sinks_KG=sinks)
     with pytest.raises(ArgumentError, match="a window of at least one position, not 0"):
-        paged_attention(*case[:-1], window=0)
+        paged_attention(*case[:6], window=0)
     pool, new, *tables = update_case(Sizes(), 0)
     for pair in ((pool, new[..., :8]), (pool, new.astype(np.int8)), (pool[0], new)):
         with pytest.raises(ArgumentError, match="paged_update cannot be computed"):
@@ -326,8 +342,8 @@ def test_shapes_are_checked() -> None:
 
 KERNEL_SIZES = [
     Sizes(r=4, b=5, d=64),  # rows of few slots: small tiles alone, of four pages each
-    Sizes(a=2, r=24, b=2, g=8, k=1, d=64, quantized=True),  # small tiles and large ones
-    Sizes(r=40, b=3, g=3, p=64, m=3),  # query heads that do not fill tiles
+    Sizes(a=2, r=24, b=2, g=8, k=1, d=64, quantized=True, sinks=True),  # small tiles and large ones
+    Sizes(r=40, b=3, g=3, p=64, m=3, sinks=True),  # query heads that do not fill tiles
     Sizes(r=5, b=2, g=1, k=1, p=128, m=2, d=128, quantized=True),  # two tiles of a page
 ]
 
@@ -395,7 +411,7 @@ def test_the_kernel_takes_no_other_sizes() -> None:
 
 
 def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]:
-    a, b, r, p, m, k, g, d, _ = sizes
+    a, b, r, p, m, k, g, d = sizes[:8]
     shapes = ((a, pages, p, k, 2, d), (a, r, k, 2, d), (a, r, k, g, d))
     tables = ((a, b, m), (a, r), (a, r), (a, b + 1))
     floats = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
