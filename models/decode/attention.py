@@ -44,14 +44,14 @@ def kv_leaves(
 
 
 def write_and_attend(
-    layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows, window: int | None = None
+    layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows, window: int | None, sinks_KG: Any = None
 ) -> tuple[Any, State]:
     """Writes each row's key and value, and attends to those up to its position.
 
     Args:
         layer: one layer's cache.
         rows: `table`, `slots`, `positions` and `first`, as for `spmd.ops.paged_attention`.
-        window: how many positions a row sees at most, as there.
+        window, sinks_KG: as there.
 
     Returns:
         (the heads' outputs (A, R, K, G, D), the layer's cache after the writes).
@@ -60,8 +60,9 @@ def write_and_attend(
     new = _stored(kv_ARK2D, layer)
     layer = {name: spmd.ops.paged_update(layer[name], x, *tables) for name, x in new.items()}
     heads_ARKGD = spmd.ops.paged_attention(
-        q_ARKGD, layer["values"], *tables, rows["first"], scales=layer.get("scales"), window=window
-    )
+        q_ARKGD, layer["values"], *tables, rows["first"], scales=layer.get("scales"),
+        sinks_KG=sinks_KG, window=window,
+    )  # fmt: skip
     return heads_ARKGD, layer
 
 

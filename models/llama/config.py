@@ -19,7 +19,8 @@ ROPE_NUMBERS: Mapping[RopeType, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "truncate",
+        "original_max_position_embeddings",
     ),
 }  # fmt: skip
 """Type -> the numbers of `RopeScaling` that it has beside the factor."""
@@ -50,6 +51,7 @@ class RopeScaling:
     beta_fast: float | None = None  # of `yarn` only
     mscale: float | None = None  # of `yarn`, which may lack it and the next; see `magnitude`
     mscale_all_dim: float | None = None
+    truncate: bool | None = None  # of `yarn`: whether pairs are counted in whole numbers; None too
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -61,7 +63,7 @@ class RopeScaling:
         own = ROPE_NUMBERS[self.rope_type]
         every = {name for names in ROPE_NUMBERS.values() for name in names}
         given = {name for name in every if getattr(self, name) is not None}
-        if not set(own) - {"mscale", "mscale_all_dim"} <= given <= set(own):
+        if not set(own) - set(own[2:5]) <= given <= set(own):
             needed = f"{', '.join(own[:-1])} and {own[-1]}," if own else "a factor"
             raise ConfigError(f"{self.rope_type} rope scaling needs {needed} and nothing else")
         if not own:
@@ -98,7 +100,7 @@ MATMULS = ("dtype", "fp8")
 STAGE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "interleaved 1f1b")
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "gpt_oss"),
 )
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
@@ -145,6 +147,8 @@ class LlamaConfig:
     attention_bias: str = "none"
     # whether each head's queries and keys are normalized before they are rotated
     qk_norm: bool = False
+    # whether each query head has a score of a key without value (`spmd.ops.attention`)
+    attention_sinks: bool = False
     # a token sees so many tokens at most, itself included; None is all before it
     sliding_window: int | None = None
     max_window_layers: int = 0  # the first so many layers have no window
@@ -170,6 +174,8 @@ class LlamaConfig:
     # width inside an expert; None means `intermediate_size`
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = True  # whether the weights of a token's experts are divided by their sum
+    # experts and their router have biases, and gates are cut off there (`spmd.ops.experts`)
+    swiglu_limit: float | None = None
     router_aux_loss_coef: float = 0.0  # the load-balancing loss is so many times added in training
     # an MLP beside the experts that all tokens go through, as wide as so many of them
     n_shared_experts: int = 0
@@ -257,6 +263,10 @@ class LlamaConfig:
         ):
             if getattr(self, field) not in known:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {known}")
+        if self.attention_sinks and self.attention in ("einsum", "cudnn"):
+            raise ConfigError(
+                f"{self.attention} attention knows no sinks; choose another attention"
+            )
         if self.zigzag > 1 and self.attention == "einsum":
             raise ConfigError("einsum attention knows no zigzag order; choose another attention")
         if self.hidden_act != "silu" and self.num_experts:
@@ -306,16 +316,17 @@ class LlamaConfig:
                 "head_dim, attention_bias, qk_norm, sliding_window or query_pre_attn_scalar"
             )
         dense, chosen = self.first_k_dense_replace, self.topk_group * self.num_experts
-        fits = bool(self.num_experts) or not (dense or self.n_shared_experts)
+        fits = bool(self.num_experts) or not (dense or self.n_shared_experts or self.swiglu_limit)
         fits = fits and self.num_experts % self.n_group == 0 and self.topk_group <= self.n_group
         if self.n_group > 1:
             fits = fits and self.num_experts_per_tok * self.n_group <= chosen
             fits = fits and self.num_experts >= 2 * self.n_group
         if not fits or dense >= self.num_hidden_layers:
             raise ConfigError(
-                f"n_shared_experts {self.n_shared_experts} and first_k_dense_replace {dense} are "
-                "of models with num_experts in some layers; n_group has to divide these into "
-                "groups of at least two, of which topk_group have num_experts_per_tok or more"
+                f"n_shared_experts {self.n_shared_experts}, first_k_dense_replace {dense} and "
+                f"swiglu_limit {self.swiglu_limit} are of models with num_experts; n_group has to "
+                "divide these into groups of at least two, of which topk_group have "
+                "num_experts_per_tok or more"
             )
 
     @property
@@ -406,6 +417,8 @@ class LlamaConfig:
             shapes["mlp/gate/weight"] = (self.num_experts, hidden)
             if self.scoring_func == "sigmoid":
                 shapes["mlp/gate/e_score_correction_bias"] = (self.num_experts,)
+            if self.swiglu_limit:
+                shapes["mlp/gate/bias"] = (self.num_experts,)
             blocks = {"experts/": (self.num_experts, self.expert_width)}
             if self.n_shared_experts:
                 blocks["shared_experts/"] = (self.n_shared_experts * self.expert_width,)
@@ -413,9 +426,14 @@ class LlamaConfig:
             for name in ("gate", "up"):
                 shapes[f"mlp/{block}{name}_proj/weight"] = (*experts, inner, hidden)
             shapes[f"mlp/{block}down_proj/weight"] = (*experts, hidden, inner)
+            for name in ("gate", "up", "down") if has_experts and self.swiglu_limit else ():
+                weight = shapes[f"mlp/{block}{name}_proj/weight"]
+                shapes[f"mlp/{block}{name}_proj/bias"] = weight[:-1]
         for letter in BIASED[self.attention_bias]:
             path = f"self_attn/{letter}_proj"
             shapes[f"{path}/bias"] = shapes[f"{path}/weight"][:1]
+        if self.attention_sinks:
+            shapes["self_attn/sinks"] = (heads,)
         if self.qk_norm:
             shapes |= {f"self_attn/{x}_norm/weight": (self.head_width,) for x in "qk"}
         return shapes

@@ -40,6 +40,7 @@ _SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/post_feedforward_layernorm/": (None,),
     "weights/layers/*/self_attn/q_proj/": ("model", None),
     "weights/layers/*/self_attn/o_proj/": (None, "model"),
+    "weights/layers/*/self_attn/sinks": ("model",),
     "weights/layers/*/self_attn/q_norm/": (None,),
     "weights/layers/*/self_attn/k_norm/": (None,),
     "weights/layers/*/self_attn/q_b_proj/": ("model", None),
@@ -156,8 +157,10 @@ def _layer(
 
     made = _absorbed if config.kv_lora_rank else _queries_and_keys
     q_XKGD, kv_XK2D = made(weights, x_XH, angles_XE, config, places_X)
+    sinks = weights["self_attn"].get("sinks")
+    sinks_KG = None if sinks is None else sinks.reshape(q_XKGD.shape[1:3])
     heads_ARKGD, cache = write_and_attend(
-        cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window
+        cache, in_groups(q_XKGD), in_groups(kv_XK2D), tables, window, sinks_KG
     )
     if config.kv_lora_rank:
         heads_XND = heads_ARKGD.reshape(len(x_XH), config.num_attention_heads, -1)

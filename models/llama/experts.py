@@ -31,14 +31,22 @@ def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Ar
     """
     gates_BSC, chosen_BSC, loads = route(weights["gate"], x_BSH, config)
     names = ("gate_proj", "up_proj", "down_proj")
-    given = (weights["experts"][name]["weight"].astype(x_BSH.dtype) for name in names)
-    return spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given), loads
+    of = [weights["experts"][name] for name in names]
+    given = (each["weight"].astype(x_BSH.dtype) for each in of)
+    limit, biases = config.swiglu_limit, None
+    if limit:
+        gate, up, down = (each["bias"].astype(x_BSH.dtype) for each in of)
+        biases = gate, up, down
+    found = spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given, biases=biases, limit=limit)
+    return found, loads
 
 
 def route(gate: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, Loads]:
     """(weights of each token's experts (B, S, C) in float32, the experts (B, S, C), the loads)."""
     x32_BSH, weight32_EH = x_BSH.astype(jnp.float32), gate["weight"].astype(jnp.float32)
     logits_BSE = jnp.einsum("bsh,eh->bse", x32_BSH, weight32_EH)
+    if "bias" in gate:
+        logits_BSE += gate["bias"].astype(jnp.float32)
     if config.scoring_func == "softmax":
         shares_BSE = jax.nn.softmax(logits_BSE, axis=-1)
         favored_BSE = in_groups(shares_BSE, config)

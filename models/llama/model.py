@@ -240,6 +240,7 @@ def attention(
             v_BTKD,
             window=window,
             segment_ids=segment_ids_BS,
+            sinks_N=weights.get("sinks"),
             zigzag=config.zigzag,
             implementation=cast(Any, config.attention),
         )

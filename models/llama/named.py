@@ -194,6 +194,30 @@ _DEEPSEEK_V3: Fields = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+_GPT_OSS_120B: Fields = {
+    **_sized({}, 2880, 2880, 36, 64),
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": "qkvo",
+    "attention_sinks": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "router_aux_loss_coef": 0.9,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_slow": 1.0, "beta_fast": 32.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131_072,
+    "bos_token_id": 199_998,
+    "eos_token_id": 200_002,
+}  # fmt: skip
 
 
 _SMALL = {"tie_word_embeddings": True}
@@ -242,6 +266,8 @@ PUBLISHED: Mapping[str, Fields] = MappingProxyType(
         },
         "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
         "deepseek-v3": _DEEPSEEK_V3,
+        "gpt-oss-20b": {**_GPT_OSS_120B, "num_hidden_layers": 24, "num_experts": 32},
+        "gpt-oss-120b": _GPT_OSS_120B,
     }
 )
 """Name -> what such a model is, as first published; `mistral-7b` is 0.1."""

@@ -44,10 +44,13 @@ def _scaled(
         assert slow is not None and fast is not None and length is not None  # RopeScaling checks
         # Between which pairs the turns within a sequence of pretraining go from `fast` to `slow`.
         pairs = len(frequencies_E) / math.log(base)
-        first, last = (pairs * math.log(length / (2 * math.pi * n)) for n in (fast, slow))
-        first = max(math.floor(first), 0)
-        last = max(min(math.ceil(last), 2 * len(frequencies_E) - 1), first + 0.001)
-        slowed_E = np.clip((np.arange(len(frequencies_E)) - first) / (last - first), 0.0, 1.0)
+        begin, end = (pairs * math.log(length / (2 * math.pi * n)) for n in (fast, slow))
+        is_exact = scaling.truncate is False
+        first = max(begin if is_exact else math.floor(begin), 0)
+        last = min(end if is_exact else math.ceil(end), 2 * len(frequencies_E) - 1)
+        last = max(last, first + 0.001)
+        turned_E = (np.arange(len(frequencies_E)) - first) / (last - first)
+        slowed_E: npt.NDArray[np.float64] = np.clip(turned_E, 0.0, 1.0)
         return slowed_E * slow_E + (1 - slowed_E) * frequencies_E
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None and length is not None  # RopeScaling checks

@@ -46,6 +46,7 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/self_attn/o_proj/weight": ("model", WEIGHTS),
     **{f"layers/self_attn/{x}_proj/bias": ("model",) for x in "qkv"},
     "layers/self_attn/o_proj/bias": (None,),
+    "layers/self_attn/sinks": ("model",),
     **{f"layers/self_attn/{x}_norm/weight": (None,) for x in "qk"},
     # Of latent attention: what is as narrow as a latent is whole, heads are over `model`.
     "layers/self_attn/q_a_proj/weight": (None, WEIGHTS),
@@ -58,10 +59,13 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/mlp/up_proj/weight": ("model", WEIGHTS),
     "layers/mlp/down_proj/weight": (WEIGHTS, "model"),
     "layers/mlp/gate/weight": (None, None),
+    "layers/mlp/gate/bias": (None,),
     "layers/mlp/gate/e_score_correction_bias": (None,),
     "layers/mlp/experts/gate_proj/weight": ("expert", "model", WEIGHTS),
     "layers/mlp/experts/up_proj/weight": ("expert", "model", WEIGHTS),
     "layers/mlp/experts/down_proj/weight": ("expert", WEIGHTS, "model"),
+    **{f"layers/mlp/experts/{x}_proj/bias": ("expert", "model") for x in ("gate", "up")},
+    "layers/mlp/experts/down_proj/bias": ("expert", None),
     "norm/weight": (None,),
     "lm_head/weight": ("model", WEIGHTS),
 }

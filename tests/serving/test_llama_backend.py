@@ -97,6 +97,9 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
             "qwen2", "1/self_attn/q_proj/bias", (8,), "spmd.paged_attention",
             marks=pytest.mark.heavy,
         ),
+        pytest.param(
+            "gpt_oss", "1/self_attn/sinks", (1,), "spmd.experts", marks=pytest.mark.heavy
+        ),
         ("mixtral", "0/mlp/experts/up_proj/weight", (4, 12, 32), "spmd.experts"),
     ],
 )  # fmt: skip
@@ -105,8 +108,8 @@ def test_a_relatives_tokens_are_transformers(
 ):
     """Biases, windows of some layers and experts, in what is exported."""
     hf, out = tmp_path / "hf", tmp_path / "bundle"
-    # Of two layers of qwen2 one has a window; mixtral's are all alike.
-    checkpoints.write(variant, hf, num_hidden_layers=1 + (variant == "qwen2"))
+    # Of two layers of others one has a window; mixtral's are all alike.
+    checkpoints.write(variant, hf, num_hidden_layers=1 + (variant != "mixtral"))
     (hf / "tokenizer.json").write_text("{}")
     assert "exported: " in export("--init_from", hf, "--out", out)
     bundle = load_bundle(

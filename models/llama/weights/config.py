@@ -46,6 +46,7 @@ A family reads some of them itself, with other values."""
 
 _RUNNING = """
     model_type transformers_version _name_or_path name_or_path torch_dtype dtype use_cache
+    initial_context_length
     _attn_implementation attn_implementation _attn_implementation_autoset _commit_hash
     _experts_implementation use_flash_attention_2 torchscript use_bfloat16 tf_legacy_loss
     output_attentions output_hidden_states return_dict use_return_dict return_dict_in_generate
@@ -255,6 +256,7 @@ def _scaling(
     numbers: dict[str, Any] = {
         number: typed(f"{number} of {key}", entry.get(number), 0.0) or usual.get(number)
         for number in ROPE_NUMBERS[rope_type]
+        if number != "truncate"
     }
     # The length of sequences in pretraining, looked up in the same places as by transformers.
     name = "original_max_position_embeddings"
@@ -262,4 +264,6 @@ def _scaling(
         places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
         found = next((place for place in places if place is not None), None)
         numbers[name] = typed(name, found, SIZES["max_position_embeddings"])
+    if "truncate" in ROPE_NUMBERS[rope_type]:
+        numbers["truncate"] = typed(f"truncate of {key}", entry.get("truncate"), True) and None
     return RopeScaling(rope_type=rope_type, factor=factor, **numbers)

@@ -21,6 +21,7 @@ from rich.console import Console
 import spmd
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
+from spmd.models.llama.weights import stacked
 from spmd.models.llama.weights.config import to_hf
 from spmd.models.llama.weights.files import (
     INDEX_FILE,
@@ -177,6 +178,8 @@ def write_hf(
       ConfigError: transformers does not support the model.
     """
     source = source.astype(dtype)
+    if source.config.model_type in stacked.FAMILIES:
+        source = dataclasses.replace(source, tensors=_joined(source.tensors))
     entries = [_entry(tensor) for tensor in source.tensors.values()]
     named = plan_files(entries, max_file_bytes)
     plan = {file: [source.tensors[e.name] for e in group] for file, group in named.items()}
@@ -209,6 +212,20 @@ def write_ranks(
         for rank in range(ranks)
     }
     _write(source, Path(folder), plan, {SHARDING_FILE: describe(source, ranks)}, console, made)
+
+
+def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of gpt-oss' files."""
+    whole = {name: (tensor.shape, tensor.__array__) for name, tensor in tensors.items()}
+    dtype = next(iter(tensors.values())).dtype
+
+    def part(read: Callable[[], Array], index: Index) -> Array:
+        return read()[index]
+
+    return {
+        name: tensors.get(name) or Tensor(name, shape, dtype, functools.partial(part, read))
+        for name, (shape, read) in stacked.joined(whole).items()
+    }
 
 
 def _entry(tensor: Tensor) -> TensorEntry:

@@ -14,8 +14,9 @@ Beside the sizes that all have there are
     deepseek_v2  latent attention, experts and an MLP for all tokens beside them; one MLP in the
                  first layers
     deepseek_v3  the same with sigmoids for shares of experts, and these in groups
+    gpt_oss      sinks of attention, a window in every second layer, experts with biases
 
-Biases of an MLP, and layers of several kinds, no family has.
+Biases of an MLP of all tokens, and layers of several kinds, no family has.
 """
 
 import dataclasses
@@ -92,6 +93,10 @@ _DEEPSEEK_V3: Mapping[str, Any] = {
     **{name: x for name, x in PUBLISHED["deepseek-v3"].items() if name != "rope_scaling"},
     "max_position_embeddings": 4096,
     "n_routed_experts": 256,
+}
+_GPT_OSS: Mapping[str, Any] = {
+    **{name: x for name, x in PUBLISHED["gpt-oss-120b"].items() if not name.startswith("rope")},
+    "num_local_experts": 128,
 }
 _DEEPSEEK = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -237,6 +242,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fields=_fields("norm_topk_prob", "n_group", "topk_group"),
             fixed=_fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True),
         ),
+        "gpt_oss": Family(
+            "GptOssForCausalLM",
+            _GPT_OSS,
+            attention_bias="qkvo",
+            parts=(("attention_sinks", True),),
+            window=PATTERN,
+            fields=(
+                ("num_experts", ("num_local_experts",)),
+                ("num_experts_per_tok", ("num_experts_per_tok", "experts_per_token")),
+                ("router_aux_loss_coef", ("router_aux_loss_coef",)),
+                ("swiglu_limit", ("swiglu_limit",)),
+            ),
+            fixed=(("attention_bias", (True, None)), ("swiglu_alpha", (1.702, None))),
+            theta=150_000.0,
+        ),
     }
 )
 """`model_type` -> the family."""
@@ -289,6 +309,7 @@ WINDOW = 4096
 
 _OWN = (
     *("hidden_act", "norm_offset", "post_norms", "scale_embeddings"),
+    *("attention_sinks", "swiglu_limit"),
     *("scoring_func", "n_group", "topk_group", *_DEEPSEEK[:-2]),
 )
 _FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}

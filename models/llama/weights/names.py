@@ -34,6 +34,7 @@ _MIXTRAL: Mapping[str, str] = {
     "down_proj": "w2",
 }
 """What a Mixtral's files call parts of a layer."""
+_GPT_OSS = {"gate": "router"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,9 @@ def _parameter(path: str, shape: tuple[int, ...], config: LlamaConfig) -> Parame
     stacked, mixed = config.scan_layers, EXPERTS in parts
     if not stacked:
         layers = layers[int(parts.pop(0)) :][:1]
-    if config.model_type == "mixtral" and "mlp" in parts:
-        parts = [_MIXTRAL.get(part, part) for part in parts]
+    renamed = {"mixtral": _MIXTRAL, "gpt_oss": _GPT_OSS}.get(config.model_type)
+    if renamed and "mlp" in parts:
+        parts = [renamed.get(part, part) for part in parts]
     before = parts.index(EXPERTS) + 1 if mixed else 0
     experts = [[str(i)] for i in range(config.num_experts)] if mixed else [[]]
     names = tuple(

@@ -26,6 +26,7 @@ import numpy as np
 
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.quantize import FP8, GROUP, dequantize, pack_groups
+from spmd.models.llama.weights import stacked
 from spmd.models.llama.weights.files import (
     NUMPY_NAMES,
     Array,
@@ -45,6 +46,7 @@ METHODS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "format": (*_LAYOUTS, "mixed-precision"), "sparsity_config": (), "transform_config": (),
         "moe_sparsity_config": (),
     },
+    "mxfp4": {},
     "fp8": {"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8",)},
     "gptq": {
         "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
@@ -144,9 +146,12 @@ class Weights(Folder):
     """An open folder whose quantized matrices are read as what they stand for, in float32."""
 
     matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)  # by tensor's name
+    experts: stacked.Tensors = dataclasses.field(default_factory=dict)  # in others, likewise
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor; one that is not quantized is in the dtype of the file."""
+        if name in self.experts:
+            return self.experts[name][1](index)
         if name not in self.matrices:
             return super().read(name, index)
         parts = latest(self.matrices[name].make)
@@ -189,8 +194,14 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
                 matrix = matrices[f"{module}.weight"] = read(whole, given)
             first = next(iter(parts.values()))
             left[f"{module}.weight"] = dataclasses.replace(first, shape=matrix.shape, dtype="F32")
+        experts: dict[str, Any] = {}
+        for name, (dtype, inside) in stacked.apart(stored).items():
+            whole_one = left.pop(name)
+            experts |= inside
+            for one, (shape, _) in inside.items():
+                left[one] = dataclasses.replace(whole_one, shape=shape, dtype=dtype)
         fields = {f.name: getattr(stored, f.name) for f in dataclasses.fields(stored)}
-        yield Weights(**fields | {"tensors": left}, matrices=matrices)
+        yield Weights(**fields | {"tensors": left}, matrices=matrices, experts=experts)
 
 
 # One matrix in each format

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from spmd.models.llama.config import DTYPES, LlamaConfig
 from spmd.models.llama.parameters import Params, without_states
+from spmd.models.llama.weights import stacked
 from spmd.models.llama.weights.config import CONFIG_FILE, to_hf
 from spmd.models.llama.weights.files import (
     Array,
@@ -164,7 +165,11 @@ def _sources(params: Params, config: LlamaConfig) -> list[Source]:
         for parameter, leaf in zip(wanted, leaves, strict=True)
         for name, place in parameter.places.items()
     ]
-    return sorted(sources, key=lambda source: order(source[0]))
+    sources.sort(key=lambda source: order(source[0]))
+    given: stacked.Tensors = {name: (shape, gather) for name, shape, gather in sources}
+    if config.model_type in stacked.FAMILIES:
+        given = stacked.joined(given)
+    return [(name, shape, gather) for name, (shape, gather) in given.items()]
 
 
 def _gathered(sources: Sequence[Source], dtype: str, advance: Advance) -> Iterator[Array]:

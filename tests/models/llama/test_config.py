@@ -100,8 +100,10 @@ def test_flops_of_latent_attention_and_of_experts_in_some_layers():
         ({"kv_lora_rank": 8, "qk_rope_head_dim": 4}, "latent attention has a kv_lora_rank, qk_"),
         ({"v_head_dim": 8}, "latent attention has a kv_lora_rank, qk_"),
         ({"n_shared_experts": 1}, "are of models with num_experts"),
+        ({"swiglu_limit": 7.0}, "are of models with num_experts"),
+        ({"attention_sinks": True, "attention": "einsum"}, "einsum attention knows no sinks"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "n_group": 3}, "n_group has to divide"),
-        ({"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2}, "some layers"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2}, "n_group has"),
     ],
 )
 def test_bad_sizes_are_errors(changes, message):
@@ -131,7 +133,8 @@ PARAMETERS = """
     qwen3-1.7b 1_720_574_976  qwen3-4b 4_022_468_096  qwen3-8b 8_190_735_360
     qwen3-14b 14_768_307_200  qwen3-32b 32_762_123_264  mixtral-8x7b 46_702_792_704
     mixtral-8x22b 140_620_634_112  qwen3-30b-a3b 30_532_122_624  qwen3-235b-a22b 235_093_634_560
-    deepseek-v2-lite 15_706_484_224  deepseek-v3 671_026_419_200
+    deepseek-v2-lite 15_706_484_224  deepseek-v3 671_026_419_200  gpt-oss-20b 20_914_757_184
+    gpt-oss-120b 116_829_156_672
 """
 WORDS = PARAMETERS.split()
 

@@ -106,12 +106,30 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 2.0,
+        "router_aux_loss_coef": 0.1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
 }
 """Name -> what differs from a small Llama 2."""
 
 FAMILIES = (
     *("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe", "gemma3_text"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "gpt_oss"),
 )
 """The variants that are Llama with a difference."""
 
@@ -135,7 +153,7 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.3)
     size = "20KB" if variant == SHARDED else "5GB"
     model.save_pretrained(folder, max_shard_size=size)

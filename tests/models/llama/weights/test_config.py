@@ -34,7 +34,7 @@ def test_published_files_are_the_named_configs(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
     for path in (tmp_path, tmp_path / "config.json"):
         assert explicit(read_config(path)) == explicit(CONFIGS["llama2-7b"])
-    assert len(PUBLISHED) == 7
+    assert len(PUBLISHED) == 8
     for name, published in PUBLISHED.items():
         assert explicit(parse_config(published)) == explicit(CONFIGS[name])
 

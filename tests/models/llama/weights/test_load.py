@@ -42,7 +42,7 @@ def assert_same_logits(ours, folder):
 
 QUICK = (
     *("llama3", "linear", "mistral", "qwen2", "qwen3", "biased", "qwen3_moe", "gemma3_text"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "gpt_oss"),
 )
 """Variants that have, together, all in which the variants differ."""
 
