@@ -19,6 +19,7 @@ class Marks(NamedTuple):
     begin: str  # as in `<think>`
     end: str  # as in `</think>`
     opened: bool  # whether the prompt has `begin` already, so that a completion begins as a thought
+    plain: str = ""  # what stands before an answer without a thought, if anything does
 
 
 Kind = Literal["mark", "thought", "answer"]
@@ -48,22 +49,26 @@ class ThoughtSplitter:
         if self.place == "answer":
             return [("answer", text)] if text else []
         parts: list[tuple[Kind, str]] = []
-        (begin, end, _), held = self._marks, self._held + text
+        (begin, end, _, plain), held = self._marks, self._held + text
         if self.place is None:
-            head = held.lstrip()
-            if head != begin and begin.startswith(head):
+            head, mark = held.lstrip(), ""
+            if any(head != x and x.startswith(head) for x in (begin, plain)):
                 self._held = held
                 return []
             # A model may repeat what its prompt ended with.
             if head.startswith(begin):
-                self.place, size = "thought", len(held) - len(head) + len(begin)
-                parts.append(("mark", held[:size]))
-                held = held[size:]
+                self.place, mark = "thought", begin
+            elif plain and head.startswith(plain):
+                self.place, mark = "answer", plain
             else:
                 self.place = self._default
+            if mark:
+                size = len(held) - len(head) + len(mark)
+                parts.append(("mark", held[:size]))
+                held = held[size:]
         if self.place == "answer":
             self._held = ""
-            return [*parts, ("answer", held)]
+            return [*parts, ("answer", held)] if held else parts
         thought, found, rest = held.partition(end)
         size = 0 if found else overlap(held, end)
         thought, self._held = thought[: len(thought) - size], thought[len(thought) - size :]

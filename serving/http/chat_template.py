@@ -91,8 +91,14 @@ DEFAULT_STOPS = ("\nUser:", "\nSystem:")
 """A base model goes on with the user's next turn; these strings end the assistant's."""
 
 
-THOUGHTS = (("<think>", "</think>"),)
-"""What is around thoughts, in models whose template has both."""
+THOUGHTS = (
+    Marks("<think>", "</think>", False),
+    Marks(
+        "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
+        False, "<|channel|>final<|message|>",
+    ),
+)  # fmt: skip
+"""What is around thoughts, in models whose template begins them so, and ends them or answers so."""
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """Names that templates get of us, and requests do not set; beside these, texts of tokens."""
@@ -125,11 +131,11 @@ class ChatTemplate:
         tool_format: str | None = None,
     ) -> None:
         environment = chat.environment()
-        self.is_default = source is None
+        text, self.is_default = source or "", source is None
         self.stops = DEFAULT_STOPS if source is None else ()
         self._special = dict(special_tokens or {})
         try:
-            names = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
+            names = jinja2.meta.find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(DEFAULT if source is None else source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
@@ -137,7 +143,9 @@ class ChatTemplate:
         self.knows_tools = "tools" in names
         ours = {*OURS, *TOKENS, *self._special, *environment.globals}
         self.arguments = frozenset(names - ours)
-        self._thought = next((m for m in THOUGHTS if all(one in (source or "") for one in m)), None)
+        self._thought = next(
+            (m for m in THOUGHTS if {m.begin in text, (m.plain or m.end) in text} == {True}), None
+        )
         self._format: Format | None = PLAIN if source is None else None
         self._wants_text = False
         if self.knows_tools:
@@ -236,10 +244,10 @@ class ChatTemplate:
         """
         if self._thought is None:
             return None
-        begin, end = self._thought
+        begin, end, *_ = self._thought
         opened = begun.rfind(begin) > begun.rfind(end) or prompt.rstrip().endswith(begin)
         ended = not opened and (begun or prompt.rstrip().endswith(end))
-        return None if ended else Marks(begin, end, opened)
+        return None if ended else self._thought._replace(opened=opened)
 
     def _probe(self) -> tuple[bool, Format | None]:
         """(whether the template wants arguments as texts: most want objects, how it writes calls).

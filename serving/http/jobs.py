@@ -177,7 +177,10 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     prompt = _prompt(text, language, special=template.is_default)
     stops = (*ask.stops, *template.stops)
     thought = template.thought(text, begun)
-    marks = [*(format.marks if format else ()), *(thought[:2] if thought else ())]
+    marks = [
+        *(format.marks if format else ()),
+        *(x for x in thought or () if isinstance(x, str) and x),
+    ]
     work = _work(ask, language, [prompt], stops, False, grammar, thought, marks)
     return work._replace(notes=(*notes, *work.notes), format=format, thought=thought)
 
@@ -213,7 +216,7 @@ def _work(
     marks: Sequence[str] = (),
 ) -> Work:
     # What tells calls and thoughts from the rest is read, whether it is special or not.
-    read = {ids[0] for ids in language.ids(marks) if len(ids) == 1} if marks else set[int]()
+    read = {token for ids in language.ids(marks) for token in ids} if marks else set[int]()
     hidden = language.special_ids - read if ask.skip_special else frozenset[int]()
     bad = bad_words(ask, language)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)

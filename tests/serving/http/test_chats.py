@@ -104,6 +104,25 @@ def test_thoughts_that_end_early_or_are_not_wanted(live: Live) -> None:
     assert "Hm.\n</think>" in live.backend.prompt.replace("Hm.</think>", "Hm.\n</think>")  # type: ignore[attr-defined]
 
 
+CHANNELS = """
+{%- if messages[0].thinking %}<|channel|>analysis<|message|>{{ messages[0].thinking }}{% endif -%}
+{%- for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}{% endfor -%}
+<|start|>assistant"""
+
+
+def test_thoughts_in_a_channel_of_their_own() -> None:
+    """As gpt-oss has them; an answer has a channel, too."""
+    thought, final = "<|channel|>analysis<|message|>Hm.<|end|>", "<|channel|>final<|message|>42"
+    with serving(Noted(), chat_template=CHANNELS) as live:
+        for form in ({}, {"guided_regex": "[3-9]2?"}):
+            live.backend.script = f"{thought}<|start|>assistant{final}".encode()  # type: ignore[attr-defined]
+            message = ask(live, **form)["message"]
+            assert (message["reasoning"], message["content"]) == ("Hm.", "42")
+        live.backend.script = final.encode()  # type: ignore[attr-defined]
+        message = ask(live)["message"]
+        assert message["content"] == "42" and "reasoning" not in message
+
+
 def test_arguments_of_templates(live: Live) -> None:
     said = ask(live, 400, chat_template_kwargs={"thinking": True, "enable_thinking": False})
     assert said.startswith('chat_template_kwargs: "thinking" is no argument of this model\'s chat')
@@ -171,16 +190,16 @@ def test_defaults_of_the_model(live: Live) -> None:
         sampling_of({"temperature": -1})
 
 
-PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "a", "\n"]))
+PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<final>", "<", "th", "a", "\n"]))
 
 
-@given(st.booleans(), PIECES, st.data())
+@given(st.booleans(), st.sampled_from(["", "<final>"]), PIECES, st.data())
 def test_thoughts_are_found_however_the_text_is_cut(
-    opened: bool, parts: list[str], data: Any
+    opened: bool, plain: str, parts: list[str], data: Any
 ) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    splitter = ThoughtSplitter(Marks("<think>", "</think>", opened))
+    splitter = ThoughtSplitter(Marks("<think>", "</think>", opened, plain))
     found = {"mark": "", "thought": "", "answer": ""}
     for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
         for kind, part in splitter.push(text[a:b]):
@@ -188,9 +207,13 @@ def test_thoughts_are_found_however_the_text_is_cut(
     for kind, part in splitter.flush():
         found[kind] += part
     head, mark, rest = text.partition("<think>")
+    thinks = opened or (bool(mark) and not head.strip())
     if not mark or head.strip():
         head, mark, rest = "", "", text
-    thought, end, answer = rest.partition("</think>") if opened or mark else ("", "", rest)
+        if plain and text.lstrip().startswith(plain):
+            head, mark, rest = text.partition(plain)
+            thinks = False
+    thought, end, answer = rest.partition("</think>") if thinks else ("", "", rest)
     assert found == {"mark": head + mark + end, "thought": thought, "answer": answer}
 
 
