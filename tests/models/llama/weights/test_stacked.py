@@ -57,7 +57,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(
     entries = [TensorEntry(name, x.shape, x.dtype.name) for name, x in stored.items()]
     write_files(tmp_path, plan_files(entries, 10**9), iter(stored.values()))
     if lacking:
-        with pytest.raises(WeightsError, match="_proj has no .*_proj_scales of .*; download"):
+        with pytest.raises(WeightsError, match=r"_proj has no .*_proj_scales of .*; download"):
             weights.check_can_load(tmp_path, read_config(tmp_path))
         return
     with hf_source(tmp_path) as source:
