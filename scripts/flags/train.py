@@ -154,7 +154,7 @@ def _training(add: Add) -> None:
     of_run = of_fields(add, RunConfig)
     of_run("--z_loss", help="weight of the squared log-normalizer of the softmax")
     of_run("--dpo_beta", help="where data are preferences: how much it costs to leave --init_from")
-    of_run("--teacher", help="folder or URL of weights, of which the distribution is learned, too")
+    of_run("--teacher", help="folder or URL of weights, or a bundle, whose distribution is learned")
     of_run("--distill_temperature", help="divides the logits of both for that")
     of_run("--distill_share", help="of the divergence from the teacher in the loss; else data's")
     of_options("--on_nonfinite", help="what a loss, gradient or update that is not finite does")

@@ -15,6 +15,7 @@ from spmd.cli.flags import Add, words
 from spmd.models.llama.config import DTYPES, ConfigError, LlamaConfig
 from spmd.models.llama.named import CONFIGS, named_config
 from spmd.models.llama.weights import load as weights
+from spmd.models.llama.weights.bundled import small_files
 from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.load import WeightsError
 from spmd.models.llama.weights.save import local_tokenizer
@@ -104,7 +105,7 @@ def teacher_config(run: RunConfig) -> LlamaConfig | None:
     changes = {name: getattr(run.model, name) for name in ways}
     config = dataclasses.replace(read_config(run.teacher), **changes, param_dtype=run.model.dtype)
     weights.check_can_load(run.teacher, config)
-    file = as_path(run.teacher) / TOKENIZER
+    file = small_files(as_path(run.teacher)) / TOKENIZER
     tokens = config.vocab_size, run.model.vocab_size
     if tokens[0] != tokens[1]:
         raise WeightsError(f"--teacher: it knows {tokens[0]} tokens, and the model {tokens[1]}")
@@ -121,8 +122,11 @@ def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
     """
     if given.tokenizer is not None:
         return str(given.tokenizer)
-    if given.init_from and (as_path(given.init_from) / TOKENIZER).is_file():
-        return str(given.init_from)
+    if (
+        given.init_from
+        and ((beside := small_files(as_path(given.init_from))) / TOKENIZER).is_file()
+    ):
+        return str(beside)
     if given.init_from and model.vocab_size > BYTE_VOCABULARY:
         raise WeightsError(
             f"--init_from: {given.init_from} has no {TOKENIZER}, and its model knows "
@@ -197,9 +201,10 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Pat
     if tokenizer.spec is None:
         yield None
         return
-    for known in (init_from, as_path(tokenizer.name).parent):
-        beside = as_path(known or "") / TOKENIZER
-        is_whole = known is not None and (as_path(known) / TOKENIZER_CONFIG).is_file()
+    own = [small_files(as_path(init_from))] if init_from else []
+    for known in (*own, as_path(tokenizer.name).parent):
+        beside = known / TOKENIZER
+        is_whole = (known / TOKENIZER_CONFIG).is_file()
         if is_whole and beside.is_file() and same_ids(load_tokenizer(str(beside)), tokenizer):
             with local_tokenizer(beside.parent) as here, as_trained(here, tokenizer) as folder:
                 yield folder

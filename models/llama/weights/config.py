@@ -17,7 +17,7 @@ from spmd.models.llama.config import (
     LlamaConfig,
     RopeScaling,
 )
-from spmd.models.llama.weights import families, packed
+from spmd.models.llama.weights import bundled, families, packed
 from spmd.models.llama.weights.families import SIZES, typed
 from spmd.models.training.paths import AnyPath, as_path
 
@@ -70,7 +70,7 @@ def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> Llama
     """Reads the model that a `config.json` describes. The dtypes in it are ignored.
 
     Args:
-        path: the file, or the folder that it is in.
+        path: the file, or the folder that it is in, or a bundle's.
 
     Raises:
         ConfigError: there is no such file, it is not a JSON object, the architecture is not
@@ -81,6 +81,8 @@ def read_config(path: str | AnyPath, ignore_keys: Collection[str] = ()) -> Llama
         >>> config = dataclasses.replace(config, dtype="bfloat16", scan_layers=False)
     """
     path = as_path(path)
+    if path.is_dir() and bundled.is_bundle(path):
+        return bundled.read_manifest(path)[0]
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

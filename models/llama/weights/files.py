@@ -13,10 +13,10 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +63,13 @@ class StoredTensor:
     file: AnyPath
     shape: tuple[int, ...]
     dtype: str
+
+
+class View(NamedTuple):
+    """A tensor that is a part of others, or is made of them."""
+
+    tensor: StoredTensor
+    read: Callable[[Index], Array]  # a slice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,13 +26,14 @@ import numpy as np
 
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.quantize import FP8, GROUP, dequantize, pack_groups
-from spmd.models.llama.weights import stacked
+from spmd.models.llama.weights import bundled, stacked
 from spmd.models.llama.weights.files import (
     NUMPY_NAMES,
     Array,
     Folder,
     Index,
     StoredTensor,
+    View,
     WeightsError,
     open_folder,
 )
@@ -146,12 +147,12 @@ class Weights(Folder):
     """An open folder whose quantized matrices are read as what they stand for, in float32."""
 
     matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)  # by tensor's name
-    experts: stacked.Tensors = dataclasses.field(default_factory=dict)  # in others, likewise
+    views: Mapping[str, View] = dataclasses.field(default_factory=dict)  # likewise
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor; one that is not quantized is in the dtype of the file."""
-        if name in self.experts:
-            return self.experts[name][1](index)
+        if name in self.views:
+            return self.views[name].read(index)
         if name not in self.matrices:
             return super().read(name, index)
         parts = latest(self.matrices[name].make)
@@ -173,9 +174,11 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
         WeightsError: as of `open_folder`, or a quantized matrix lacks a tensor, or has a wrong one.
         ConfigError: as of `check_quantization`.
     """
-    with open_folder(path) as stored:
+    path = as_path(path)
+    is_bundle = bundled.is_bundle(path)
+    with open_folder(path / bundled.FOLDER if is_bundle else path) as stored:
         try:
-            given = json.loads((as_path(path) / "config.json").read_text(encoding="utf-8")).get(KEY)
+            given = json.loads((path / "config.json").read_text(encoding="utf-8")).get(KEY)
         except (OSError, ValueError, AttributeError):
             given = None  # who needs the file says what is wrong with it
         check_quantization(given)
@@ -194,14 +197,11 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
                 matrix = matrices[f"{module}.weight"] = read(whole, given)
             first = next(iter(parts.values()))
             left[f"{module}.weight"] = dataclasses.replace(first, shape=matrix.shape, dtype="F32")
-        experts: dict[str, Any] = {}
-        for name, (dtype, inside) in stacked.apart(stored).items():
-            whole_one = left.pop(name)
-            experts |= inside
-            for one, (shape, _) in inside.items():
-                left[one] = dataclasses.replace(whole_one, shape=shape, dtype=dtype)
+        views = bundled.views(stored, path) if is_bundle else stacked.apart(stored)
+        left = {name: x for name, x in left.items() if not (is_bundle or stacked.is_stacked(name))}
+        left |= {name: view.tensor for name, view in views.items()}
         fields = {f.name: getattr(stored, f.name) for f in dataclasses.fields(stored)}
-        yield Weights(**fields | {"tensors": left}, matrices=matrices, experts=experts)
+        yield Weights(**fields | {"tensors": left}, matrices=matrices, views=views)
 
 
 # One matrix in each format

@@ -11,6 +11,7 @@ import numpy as np
 
 from spmd.models.llama import fresh
 from spmd.models.llama.config import ConfigError, LlamaConfig
+from spmd.models.llama.weights.bundled import small_files
 from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.files import NUMPY_NAMES, Array, Index, WeightsError
 from spmd.models.llama.weights.load import check_can_load
@@ -37,7 +38,7 @@ def hf_source(folder: str | AnyPath) -> Iterator[Source]:
     folder = as_path(folder)
     config = unrolled(read_config(folder))
     check_can_load(folder, config)
-    with open_weights(folder) as stored, local_tokenizer(folder) as tokenizer:
+    with open_weights(folder) as stored, local_tokenizer(small_files(folder)) as tokenizer:
         parts = {
             name: Tensor.several(name, matrix.types, functools.partial(latest, matrix.make), "")
             for name, matrix in stored.matrices.items()

@@ -13,13 +13,14 @@ Project 2023, *OCP Microscaling Formats*, section 5.3).
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from spmd.models.llama.weights.files import Array, Folder, Index, WeightsError
+from spmd.models.llama.weights.files import Array, Folder, Index, StoredTensor, View, WeightsError
 
 FAMILIES = ("gpt_oss",)
 """The `model_type`s of such files."""
@@ -39,21 +40,23 @@ Tensors = Mapping[str, tuple[tuple[int, ...], Callable[..., Array]]]
 """Name -> the shape, and what reads it."""
 
 
-def apart(stored: Folder) -> dict[str, tuple[str, Tensors]]:
-    """Name of a stored tensor of all experts -> (dtype, those in it, which read a slice).
+def is_stacked(name: str) -> bool:
+    """Whether a tensor of this name is one of all experts."""
+    return _THEIRS.fullmatch(name) is not None
+
+
+def apart(stored: Folder) -> dict[str, View]:
+    """The tensors of single experts that those of all experts hold.
 
     Raises:
         WeightsError: one lacks its scales, or has too few dims.
     """
-    found: dict[str, tuple[str, Tensors]] = {}
+    found: dict[str, View] = {}
     for name, tensor in stored.tensors.items():
         match = _THEIRS.fullmatch(name)
-        if match is None:
+        if match is None or match[3] == "_scales":
             continue
         module, joined, kind = match.groups()
-        if kind == "_scales":
-            found[name] = tensor.dtype, {}
-            continue
         halves, (count, *shape) = HALVES[joined], tensor.shape
         scales = stored.tensors.get(f"{module}.{joined}_scales")
         if kind == "_blocks" and (scales is None or (*scales.shape, 16) != tensor.shape):
@@ -68,17 +71,13 @@ def apart(stored: Folder) -> dict[str, tuple[str, Tensors]]:
         else:
             outputs, inputs = shape[0], [] if kind == "_bias" else [32 * shape[1]]
         read = {None: _plain, "_bias": _bias, "_blocks": _mxfp4}[kind]
-        found[name] = (
-            "F32" if kind == "_blocks" else tensor.dtype,
-            {
-                f"{module}.{expert}.{half}.{'bias' if kind == '_bias' else 'weight'}": (
-                    (outputs // len(halves), *inputs),
-                    functools.partial(read, stored, name, expert, len(halves), i),
-                )
-                for expert in range(count)
-                for i, half in enumerate(halves)
-            },
+        last, dtype = "bias" if kind == "_bias" else "weight", tensor.dtype
+        one = StoredTensor(
+            tensor.file, (outputs // len(halves), *inputs), "F32" if kind == "_blocks" else dtype
         )
+        for expert, (i, half) in itertools.product(range(count), enumerate(halves)):
+            part = functools.partial(read, stored, name, expert, len(halves), i)
+            found[f"{module}.{expert}.{half}.{last}"] = View(one, part)
     return found
 
 
