@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.quantize import dequantize
-from spmd.models.llama.weights.files import Array, Folder, Index, StoredTensor, View
+from spmd.models.llama.weights.files import Array, Folder, Index, StoredTensor, HeldTensor
 from spmd.models.llama.weights.names import parameters
 from spmd.models.training.paths import AnyPath
 
@@ -47,14 +47,14 @@ def read_manifest(folder: AnyPath) -> tuple[LlamaConfig, Mapping[str, str]]:
         ) from error
 
 
-def views(stored: Folder, folder: AnyPath) -> dict[str, View]:
+def views(stored: Folder, folder: AnyPath) -> dict[str, HeldTensor]:
     """A bundle's weights, by Hugging Face's names.
 
     Args:
         stored: its folder of weights.
     """
     config, dtypes = read_manifest(folder)
-    found: dict[str, View] = {}
+    found: dict[str, HeldTensor] = {}
     for parameter in parameters(config)[0]:
         path = f"{FOLDER}/{parameter.path}"
         module = path.removesuffix("/weight")
@@ -66,10 +66,12 @@ def views(stored: Folder, folder: AnyPath) -> dict[str, View]:
             at = tuple(slice(i, i + 1) for i in place)
             if kept == path:
                 read = functools.partial(_plain, stored, path, at)
-                found[name] = View(StoredTensor(of.file, parameter.tensor_shape, of.dtype), read)
+                found[name] = HeldTensor(
+                    StoredTensor(of.file, parameter.tensor_shape, of.dtype), read
+                )
             else:
                 read = functools.partial(_quantized, stored, module, dtypes)
-                found[name] = View(StoredTensor(of.file, parameter.tensor_shape, "F32"), read)
+                found[name] = HeldTensor(StoredTensor(of.file, parameter.tensor_shape, "F32"), read)
     return found
 
 

@@ -65,7 +65,7 @@ class StoredTensor:
     dtype: str
 
 
-class View(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor that is a part of others, or is made of them."""
 
     tensor: StoredTensor

@@ -33,7 +33,7 @@ from spmd.models.llama.weights.files import (
     Folder,
     Index,
     StoredTensor,
-    View,
+    HeldTensor,
     WeightsError,
     open_folder,
 )
@@ -147,7 +147,7 @@ class Weights(Folder):
     """An open folder whose quantized matrices are read as what they stand for, in float32."""
 
     matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)  # by tensor's name
-    views: Mapping[str, View] = dataclasses.field(default_factory=dict)  # likewise
+    views: Mapping[str, HeldTensor] = dataclasses.field(default_factory=dict)  # likewise
 
     def read(self, name: str, index: Index) -> Array:
         """Reads a slice of a tensor; one that is not quantized is in the dtype of the file."""

@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from spmd.models.llama.weights.files import Array, Folder, Index, StoredTensor, View, WeightsError
+from spmd.models.llama.weights.files import (
+    Array,
+    Folder,
+    Index,
+    StoredTensor,
+    HeldTensor,
+    WeightsError,
+)
 
 FAMILIES = ("gpt_oss",)
 """The `model_type`s of such files."""
@@ -45,13 +52,13 @@ def is_stacked(name: str) -> bool:
     return _THEIRS.fullmatch(name) is not None
 
 
-def apart(stored: Folder) -> dict[str, View]:
+def apart(stored: Folder) -> dict[str, HeldTensor]:
     """The tensors of single experts that those of all experts hold.
 
     Raises:
         WeightsError: one lacks its scales, or has too few dims.
     """
-    found: dict[str, View] = {}
+    found: dict[str, HeldTensor] = {}
     for name, tensor in stored.tensors.items():
         match = _THEIRS.fullmatch(name)
         if match is None or match[3] == "_scales":
@@ -77,7 +84,7 @@ def apart(stored: Folder) -> dict[str, View]:
         )
         for expert, (i, half) in itertools.product(range(count), enumerate(halves)):
             part = functools.partial(read, stored, name, expert, len(halves), i)
-            found[f"{module}.{expert}.{half}.{last}"] = View(one, part)
+            found[f"{module}.{expert}.{half}.{last}"] = HeldTensor(one, part)
     return found
 
 
