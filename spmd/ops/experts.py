@@ -186,7 +186,7 @@ def _kernel(
 ) -> Any:
 
     def run(*operands: Any, count: int, axes: tuple[str, ...] = (), limit: float = 0.0) -> Any:
-        how: dict[str, Any] = {"count": count, "inside": experts_local.Inside(product, limit)}
+        how: dict[str, Any] = {"count": count, "inside": experts_local.ExpertMlp(product, limit)}
         if not axes:
             return getattr(experts_local, name)(*operands, **how)
         return getattr(experts_exchange, name)(*operands, axes=axes, send=send, **how)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.ops import experts_local as local
-from spmd.ops.experts_local import Inside, Turn, inverse
+from spmd.ops.experts_local import ExpertMlp, Turn, inverse
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows to send, array for rows that arrive, places, axes) -> this array, with those rows in it."""
@@ -64,7 +64,9 @@ def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
     return jnp.where(jnp.any(is_from_RN, axis=1)[:, None], picked, out)
 
 
-def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, inside: Inside) -> Any:
+def forward(
+    *operands: Any, count: int, axes: tuple[str, ...], send: Send, inside: ExpertMlp
+) -> Any:
     """Returns (B, S, H): for each row of this device, the gated sum of its experts on any device.
 
     Operands are those of `experts_local.forward`. `axes` are the mesh axes of the devices that
@@ -87,7 +89,9 @@ def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, insid
     return route.summed(out_XH, gates_TC.astype(x_BSH.dtype)).reshape(x_BSH.shape)
 
 
-def gradient(*operands: Any, count: int, axes: tuple[str, ...], send: Send, inside: Inside) -> Any:
+def gradient(
+    *operands: Any, count: int, axes: tuple[str, ...], send: Send, inside: ExpertMlp
+) -> Any:
     """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, _, *weights, dout_BSH = operands
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)

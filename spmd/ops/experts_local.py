@@ -31,14 +31,14 @@ def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
 
 
-class Inside(NamedTuple):
+class ExpertMlp(NamedTuple):
     """How an expert's MLP is computed."""
 
     product: Product = ragged
     limit: float = 0.0  # of gpt-oss' activation (see `spmd.ops.experts`); 0 is SwiGLU
 
 
-def forward(*operands: Any, count: int, inside: Inside) -> Any:
+def forward(*operands: Any, count: int, inside: ExpertMlp) -> Any:
     """Returns (B, S, H): for each row, the gated sum of its chosen experts on this device.
 
     Operands are rows, gates, chosen experts, the numbers of the experts here, their weights gate,
@@ -57,7 +57,7 @@ def forward(*operands: Any, count: int, inside: Inside) -> Any:
     return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
 
 
-def gradient(*operands: Any, count: int, inside: Inside) -> Any:
+def gradient(*operands: Any, count: int, inside: ExpertMlp) -> Any:
     """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -174,13 +174,13 @@ class _Choices(NamedTuple):
         return in_turns(self.size, self.most, lambda: self.ends_E[-1], turn, carry)
 
 
-def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
+def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: ExpertMlp) -> Any:
     """Returns (R, H): what each choice adds to its row, the expert's output times the gate."""
     out_RH = said(x_RH, part, weights, inside)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
-def said(x_RH: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
+def said(x_RH: Any, part: Turn, weights: Sequence[Any], inside: ExpertMlp) -> Any:
     """Returns (R, H): the output of each row's expert, 0 for padding; rows are sorted by expert."""
     *into, down_EHM = weights[:3]
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
@@ -206,7 +206,7 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
     return jnp.where(part.is_here_R1, out_RH, 0)
 
 
-def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: Inside) -> Any:
+def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: ExpertMlp) -> Any:
     """Returns the vjp of `added`: its result's gradient -> (rows', gates', *weights' gradients)."""
 
     def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.quantize import dequantize
-from spmd.models.llama.weights.files import Array, Folder, Index, StoredTensor, HeldTensor
+from spmd.models.llama.weights.files import Array, Folder, HeldTensor, Index, StoredTensor
 from spmd.models.llama.weights.names import parameters
 from spmd.models.training.paths import AnyPath
 

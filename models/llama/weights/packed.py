@@ -31,9 +31,9 @@ from spmd.models.llama.weights.files import (
     NUMPY_NAMES,
     Array,
     Folder,
+    HeldTensor,
     Index,
     StoredTensor,
-    HeldTensor,
     WeightsError,
     open_folder,
 )

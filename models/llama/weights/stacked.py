@@ -23,9 +23,9 @@ import numpy as np
 from spmd.models.llama.weights.files import (
     Array,
     Folder,
+    HeldTensor,
     Index,
     StoredTensor,
-    HeldTensor,
     WeightsError,
 )
 
