@@ -148,11 +148,13 @@ def serving_weights(source: Source, dtype: str, kind: str) -> Any:
 
     Matrices that are stored quantized stay as they are if `kind` is `none`.
     """
-    tree = jax.tree.map(lambda tensor: tensor.astype(dtype), source.tree())
+    stored = source.tree()
+    tree = jax.tree.map(lambda tensor: tensor.astype(dtype), stored)
     if kind == "none":
         return _as_stored(tree)
     # Numbers are rounded once: from what is stored.
-    return quantize.quantize(tree, kind, lambda t, kind: _parts(source.tensors[t.name], kind))
+    exact = {tensor.name: tensor for tensor in jax.tree.leaves(stored)}
+    return quantize.quantize(tree, kind, lambda t, kind: _parts(exact[t.name], kind))
 
 
 def _as_stored(tree: Any, name: str = "") -> Any:
@@ -183,5 +185,10 @@ def _parts(tensor: Tensor, kind: str) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=1)
 def _quantized(tensor: Tensor, kind: str) -> Mapping[str, Array]:
-    """One after the other, values and scales are asked for: made once."""
-    return quantize.quantize_weight(tensor, kind)
+    """One after the other, values and scales are asked for: made once, expert by expert."""
+    if len(tensor.shape) == 2:
+        return quantize.quantize_weight(tensor, kind)
+    inside = tuple(slice(0, size) for size in tensor.shape[1:])
+    pieces = (tensor[(slice(i, i + 1), *inside)] for i in range(tensor.shape[0]))
+    found = [quantize.quantize_weight(piece, kind) for piece in pieces]
+    return {part: np.concatenate([one[part] for one in found]) for part in found[0]}

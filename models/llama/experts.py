@@ -32,13 +32,16 @@ def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Ar
     gates_BSC, chosen_BSC, loads = route(weights["gate"], x_BSH, config)
     names = ("gate_proj", "up_proj", "down_proj")
     of = [weights["experts"][name] for name in names]
-    given = (each["weight"].astype(x_BSH.dtype) for each in of)
-    limit, biases = config.swiglu_limit, None
-    if limit:
-        gate, up, down = (each["bias"].astype(x_BSH.dtype) for each in of)
-        biases = gate, up, down
-    found = spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given, biases=biases, limit=limit)
-    return found, loads
+    more: dict[str, Any] = {}
+    if "values" in of[0]:  # see `quantize.py`
+        given = [each["values"] for each in of]
+        more["scales"] = tuple(each["scales"] for each in of)
+    else:
+        given = [each["weight"].astype(x_BSH.dtype) for each in of]
+    if config.swiglu_limit:
+        more["biases"] = tuple(each["bias"].astype(x_BSH.dtype) for each in of)
+        more["limit"] = config.swiglu_limit
+    return spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given, **more), loads
 
 
 def route(gate: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, Loads]:

@@ -35,6 +35,8 @@ FP8_MAX = float(ml_dtypes.finfo(FP8).max)
 def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
     """Quantizes one matrix, of numpy or of jax: inside a program, too, to the same numbers.
 
+    With 8 bits there may be dims before those of a matrix, as of experts.
+
     Args:
         kind: `int8`, `int4` or `fp8`.
 
@@ -52,7 +54,7 @@ def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
         raise ConfigError(f"no quantization is called {kind!r}; there are {QUANTIZATIONS}")
     largest = INT8_MAX if kind == "int8" else FP8_MAX
     scales_O = _scales(rows_OI, largest, xp)
-    scaled_OI = rows_OI * (1 / scales_O)[:, None]
+    scaled_OI = rows_OI * (1 / scales_O)[..., None]
     values_OI = xp.rint(scaled_OI).astype(np.int8) if kind == "int8" else scaled_OI.astype(FP8)
     return {"values": values_OI, "scales": scales_O}
 
@@ -108,15 +110,16 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
         of: quantizes one matrix, or returns something that does so when it is read.
 
     Raises:
-        ConfigError: the model has experts, or latent attention.
+        ConfigError: the model has latent attention, or experts and 4 bits are asked for.
     """
     if kind == "none":
         return weights
 
     def visit(tree: Any, name: str) -> Any:
-        if name in ("experts", "kv_b_proj"):
-            what = "experts" if name == "experts" else "latent attention"
-            raise ConfigError(f"{kind}: weights of {what} cannot be quantized; use none")
+        if name == "kv_b_proj":
+            raise ConfigError(f"{kind}: weights of latent attention cannot be quantized; use none")
+        if name == "experts" and kind == "int4":
+            raise ConfigError("int4: weights of experts cannot be quantized so; use int8 or fp8")
         if name in QUANTIZED and "weight" in tree:
             return {k: x for k, x in tree.items() if k != "weight"} | of(tree["weight"], kind)
         if not isinstance(tree, Mapping):
@@ -136,13 +139,13 @@ def quantized_types(config: LlamaConfig, kind: str) -> Any:
 
 def weight_types(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
     """The result of `quantize_weight` as `jax.ShapeDtypeStruct`s."""
-    outputs, inputs = shape
     if kind != "int4":
         dtype = jnp.int8 if kind == "int8" else FP8
         return {
             "values": jax.ShapeDtypeStruct(shape, dtype),
-            "scales": jax.ShapeDtypeStruct((outputs,), np.float32),
+            "scales": jax.ShapeDtypeStruct(shape[:-1], np.float32),
         }
+    outputs, inputs = shape
     group = min(GROUP, inputs)
     return {
         "values": jax.ShapeDtypeStruct((outputs, inputs // group, group // 2), np.uint8),

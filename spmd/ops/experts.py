@@ -23,6 +23,7 @@ most C times: it is faster for more devices than choices.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,8 @@ from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
 from spmd.ops import experts_exchange, experts_local, products_triton
 
+EIGHT_BITS = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
+
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
 
@@ -50,7 +53,8 @@ def experts(
     up_EMH: Any,
     down_EHM: Any,
     *,
-    biases: tuple[Any, Any, Any] | None = None,
+    biases: Sequence[Any] = (),
+    scales: Sequence[Any] = (),
     limit: float | None = None,
 ) -> jax.Array:
     """Returns each row's sum of `gates * down(silu(gate(x)) * up(x))` over its chosen experts.
@@ -63,6 +67,8 @@ def experts(
       up_EMH: each expert's weights of `up`, in the dtype of the rows.
       down_EHM: each expert's weights of `down`, in the dtype of the rows.
       biases: what is added by `gate` (E, M), `up` (E, M) and `down` (E, H), in that dtype.
+      scales: weights are int8 or 8-bit floats, and their outputs are multiplied by these, float32
+        of `gate` (E, M), `up` (E, M) and `down` (E, H). Such experts have no gradient.
       limit: experts are gpt-oss' (OpenAI 2025, section 2.1), `g * sigmoid(1.702 g) * (u + 1)` in
         the place of `silu(g) * u`, with g cut off above the limit, and u above and below.
 
@@ -82,32 +88,35 @@ def experts(
     fits = fits and gates.shape == chosen.shape and gates.shape[:2] == x.shape[:2]
     fits = fits and gate.shape == up.shape and gate.shape[2] == x.shape[2]
     fits = fits and down.shape == (gate.shape[0], gate.shape[2], gate.shape[1])
-    fits = fits and x.dtype == gate.dtype == up.dtype == down.dtype
-    if biases is not None:
-        arrays |= {f"bias of {n}": a for n, a in zip(("gate", "up", "down"), biases, strict=True)}
-        shapes = [gate.shape[:2], gate.shape[:2], down.shape[:2]]
-        fits = fits and [a.shape for a in biases] == shapes
-        fits = fits and all(a.dtype == x.dtype for a in biases)
+    dtypes = {gate.dtype, up.dtype, down.dtype}
+    fits = fits and dtypes in ([{t} for t in EIGHT_BITS] if scales else [{x.dtype}])
+    for name, given, dtype in (("bias", biases, x.dtype), ("scale", scales, jnp.float32)):
+        fits = fits and len(given) in (0, 3)
+        of = zip(("gate", "up", "down"), (gate, up, down), given, strict=False)
+        for part, weight, array in of:
+            arrays[f"{name} of {part}"] = array
+            fits = fits and array.shape == weight.shape[:2] and array.dtype == dtype
     if not fits or not jnp.issubdtype(chosen.dtype, jnp.integer):
         raise ArgumentError(
             "experts cannot be computed",
             actual=", ".join(f"{name} {a.dtype} {a.shape}" for name, a in arrays.items())
             + f", limit {limit}",
             required="x (B, S, H), gates (B, S, C), chosen (B, S, C) of integers, gate and up "
-            "(E, M, H), down (E, H, M), biases (E, M), (E, M) and (E, H), rows and weights of one "
-            "dtype, a positive limit",
+            "(E, M, H), down (E, H, M), biases and scales (E, M), (E, M) and (E, H), rows and "
+            "weights of one dtype, or 8-bit weights with float32 scales, a positive limit",
             fix="correct them",
         )
     # The experts' numbers are an operand so that a device with some of them knows which; 0 is none.
     numbers_E = jnp.arange(1, gate.shape[0] + 1, dtype=jnp.int32)
-    operands = (x, gates, chosen.astype(jnp.int32) + 1, numbers_E, gate, up, down)
-    if biases is None:
-        out_BSH: jax.Array = _mix(limit, *operands)
-        return out_BSH
-    # Where M is split its parts of a sum are added up: the last bias would be, as often.
-    of_expert_BSE = jnp.sum(jax.nn.one_hot(chosen, len(down), dtype=x.dtype) * gates[..., None], 2)
-    added_BSH = of_expert_BSE.astype(x.dtype) @ biases[2]
-    out_BSH = _mix(limit, *operands, *biases[:2]) + added_BSH
+    into = (gate, up, down, *biases[:2], *scales)
+    operands = (x, gates, chosen.astype(jnp.int32) + 1, numbers_E, *into)
+    run = functools.partial(_run, FORWARD, "forward") if scales else _mix
+    out_BSH: jax.Array = run(limit, *operands)
+    if biases:
+        # Where M is split its parts of a sum are added up: this bias would be, as often.
+        of_expert_BSEC = jax.nn.one_hot(chosen, len(down), axis=2, dtype=gates.dtype)
+        of_expert_BSE = jnp.einsum("bsec,bsc->bse", of_expert_BSEC, gates)
+        out_BSH += of_expert_BSE.astype(x.dtype) @ biases[2]
     return out_BSH
 
 
@@ -119,7 +128,7 @@ def _on_gpus(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mix(limit: float | None, *operands: Any) -> Any:
-    return _run(FORWARD, "forward", limit, operands)
+    return _run(FORWARD, "forward", limit, *operands)
 
 
 def _mix_forward(limit: float | None, *operands: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -128,14 +137,14 @@ def _mix_forward(limit: float | None, *operands: Any) -> tuple[Any, tuple[Any, .
 
 
 def _mix_backward(limit: float | None, operands: tuple[Any, ...], dout_BSH: Any) -> tuple[Any, ...]:
-    dx, dgates, *dweights = _run(GRADIENT, "gradient", limit, (*operands, dout_BSH))
+    dx, dgates, *dweights = _run(GRADIENT, "gradient", limit, *operands, dout_BSH)
     return dx, dgates, None, None, *dweights
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _run(name: str, function: str, limit: float | None, operands: tuple[Any, ...]) -> Any:
+def _run(name: str, function: str, limit: float | None, *operands: Any) -> Any:
     """Calls a function as composite `name`; under `jax.vmap` it runs in a loop over elements."""
     attributes: dict[str, Any] = {"count": operands[3].shape[0]}
     attributes |= {} if limit is None else {"limit": limit}
@@ -158,15 +167,16 @@ def _flops(kind: OpKind, products: int) -> float:
 
 
 _OPERANDS = "b s h, b s c, b s c, e, e m h, e m h, e h m"
-_BIASES = ", e m, e m"
+_BIASES, _SCALES = ", e m, e m", ", e m, e m, e h"
 _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 
 
 def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule:
-    has_biases = len(kind.operands) > 8
     owed, _, made = results.partition(" -> ")
-    owes = has_biases and bool(owed)
-    text = f"{_OPERANDS}{_BIASES * has_biases}{owed} -> {made}{_BIASES * owes}"
+    more = len(kind.operands) - (8 if owed else 7)
+    biases = _BIASES if more in (2, 5) else ""
+    scales = _SCALES if more in (3, 5) else ""
+    text = f"{_OPERANDS}{biases}{scales}{owed} -> {made}{biases if owed else ''}"
     rule = parse_rule(text, kind.operands, kind.results, kinds=kinds, reduction="add")
     rows, choices = kind.operands[:2]
     ((b,), (s,), _), ((e,),) = rule.operands[0], rule.operands[3]
@@ -186,7 +196,7 @@ def _kernel(
 ) -> Any:
 
     def run(*operands: Any, count: int, axes: tuple[str, ...] = (), limit: float = 0.0) -> Any:
-        how: dict[str, Any] = {"count": count, "inside": experts_local.ExpertMlp(product, limit)}
+        how: dict[str, Any] = {"count": count, "mlp": experts_local.ExpertMlp(product, limit)}
         if not axes:
             return getattr(experts_local, name)(*operands, **how)
         return getattr(experts_exchange, name)(*operands, axes=axes, send=send, **how)

@@ -64,9 +64,7 @@ def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
     return jnp.where(jnp.any(is_from_RN, axis=1)[:, None], picked, out)
 
 
-def forward(
-    *operands: Any, count: int, axes: tuple[str, ...], send: Send, inside: ExpertMlp
-) -> Any:
+def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, mlp: ExpertMlp) -> Any:
     """Returns (B, S, H): for each row of this device, the gated sum of its experts on any device.
 
     Operands are those of `experts_local.forward`. `axes` are the mesh axes of the devices that
@@ -80,7 +78,7 @@ def forward(
         there, back, part = route.turn(i)
         room_RH = jnp.zeros((route.size, x_XH.shape[1]), x_XH.dtype)
         x_RH = send(x_XH, room_RH, there, axes)
-        said_RH = local.said(x_RH[part.at_R], part, weights, inside)
+        said_RH = local.said(x_RH[part.at_R], part, weights, mlp)
         return send(said_RH[inverse(part.at_R)], out_XH, back, axes)
 
     out_XH = route.turns(turn, jnp.zeros_like(x_XH))
@@ -89,9 +87,7 @@ def forward(
     return route.summed(out_XH, gates_TC.astype(x_BSH.dtype)).reshape(x_BSH.shape)
 
 
-def gradient(
-    *operands: Any, count: int, axes: tuple[str, ...], send: Send, inside: ExpertMlp
-) -> Any:
+def gradient(*operands: Any, count: int, axes: tuple[str, ...], send: Send, mlp: ExpertMlp) -> Any:
     """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, _, *weights, dout_BSH = operands
     route = _Route.of(chosen_BSC, weights[0].shape[0], count, axes)
@@ -105,7 +101,7 @@ def gradient(
         got_RW = send(sent_XW, room_RW, there, axes)[part.at_R]
         x_RH, dout_RH = got_RW[:, :width], got_RW[:, width : 2 * width]
         gates_R = jnp.where(part.is_here_R1[:, 0], _without(got_RW, 2 * width, gates_BSC.dtype), 0)
-        pull = local.pull_of(x_RH, gates_R, part, weights, inside)
+        pull = local.pull_of(x_RH, gates_R, part, weights, mlp)
         dx_RH, dgates_R, *dweights = pull(jnp.where(part.is_here_R1, dout_RH, 0))
         found_XW, *before = sums
         owed_RW = _with(dx_RH, dgates_R)[inverse(part.at_R)]

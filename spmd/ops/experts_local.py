@@ -28,7 +28,7 @@ _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 def ragged(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     """Returns (R, O): each row times its expert's weights, by XLA's ragged product."""
-    return jax.lax.ragged_dot_general(x_RI, weights_EOI, sizes_E, _BY_ROWS)
+    return jax.lax.ragged_dot_general(x_RI, weights_EOI.astype(x_RI.dtype), sizes_E, _BY_ROWS)
 
 
 class ExpertMlp(NamedTuple):
@@ -38,12 +38,12 @@ class ExpertMlp(NamedTuple):
     limit: float = 0.0  # of gpt-oss' activation (see `spmd.ops.experts`); 0 is SwiGLU
 
 
-def forward(*operands: Any, count: int, inside: ExpertMlp) -> Any:
+def forward(*operands: Any, count: int, mlp: ExpertMlp) -> Any:
     """Returns (B, S, H): for each row, the gated sum of its chosen experts on this device.
 
     Operands are rows, gates, chosen experts, the numbers of the experts here, their weights gate,
-    up and down, and perhaps biases of gate and up. Experts have the numbers 1 to `count`; 0 is
-    none.
+    up and down, and perhaps biases of gate and up, and scales of gate, up and down. Experts have
+    the numbers 1 to `count`; 0 is none.
     """
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -51,13 +51,13 @@ def forward(*operands: Any, count: int, inside: ExpertMlp) -> Any:
 
     def turn(i: Any, out_TH: Any) -> Any:
         part = choices.turn(i)
-        added_RH = added(x_TH[part.row_R], gates_X[part.at_R], part, weights, inside)
+        added_RH = added(x_TH[part.row_R], gates_X[part.at_R], part, weights, mlp)
         return out_TH + choices.summed(i, added_RH)
 
     return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
 
 
-def gradient(*operands: Any, count: int, inside: ExpertMlp) -> Any:
+def gradient(*operands: Any, count: int, mlp: ExpertMlp) -> Any:
     """Returns gradients of rows, gates and weights; operands are `forward`'s, then `dout`."""
     x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
     choices = _Choices.of(chosen_BSC, numbers_E, count)
@@ -66,7 +66,7 @@ def gradient(*operands: Any, count: int, inside: ExpertMlp) -> Any:
 
     def turn(i: Any, sums: Any) -> Any:
         part = choices.turn(i)
-        pull = pull_of(x_TH[part.row_R], gates_X[part.at_R], part, weights, inside)
+        pull = pull_of(x_TH[part.row_R], gates_X[part.at_R], part, weights, mlp)
         dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
         dx_TH, dgates_X, *before = sums
         dx_TH += choices.summed(i, dx_RH)
@@ -174,43 +174,52 @@ class _Choices(NamedTuple):
         return in_turns(self.size, self.most, lambda: self.ends_E[-1], turn, carry)
 
 
-def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: ExpertMlp) -> Any:
+def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
     """Returns (R, H): what each choice adds to its row, the expert's output times the gate."""
-    out_RH = said(x_RH, part, weights, inside)
+    out_RH = said(x_RH, part, weights, mlp)
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
-def said(x_RH: Any, part: Turn, weights: Sequence[Any], inside: ExpertMlp) -> Any:
+def said(x_RH: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
     """Returns (R, H): the output of each row's expert, 0 for padding; rows are sorted by expert."""
     *into, down_EHM = weights[:3]
+    more = list(weights[3:])
+    biases = [more.pop(0) for _ in range(2 if len(more) in (2, 5) else 0)]
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
     x_RH = jnp.where(part.is_here_R1, x_RH, 0)
-    gate_RM, up_RM = (inside.product(x_RH, weight, part.sizes_E) for weight in into)
-    if biases := weights[3:]:
+    ends_E = jnp.cumsum(part.sizes_E)
+    expert_R = jnp.searchsorted(ends_E, jnp.arange(len(x_RH)), side="right")
+
+    def times(x_RI: Any, weights_EOI: Any, scales_EO: Sequence[Any]) -> Any:
+        out_RO = mlp.product(x_RI, weights_EOI, part.sizes_E)
+        for scale_EO in scales_EO:
+            out_RO = (out_RO * scale_EO.at[expert_R].get(mode="clip")).astype(out_RO.dtype)
+        return out_RO
+
+    of_gate, of_up, of_down = ([x] for x in more) if more else ([], [], [])
+    gate_RM, up_RM = times(x_RH, into[0], of_gate), times(x_RH, into[1], of_up)
+    if biases:
         # A product takes each row's bias: its gradient has a fixed order, that of a gather has not.
-        ends_E = jnp.cumsum(part.sizes_E)
-        expert_R = jnp.searchsorted(ends_E, jnp.arange(len(x_RH)), side="right")
+        own_RE = jax.nn.one_hot(expert_R, len(ends_E), dtype=x_RH.dtype)
+        exactly = jax.lax.Precision.HIGHEST
         gate_RM, up_RM = (
-            x + jax.nn.one_hot(expert_R, len(ends_E), dtype=x.dtype) @ bias_EM
+            x + jnp.matmul(own_RE, bias_EM, precision=exactly)
             for x, bias_EM in zip((gate_RM, up_RM), biases, strict=True)
         )
-    if inside.limit:
-        gate_RM, up_RM = (jnp.minimum(x, inside.limit) for x in (gate_RM, up_RM))
-        inner_RM = (
-            gate_RM * jax.nn.sigmoid(SLOPE * gate_RM) * (jnp.maximum(up_RM, -inside.limit) + 1)
-        )
+    if mlp.limit:
+        gate_RM, up_RM = (jnp.minimum(x, mlp.limit) for x in (gate_RM, up_RM))
+        inner_RM = gate_RM * jax.nn.sigmoid(SLOPE * gate_RM) * (jnp.maximum(up_RM, -mlp.limit) + 1)
     else:
         inner_RM = jax.nn.silu(gate_RM) * up_RM
-    out_RH = inside.product(inner_RM, down_EHM, part.sizes_E)
-    return jnp.where(part.is_here_R1, out_RH, 0)
+    return jnp.where(part.is_here_R1, times(inner_RM, down_EHM, of_down), 0)
 
 
-def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], inside: ExpertMlp) -> Any:
+def pull_of(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
     """Returns the vjp of `added`: its result's gradient -> (rows', gates', *weights' gradients)."""
 
     def of(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
-        return added(x_RH, gates_R, part, weights, inside)
+        return added(x_RH, gates_R, part, weights, mlp)
 
     return jax.vjp(of, x_RH, gates_R, *weights)[1]
 

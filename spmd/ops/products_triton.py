@@ -333,11 +333,13 @@ NEIGHBOURS = 8
 def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool = False) -> Any:
     """Returns (R, O): each row times its group's weights; NotImplemented for other operands.
 
-    O and I are multiples of 64, dtypes the same 16-bit float. Rows are sorted by group; group e has
+    O and I are multiples of 64, dtypes the same 16-bit float, or weights have 8 bits, which are
+    converted in the kernel. Rows are sorted by group; group e has
     `sizes_E[e]`. Results and gradients of rows after the last group are undefined. Sums are in
     float32. `interpret` runs the kernel step by step in jax: for tests.
     """
-    fits = _of_16_bits(x_RI) and x_RI.dtype == weights_EOI.dtype and 0 not in x_RI.shape
+    fits = _of_16_bits(x_RI) and 0 not in x_RI.shape
+    fits = fits and (x_RI.dtype == weights_EOI.dtype or weights_EOI.dtype.itemsize == 1)
     fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
     # No array is too large: Pallas counts with 64 bits what has more than 2^32 bytes.
     if not fits or not weights_EOI.shape[0]:
@@ -371,7 +373,8 @@ def by_rows(x_RI: Any, weights: Any, sizes_E: Any, *, is_transposed: bool, inter
     tiles = _tiles(LEAST if rows <= LEAST * weights.shape[0] else 2 * LEAST, columns)
     about_T3 = tile_rows(sizes_E, rows, tiles.rows)
     grid = about_T3.shape[0], columns // tiles.columns
-    kernel = functools.partial(_rows_kernel, tiles=tiles, grid=grid, is_transposed=is_transposed)
+    how: dict[str, Any] = {"tiles": tiles, "grid": grid, "is_transposed": is_transposed}
+    kernel = functools.partial(_rows_kernel, **how, interpret=interpret)
     result = jax.ShapeDtypeStruct((rows, columns), x_RI.dtype)
     return _call("rows_gemm", kernel, tiles, grid, result, interpret)(about_T3, x_RI, weights)
 
@@ -428,7 +431,9 @@ def _place(program: Any, rows: int, columns: int) -> tuple[Any, Any]:
     return first + program % width % height, program % width // height
 
 
-def _rows_kernel(*refs: Any, tiles: Tiles, grid: tuple[int, int], is_transposed: bool) -> None:
+def _rows_kernel(
+    *refs: Any, tiles: Tiles, grid: tuple[int, int], is_transposed: bool, interpret: bool
+) -> None:
     about, x, weights, out = refs
     tile, column = _place(pl.program_id(0), *grid)
     group, start, count = (about[tile, i] for i in range(3))
@@ -443,7 +448,10 @@ def _rows_kernel(*refs: Any, tiles: Tiles, grid: tuple[int, int], is_transposed:
             inner = pl.ds(i * tiles.inner, tiles.inner)
             x_RK = _rows(x, row_R, i * tiles.inner, tiles.inner)
             if is_transposed:
-                return sum_RC + triton().dot(x_RK, weights[group, columns, inner], trans_b=True)
+                weight_CK = weights[group, columns, inner]
+                if weight_CK.dtype == jnp.int8 and x.dtype == jnp.bfloat16:
+                    weight_CK = _converted(weight_CK, interpret)
+                return sum_RC + triton().dot(x_RK, weight_CK.astype(x.dtype), trans_b=True)
             return sum_RC + triton().dot(x_RK, weights[group, inner, columns])
 
         sum_RC = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)

@@ -48,7 +48,7 @@ def test_other_shardings_compile_anew(mesh: spmd.Mesh) -> None:
 def test_on_several_cpu_devices_a_call_ends_before_the_next(mesh: spmd.Mesh) -> None:
     # Two programs at once may wait for each other there, until the process is aborted.
     step = spmd.jit(lambda x: jnp.tanh(x @ x @ x), mesh=mesh)
-    x = step(spmd.mark_sharding(jnp.ones((512, 512)), mesh, ("data", "model")))
+    x: Any = step(spmd.mark_sharding(jnp.ones((512, 512)), mesh, ("data", "model")))
     for _ in range(3):
         x = step(x)
         assert x.is_ready()

@@ -1,5 +1,6 @@
 """A mixture of experts against a loop over them: values and gradients, alone and split."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.errors import ArgumentError
 from spmd.ops import experts, experts_exchange, experts_local
 from tests.close import close
 from tests.ops.test_attention import EVERY_FLOP_COUNTS, locally
@@ -34,14 +36,15 @@ def plain(
     return out
 
 
-def operands(biases: int = 0, count: int = EXPERTS) -> Any:
+def operands(
+    biases: int = 0, b: int = 4, s: int = 6, count: int = EXPERTS, h: int = 8, m: int = 12
+) -> Any:
     """Rows, gates, choices, weights and biases; one expert is chosen by nobody."""
-    b, s, h, m = 4, 6, 8, 12
     rng = np.random.default_rng(b * s + count)
     chosen = np.stack([
         rng.permutation(max(count - 1, CHOICES))[:CHOICES] for _ in range(b * s)
     ]).reshape(b, s, CHOICES)  # fmt: skip
-    shapes = ((b, s, h), (b, s, CHOICES), (count, m, h), (count, m, h), (count, h, m))
+    shapes: Any = ((b, s, h), (b, s, CHOICES), (count, m, h), (count, m, h), (count, h, m))
     shapes += ((count, m), (count, m), (count, h))[:biases]
     x, gates, *weights = (0.5 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     return x, gates, chosen.astype(np.int32), *weights
@@ -65,6 +68,36 @@ def test_in_half_precision_gates_stay_wide() -> None:
     assert out.dtype == jnp.bfloat16
     want = jax.jit(plain)(x.astype(jnp.float32), gates, chosen, *weights)
     close(out, want, 0.03)
+
+
+@pytest.mark.usefixtures("exact_plans")
+@pytest.mark.parametrize(("dtype", "biased"), [("int8", True), ("float8_e4m3fn", False)])
+def test_eight_bits(dtype: str, biased: bool, devices8: Any) -> None:
+    """Rows, experts and widths over axes of their own: scales are split as weights' rows."""
+    mesh = spmd.make_mesh(x=2, y=2, z=2, devices=devices8)
+    x, gates, chosen, *weights = operands(3)
+    given: Any = {"biases": weights[3:], "limit": 1.0} if biased else {}
+    values = [np.asarray(16 * w, np.float32).astype(dtype) for w in weights[:3]]
+    scales = tuple(np.abs(w).max(-1) / 16 for w in weights[:3])
+    wide = [np.float32(v) * s[..., None] for v, s in zip(values, scales, strict=True)]
+
+    def run(x: Any, gates: Any, chosen: Any, *weights: Any) -> Any:
+        return experts(x, gates, chosen, *weights[:3], scales=weights[3:], **given)
+
+    specs = [("x",)] * 3 + [
+        ("y", "z"),
+        ("y", "z"),
+        ("y", None, "z"),
+        ("y", "z"),
+        ("y", "z"),
+        ("y",),
+    ]
+    args = (x, gates, chosen, *values, *scales)
+    compiled = spmd.jit(run, mesh=mesh, in_specs=specs, options=EVERY_FLOP_COUNTS).compile(*args)
+    close(compiled(*args), jax.jit(functools.partial(plain, **given))(x, gates, chosen, *wide))
+    assert locally(compiled)["spmd.experts"][4] == (3, 6, 8)
+    with pytest.raises(ArgumentError, match="or 8-bit weights with float32 scales"):
+        experts(x, gates, chosen, *values)
 
 
 SPLITS = {
@@ -103,10 +136,9 @@ def test_split(name: str, devices8: Any) -> None:
     close(compiled(*args), jax.jit(loss(plain, count=len(args)))(*args))
     found = locally(compiled)
     assert set(found) == {"spmd.experts", "spmd.experts_grad"}
-    pieces = {name: (local[0][0], local[4][0]) for name, local in found.items()}
-    assert pieces["spmd.experts_grad"] == (batch, here)
     # Rows that nobody asked to split may be split besides, where their experts are gathered anyway.
-    assert pieces["spmd.experts"][0] <= batch and pieces["spmd.experts"][1] == here
+    for local in found.values():
+        assert local[0][0] <= batch and local[4][0] == here
 
 
 @pytest.fixture(scope="module")

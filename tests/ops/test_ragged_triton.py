@@ -51,6 +51,15 @@ def test_product_and_gradients_are_those_of_ragged_dot(sizes: list[int]) -> None
         np.testing.assert_allclose(np.float32(a), np.float32(b), atol=0.03, rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_weights_of_eight_bits_are_converted_in_the_kernel(dtype: str) -> None:
+    x, w, sizes = operands(128, 64, [50, 0, 90, 7])
+    w = (16 * w).astype(dtype)
+    want = plain(x, w.astype(x.dtype), sizes)
+    np.testing.assert_array_equal(*(f(x, w, sizes)[:147] for f in (interpreted, plain)))
+    np.testing.assert_array_equal(plain(x, w, sizes)[:147], want[:147])
+
+
 @pytest.mark.parametrize(
     "args",
     [operands(64, 64, [3], jnp.float32), operands(72, 64, [3]), operands(64, 72, [3])],

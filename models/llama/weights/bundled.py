@@ -70,7 +70,7 @@ def views(stored: Folder, folder: AnyPath) -> dict[str, HeldTensor]:
                     StoredTensor(of.file, parameter.tensor_shape, of.dtype), read
                 )
             else:
-                read = functools.partial(_quantized, stored, module, dtypes)
+                read = functools.partial(_quantized, stored, module, dtypes, at)
                 found[name] = HeldTensor(StoredTensor(of.file, parameter.tensor_shape, "F32"), read)
     return found
 
@@ -80,14 +80,17 @@ def _plain(stored: Folder, path: str, at: Index, index: Index) -> Array:
     return whole.reshape(whole.shape[len(at) :])
 
 
-def _quantized(stored: Folder, module: str, dtypes: Mapping[str, str], index: Index) -> Array:
+def _quantized(
+    stored: Folder, module: str, dtypes: Mapping[str, str], at: Index, index: Index
+) -> Array:
     parts = {}
     for part in ("values", "scales", "zeros", "order"):
-        if (name := f"{module}/{part}") in stored.tensors:
-            shape = stored.tensors[name].shape
-            rows = slice(0, shape[0]) if part == "order" else index[0]
-            array = stored.read(name, (rows, *(slice(0, size) for size in shape[1:])))
-            kind = dtypes[name]
-            is_float8 = kind.startswith("float8")
-            parts[part] = array.view(getattr(ml_dtypes, kind)) if is_float8 else array
+        if (name := f"{module}/{part}") not in stored.tensors:
+            continue
+        first, *rest = stored.tensors[name].shape[len(at) :]
+        rows = slice(0, first) if part == "order" else index[0]
+        array = _plain(stored, name, at, (rows, *(slice(0, size) for size in rest)))
+        kind = dtypes[name]
+        is_float8 = kind.startswith("float8")
+        parts[part] = array.view(getattr(ml_dtypes, kind)) if is_float8 else array
     return np.asarray(dequantize(parts))[:, index[1]]

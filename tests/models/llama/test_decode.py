@@ -457,7 +457,7 @@ def test_all_functions_can_be_warmed_up():
     [
         pytest.param("int8", 0.05, {}, marks=pytest.mark.heavy),
         ("int8", 0.05, {"attention_bias": "qkvo", "qk_norm": True, "sliding_window": 5}),
-        ("fp8", 0.2, {}),
+        ("fp8", 0.2, {"num_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 2.0}),
         ("int4", 0.8, {}),
     ],
 )
@@ -489,7 +489,12 @@ def all_distributions(backend: ModelBackend, prompt: list[int]) -> Any:
 
 
 def _dequantized(leaf: Any) -> Any:
-    return {"weight": quantize.dequantize(leaf)} | {k: x for k, x in leaf.items() if k == "bias"}
+    bias = {k: x for k, x in leaf.items() if k == "bias"}
+    if leaf["values"].dtype == np.uint8 or leaf["values"].ndim == 2:
+        return {"weight": quantize.dequantize(leaf)} | bias
+    return {
+        "weight": leaf["values"].astype(np.float32) * leaf["scales"][..., None]
+    } | bias  # experts
 
 
 def _is_quantized(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ SHAPE = {"data": 4, "model": 2}
 
 def test_the_tables_cover_every_parameter_and_every_point():
     parts = dataclasses.replace(TINY, attention_bias="qkvo", qk_norm=True, post_norms=True)
-    chosen = {"num_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+    chosen: Any = {"num_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
     mixture = dataclasses.replace(parts, attention_sinks=True, **chosen)
     shapes = parts.parameter_shapes() | mixture.parameter_shapes()
     shapes |= CONFIGS["deepseek-v3"].parameter_shapes()
