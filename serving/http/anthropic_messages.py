@@ -67,23 +67,21 @@ def parse_request(body: Mapping[str, Any], bounds: Bounds, counts: bool = False)
     fields = Fields(body)
     refuse(fields, REFUSED)
     if fields.get("max_tokens") is None and not counts:
-        raise invalid("max_tokens: an integer is needed, not nothing", "max_tokens")
+        raise invalid("max_tokens: an integer is needed, not nothing")
     thinking, output = fields.object("thinking"), fields.object("output_config")
     kind, form, effort = thinking.get("type"), output.get("format"), output.get("effort")
     if kind not in (None, "enabled", "disabled", "adaptive"):
-        raise invalid(f"thinking.type: enabled, disabled or adaptive, not {show(kind)}", "thinking")
+        raise invalid(f"thinking.type: enabled, disabled or adaptive, not {show(kind)}")
     thinks = None if kind is None else kind != "disabled"
     if effort is not None and not thinks:
-        raise invalid("output_config.effort: only with thinking", "output_config")
+        raise invalid("output_config.effort: only with thinking")
     refuse(output, dict.fromkeys(output.left(), ()), place="output_config.")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     given = fields.object("tool_choice")
     choice: Any = given.get("type")
     if choice not in tuple(CHOICES):
-        raise invalid(
-            f"tool_choice.type: auto, any, tool or none, not {show(choice)}", "tool_choice"
-        )
+        raise invalid(f"tool_choice.type: auto, any, tool or none, not {show(choice)}")
     if choice == "tool":
         choice = {"type": "function", "function": {"name": given.get("name")}}
     else:
@@ -121,16 +119,16 @@ def message_work(ask: MessageAsk, language: Language, grammar: Grammar | None = 
         arguments = {"enable_thinking": bool(ask.thinks), **ask.arguments}
         ask = dataclasses.replace(ask, arguments=arguments)
     elif ask.thinks and not template.thinks:
-        raise invalid("thinking: this model has no thoughts; leave it out", "thinking")
+        raise invalid("thinking: this model has no thoughts; leave it out")
     elif ask.thinks is False and template.thinks:
-        raise invalid("thinking: this model always thinks; left out, it does not show", "thinking")
+        raise invalid("thinking: this model always thinks; left out, it does not show")
     return chat_work(ask, language, grammar)
 
 
 def _messages(system: Any, given: Any) -> list[Message]:
     """The messages that a chat would have: results of tools are messages of their own there."""
     if not isinstance(given, list) or not given:
-        raise invalid(f"messages: a list of messages is needed, not {show(given)}", "messages")
+        raise invalid(f"messages: a list of messages is needed, not {show(given)}")
     made: list[Message] = []
     if system:
         made.append(parse_message({"role": "system", "content": system}, "system"))
@@ -169,8 +167,7 @@ def _unfolded(role: Any, blocks: list[Any], place: str) -> Iterator[Message]:
         elif kind != "redacted_thinking" or role != "assistant":
             raise invalid(
                 f"{where}: text, and of users tool_result, of assistants tool_use and thinking are "
-                f"served, not {show(kind or block)}",
-                "messages",
+                f"served, not {show(kind or block)}"
             )
     if role == "assistant":
         said = {"content": "\n".join(texts), "reasoning_content": thought or None}

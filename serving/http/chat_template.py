@@ -158,8 +158,7 @@ class ChatTemplate:
             raise invalid(
                 f"tools: this model's chat template {problem}; leave them out, or serve it with "
                 "--tool_format",
-                "tools",
-                "unsupported_parameter",
+                code="unsupported_parameter",
             )
         return self._format
 
@@ -189,20 +188,17 @@ class ChatTemplate:
                 known = ", ".join(sorted(self.arguments)) or "none"
                 raise invalid(
                     f"chat_template_kwargs: {show(name)} is no argument of this model's chat "
-                    f"template, which are: {known}",
-                    "chat_template_kwargs",
+                    f"template, which are: {known}"
                 )
         if not self.knows_tools:
             messages, tools = described(messages, tools, self._format or PLAIN), ()
         try:
             return self._render(messages, generation_prompt, tools, self._wants_text, arguments)
         except chat.Refused as error:
-            raise invalid(
-                f"messages: the chat template refuses them: {error}", "messages"
-            ) from error
+            raise invalid(f"messages: the chat template refuses them: {error}") from error
         except Exception as error:  # templates can fail in any way
             reason = f"{type(error).__name__}: {error}"
-            raise invalid(f"messages: the chat template fails: {reason}", "messages") from error
+            raise invalid(f"messages: the chat template fails: {reason}") from error
 
     def _render(
         self,

@@ -58,10 +58,10 @@ class TextModel(NamedTuple):
         if not isinstance(text, list):
             found = _encode(self.tokenizer, check_text(text, param))
         elif not all(is_integer(i) and 0 <= i < self.tokenizer.vocab_size for i in text):
-            raise invalid(f"{param}: ids are integers below {self.tokenizer.vocab_size}", param)
+            raise invalid(f"{param}: ids are integers below {self.tokenizer.vocab_size}")
         if not 1 <= len(found) <= self.longest:
             raise invalid(
-                f"{param}: {len(found)} tokens; 1 to {self.longest} fit", param,
+                f"{param}: {len(found)} tokens; 1 to {self.longest} fit",
                 code="context_length_exceeded",
             )  # fmt: skip
         return list(found)
@@ -150,9 +150,9 @@ async def embeddings(request: Request) -> Response:
             else given
         )
         if not 1 <= len(several) <= MOST_TEXTS:
-            raise invalid(f"input: 1 to {MOST_TEXTS} texts, not {len(several)}", "input")
+            raise invalid(f"input: 1 to {MOST_TEXTS} texts, not {len(several)}")
         if form not in ("float", "base64"):
-            raise invalid(f"encoding_format: float or base64, not {show(form)}", "encoding_format")
+            raise invalid(f"encoding_format: float or base64, not {show(form)}")
         rows = [model.ids(one, f"input[{i}]") for i, one in enumerate(several)]
         return rows, (form, fields.integer("dimensions", 1, 2**16))
 
@@ -160,7 +160,7 @@ async def embeddings(request: Request) -> Response:
         form, size = ask
         if size is not None:
             if size > vectors.shape[1]:
-                raise invalid(f"dimensions: {vectors.shape[1]} are the most", "dimensions")
+                raise invalid(f"dimensions: {vectors.shape[1]} are the most")
             vectors = _unit(vectors[:, :size])
         values = [
             base64.b64encode(v.astype("<f4").tobytes()).decode() if form == "base64" else v.tolist()
@@ -186,7 +186,7 @@ async def rerank(request: Request) -> Response:
         fields = Fields(body)
         given = fields.get("documents")
         if not isinstance(given, list) or not 1 <= len(given) < MOST_TEXTS:
-            raise invalid(f"documents: a list of 1 to {MOST_TEXTS - 1} texts", "documents")
+            raise invalid(f"documents: a list of 1 to {MOST_TEXTS - 1} texts")
         texts = [one.get("text") if isinstance(one, dict) else one for one in given]
         rows = [model.ids(fields.text("query"), "query")]
         for i, text in enumerate(texts):

@@ -70,11 +70,11 @@ def parse_response(body: Mapping[str, Any], bounds: Bounds) -> ResponseAsk:
     refuse(fields, REFUSED)
     include, choice = fields.get("include") or [], fields.get("tool_choice")
     if not isinstance(include, list) or "message.output_text.logprobs" in include:
-        raise invalid("include: log-probabilities are served at /v1/chat/completions", "include")
+        raise invalid("include: log-probabilities are served at /v1/chat/completions")
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             kind = show(choice.get("type"))
-            raise invalid(f"tool_choice.type: function is served, not {kind}", "tool_choice")
+            raise invalid(f"tool_choice.type: function is served, not {kind}")
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     text, reasoning = fields.object("text"), fields.object("reasoning")
     refuse(reasoning, REFUSED_OF_REASONING, "not served; thoughts are shown whole", "reasoning.")
@@ -102,7 +102,7 @@ def _messages(given: Any, instructions: str) -> list[Message]:
     """The messages that a chat would have; what an assistant did in a row is one of them."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
-        raise invalid(f"input: a string or a list of items is needed, not {show(given)}", "input")
+        raise invalid(f"input: a string or a list of items is needed, not {show(given)}")
     made: list[Message] = []
     if instructions:
         made.append({"role": "system", "content": instructions})
@@ -139,8 +139,7 @@ def _message(item: Any, place: str) -> Json:
         return {**given, "content": item.get("output")}
     raise invalid(
         f"{place}.type: message, function_call, function_call_output and reasoning are served, "
-        f"not {show(kind)}; nothing is kept here that another item could refer to",
-        "input",
+        f"not {show(kind)}; nothing is kept here that another item could refer to"
     )
 
 

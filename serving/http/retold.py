@@ -62,8 +62,7 @@ def functions(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
             raise invalid(
                 f"tools[{i}].type: there are no built-in tools here, such as {show(kind)}; give "
                 f"functions that you call yourself, by name and {schema}",
-                "tools",
-                "unsupported_parameter",
+                code="unsupported_parameter",
             )
         refuse(Fields(tool), OF_TOOLS, place=f"tools[{i}].")
         pairs = {**renamed, "parameters": schema}.items()
