@@ -1,14 +1,15 @@
 """Finds the calls in a model's text, in whatever pieces it comes.
 
-    Text("Let me see."), Begin("add"), Piece('{"a": '), Piece("1}")
+    content "Let me see.", call "add", arguments '{"a": ', arguments "1}"
 
 A call begins for its reader once its name is known, is a tool's, and its arguments have begun.
 What looks like a call and is none becomes text.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spmd.serving.engine.actions import Finish
 from spmd.serving.engine.text import StopMatcher
@@ -229,37 +230,15 @@ def _loads(text: str) -> Any:
         return None
 
 
-class ContentText(NamedTuple):
-    """A part of the message's content."""
+class Event(NamedTuple):
+    """What was read: a piece of the content, of the thought before it, or of a call's arguments.
 
+    The text of `call` is the name of one that begins. What began as a call may be none: that of
+    `broken` is all that the model wrote of it.
+    """
+
+    kind: Literal["content", "thought", "call", "arguments", "broken"]
     text: str
-
-
-class CallBegins(NamedTuple):
-    """A call begins."""
-
-    name: str
-
-
-class CallContinues(NamedTuple):
-    """More of the call's arguments."""
-
-    text: str
-
-
-class ThoughtText(NamedTuple):
-    """A part of the thought before the message."""
-
-    text: str
-
-
-class Broken(NamedTuple):
-    """The call that began is none; `text` is all that the model wrote of it."""
-
-    text: str
-
-
-Event = ContentText | ThoughtText | CallBegins | CallContinues | Broken
 
 
 class CallsReader:
@@ -306,7 +285,7 @@ class CallsReader:
             events += self._content(self._raw)
         events += self._content(self._matcher.flush())
         if self._blank and not self.calls:
-            events.append(ContentText(self._blank))
+            events.append(Event("content", self._blank))
         return _joined(events)
 
     # Where the next letter is; each takes it.
@@ -352,8 +331,8 @@ class CallsReader:
             if not self._shown:
                 self._shown = True
                 self.calls += 1
-                yield CallBegins(call.name or "")
-            yield CallContinues(piece)
+                yield Event("call", call.name or "")
+            yield Event("arguments", piece)
         if call.done:
             if not self._dropped and not self._shown:  # there is nothing that could be its name
                 yield from self._give_up()
@@ -406,7 +385,7 @@ class CallsReader:
         if self._shown:
             self.calls -= 1
             blank, self._blank = self._blank, ""
-            yield Broken(blank + raw)
+            yield Event("broken", blank + raw)
         else:
             yield from self._content(raw)
 
@@ -417,21 +396,13 @@ class CallsReader:
         self._blank = text[len(shown) :]
         if shown:
             self._texts += 1
-            yield ContentText(shown)
+            yield Event("content", shown)
 
 
 def _joined(events: list[Event]) -> list[Event]:
     """The same with neighbours of one kind as one."""
-    joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentText) and isinstance(last, ContentText):
-            joined[-1] = ContentText(last.text + event.text)
-        elif isinstance(event, CallContinues) and isinstance(last, CallContinues):
-            joined[-1] = CallContinues(last.text + event.text)
-        else:
-            joined.append(event)
-    return joined
+    groups = itertools.groupby(events, lambda one: one.kind)
+    return [Event(kind, "".join(one.text for one in some)) for kind, some in groups]
 
 
 # The calls in a model's text as OpenAI's answers have them: whole, or as deltas of a stream.
@@ -480,32 +451,32 @@ class MessageReader:
         What turns out to be no call has been sent as one by then: its reader finds arguments that
         are no JSON.
         """
-        for event in self._events(text, finish):
-            if isinstance(event, ContentText):
-                yield {"content": event.text}
-            elif isinstance(event, ThoughtText):
-                yield _thought(event.text)
-            elif isinstance(event, CallBegins):
+        for kind, said in self._events(text, finish):
+            if kind == "content":
+                yield {"content": said}
+            elif kind == "thought":
+                yield _thought(said)
+            elif kind == "call":
                 self._index += 1
-                yield {"tool_calls": [{"index": self._index, **self._call(event.name)}]}
-            elif isinstance(event, CallContinues):
-                function = {"arguments": event.text}
+                yield {"tool_calls": [{"index": self._index, **self._call(said)}]}
+            elif kind == "arguments":
+                function = {"arguments": said}
                 yield {"tool_calls": [{"index": self._index, "function": function}]}
 
     def message(self, text: str, finish: Finish | None) -> Json:
         """The message of a whole text."""
         content, thought, calls = "", "", list[Json]()
-        for event in self._events(text, finish):
-            if isinstance(event, CallBegins):
-                calls.append(self._call(event.name))
-            elif isinstance(event, CallContinues):
-                calls[-1]["function"]["arguments"] += event.text
-            elif isinstance(event, ThoughtText):
-                thought += event.text
+        for kind, said in self._events(text, finish):
+            if kind == "call":
+                calls.append(self._call(said))
+            elif kind == "arguments":
+                calls[-1]["function"]["arguments"] += said
+            elif kind == "thought":
+                thought += said
             else:
-                if isinstance(event, Broken):
+                if kind == "broken":
                     calls.pop()
-                content += event.text
+                content += said
         self._index = len(calls) - 1
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls or thought:
@@ -526,7 +497,7 @@ class MessageReader:
             if kind == "answer":
                 part = part.lstrip("\n") if self._thought else part
                 self._thought = self._thought and not part
-                read = [ContentText(part)] if part and self._reader is None else []
+                read = [Event("content", part)] if part and self._reader is None else []
                 events += read if self._reader is None else self._reader.push(part)
             elif kind == "thought":
                 events += self._thought_events(part)
@@ -541,7 +512,7 @@ class MessageReader:
         shown = text.rstrip("\n")
         if shown or self._breaks is not None:
             self._breaks = text[len(shown) :]
-        return [ThoughtText(shown)] if shown and self._shows else []
+        return [Event("thought", shown)] if shown and self._shows else []
 
     def _call(self, name: str) -> Json:
         function = {"name": name, "arguments": ""}
