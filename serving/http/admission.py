@@ -11,10 +11,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable
 
-from spmd.serving.errors import ApiError
-
-RETRY_SECONDS = 1
-"""What `Retry-After` says to those who are refused."""
+from spmd.serving.errors import busy
 
 SPARE = 16
 """One in so many is left to others, whatever one client asks for."""
@@ -96,11 +93,8 @@ class Visit:
           ApiError: other bodies need the memory.
         """
         if not self.admission.bytes.take(self.client, count):
-            raise ApiError(
-                429,
-                "the bodies of requests need all the memory that they may have: try again later",
-                code="memory_full",
-                retry_after=RETRY_SECONDS,
+            raise busy(
+                "the bodies of requests need all the memory that they may have", "memory_full"
             )
         self.bytes += count
 
@@ -113,13 +107,8 @@ class Visit:
         self.leave_places()
         book = self.admission.places
         if not book.take(self.client, count):
-            raise ApiError(
-                429,
-                f"{book.taken} of {book.limit} places are taken, and this request needs {count}: "
-                "try again later",
-                code="queue_full",
-                retry_after=RETRY_SECONDS,
-            )
+            taken = f"{book.taken} of {book.limit} places are taken"
+            raise busy(f"{taken}, and this request needs {count}", "queue_full")
         self.places = count
 
     def drop_body(self) -> None:

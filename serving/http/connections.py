@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http.admission import RETRY_SECONDS, address_of
+from spmd.serving.http.admission import address_of
 from spmd.serving.http.limits import ANY, ServerOptions
 from spmd.serving.http.requests import error_response
 from spmd.serving.http.traffic import Traffic
@@ -92,7 +92,7 @@ def too_many(most: int) -> ApiError:
         429,
         f"there are {most} connections from this address already: use those, or close some",
         code="connections_full",
-        retry_after=RETRY_SECONDS,
+        retry_after=1,
     )
 
 

@@ -33,19 +33,16 @@ from urllib.parse import quote
 import httpx
 import orjson
 import yaml
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 import spmd
 from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http import app as single
 from spmd.serving.http.adapters import no_model
 from spmd.serving.http.admission import Admission, Visit
-from spmd.serving.http.connections import Refusing
 from spmd.serving.http.keys import Keys
 from spmd.serving.http.limits import ANY, HttpOptions, ServerOptions
 from spmd.serving.http.metrics import CONTENT_TYPE
@@ -502,15 +499,6 @@ ROUTES = [
 ]
 
 
-def make_app(fleet: Fleet, http: HttpOptions) -> ASGIApp:
-    """The ASGI application."""
-    hosts = (ANY,) if http.allowed_hosts is None else http.allowed_hosts
-    middleware = [Middleware(Refusing, fleet.options.address_connections, hosts)]
-    app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=single.ERRORS)
-    app.state.service = fleet
-    return single.around(app, fleet.traffic, ROUTES, http)
-
-
 class FleetServer(Serving):
     """uvicorn's server, with the models of a fleet while it runs.
 
@@ -519,7 +507,7 @@ class FleetServer(Serving):
     """
 
     def __init__(self, fleet: Fleet, http: HttpOptions, log_level: str) -> None:
-        app = make_app(fleet, http)
+        app = single.make_app(fleet, http, routes=ROUTES)
         config = server_config(app, fleet.traffic, fleet.options, http, log_level)
         config.timeout_graceful_shutdown = math.ceil(fleet.options.drain_seconds)
         super().__init__(app, config, http, fleet.options)

@@ -58,15 +58,21 @@ async def visiting(
       ApiError: the key, the body or the time is wrong, there is no place, or the client has left.
     """
     service = service_of(request)
-    options = service.options
     exchange = request.state.exchange
     exchange.key = check_key(request)
     client = client_of(request, exchange.key, service.keys)
     service.require()
     exchange.leave = service.keys.enter(exchange.key)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in types or (not kind and "origin" in request.headers):
+        # A web page may send some types, and none, to any server without a CORS preflight: so with
+        # them any site that the user visits could use a server on their machine. Browsers say that
+        # a page asks: `Origin`.
+        named = kind[:40] or "nothing"
+        raise ApiError(415, f"Content-Type: application/json is needed, not {named}")
     visit = Visit(service.admission, client)
     try:
-        visit.body = await _read(request, options, visit, types)
+        visit.body = await read_body(request, service.options, visit)
         exchange.read = time.monotonic()
         service.require()  # it may be draining by now
         visit.hold_places(1)
@@ -77,53 +83,31 @@ async def visiting(
         visit.leave_places()
 
 
-async def _read(
-    request: Request, options: ServerOptions, visit: Visit, types: Sequence[str]
-) -> bytes:
-    """The body of a request; it has to be of a type, not too large, and not too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in types or (not kind and "origin" in request.headers):
-        # A web page may send some types, and none, to any server without a CORS preflight: so with
-        # them any site that the user visits could use a server on their machine. Browsers say that
-        # a page asks: `Origin`.
-        raise ApiError(
-            415, f"Content-Type: application/json is needed, not {kind[:40] or 'nothing'}"
-        )
-    return await read_body(request, options, visit)
-
-
 async def read_body(request: Request, options: ServerOptions, visit: Visit) -> bytes:
     """The body of a request, of any type.
 
     Raises:
       ApiError: it is too large or too slow, or the client has left.
     """
+    most, body = options.body_bytes, bytearray()
+    too_large = ApiError(413, f"the body is too large: {most:,} bytes are the most")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > most):
+        raise too_large
     try:
         async with asyncio.timeout(options.body_seconds):
-            return await _read_pieces(request, options.body_bytes, visit)
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_large
+                visit.hold_bytes(len(piece))
+            return bytes(body)
     except TimeoutError:
         raise ApiError(
             408, f"the body was not here within {options.body_seconds:g} seconds"
         ) from None
     except ClientDisconnect:
         raise _left() from None
-
-
-async def _read_pieces(request: Request, most: int, visit: Visit) -> bytes:
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 18 or int(length) > most):
-        raise _too_large(most)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise _too_large(most)
-        visit.hold_bytes(len(piece))
-    return bytes(body)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is too large: {most:,} bytes are the most")
 
 
 def _left() -> ApiError:
