@@ -176,6 +176,7 @@ class Core:
         self._scheduler = Scheduler(backend.limits, backend.budget, ahead=ahead)
         self._seconds: Mapping[int, float] | None = None
         self._calls = Calls(backend)
+        self.stalled = self._calls.stalled
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
@@ -234,10 +235,6 @@ class Core:
                 cached=sum(pool.cached for pool in pools),
                 counts=Counts(**vars(scheduler.counts)),
             )
-
-    def stalled(self) -> float:
-        """See `Steps.stalled`."""
-        return self._calls.stalled()
 
     def stop(self) -> None:
         """See `Steps.stop`."""

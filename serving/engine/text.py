@@ -5,7 +5,6 @@ several pieces of text; neither may be shown by half.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text. Bytes that are not a whole character become U+FFFD."""
@@ -96,13 +95,6 @@ def _last_whole(decode: Decode, tokens: Sequence[int]) -> list[int]:
     return list(tokens[-CONTEXT:])
 
 
-class Matched(NamedTuple):
-    """The text that can be shown, and whether a stop string came behind it."""
-
-    text: str
-    stopped: bool
-
-
 class StopMatcher:
     r"""Ends a text before the first complete stop string, in whatever pieces the text comes.
 
@@ -117,7 +109,7 @@ class StopMatcher:
     Example:
       >>> matcher = StopMatcher(["\n\n"])
       >>> matcher.push("one\n"), matcher.push("two\n"), matcher.push("\nthree")
-      (Matched('one', False), Matched('\ntwo', False), Matched('', True))
+      (('one', False), ('\ntwo', False), ('', True))
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -125,10 +117,14 @@ class StopMatcher:
         self._held = ""
         self.found = ""
 
-    def push(self, text: str) -> Matched:
-        """Takes the next piece of text; after a match it must not be called again."""
+    def push(self, text: str) -> tuple[str, bool]:
+        """Takes the next piece of text; after a match it must not be called again.
+
+        Returns:
+          The text that can be shown, and whether a stop string came behind it.
+        """
         if not self._stops:
-            return Matched(text, False)
+            return text, False
         held = self._held + text
         found = [(held.find(stop), stop) for stop in self._stops]
         # The stop string that is complete first wins, whichever begins first: so the result is the
@@ -137,10 +133,10 @@ class StopMatcher:
         if cuts:
             self._held = ""
             _, start, self.found = min(cuts)
-            return Matched(held[:start], True)
+            return held[:start], True
         keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
-        return Matched(held[: len(held) - keep], False)
+        return held[: len(held) - keep], False
 
     def flush(self) -> str:
         """The text that was held back, now that no more comes."""

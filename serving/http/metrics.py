@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from spmd.serving.engine.core import Steps
-from spmd.serving.engine.records import EngineState, Finished, StepRecord
+from spmd.serving.engine.records import EngineState, Finished, Observer, StepRecord
 from spmd.serving.http.traffic import (
     FIRST_TOKEN_SECONDS,
     REQUEST_SECONDS,
@@ -24,7 +24,7 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
 
-class Metrics:
+class Metrics(Observer):
     """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
