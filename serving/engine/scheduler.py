@@ -515,26 +515,20 @@ class Scheduler:
         self, request: Ongoing, ids: Sequence[int], row: int, done: list[Progress]
     ) -> int:
         """Gives a request the tokens that were drawn for it; returns how many it took."""
+        asked = request.job
         for taken, token in enumerate(ids):
-            finish = self._take(request, token)
-            done.append(Progress(request.job.key, row + taken, finish))
+            request.tokens.append(token)
+            self._queue.charge(request, 1)
+            finish: Finish | None = None
+            if token in asked.stop_ids:
+                finish = "stop"
+            elif len(request.tokens) == len(asked.prompt) + asked.max_tokens:
+                finish = "length"
+            done.append(Progress(request.key, row + taken, finish))
             if finish is not None:
+                self._end(request)
                 return taken + 1
         return len(ids)
-
-    def _take(self, request: Ongoing, token: int) -> Finish | None:
-        """Gives a request its next token; returns why it ends with it, if it does."""
-        request.tokens.append(token)
-        self._queue.charge(request, 1)
-        asked = request.job
-        finish: Finish | None = None
-        if token in asked.stop_ids:
-            finish = "stop"
-        elif len(request.tokens) == len(asked.prompt) + asked.max_tokens:
-            finish = "length"
-        if finish is not None:
-            self._end(request)
-        return finish
 
     def _end(self, request: Ongoing) -> None:
         del self._ongoing[request.key]

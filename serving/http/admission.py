@@ -60,20 +60,12 @@ class Allowance:
             del self._held[client]
 
 
+@dataclasses.dataclass
 class Admission:
-    """The one book: places and bytes.
+    """The one book."""
 
-    Args:
-      body_bytes: of all bodies that are in memory.
-
-    Attributes:
-      places: of requests; there are none until the model is loaded.
-      bytes: of bodies.
-    """
-
-    def __init__(self, body_bytes: int) -> None:
-        self.places = Allowance(0)
-        self.bytes = Allowance(body_bytes)
+    places: Allowance  # of requests; there are none until the model is loaded
+    bytes: Allowance  # of bodies that are in memory
 
 
 @dataclasses.dataclass

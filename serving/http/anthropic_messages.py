@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -179,11 +178,6 @@ def _unfolded(role: Any, blocks: list[Any], place: str) -> Iterator[Message]:
 class MessageAnswer(Retold):
     """The answer to a request for a message, or its events."""
 
-    def __init__(self, model: str, ask: MessageAsk, *given: Any) -> None:
-        super().__init__(model, ask, *given)
-        self._model, self._stops = model, ask.stops
-        self._id = f"msg_{uuid.uuid4().hex}"
-
     def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
         """The events of a moment."""
         if moment == "begin":
@@ -209,10 +203,10 @@ class MessageAnswer(Retold):
     def told(self) -> Json:
         """The message."""
         return {
-            "id": self._id,
+            "id": f"msg_{self._id}",
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self._head["model"],
             "content": [_told(block) for block in self.blocks],
             **self._reason(),
             "usage": self._counts(),
@@ -220,7 +214,7 @@ class MessageAnswer(Retold):
 
     def _reason(self) -> Json:
         reason = REASONS.get(self.finish or "")
-        stop = self.stop if reason == "end_turn" and self.stop in self._stops else None
+        stop = self.stop if reason == "end_turn" and self.stop in self._ask.stops else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _counts(self) -> Json:

@@ -111,7 +111,7 @@ async def _answer(
 
         def read_body() -> tuple[list[Sequence[int]], Any]:
             body = parse_object(visit.body)
-            service.check_name(loaded, Fields(body).text("model") or None)
+            service.check_name(Fields(body).text("model") or None)
             return read(body, model)
 
         try:

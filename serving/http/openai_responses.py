@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,10 +145,8 @@ def _message(item: Any, place: str) -> Json:
 class ResponseAnswer(Retold):
     """The answer to a request for a response, or its events."""
 
-    def __init__(self, model: str, ask: ResponseAsk, *given: Any) -> None:
-        super().__init__(model, ask, *given)
-        self._model, self._echoed = model, ask.echoed
-        self._id, self._created, self._count = uuid.uuid4().hex, int(time.time()), 0
+    _ask: ResponseAsk
+    _count = 0  # events that were told
 
     def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
         """The events of a moment."""
@@ -200,15 +197,15 @@ class ResponseAnswer(Retold):
         return {
             "id": f"resp_{self._id}",
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._head["created"],
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": {"code": error.code, "message": error.message} if is_broken else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "model": self._model,
+            "model": self._head["model"],
             "output": [self._item(block) for block in self.blocks],
             "usage": None if status == "in_progress" else counts,
-            **self._echoed,
+            **self._ask.echoed,
         }
 
     def _item_id(self, block: AnswerBlock) -> str:

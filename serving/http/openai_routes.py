@@ -7,15 +7,16 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from spmd.serving.engine.actions import Finish, Job
+from spmd.serving.engine.actions import Finish
 from spmd.serving.engine.backend import Tokens
 from spmd.serving.engine.choice import Delta, Token
+from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.stream import Failed, Stream
 from spmd.serving.errors import ApiError
 from spmd.serving.grammar.compiler import Grammar, Grammars
@@ -37,7 +38,7 @@ from spmd.serving.http.protocol import (
     token_ids,
 )
 from spmd.serving.http.requests import (
-    EventStream,
+    ClosingStream,
     check_key,
     dump,
     event,
@@ -133,16 +134,6 @@ def _said(text: str, logprob: float | None) -> Json:
     return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
 
 
-class Texts(Protocol):
-    """What an answer needs of the engine."""
-
-    def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
-        """The tokens of a prompt, made of its scores."""
-
-    def piece(self, token: int) -> str:
-        """The text of a token."""
-
-
 class Answer:
     """The answer to one request: either the `events` of each delta, or the `whole` of all deltas.
 
@@ -153,7 +144,7 @@ class Answer:
     """
 
     def __init__(
-        self, model: str, ask: Ask, work: Work, engine: Texts, cached: Mapping[int, int]
+        self, model: str, ask: Ask, work: Work, engine: Engine, cached: Mapping[int, int]
     ) -> None:
         self._ask = ask
         self._cached = cached
@@ -161,8 +152,9 @@ class Answer:
         self._engine = engine
         self._is_chat = isinstance(ask, ChatAsk)
         name, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", KIND)
+        self._id = uuid.uuid4().hex
         self._head: Json = {
-            "id": f"{name}-{uuid.uuid4().hex}",
+            "id": f"{name}-{self._id}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
@@ -393,7 +385,7 @@ class Dialect(NamedTuple):
 
     parse: Callable[[Mapping[str, Any], Bounds], Ask]
     make_work: Callable[[Any, Language, Grammar | None], Work]
-    answer: Callable[[str, Any, Work, Texts, Mapping[int, int]], Answer] = Answer
+    answer: Callable[[str, Any, Work, Engine, Mapping[int, int]], Answer] = Answer
     names: Names = ()  # for errors; the first that is found counts
 
     @contextlib.contextmanager
@@ -507,11 +499,11 @@ async def run_on_text(
     """What is answered to a body on a thread for texts."""
     service = service_of(request)
     async with visiting(request) as visit:
-        loaded, language = service.require(), service.language()
+        language = service.language()
 
         def make() -> Json:
             body = parse_object(visit.body)
-            service.check_name(loaded, Fields(body).text("model") or None)
+            service.check_name(Fields(body).text("model") or None)
             return work(body, language)
 
         return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
@@ -527,7 +519,7 @@ async def _complete(request: Request, dialect: Dialect) -> Response:
     service = service_of(request)
     async with visiting(request) as visit:
         loaded, language = service.require(), service.language()
-        read = functools.partial(_read, service, loaded, visit.body, dialect)
+        read = functools.partial(_read, service, visit.body, dialect)
         try:
             texts = service.texts(len(visit.body))
             ask, work = await texts.run(read, visit.client)
@@ -544,7 +536,10 @@ async def _complete(request: Request, dialect: Dialect) -> Response:
             request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
             answer = dialect.answer(name, ask, work, language.engine, stream.cached)
             if ask.stream:
-                response: Response = EventStream(_events(stream, answer), stream.close)
+                response: Response = ClosingStream(
+                    _events(stream, answer), stream.close, headers=EVENTS,
+                    media_type="text/event-stream",
+                )  # fmt: skip
             else:
                 response = await _whole(stream, answer)
         except Failed as error:
@@ -573,13 +568,11 @@ def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
     return made
 
 
-def _read(
-    service: Service, loaded: Loaded, body: bytes, dialect: Dialect
-) -> tuple[Ask, Work | None]:
+def _read(service: Service, body: bytes, dialect: Dialect) -> tuple[Ask, Work | None]:
     """Reads a request, which takes seconds if it is long; with a grammar there is no work yet."""
     language = service.language()
     ask = dialect.parse(parse_object(body), language.bounds)
-    service.check_name(loaded, ask.model)
+    service.check_name(ask.model)
     return ask, None if asks_for_grammar(ask) else dialect.make_work(ask, language, None)
 
 
@@ -610,8 +603,11 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
     return Response(text, media_type="application/json")
 
 
-async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
-    """The events of a stream, in batches; a failure is the last of them."""
+EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _events(stream: Stream, answer: Answer) -> AsyncIterator[bytes]:
+    """The events of a stream, in batches, which cost less; a failure is the last of them."""
     try:
         async for batch in stream.batches():
             if any(delta.scores is not None for delta in batch):
@@ -619,13 +615,13 @@ async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
             else:
                 yield _write(batch, answer)
     except Failed as error:
-        yield [*answer.failed(failure(error))]
+        yield b"".join(answer.failed(failure(error)))
     else:
-        yield [*answer.last()]
+        yield b"".join(answer.last())
 
 
-def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
-    return [event for delta in batch for event in answer.events(delta)]
+def _write(batch: Sequence[Delta], answer: Answer) -> bytes:
+    return b"".join(event for delta in batch for event in answer.events(delta))
 
 
 ROUTES = [

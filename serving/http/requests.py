@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from spmd.serving.engine.stream import Failed, Lost, Misguided, Stopped
@@ -184,35 +184,29 @@ async def until_gone(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class EventStream(Response):
-    """An answer of server-sent events.
+class ClosingStream(StreamingResponse):
+    """An answer that is sent as it comes, until the client leaves.
 
     Args:
-      events: batches of what `event` makes; a batch is sent in one message, which costs less.
       close: is called at the end, however that comes.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[list[bytes]], close: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        close: Callable[[], None],
+        status: int = 200,
+        **more: Any,
+    ) -> None:
+        super().__init__(content, status, **more)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        start = {"status": self.status_code, "headers": self.raw_headers}
         try:
             with contextlib.suppress(OSError, ApiError):  # the client has left
                 async with until_gone(receive):
-                    await send({"type": "http.response.start", **start})
-                    async for events in self._events:
-                        body = b"".join(events)
-                        if body:
-                            piece = {"type": "http.response.body", "body": body, "more_body": True}
-                            await send(piece)
-                    await send({"type": "http.response.body", "body": b""})
+                    await self.stream_response(send)
         finally:
             self._close()
 

@@ -230,7 +230,7 @@ def _loads(text: str) -> Any:
         return None
 
 
-class Event(NamedTuple):
+class MessageEvent(NamedTuple):
     """What was read: a piece of the content, of the thought before it, or of a call's arguments.
 
     The text of `call` is the name of one that begins. What began as a call may be none: that of
@@ -257,7 +257,7 @@ class CallsReader:
         self._names = schemas
         self._most = most
         self._matcher = StopMatcher([format.begin])
-        self._mode: Callable[[str], Iterator[Event]] = self._outside
+        self._mode: Callable[[str], Iterator[MessageEvent]] = self._outside
         self._blank = ""  # of the content, held back until more of it comes
         self._raw = ""  # of what may be a call
         self._call: JsonCall | NamedCall | TaggedCall | None = None
@@ -265,32 +265,32 @@ class CallsReader:
         self.calls = 0
         self._texts = 0
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[MessageEvent]:
         """Takes the next piece of the text."""
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         for letter in text:
             events += self._mode(letter)
         return _joined(events)
 
-    def finish(self, cut: bool) -> list[Event]:
+    def finish(self, cut: bool) -> list[MessageEvent]:
         """Ends the text.
 
         Args:
           cut: whether it was cut off, not ended by the model: a call that had begun is one.
         """
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         if self._mode == self._inside and not (cut and self._shown):
             events += self._give_up()
         elif self._mode == self._before:
             events += self._content(self._raw)
         events += self._content(self._matcher.flush())
         if self._blank and not self.calls:
-            events.append(Event("content", self._blank))
+            events.append(MessageEvent("content", self._blank))
         return _joined(events)
 
     # Where the next letter is; each takes it.
 
-    def _outside(self, letter: str) -> Iterator[Event]:
+    def _outside(self, letter: str) -> Iterator[MessageEvent]:
         text, found = self._matcher.push(letter)
         if text == "{" and self._format.bare and not self._texts:
             self._raw = ""
@@ -303,7 +303,7 @@ class CallsReader:
             self._raw = self._format.begin
             self._mode = self._before
 
-    def _before(self, letter: str) -> Iterator[Event]:
+    def _before(self, letter: str) -> Iterator[MessageEvent]:
         """Behind `begin`, or between the calls of a list."""
         format = self._format
         if ((format.named or format.tags) and not letter.isspace()) or letter == "{":
@@ -319,7 +319,7 @@ class CallsReader:
             self._raw = ""
             yield from self._outside(letter)
 
-    def _inside(self, letter: str) -> Iterator[Event]:
+    def _inside(self, letter: str) -> Iterator[MessageEvent]:
         call = self._call
         assert call is not None
         self._raw += letter
@@ -331,15 +331,15 @@ class CallsReader:
             if not self._shown:
                 self._shown = True
                 self.calls += 1
-                yield Event("call", call.name or "")
-            yield Event("arguments", piece)
+                yield MessageEvent("call", call.name or "")
+            yield MessageEvent("arguments", piece)
         if call.done:
             if not self._dropped and not self._shown:  # there is nothing that could be its name
                 yield from self._give_up()
                 return
             self._close()
 
-    def _behind(self, letter: str) -> Iterator[Event]:
+    def _behind(self, letter: str) -> Iterator[MessageEvent]:
         """Behind a call that has an `end` or may be followed by another one."""
         self._raw += letter
         end = self._format.end
@@ -379,30 +379,30 @@ class CallsReader:
         else:
             self._mode = self._behind if self._format.end or self._format.bare else self._outside
 
-    def _give_up(self) -> Iterator[Event]:
+    def _give_up(self) -> Iterator[MessageEvent]:
         raw, self._raw = self._raw, ""
         self._mode = self._outside
         if self._shown:
             self.calls -= 1
             blank, self._blank = self._blank, ""
-            yield Event("broken", blank + raw)
+            yield MessageEvent("broken", blank + raw)
         else:
             yield from self._content(raw)
 
-    def _content(self, text: str) -> Iterator[Event]:
+    def _content(self, text: str) -> Iterator[MessageEvent]:
         """Content; blanks at its end wait for more of it, as those beside calls mean nothing."""
         text = self._blank + text
         shown = text.rstrip()
         self._blank = text[len(shown) :]
         if shown:
             self._texts += 1
-            yield Event("content", shown)
+            yield MessageEvent("content", shown)
 
 
-def _joined(events: list[Event]) -> list[Event]:
+def _joined(events: list[MessageEvent]) -> list[MessageEvent]:
     """The same with neighbours of one kind as one."""
     groups = itertools.groupby(events, lambda one: one.kind)
-    return [Event(kind, "".join(one.text for one in some)) for kind, some in groups]
+    return [MessageEvent(kind, "".join(one.text for one in some)) for kind, some in groups]
 
 
 # The calls in a model's text as OpenAI's answers have them: whole, or as deltas of a stream.
@@ -488,16 +488,16 @@ class MessageReader:
         """Why the message ended, once all was read."""
         return "tool_calls" if finish == "stop" and self._index >= 0 else finish
 
-    def _events(self, text: str, finish: Finish | None) -> list[Event]:
+    def _events(self, text: str, finish: Finish | None) -> list[MessageEvent]:
         parts: list[tuple[Kind, str]] = [("answer", text)]
         if self._splitter is not None:
             parts = self._splitter.push(text) + (self._splitter.flush() if finish else [])
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         for kind, part in parts:
             if kind == "answer":
                 part = part.lstrip("\n") if self._thought else part
                 self._thought = self._thought and not part
-                read = [Event("content", part)] if part and self._reader is None else []
+                read = [MessageEvent("content", part)] if part and self._reader is None else []
                 events += read if self._reader is None else self._reader.push(part)
             elif kind == "thought":
                 events += self._thought_events(part)
@@ -507,12 +507,12 @@ class MessageReader:
             events += self._reader.finish(finish == "length")
         return events
 
-    def _thought_events(self, text: str) -> list[Event]:
+    def _thought_events(self, text: str) -> list[MessageEvent]:
         text = text.lstrip("\n") if self._breaks is None else self._breaks + text
         shown = text.rstrip("\n")
         if shown or self._breaks is not None:
             self._breaks = text[len(shown) :]
-        return [Event("thought", shown)] if shown and self._shows else []
+        return [MessageEvent("thought", shown)] if shown and self._shows else []
 
     def _call(self, name: str) -> Json:
         function = {"name": name, "arguments": ""}
