@@ -90,6 +90,7 @@ def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
     return symbols
 
 
+@launch.line("loading")  # process 0 loads on a thread of its own
 def load(
     given: argparse.Namespace, console: Console | None = None, *, serves: bool = False
 ) -> Bundle:
@@ -102,18 +103,6 @@ def load(
       BundleError: it is none.
       MeshError: more devices than there are.
     """
-    with launch.line("loading"):  # process 0 loads on a thread of its own
-        return _load(given, console, serves)
-
-
-def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | None) -> Bundle:
-    """The bundle of `--speculative_model`, with as many pages as `bundle`, on the same mesh."""
-    changed = {"bundle": given.speculative_model, "symbols": {PAGES: bundle.symbols[PAGES]}}
-    changed["speculative_model"] = None
-    return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)
-
-
-def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
     take_gpu_memory(given.memory_share)
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -150,3 +139,10 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
         for note in bundle.notes:
             console.print(f"note: {note}")
     return bundle
+
+
+def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | None) -> Bundle:
+    """The bundle of `--speculative_model`, with as many pages as `bundle`, on the same mesh."""
+    changed = {"bundle": given.speculative_model, "symbols": {PAGES: bundle.symbols[PAGES]}}
+    changed["speculative_model"] = None
+    return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)

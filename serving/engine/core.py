@@ -285,12 +285,10 @@ class Core:
             self._changed = False
             if self._seconds is not self.backend.seconds:  # there are steps of more sizes
                 self._seconds = self.backend.seconds
-                known = self._seconds, self.backend.turns
-                if (budget := self._token_budget) is None:
-                    sizes = self.backend.budget, self.backend.limits.rows[-1]
-                    self._scheduler.know(*known, *sizes)
-                else:
-                    self._scheduler.know(*known, budget)
+                sizes = self.backend.budget, self.limits.rows[-1]
+                if self._token_budget is not None:
+                    sizes = self._token_budget, 0
+                self._scheduler.know(self._seconds, self.backend.turns, *sizes)
             return self._scheduler.next()
 
     def _finish(self) -> Ran:

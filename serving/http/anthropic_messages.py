@@ -101,9 +101,7 @@ def parse_request(body: Mapping[str, Any], bounds: Bounds, counts: bool = False)
         "include_reasoning": bool(thinks) and thinking.get("display") != "omitted",
         "user": fields.object("metadata").get("user_id"),
     }
-    for name in NO_EFFECT:
-        fields.get(name)
-    ask = parse_chat({**rest_of(body, fields, NAMES), **chat}, bounds)
+    ask = parse_chat({**rest_of(body, fields, NAMES, NO_EFFECT), **chat}, bounds)
     return MessageAsk(**vars(ask), thinks=thinks)
 
 

@@ -6,6 +6,7 @@ the same filters and functions as in transformers and nothing else.
     [{"role": "user", "content": "Hi"}]  ->  "<|user|>Hi<|end|><|assistant|>", for instance
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -270,11 +271,8 @@ PROBE: tuple[Message, ...] = (
 
 def _copied(message: Message, as_text: bool) -> Message:
     """A message of which the template may have all, with its arguments as it wants them."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    changed = [{**call, "function": dict(call["function"])} for call in calls]
-    for call in changed if as_text else ():
-        arguments = call["function"]["arguments"]
-        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return {**message, "tool_calls": changed}
+    made = copy.deepcopy(message)
+    for call in made.get("tool_calls", ()) if as_text else ():
+        function = call["function"]
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return made

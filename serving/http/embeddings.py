@@ -144,11 +144,8 @@ async def embeddings(request: Request) -> Response:
     def read(body: Mapping[str, Any], model: TextModel) -> tuple[list[Sequence[int]], Any]:
         fields = Fields(body)
         given, form = fields.get("input"), fields.text("encoding_format", "float")
-        several = (
-            [given]
-            if not isinstance(given, list) or (given and all(map(is_integer, given)))
-            else given
-        )
+        is_one = not isinstance(given, list) or (given and all(map(is_integer, given)))
+        several = [given] if is_one else given
         if not 1 <= len(several) <= MOST_TEXTS:
             raise invalid(f"input: 1 to {MOST_TEXTS} texts, not {len(several)}")
         if form not in ("float", "base64"):

@@ -89,9 +89,7 @@ def parse_response(body: Mapping[str, Any], bounds: Bounds) -> ResponseAsk:
         "tools": functions(fields.get("tools"), ("function",), "parameters"),
         "tool_choice": choice,
     }
-    for name in NO_EFFECT:
-        fields.get(name)
-    ask = parse_chat({**rest_of(body, fields, NAMES), **chat}, bounds)
+    ask = parse_chat({**rest_of(body, fields, NAMES, NO_EFFECT), **chat}, bounds)
     shown = {name: body[name] for name in ECHOED if body.get(name) is not None}
     drawn = {name: getattr(ask.sampling, name) for name in ("temperature", "top_p")}
     return ResponseAsk(**vars(ask), echoed={**ECHOED, **drawn, **shown, "store": False})

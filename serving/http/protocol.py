@@ -384,8 +384,6 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "model": fields.text("model") or None,
         "sampling": dataclasses.replace(
             read_sampling(fields, bounds.sampling),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
             seed=(seed or 0) % 2**32,
             logit_bias=_logit_bias(fields.get("logit_bias"), bounds),
         ),
@@ -417,7 +415,7 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_sampling(fields: Fields, default: Sampling) -> Sampling:
-    """How tokens are drawn, as far as `DEFAULTS` say; what is absent is as in `default`."""
+    """How tokens are drawn, but for the seed; what is absent of `DEFAULTS` is as in `default`."""
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     penalty = fields.number("repetition_penalty", default.repetition_penalty, OPEN_ZERO, 100.0)
     return Sampling(
@@ -426,6 +424,8 @@ def read_sampling(fields: Fields, default: Sampling) -> Sampling:
         top_p=fields.number("top_p", default.top_p, OPEN_ZERO, 1.0),
         min_p=fields.number("min_p", default.min_p, 0.0, 1.0),
         repetition_penalty=penalty,
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
     )
 
 

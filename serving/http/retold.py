@@ -8,7 +8,7 @@ These APIs tell an answer as blocks, one behind the other: a thought, a text, a 
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from spmd.serving.engine.choice import Delta
@@ -30,11 +30,14 @@ OF_TOOLS: Values = {
 }  # fmt: skip
 
 
-def rest_of(body: Mapping[str, Any], fields: Fields, names: Names) -> Json:
+def rest_of(
+    body: Mapping[str, Any], fields: Fields, names: Names, no_effect: Collection[str]
+) -> Json:
     """The fields of a request that nobody has read: they mean what they mean in chats.
 
     Args:
       names: what chats call a field -> what this API calls it, where that is not the same.
+      no_effect: fields of this API that change nothing.
 
     Raises:
       ApiError: a field has no place in this API.
@@ -43,7 +46,7 @@ def rest_of(body: Mapping[str, Any], fields: Fields, names: Names) -> Json:
         if body.get(name) is not None:
             raise invalid(f"use {here} instead of {name}", name, "unsupported_parameter")
     refuse(Fields(body), ONLY_CHATS)
-    return {name: body[name] for name in fields.left()}
+    return {name: body[name] for name in fields.left() if name not in no_effect}
 
 
 def functions(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
