@@ -4,6 +4,7 @@ Two things hold text back. A character may be spread over several tokens, and a 
 several pieces of text; neither may be shown by half.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -95,16 +96,11 @@ def _last_whole(decode: Decode, tokens: Sequence[int]) -> list[int]:
     return list(tokens[-CONTEXT:])
 
 
+@dataclasses.dataclass
 class StopMatcher:
     r"""Ends a text before the first complete stop string, in whatever pieces the text comes.
 
     The longest end of the text that might begin a stop string is held back.
-
-    Args:
-      stops: the stop strings; none of them is empty.
-
-    Attributes:
-      found: the one that has ended the text; empty until then.
 
     Example:
       >>> matcher = StopMatcher(["\n\n"])
@@ -112,10 +108,9 @@ class StopMatcher:
       (('one', False), ('\ntwo', False), ('', True))
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = ""
+    stops: Sequence[str]  # none of them is empty
+    found: str = ""  # the one that has ended the text; empty until then
+    _held: str = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Takes the next piece of text; after a match it must not be called again.
@@ -123,10 +118,10 @@ class StopMatcher:
         Returns:
           The text that can be shown, and whether a stop string came behind it.
         """
-        if not self._stops:
+        if not self.stops:
             return text, False
         held = self._held + text
-        found = [(held.find(stop), stop) for stop in self._stops]
+        found = [(held.find(stop), stop) for stop in self.stops]
         # The stop string that is complete first wins, whichever begins first: so the result is the
         # same whether the text comes in one piece or character by character.
         cuts = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
@@ -134,7 +129,7 @@ class StopMatcher:
             self._held = ""
             _, start, self.found = min(cuts)
             return held[:start], True
-        keep = max((overlap(held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(held, stop) for stop in self.stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 

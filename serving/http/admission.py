@@ -26,19 +26,14 @@ def address_of(host: str) -> str:
     return host
 
 
+@dataclasses.dataclass
 class Allowance:
-    """So much of something, which clients take and give back.
+    """So much of something, which clients take and give back."""
 
-    Attributes:
-      taken: how much of it clients have.
-      peak: the most that they had.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.taken = 0
-        self.peak = 0
-        self._held: Counter[str] = Counter()
+    limit: int
+    taken: int = 0  # how much of it clients have
+    peak: int = 0  # the most that they had
+    _held: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def take(self, client: str, amount: int) -> bool:
         """Gives a client more, if it is there and leaves something to others; says whether."""

@@ -152,6 +152,7 @@ class Answer:
         self._engine = engine
         self._is_chat = isinstance(ask, ChatAsk)
         name, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", KIND)
+        self._chunk_kind = "chat.completion.chunk" if self._is_chat else KIND
         self._id = uuid.uuid4().hex
         self._head: Json = {
             "id": f"{name}-{self._id}",
@@ -188,7 +189,9 @@ class Answer:
     def last(self) -> Iterator[bytes]:
         """The end of a stream, with the token counts if they were asked for."""
         if self._ask.include_usage:
-            yield event({**self._head, **self._kind(), "choices": [], "usage": self.usage()})
+            yield event(
+                {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
+            )
         yield DONE
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
@@ -223,11 +226,8 @@ class Answer:
         prompt = self._work.prompts[index // self._ask.n]
         return {"prompt_token_ids": list(prompt.ids)} if self._ask.token_ids else {}
 
-    def _kind(self) -> Json:
-        return {"object": "chat.completion.chunk"} if self._is_chat else {}
-
     def _chunk(self, choice: Json) -> Json:
-        chunk = {**self._head, **self._kind(), "choices": [choice]}
+        chunk = {**self._head, "object": self._chunk_kind, "choices": [choice]}
         if self._is_chat and "prompt_token_ids" in choice:  # as vLLM has it
             chunk["prompt_token_ids"] = choice.pop("prompt_token_ids")
         if not self._ask.include_usage:
@@ -296,8 +296,8 @@ class Answer:
             tokens = self._engine.read_scores(self._work.jobs[delta.choice], delta.scores)
         # The prompt's text begins behind the tokens that were added to it, such as <s>.
         added = sum(len(token.text) for token in tokens[: prompt.added])
-        before = [_moved(token, -added) for token in tokens[prompt.added :]]
-        behind = [_moved(token, len(prompt.text)) for token in delta.tokens]
+        before = [token._replace(offset=token.offset - added) for token in tokens[prompt.added :]]
+        behind = [t._replace(offset=t.offset + len(prompt.text)) for t in delta.tokens]
         text = delta.text if self._started[delta.choice] else prompt.text + delta.text
         self._started[delta.choice] = True
         return delta._replace(text=text, tokens=(*before, *behind))
@@ -313,10 +313,6 @@ class Answer:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.get(i, 0) for i in firsts)},
         }
-
-
-def _moved(token: Token, by: int) -> Token:
-    return token._replace(offset=token.offset + by)
 
 
 KIND = "text_completion"

@@ -91,22 +91,16 @@ class AnswerBlock:
 
 
 class Retold(Answer):
-    """An answer that is told in blocks; what they look like is up to subclasses.
+    """An answer that is told in blocks; what they look like is up to subclasses."""
 
-    Attributes:
-      blocks: all so far; only the last one may be open.
-      finish: why the chat ended, once it has.
-      stop: the stop string that ended it, if one did.
-      error: why it goes no further.
-    """
+    finish: str | None = None  # why the chat ended, once it has
+    stop = ""  # the stop string that ended it, if one did
+    error = ApiError(500, "")  # why it goes no further
+    _begun = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.blocks: list[AnswerBlock] = []
-        self.finish: str | None = None
-        self.stop = ""
-        self.error = ApiError(500, "")
-        self._begun = False
+        self.blocks: list[AnswerBlock] = []  # all so far; only the last one may be open
 
     def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
         """The events of a moment: of a block, or before and behind all blocks.

@@ -50,22 +50,22 @@ class Scanner:
             self.broken = True
 
 
-class JsonCall:
+class CallState:
+    """How far a call has been read."""
+
+    name: str | None = None  # once it is known
+    done = False  # whether it is complete
+    broken = False  # whether it is none
+
+
+class JsonCall(CallState):
     """A call as an object with `name` and arguments.
 
     Args:
       key: of the arguments.
-
-    Attributes:
-      name: once it is known.
-      done: whether the object is complete.
-      broken: whether this is no such object.
     """
 
     def __init__(self, key: str) -> None:
-        self.name: str | None = None
-        self.done = False
-        self.broken = False
         self._key = key
         self._scanner = Scanner()
         self._raw = ""
@@ -122,17 +122,14 @@ class JsonCall:
                 self.broken = not isinstance({} if value is None else value, dict)
 
 
-class NamedCall:
-    """A call as a name, a mark and an object; attributes as those of `JsonCall`.
+class NamedCall(CallState):
+    """A call as a name, a mark and an object.
 
     Args:
       mark: between the two.
     """
 
     def __init__(self, mark: str) -> None:
-        self.name: str | None = None
-        self.done = False
-        self.broken = False
         self._mark = mark
         self._head = ""
         self._scanner = Scanner()
@@ -157,17 +154,14 @@ class NamedCall:
         return "" if self.broken else letter
 
 
-class TaggedCall:
-    """A call whose arguments stand between tags; attributes as those of `JsonCall`.
+class TaggedCall(CallState):
+    """A call whose arguments stand between tags.
 
     Args:
       schemas: of the arguments, by function.
     """
 
     def __init__(self, format: Format, schemas: Mapping[str, Any]) -> None:
-        self.name: str | None = None
-        self.done = False
-        self.broken = False
         assert format.tags is not None
         self._tags, self._schemas = format.tags, schemas
         self._end = format.tags.end or format.end
