@@ -373,21 +373,14 @@ class Follower:
             self._line.send(_ASKED)
 
     def _receive(self) -> None:
-        with self._line.makefile("rb") as file:
-            while (message := _next(file)) is not None:
+        with self._line.makefile("rb") as file, contextlib.suppress(OSError):
+            while (message := read(file)) is not None:
                 if message.kind == END:
                     _exit(int(message.names[0]))
                 if message.kind == STOP:
                     stop_now(message.names[0])
                 self._calls.put(message)
         peer_lost(0, "its connection closed; its own output says why")
-
-
-def _next(file: Any) -> Message | None:
-    try:
-        return read(file)
-    except OSError:
-        return None
 
 
 def _exit(code: int) -> NoReturn:

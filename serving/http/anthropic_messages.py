@@ -262,7 +262,7 @@ async def count_tokens(request: Request) -> Response:
         made = message_work(parse_request(body, language.bounds, counts=True), language)
         return {"input_tokens": len(made.prompts[0].ids)}
 
-    with DIALECT.naming():
+    async with DIALECT.naming():
         return await run_on_text(request, work)
 
 

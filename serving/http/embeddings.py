@@ -20,11 +20,10 @@ from starlette.routing import Route
 from spmd.models.training.data.tokenizer import Tokenizer
 from spmd.serving.engine.batches import sizes_of
 from spmd.serving.engine.infer import Array, Infer
-from spmd.serving.engine.stream import Failed
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import Fields, check_text, is_integer, parse_object, show
 from spmd.serving.http.language import Loaded
-from spmd.serving.http.requests import failure, service_of, visiting
+from spmd.serving.http.requests import service_of, visiting
 from spmd.serving.http.service import Service
 
 IDS, MASK, VECTORS = "input_ids", "attention_mask", "embeddings"
@@ -114,13 +113,10 @@ async def _answer(
             service.check_name(Fields(body).text("model") or None)
             return read(body, model)
 
-        try:
-            rows, ask = await texts.run(read_body, visit.client)
-            vectors = await _vectors(service, model, rows, visit.client)
-            total = request.state.exchange.prompt_tokens = sum(map(len, rows))
-            written = await texts.run(lambda: write(ask, vectors, total), visit.client)
-        except Failed as error:
-            raise failure(error) from error
+        rows, ask = await texts.run(read_body, visit.client)
+        vectors = await _vectors(service, model, rows, visit.client)
+        total = request.state.exchange.prompt_tokens = sum(map(len, rows))
+        written = await texts.run(lambda: write(ask, vectors, total), visit.client)
         return JSONResponse({"model": loaded.name, **written})
 
 

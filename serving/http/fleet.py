@@ -322,9 +322,8 @@ async def _pass_on(request: Request, member: Member, path: str, body: Any) -> Re
         sent = member.client.build_request(
             request.method, f"{path}{query}", headers=_passed(request), content=body
         )
-        async with contextlib.AsyncExitStack() as stack:
-            if isinstance(body, bytes):  # else it is still read from the client
-                await stack.enter_async_context(until_gone(request.receive))
+        is_read = isinstance(body, bytes)  # else it still comes from the client
+        async with until_gone(request.receive) if is_read else contextlib.nullcontext():
             answer = await member.client.send(sent, stream=True)
     except ClientDisconnect:
         raise ApiError(499, "the client has left") from None

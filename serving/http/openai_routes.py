@@ -384,8 +384,8 @@ class Dialect(NamedTuple):
     answer: Callable[[str, Any, Work, Engine, Mapping[int, int]], Answer] = Answer
     names: Names = ()  # for errors; the first that is found counts
 
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def naming(self) -> AsyncIterator[None]:
         """Errors that are raised in the block have the places of this API's requests."""
         try:
             yield
@@ -507,39 +507,31 @@ async def run_on_text(
 
 async def complete(request: Request, dialect: Dialect) -> Response:
     """Answers a request for texts in some dialect, as a whole or as a stream."""
-    with dialect.naming():
-        return await _complete(request, dialect)
-
-
-async def _complete(request: Request, dialect: Dialect) -> Response:
     service = service_of(request)
-    async with visiting(request) as visit:
+    async with dialect.naming(), visiting(request) as visit:
         loaded, language = service.require(), service.language()
         read = functools.partial(_read, service, visit.body, dialect)
-        try:
-            texts = service.texts(len(visit.body))
-            ask, work = await texts.run(read, visit.client)
-            del read  # and with it the body
-            visit.drop_body()
-            if work is None:
-                compile = functools.partial(compile_grammar, ask, language)
-                grammar = await service.grammars.run(compile, visit.client)
-                make = functools.partial(dialect.make_work, ask, language, grammar)
-                work = await texts.run(make, visit.client)
-            stream = _submit(service, language, ask, work, visit)
-            prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
-            name = ask.model or loaded.name
-            request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
-            answer = dialect.answer(name, ask, work, language.engine, stream.cached)
-            if ask.stream:
-                response: Response = ClosingStream(
-                    _events(stream, answer), stream.close, headers=EVENTS,
-                    media_type="text/event-stream",
-                )  # fmt: skip
-            else:
-                response = await _whole(stream, answer)
-        except Failed as error:
-            raise failure(error) from error
+        texts = service.texts(len(visit.body))
+        ask, work = await texts.run(read, visit.client)
+        del read  # and with it the body
+        visit.drop_body()
+        if work is None:
+            compile = functools.partial(compile_grammar, ask, language)
+            grammar = await service.grammars.run(compile, visit.client)
+            make = functools.partial(dialect.make_work, ask, language, grammar)
+            work = await texts.run(make, visit.client)
+        stream = _submit(service, language, ask, work, visit)
+        prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
+        name = ask.model or loaded.name
+        request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
+        answer = dialect.answer(name, ask, work, language.engine, stream.cached)
+        if ask.stream:
+            response: Response = ClosingStream(
+                _events(stream, answer), stream.close, headers=EVENTS,
+                media_type="text/event-stream",
+            )  # fmt: skip
+        else:
+            response = await _whole(stream, answer)
     for text in warnings(ask.ignored, work.notes):
         response.headers.append("Warning", text)
     return response

@@ -55,7 +55,8 @@ async def visiting(
       types: Content-Types that its body may have; an empty one stands for none.
 
     Raises:
-      ApiError: the key, the body or the time is wrong, there is no place, or the client has left.
+      ApiError: the key, the body or the time is wrong, there is no place, the client has left, or
+        the block raised `Failed`.
     """
     service = service_of(request)
     exchange = request.state.exchange
@@ -78,6 +79,8 @@ async def visiting(
         visit.hold_places(1)
         async with until_gone(request.receive):
             yield visit
+    except Failed as error:
+        raise failure(error) from error
     finally:
         visit.drop_body()
         visit.leave_places()

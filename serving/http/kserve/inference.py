@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from spmd.serving.engine.batches import Tensors
 from spmd.serving.engine.infer import DATATYPES, NAMES, Array, Infer, TensorSpec
-from spmd.serving.engine.stream import Stopped
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import Fields, is_integer, parse_object, show
 from spmd.serving.http.kserve.models import VERSION, asked_model
-from spmd.serving.http.requests import dump, failure, service_of, visiting
+from spmd.serving.http.requests import dump, service_of, visiting
 from spmd.serving.http.service import Service
 
 # Tensors of requests and answers: as JSON, or as bytes behind the JSON.
@@ -219,22 +218,19 @@ async def infer(request: Request) -> Response:
         if function is None:
             raise ApiError(404, f"{loaded.name} is no model of tensors: use /v1/completions")
         texts, client = service.texts(len(visit.body)), visit.client
-        try:
-            if packed:
-                body, most = visit.body, service.options.body_bytes
-                visit.body = await texts.run(lambda: unpack(body, most), client)
-                visit.hold_bytes(max(0, len(visit.body) - len(body)))
-                texts = service.texts(len(visit.body))
-            whole, length = visit.body, request.headers.get(LENGTH)
-            asked = await texts.run(lambda: read_request(whole, length, function), client)
-            results = await _run(service, asked.tensors, client)
-            # Many programs send a list of all that they know, whatever they ask for. Numbers
-            # compress badly and slowly, so that is for those who name one encoding and mean it.
-            accepted = request.headers.get("accept-encoding", "").strip().lower()
-            encoding = accepted if accepted in _FORMATS else ""
-            return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
-        except Stopped as error:
-            raise failure(error) from error
+        if packed:
+            body, most = visit.body, service.options.body_bytes
+            visit.body = await texts.run(lambda: unpack(body, most), client)
+            visit.hold_bytes(max(0, len(visit.body) - len(body)))
+            texts = service.texts(len(visit.body))
+        whole, length = visit.body, request.headers.get(LENGTH)
+        asked = await texts.run(lambda: read_request(whole, length, function), client)
+        results = await _run(service, asked.tensors, client)
+        # Many programs send a list of all that they know, whatever they ask for. Numbers
+        # compress badly and slowly, so that is for those who name one encoding and mean it.
+        accepted = request.headers.get("accept-encoding", "").strip().lower()
+        encoding = accepted if accepted in _FORMATS else ""
+        return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
 
 
 async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:
