@@ -9,7 +9,7 @@ Examples:
 """
 
 import argparse
-import math
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +25,9 @@ from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.engine.backend import Backend, Sampling
 from spmd.serving.engine.model_backend import generate
-from spmd.serving.errors import ServingError
+from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.http.fields import Fields
+from spmd.serving.http.protocol import read_sampling
 from spmd.serving.load import load_model
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError, UnicodeDecodeError)
@@ -90,21 +92,15 @@ def asked_prompts(console: Console) -> Iterator[str]:
             yield text
 
 
-def check(given: argparse.Namespace) -> None:
-    """Raise a `BundleError` for numbers out of range."""
-    ranges = {
-        "max_tokens": (1, None), "temperature": (0, None), "top_k": (0, None), "top_p": (0, 1),
-        "min_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2),
-        "seed": (0, 2**32 - 1),
-    }  # fmt: skip
-    for name, (low, high) in ranges.items():
-        value = getattr(given, name)
-        if not low <= value <= (math.inf if high is None else high):  # nor NaN
-            limit = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise BundleError(f"--{name} is {value}; it has to be {limit}")
-    for name in ("top_p", "repetition_penalty"):
-        if not getattr(given, name) > 0:
-            raise BundleError(f"--{name} has to be positive")
+def sampling_of(given: argparse.Namespace) -> Sampling:
+    """How tokens are drawn; a `BundleError` for numbers that no request may have."""
+    fields = Fields(vars(given))
+    try:
+        fields.integer("max_tokens", 1, 2**31 - 1)
+        seed = fields.integer("seed", 0, 2**32 - 1)
+        return dataclasses.replace(read_sampling(fields, Sampling()), seed=seed or 0)
+    except ApiError as error:
+        raise BundleError(f"--{error.message}") from error
 
 
 def encode(text: str, tokenizer: Tokenizer, backend: Backend, most: int) -> list[int]:
@@ -122,7 +118,7 @@ def encode(text: str, tokenizer: Tokenizer, backend: Backend, most: int) -> list
 
 def run(given: argparse.Namespace, console: Console) -> None:
     """Load, and go on with every prompt."""
-    check(given)
+    sampling = sampling_of(given)
     texts = given_prompts(given)
     start = time.perf_counter()
     loaded = load_model(bundle_flags.load(given, console), given.bundle)
@@ -131,10 +127,6 @@ def run(given: argparse.Namespace, console: Console) -> None:
         raise BundleError(f"{given.bundle} is no language model")
     ends = frozenset() if given.ignore_eos else loaded.stop_ids | {tokenizer.eos_id}
     console.print(f"loaded in {time.perf_counter() - start:.1f} s: {backend.info['mesh']}")
-    sampling = Sampling(
-        given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty,
-        given.frequency_penalty, given.presence_penalty, given.seed,
-    )  # fmt: skip
     for text in texts or asked_prompts(console):
         ids = encode(text, tokenizer, backend, given.max_tokens)
         start = time.perf_counter()

@@ -1,5 +1,7 @@
 """Errors of the server: those that an answer carries, and those that stop it from starting."""
 
+import math
+import re
 from typing import Any
 
 
@@ -66,5 +68,11 @@ _KINDS = {
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that has to be changed."""
-    return ApiError(400, message, param=param, code=code)
+    """A request that has to be changed; left out, `param` is the field that the message names."""
+    found = re.match(r"(\w+)[:.[/]", message)  # as in `tools[0].type: function is served`
+    return ApiError(400, message, param=param or (found and found[1]), code=code)
+
+
+def busy(message: str, code: str, seconds: float = 1) -> ApiError:
+    """A request that may come again after so many seconds."""
+    return ApiError(429, f"{message}: try again later", code=code, retry_after=math.ceil(seconds))

@@ -8,7 +8,7 @@ from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.cli.flags import Parser, Switch
+from spmd.cli.flags import Parser, Switch, numbers
 from spmd.cli.specs import mesh_axes, symbol_values
 from spmd.launch.agree import digest
 from spmd.mesh.spec import platform_of
@@ -54,7 +54,7 @@ def add_flags(parser: Parser) -> None:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--batch_sizes",
-        type=_sizes,
+        type=numbers,
         help="rows of a call, where the batch of a function of tensors is symbolic, as in 1,8,32: "
         "requests are joined and padded to one of these",
     )
@@ -76,17 +76,6 @@ def add_flags(parser: Parser) -> None:
     add("--verify", action=Switch, default=True, help="compare the files' hashes")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    """`"1,8,32"` -> `(1, 8, 32)`."""
-    try:
-        sizes = tuple(int(item) for item in text.split(","))
-    except ValueError:
-        sizes = (0,)
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes, as in 1,8,32")
-    return sizes
-
-
 def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
     """The sizes of symbols, that of the batch included."""
     symbols: dict[str, Sizes] = dict(given.symbols)
@@ -96,10 +85,12 @@ def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
     batch = batch_symbol(manifest)
     if batch in symbols:
         raise BundleError(f"the batch {batch} has a size in --symbols, and sizes of its own")
-    symbols[batch] = given.batch_sizes or batch_sizes(manifest, given.max_batch_size)
+    sizes = given.batch_sizes
+    symbols[batch] = batch_sizes(manifest, given.max_batch_size) if sizes is None else sizes
     return symbols
 
 
+@launch.line("loading")  # process 0 loads on a thread of its own
 def load(
     given: argparse.Namespace, console: Console | None = None, *, serves: bool = False
 ) -> Bundle:
@@ -112,18 +103,6 @@ def load(
       BundleError: it is none.
       MeshError: more devices than there are.
     """
-    with launch.line("loading"):  # process 0 loads on a thread of its own
-        return _load(given, console, serves)
-
-
-def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | None) -> Bundle:
-    """The bundle of `--speculative_model`, with as many pages as `bundle`, on the same mesh."""
-    changed = {"bundle": given.speculative_model, "symbols": {PAGES: bundle.symbols[PAGES]}}
-    changed["speculative_model"] = None
-    return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)
-
-
-def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> Bundle:
     take_gpu_memory(given.memory_share)
     path = given.bundle / MANIFEST
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -160,3 +139,10 @@ def _load(given: argparse.Namespace, console: Console | None, serves: bool) -> B
         for note in bundle.notes:
             console.print(f"note: {note}")
     return bundle
+
+
+def load_draft(given: argparse.Namespace, bundle: Bundle, console: Console | None) -> Bundle:
+    """The bundle of `--speculative_model`, with as many pages as `bundle`, on the same mesh."""
+    changed = {"bundle": given.speculative_model, "symbols": {PAGES: bundle.symbols[PAGES]}}
+    changed["speculative_model"] = None
+    return load(argparse.Namespace(**{**vars(given), **changed}), console, serves=True)

@@ -255,8 +255,7 @@ class Bundle:
             Python numbers.
 
         Returns:
-          The outputs, put together as they were: dicts, tuples, and for named tuples
-          `spmd.serving.bundle.trees.NamedFields`, of `jax.Array`s.
+          The outputs, put together as they were: dicts, tuples, and named tuples, of `jax.Array`s.
 
         Raises:
           BundleError: no such function, or inputs of other shapes or dtypes.

@@ -1,12 +1,10 @@
-"""JSON that somebody else wrote: every value is checked where it is taken out."""
-
-from __future__ import annotations
+"""JSON that somebody else wrote, as values of the types that it should have."""
 
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,107 +17,73 @@ MAX_INT = 1 << 48
 """Sizes, offsets and counts are below it."""
 
 
-class Checked:
-    """A value and where it is, for messages; asking for what it is not raises a `BundleError`.
+def checked(value: Any, kind: Any, where: str) -> Any:
+    """What a type says: a dataclass (its members and no others), a mapping, a tuple, a number.
 
-    `value` is any value at all, as it is.
+    `Any` is taken as it is, `Annotated[X, Y]` read as `Y`. Whole numbers are counts, 0 or more; a
+    `float` is a finite number, or `inf`, `-inf` or `nan` as a string.
+
+    Args:
+      where: the value is, for messages.
+
+    Raises:
+      BundleError: it is something else.
     """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        return checked(value, kind.__metadata__[0], where)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        members, types = _of(value, dict, "an object", where), _types(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        if unknown := sorted(set(members) - set(names)):
+            raise BundleError(f"{where} has the unknown member {unknown[0][:80]!r}")
+        if missing := [name for name in names if name not in members]:
+            raise BundleError(f"{where} has no {missing[0]!r}")
+        given: Any = {n: checked(members[n], types[n], f"{where}: {n}") for n in names}
+        return kind(**given)
+    if origin is Mapping:
+        made = {}
+        for key, member in _of(value, dict, "an object", where).items():
+            shown = key[:80] if key.isprintable() else repr(key[:80])
+            made[checked(key, inner[0], where)] = checked(member, inner[1], f"{where}: {shown}")
+        return made
+    if origin is tuple:
+        entries = enumerate(_of(value, list, "a list", where))
+        return tuple(checked(entry, inner[0], f"{where}[{i}]") for i, entry in entries)
+    if origin is UnionType:
+        if value is None and NoneType in inner:
+            return None
+        kinds: dict[type, Any] = {list: tuple, dict: Mapping, str: str}
+        wanted = kinds.get(type(value), int)
+        fitting = [one for one in inner if (get_origin(one) or one) is wanted]
+        return checked(value, (fitting or [one for one in inner if one is not NoneType])[0], where)
+    if origin is Literal or kind is str:
+        text = _of(value, str, "a string", where)
+        if origin is Literal and text not in inner:
+            raise BundleError(f"{where} is {_shown(text)}, not one of {', '.join(inner)}")
+        return text
+    if kind is int:
+        if not 0 <= _of(value, int, "a whole number", where) < MAX_INT:
+            raise BundleError(f"{where} is {_shown(value)}, not a number from 0 to 2**48")
+        return value
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    number = _of(value, (int, float), "a number", where)
+    if not math.isfinite(number) or abs(number) > 1e300:
+        raise BundleError(f"{where} is {_shown(value)}, which is out of range")
+    return number
 
-    def __init__(self, value: Any, where: str) -> None:
-        self.value = value
-        self.where = where
 
-    def __getitem__(self, key: str) -> Checked:
-        members = self._of(dict, "an object")
-        if key not in members:
-            raise BundleError(f"{self.where} has no {key!r}")
-        return self._member(key)
+def _of(value: Any, kind: Any, name: str, where: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise BundleError(f"{where} is {_shown(value)}, not {name}")
+    return value
 
-    def items(self) -> Iterator[tuple[str, Checked]]:
-        """The members of an object."""
-        members = self._of(dict, "an object")
-        return ((key, self._member(key)) for key in members)
 
-    def _member(self, key: str) -> Checked:
-        shown = key[:80] if key.isprintable() else repr(key[:80])
-        return Checked(self.value[key], f"{self.where}: {shown}")
-
-    def __iter__(self) -> Iterator[Checked]:
-        entries = self._of(list, "a list")
-        return (Checked(entry, f"{self.where}[{i}]") for i, entry in enumerate(entries))
-
-    def only(self, *keys: str) -> None:
-        """Raise unless these are the members of an object and no others."""
-        unknown = sorted(set(self._of(dict, "an object")) - set(keys))
-        if unknown:
-            raise BundleError(f"{self.where} has the unknown member {unknown[0][:80]!r}")
-
-    def read(self, kind: Any) -> Any:
-        """What a type says: a dataclass (its members and no others), a mapping, a tuple, a number.
-
-        `Any` is taken as it is, `Annotated[X, Y]` read as `Y`. Whole numbers are counts.
-        """
-        origin, inner = get_origin(kind), get_args(kind)
-        if kind is Any:
-            return self.value
-        if origin is Annotated:
-            return self.read(kind.__metadata__[0])
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            names = [field.name for field in dataclasses.fields(kind)]
-            self.only(*names)
-            given: Any = {name: self[name].read(_types(kind)[name]) for name in names}
-            return kind(**given)
-        if origin is Mapping:
-            named = (
-                (Checked(key, self.where).read(inner[0]), member) for key, member in self.items()
-            )
-            return {key: member.read(inner[1]) for key, member in named}
-        if origin is tuple:
-            return tuple(entry.read(inner[0]) for entry in self)
-        if origin is Literal:
-            return self.one_of(*inner)
-        if origin is UnionType:
-            if self.value is None and NoneType in inner:
-                return None
-            kinds: dict[type, Any] = {list: tuple, dict: Mapping, str: str}
-            wanted = kinds.get(type(self.value), int)
-            fitting = [one for one in inner if (get_origin(one) or one) is wanted]
-            return self.read((fitting or [one for one in inner if one is not NoneType])[0])
-        return {str: self.text, int: self.count, float: self.number}[kind]()
-
-    def text(self) -> str:
-        """A string."""
-        return str(self._of(str, "a string"))
-
-    def one_of(self, *choices: str) -> str:
-        """One of some strings."""
-        if self.text() not in choices:
-            raise BundleError(f"{self.where} is {self._shown()}, not one of {', '.join(choices)}")
-        return self.text()
-
-    def count(self) -> int:
-        """A whole number, 0 or more."""
-        value = self._of(int, "a whole number")
-        if not 0 <= value < MAX_INT:
-            raise BundleError(f"{self.where} is {self._shown()}, not a number from 0 to 2**48")
-        return int(value)
-
-    def number(self) -> float:
-        """A finite number, or `inf`, `-inf` or `nan` as a string."""
-        if self.value in ("inf", "-inf", "nan"):
-            return float(self.value)
-        value = self._of((int, float), "a number")
-        if not math.isfinite(value) or abs(value) > 1e300:
-            raise BundleError(f"{self.where} is {self._shown()}, which is out of range")
-        return value if isinstance(value, int) else float(value)
-
-    def _of(self, kind: Any, name: str) -> Any:
-        if not isinstance(self.value, kind) or isinstance(self.value, bool):
-            raise BundleError(f"{self.where} is {self._shown()}, not {name}")
-        return self.value
-
-    def _shown(self) -> str:
-        return repr(self.value)[:60]
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
 
 
 @functools.cache
@@ -127,8 +91,8 @@ def _types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def read_json(text: bytes, where: str) -> Checked:
-    """A file of JSON.
+def read_json(text: bytes, where: str) -> Any:
+    """The value of a file of JSON.
 
     Raises:
       BundleError: it is too long, nested too deeply, or no JSON.
@@ -136,6 +100,6 @@ def read_json(text: bytes, where: str) -> Checked:
     if len(text) > LARGEST:
         raise BundleError(f"{where} is longer than {LARGEST:,} bytes")
     try:
-        return Checked(json.loads(text), where)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{where} is no JSON: {str(error) or type(error).__name__}") from None

@@ -60,7 +60,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     if path.stat().st_size > LARGEST:
         raise BundleError(f"{path} is longer than {LARGEST:,} bytes")
     try:
-        manifest = from_json(read_json(path.read_bytes(), str(path)))
+        manifest = from_json(read_json(path.read_bytes(), str(path)), str(path))
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from error
     found.pop(MANIFEST)

@@ -250,11 +250,16 @@ class Leader:
         self._queue.put(encode(Message(kind, names, arrays)))
 
     def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
-        """See `spmd.serving.http.server.Others`."""
+        """Takes what to do if another process is asked to end, and what before a sudden end.
+
+        Args:
+          drain: begins to drain.
+          lose: tells clients why, and returns when they have been told.
+        """
         self._drain, self._lose = drain, lose
 
     def heed(self, error: Exception) -> None:
-        """Ends all processes if a call failed on the devices; see `Others` in `http/server.py`."""
+        """Ends all processes if a call failed on the devices: then it does not return."""
         if not _is_of_devices(error):
             return
         # A collective that breaks is most likely not at fault: who is, turns out in a moment.
@@ -263,7 +268,7 @@ class Leader:
         threading.Event().wait()
 
     def end(self, asked: bool) -> NoReturn:
-        """See `spmd.serving.http.server.Others`."""
+        """Ends all processes; they are to be started again, unless this one was asked to end."""
         if self._lost.is_set():
             threading.Event().wait()  # the thread that noticed ends the process
         code = 0 if asked else EXIT_PREEMPTED
@@ -368,21 +373,14 @@ class Follower:
             self._line.send(_ASKED)
 
     def _receive(self) -> None:
-        with self._line.makefile("rb") as file:
-            while (message := _next(file)) is not None:
+        with self._line.makefile("rb") as file, contextlib.suppress(OSError):
+            while (message := read(file)) is not None:
                 if message.kind == END:
                     _exit(int(message.names[0]))
                 if message.kind == STOP:
                     stop_now(message.names[0])
                 self._calls.put(message)
         peer_lost(0, "its connection closed; its own output says why")
-
-
-def _next(file: Any) -> Message | None:
-    try:
-        return read(file)
-    except OSError:
-        return None
 
 
 def _exit(code: int) -> NoReturn:

@@ -29,7 +29,7 @@ STORED_AS: Mapping[str, str] = {
     "float8_e4m3fn": "uint8", "float8_e5m2": "uint8",
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
 }  # fmt: skip
-"""Every dtype that an array of a bundle may have -> the dtype that safetensors holds it in."""
+"""Every dtype that an array of a bundle may have -> that in which safetensors holds its bits."""
 
 
 Shape = tuple[Annotated[Any, int | str], ...]

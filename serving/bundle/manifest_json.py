@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.errors import FrontendError
 from spmd.frontend.sizes import symbols_in
-from spmd.serving.bundle.checked import Checked
+from spmd.serving.bundle.checked import checked
 from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import Entrypoint, Filled, LeafEntry, Manifest
 from spmd.serving.bundle.trees import check_template
@@ -103,25 +103,25 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     return {"format": FORMAT, "schema": SCHEMA, **content}
 
 
-def from_json(content: Checked) -> Manifest:
-    """The manifest that a file holds.
+def from_json(content: Any, where: str) -> Manifest:
+    """The manifest that the JSON of a file holds, which is at `where`.
 
     Raises:
       BundleError: another format or schema, a member that is missing, unknown or of another type,
         or members that contradict each other.
     """
-    if content["format"].value != FORMAT:
-        raise BundleError(f"{content.where} is no manifest of a bundle: its format is not {FORMAT}")
-    schema = content["schema"].value
+    members = checked(content, Mapping[str, Any], where)
+    if members.get("format") != FORMAT:
+        raise BundleError(f"{where} is no manifest of a bundle: its format is not {FORMAT}")
+    schema = members.get("schema")
     if schema != SCHEMA:
         raise BundleError(
-            f"{content.where} has schema {schema!r:.40} and this program knows {SCHEMA}; load it "
+            f"{where} has schema {schema!r:.40} and this program knows {SCHEMA}; load it "
             "with the version that wrote it, or export it again"
         )
-    where = content.where
     # Programs that knew of no symbols wrote none.
-    members = {"symbols": {}} | {k: v for k, v in content.value.items() if k not in _ABOUT}
-    manifest: Manifest = Checked(members, where).read(Manifest)
+    members = {"symbols": {}} | {k: v for k, v in members.items() if k not in _ABOUT}
+    manifest: Manifest = checked(members, Manifest, where)
     for name, function in manifest.functions.items():
         check_name(name, f"{where}: functions: {name[:80]!r}")
         if function.name != name:

@@ -272,18 +272,10 @@ def load_bundle(
         wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
         count = len(planned.emitted.keys() & set(wanted))
         _tell(console, f"compiling {count} functions, and reading weights meanwhile")
-        parts = clock(
-            "compiling",
-            compile_functions,
-            manifest,
-            mesh,
-            planned.emitted,
-            planned.more,
-            wanted,
-            options,
-            functools.partial(_read, folder, manifest, unchecked, console, clock),
-            functools.partial(_compiling, count, console),
-        )
+        reading = functools.partial(_read, folder, manifest, unchecked, console, clock)
+        waiting = functools.partial(_status, console, f"compiling {count} functions")
+        made = planned.emitted, planned.more, wanted, options, reading, waiting
+        parts = clock("compiling", compile_functions, manifest, mesh, *made)
         notes += clock("compiling", too_much, planned, parts.programs, mesh)
         notes += nothing_split(manifest, planned.emitted, mesh)
         if cache is not None:
@@ -343,14 +335,6 @@ def _read(
 
 
 @contextlib.contextmanager
-def _compiling(count: int, console: Console | None) -> Iterator[None]:
-    """Says in a terminal that what is waited for is the compiler."""
-    with _status(console) as say:
-        say(f"compiling {count} functions")
-        yield
-
-
-@contextlib.contextmanager
 def _fitting(folder: Path) -> Iterator[None]:
     """What devices say of their memory, as an error of ours."""
     try:
@@ -366,10 +350,10 @@ def _tell(console: Console | None, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _status(console: Console | None) -> Iterator[Say]:
-    """Says what goes on in one line of a terminal, or not at all."""
+def _status(console: Console | None, text: str = "") -> Iterator[Say]:
+    """Says what goes on in one line of a terminal, at first a text, or not at all."""
     if console is None or not console.is_terminal or jax.process_index():
         yield lambda text: None
         return
-    with console.status("") as status:
+    with console.status(text) as status:
         yield status.update

@@ -37,9 +37,6 @@ MAX_FILE_BYTES = 4 * 10**9
 READING_THREADS = 4
 """As many shards are copied to devices at a time."""
 
-_BITS = ("float8_e4m3fn", "float8_e5m2")
-"""Stored as integers with the same bits."""
-
 
 def write_weights(
     folder: Path,
@@ -81,20 +78,8 @@ def _stored(
                 f"{leaf.path} is read as {array.dtype.name}{list(array.shape)} and was said to be "
                 f"{leaf.dtype}{list(leaf.shape)}"
             )
-        stored = to_stored(array)
-        yield stored
-        advance(stored.nbytes)
-
-
-def to_stored(array: Array) -> Array:
-    """An array in the dtype that safetensors holds it in."""
-    name = STORED_AS[array.dtype.name]
-    return array.view(name) if array.dtype.name in _BITS else array.astype(name, copy=False)
-
-
-def from_stored(array: Array, dtype: str) -> Array:
-    """The reverse of `to_stored`."""
-    return array.view(dtype) if dtype in _BITS else array.astype(dtype, copy=False)
+        yield array.view(STORED_AS[leaf.dtype])
+        advance(array.nbytes)
 
 
 def check_stored(folder: Path, leaves: Sequence[LeafEntry]) -> None:
@@ -134,7 +119,7 @@ def read_weights(
 
         def read(leaf: LeafEntry) -> jax.Array:
             def shard(index: Index) -> Array:
-                return from_stored(stored.view(leaf.path, index), leaf.dtype)
+                return stored.view(leaf.path, index).view(leaf.dtype)
 
             return put_shards(leaf.shape, leaf.dtype, shardings[leaf.path], shard, advance)
 

@@ -5,7 +5,9 @@ dataclasses) is an object whose names begin with a dot. So
 `{"made": Tokens(ids=.., scores=(.., ..))}` is `{"made": {".ids": 0, ".scores": [1, 2]}}`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import collections
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,48 +54,21 @@ def _key(entry: Any) -> int | str:
     raise BundleError(f"an output lies in a container whose parts have no names: {entry}")
 
 
-class NamedFields:
-    """Values with names, in order: unpacked like the named tuple that a function returned.
-
-    Example:
-      >>> ids, scores = made
-      >>> made.ids is ids
-      True
-    """
-
-    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
-        self._values = dict(zip(names, values, strict=True))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values.values())
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"Fields({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
-
-
-jax.tree_util.register_pytree_node(
-    NamedFields, lambda fields: (tuple(fields), tuple(fields._values)), NamedFields
-)
+@functools.cache
+def _named(names: tuple[str, ...]) -> Any:
+    """The named tuples with such fields; those that cannot be names have their place instead."""
+    return collections.namedtuple("Fields", names, rename=True)  # type: ignore[misc]
 
 
 def fill(template: Template, leaves: Sequence[Any]) -> Any:
-    """The leaves, put together: dicts, tuples and `NamedFields`."""
+    """The leaves, put together: dicts, tuples and named tuples."""
     if template is None:
         return None
     if isinstance(template, list):
         return tuple(fill(part, leaves) for part in template)
     if isinstance(template, dict) and template and all(name[:1] == "." for name in template):
         values = (fill(part, leaves) for part in template.values())
-        return NamedFields((name[1:] for name in template), values)
+        return _named(tuple(name[1:] for name in template))(*values)
     if isinstance(template, dict):
         return {name: fill(part, leaves) for name, part in template.items()}
     return leaves[template]

@@ -5,8 +5,8 @@
 Arguments of the module that have a tensor's name are weights, all others are inputs.
 """
 
-import dataclasses
 import fnmatch
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
 from spmd.frontend.importer.module import boundary_names, parse_module, signature
 from spmd.frontend.refine import exported_dims, is_dynamic, stated_dims
-from spmd.frontend.sizes import Dim, size_of, symbols_in
-from spmd.ir.types import numpy_dtype
+from spmd.frontend.sizes import size_of, symbols_in
+from spmd.ir.types import TensorType, numpy_dtype
 from spmd.serving.bundle.describe import check_manifest, leaves_of, plain_specs
 from spmd.serving.bundle.folder import new_folder
 from spmd.serving.bundle.function import BundleError, one_line
@@ -45,21 +45,13 @@ FIRST, STEP, LAST = 16, 16, 64
 """Sizes that are tried: multiples of what kernels and constraints like to have."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SizedType:
-    """A tensor's type; sizes may be expressions of symbols."""
-
-    dtype: str
-    shape: tuple[Dim, ...]
-
-
 class Read(NamedTuple):
     """A module that was read."""
 
     module: Any  # as it is to be written
     static: Any  # the same, or what it is at some sizes
-    # the types of its arguments and results
-    signature: tuple[tuple[SizedType, ...], tuple[SizedType, ...]]
+    # the types of its arguments and results; their sizes may be expressions of symbols
+    signature: tuple[Sequence[TensorType], Sequence[TensorType]]
     symbols: tuple[str, ...] = ()  # those that have no size yet
 
 
@@ -78,12 +70,8 @@ def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:
     module = parse_module(source if exported is None else exported.mlir_module_serialized)
     if symbols or not is_dynamic(module):
         static = static_module(module if exported is None else source, symbols)
-        args, results = (
-            tuple(SizedType(type_.dtype, tuple(type_.shape)) for type_ in types)
-            for types in signature(static)
-        )
-        return Read(static, static, (args, results))
-    dims = stated_dims(module) if exported is None else exported_dims(exported)
+        return Read(static, static, signature(static))
+    dims: Any = stated_dims(module) if exported is None else exported_dims(exported)
     stated = [dim for argument in dims for dim in argument if dim is not None]
     names = symbols_in(stated)
     base = dict.fromkeys(names, FIRST)
@@ -93,20 +81,17 @@ def read_module(source: Any, symbols: Mapping[str, int] | None) -> Read:
     moved = [_results(given, {**base, name: FIRST + STEP}) for name in names]
     last = dict.fromkeys(names, LAST)
     checked = _results(given, last)
-    results = tuple(
-        SizedType(
-            type_.dtype,
-            tuple(
-                _fitted([m[i][d] for m in moved], size, names, checked[i][d], last)
-                for d, size in enumerate(type_.shape)
-            ),
+    results = []
+    for i, type_ in enumerate(first):
+        shape = (
+            _fitted([m[i][d] for m in moved], size, names, checked[i][d], last)
+            for d, size in enumerate(type_.shape)
         )
-        for i, type_ in enumerate(first)
-    )
-    args = tuple(
-        SizedType(type_.dtype, tuple(dim if dim is not None else 0 for dim in argument))
+        results.append(type_._replace(shape=tuple(shape)))
+    args = [
+        type_._replace(shape=tuple(dim if dim is not None else 0 for dim in argument))
         for type_, argument in zip(types, dims, strict=True)
-    )
+    ]
     return Read(module, static, (args, results), names)
 
 
@@ -116,8 +101,8 @@ def _results(given: Any, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
 
 def _fitted(
     moved: Sequence[int], size: int, names: Sequence[str], checked: int, last: Mapping[str, int]
-) -> Dim:
-    """The expression of a dim: its size at `FIRST`, and with each symbol larger by `STEP`."""
+) -> Any:
+    """The size of a dim: from that at `FIRST`, and those with each symbol larger by `STEP`."""
     slopes = {n: (m - size) // STEP for n, m in zip(names, moved, strict=True) if m != size}
     rest = size - sum(slope * FIRST for slope in slopes.values())
     terms = [name if slope == 1 else f"{slope}*{name}" for name, slope in slopes.items()]
@@ -159,7 +144,9 @@ def matched(tensors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
         return {name: name for name in tensors}
     known = {parts_of(name): name for name in arguments}
     wanted = {name: parts_of(name) for name in tensors}
-    for cut in range(len(_common(list(wanted.values()))) + 1):
+    columns = zip(*(parts[:-1] for parts in wanted.values()), strict=False)
+    shared = [*itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+    for cut in range(len(shared) + 1):
         tails = {name: parts[cut:] for name, parts in wanted.items()}
         first = next(iter(tails.values()))
         fronts = [a[: len(a) - len(first)] for a in known if first and a[-len(first) :] == first]
@@ -173,16 +160,6 @@ def matched(tensors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
         if fitting:
             return {name: known[fitting[0] + tail] for name, tail in tails.items()}
     return {}
-
-
-def _common(names: Sequence[Parts]) -> Parts:
-    """The front that all names have, less than a whole name."""
-    front: list[str] = []
-    for parts in zip(*(name[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        front.append(parts[0])
-    return tuple(front)
 
 
 def own_specs(
@@ -338,13 +315,13 @@ def _named(
     return given
 
 
-def _argument(name: str, type_: SizedType, is_weight: bool) -> ArgumentEntry:
+def _argument(name: str, type_: TensorType, is_weight: bool) -> ArgumentEntry:
     if is_weight:
         return ArgumentEntry(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
     return ArgumentEntry(name, "input", (_leaf(name, type_),))
 
 
-def _leaf(path: str, type_: SizedType) -> LeafEntry:
+def _leaf(path: str, type_: TensorType) -> LeafEntry:
     dtype = numpy_dtype(type_.dtype).name if type_.dtype != "token" else "token"
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")

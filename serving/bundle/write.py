@@ -64,7 +64,8 @@ def write_bundle(
       functions: what it can do. Arguments may have symbolic dims (`jax.export.symbolic_shape`):
         whoever loads the bundle says how large they are, or the memory of the devices does.
       weights: a pytree of arrays, or of what `numpy.asarray` reads when it is its turn, with shape
-        and dtype (`spmd.serving.bundle.function.Weight`): one at a time is in memory.
+        and dtype, and that jax takes for a leaf (a dataclass is one, a named tuple is not): one at
+        a time is in memory.
       specs: pattern of paths, as `weights/layers/*/q_proj/weight` or `state/cache/k`, -> what
         splits each dim by default: an axis, a tuple of axes, None, or `...` (up to the compiler).
         Dims beyond a spec are not split. The first pattern that matches counts. Paths of inputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from spmd.serving.engine.backend import Sampling, SlotPart, Words
@@ -64,20 +63,22 @@ class Begin(NamedTuple):
     drawn: tuple[int, ...]
 
 
-class EngineStep(NamedTuple):
+@dataclasses.dataclass
+class EngineStep:
     """A call of `Backend.step`, and those of `Backend.begin` and `Backend.allow` before it."""
 
-    begins: tuple[Begin, ...]  # the slots in which the first token is drawn
+    room: list[int]  # for each group, how many more rows it might have
+    begins: list[Begin]  # the slots in which the first token is drawn
     # by slot, where other tokens may be drawn than before; behind `begins`
-    masks: Mapping[int, Words | None]
-    parts: tuple[SlotPart, ...]  # what the step does
-    keys: tuple[int, ...]  # the request of each part
+    masks: dict[int, Words | None]
+    parts: list[SlotPart]  # what the step does
+    keys: list[int]  # the request of each part
     # (request, how many of its tokens pages held already), of those that got a slot for this step
-    placed: tuple[tuple[int, int], ...]
-    alternatives: bool  # whether one that draws wants the likeliest tokens
-    rows: int  # how many there are, all parts together
-    decoding: int  # how many of them are latest drawn tokens, not chunks of prompts
-    seen: int  # positions that the last rows of the parts see, all together
+    placed: list[tuple[int, int]]
+    alternatives: bool = False  # whether one that draws wants the likeliest tokens
+    rows: int = 0  # how many there are, all parts together
+    decoding: int = 0  # how many of them are latest drawn tokens, not chunks of prompts
+    seen: int = 0  # positions that the last rows of the parts see, all together
 
 
 class Progress(NamedTuple):

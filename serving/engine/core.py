@@ -176,6 +176,7 @@ class Core:
         self._scheduler = Scheduler(backend.limits, backend.budget, ahead=ahead)
         self._seconds: Mapping[int, float] | None = None
         self._calls = Calls(backend)
+        self.stalled = self._calls.stalled
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
@@ -235,10 +236,6 @@ class Core:
                 counts=Counts(**vars(scheduler.counts)),
             )
 
-    def stalled(self) -> float:
-        """See `Steps.stalled`."""
-        return self._calls.stalled()
-
     def stop(self) -> None:
         """See `Steps.stop`."""
         with self._wake:
@@ -288,12 +285,10 @@ class Core:
             self._changed = False
             if self._seconds is not self.backend.seconds:  # there are steps of more sizes
                 self._seconds = self.backend.seconds
-                known = self._seconds, self.backend.turns
-                if (budget := self._token_budget) is None:
-                    sizes = self.backend.budget, self.backend.limits.rows[-1]
-                    self._scheduler.know(*known, *sizes)
-                else:
-                    self._scheduler.know(*known, budget)
+                sizes = self.backend.budget, self.limits.rows[-1]
+                if self._token_budget is not None:
+                    sizes = self._token_budget, 0
+                self._scheduler.know(self._seconds, self.backend.turns, *sizes)
             return self._scheduler.next()
 
     def _finish(self) -> Ran:

@@ -120,7 +120,7 @@ class Engine:
         *,
         observer: Observer = UNOBSERVED,
     ) -> None:
-        self.core = core
+        self.core, self.stalled = core, core.stalled
         self.error: str | None = None
         self._decode = decode
         self._pieces = TokenTexts(decode, letter)
@@ -220,10 +220,6 @@ class Engine:
         """Whether every request has ended, and its reader was told."""
         with self._lock:
             return not self._entries
-
-    def stalled(self) -> float:
-        """Seconds for which the backend has been in one call; 0 if there is none."""
-        return self.core.stalled()
 
     @property
     def ended(self) -> bool:

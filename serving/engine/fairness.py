@@ -25,17 +25,9 @@ from typing import Generic, Protocol, TypeVar
 class Queued(Protocol):
     """What waits in the queue belongs to a user of a client."""
 
-    @property
-    def priority(self) -> int:
-        """What of a client has the lowest is first."""
-
-    @property
-    def client(self) -> str:
-        """The client's name."""
-
-    @property
-    def user(self) -> str:
-        """The user's name; two clients may have users of the same name."""
+    priority: int  # what of a client has the lowest is first
+    client: str  # the client's name
+    user: str  # the user's name; two clients may have users of the same name
 
 
 Item = TypeVar("Item", bound=Queued)

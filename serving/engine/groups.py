@@ -140,26 +140,15 @@ class Ongoing:
     trusted: int = 3  # so many last tokens have to stand earlier for a guess of the next ones
     said: Said = dataclasses.field(default_factory=Said)  # where its tokens stood earlier
     agreement: Agreement = dataclasses.field(default_factory=Agreement)  # with a draft model
+    # those of the job
+    key: int = dataclasses.field(init=False)
+    client: str = dataclasses.field(init=False)
+    user: str = dataclasses.field(init=False)
+    priority: int = dataclasses.field(init=False)
 
-    @property
-    def key(self) -> int:
-        """The job's key."""
-        return self.job.key
-
-    @property
-    def client(self) -> str:
-        """Who asks."""
-        return self.job.client
-
-    @property
-    def user(self) -> str:
-        """Whom the client asks for."""
-        return self.job.user
-
-    @property
-    def priority(self) -> int:
-        """What of a client has the lowest is first."""
-        return self.job.priority
+    def __post_init__(self) -> None:
+        self.key, self.priority = self.job.key, self.job.priority
+        self.client, self.user = self.job.client, self.job.user
 
     @property
     def scores(self) -> bool:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from spmd.serving.engine.actions import Counts
 
@@ -18,11 +19,11 @@ class StepRecord:
     rows: int  # how many it had, all requests together
     padded: int  # how many rows beside these the device ran
     seen: int  # positions that the last rows of its parts see, all together
-    keys: tuple[int, ...]  # the requests that took part
+    keys: Sequence[int]  # the requests that took part
     # request -> (rows, whether a token is drawn behind them), of pieces of prompts
     chunks: dict[int, tuple[int, bool]]
     told: float = math.inf  # when the text of its tokens was handed out
-    placed: tuple[tuple[int, int], ...] = ()  # as of `EngineStep`
+    placed: Sequence[tuple[int, int]] = ()  # as of `EngineStep`
     chosen: float = 0.0  # when the engine began it, behind steps that were under way
 
 
@@ -46,8 +47,8 @@ class Finished(NamedTuple):
     guided: bool = False  # whether it waits for a mask before each token
 
 
-class Observer(Protocol):
-    """Is told what the engine does, on the engine's threads; the server's metrics are one."""
+class Observer:
+    """Is told what the engine does, on the engine's threads; this one does nothing."""
 
     def ran(self, step: StepRecord) -> None:
         """A step is done; its text is not made yet."""
@@ -62,15 +63,7 @@ class Observer(Protocol):
         """A request has ended."""
 
 
-class _Unobserved:
-    def ran(self, step: StepRecord) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def next_tokens(self, seconds: float, times: int) -> None: ...
-    def finished(self, record: Finished) -> None: ...
-
-
-UNOBSERVED: Observer = _Unobserved()
-"""Is told and does nothing."""
+UNOBSERVED = Observer()
 
 
 class EngineState(NamedTuple):

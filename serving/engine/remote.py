@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from spmd.serving.engine.actions import Job, Progress
-from spmd.serving.engine.backend import Limits, Words
+from spmd.serving.engine.backend import Limits
 from spmd.serving.engine.core import BackendFailed, Core, Hear, Ran
 from spmd.serving.engine.records import EngineState
 
@@ -67,14 +67,8 @@ class Pulse(NamedTuple):
     compile_total: int
 
 
-class _Elsewhere:
-    """Stands for a guide where jobs are run: that is with the reader, and sends masks."""
-
-    def allowed(self) -> Words:
-        raise NotImplementedError
-
-    def take(self, token: int) -> None:
-        raise NotImplementedError
+_ELSEWHERE: Any = "elsewhere"
+"""Stands for a guide where jobs are run: that is with the reader, and sends masks."""
 
 
 class RemoteCore:
@@ -91,6 +85,10 @@ class RemoteCore:
         self._hear: Hear = lambda told: None
         self._over = threading.Event()
         self._adapted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # See `Steps`: these orders are passed on as they are.
+        self.cancel, self.end, self.allow, self.stop = (
+            functools.partial(line.send, order) for order in _ORDERS[1:]
+        )
 
     @property
     def compile_total(self) -> int:
@@ -104,21 +102,9 @@ class RemoteCore:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """See `Steps.submit`."""
-        guide = _Elsewhere()
-        sent = [job if job.guide is None else dataclasses.replace(job, guide=guide) for job in jobs]
+        guided = {"guide": _ELSEWHERE}
+        sent = [job if job.guide is None else dataclasses.replace(job, **guided) for job in jobs]
         self._line.send("submit", sent)
-
-    def cancel(self, keys: Sequence[int]) -> None:
-        """See `Steps.cancel`."""
-        self._line.send("cancel", keys)
-
-    def end(self, keys: Sequence[int]) -> None:
-        """See `Steps.end`."""
-        self._line.send("end", keys)
-
-    def allow(self, key: int, mask: Words) -> None:
-        """See `Steps.allow`."""
-        self._line.send("allow", key, mask)
 
     def adapt(self, place: int, folder: str) -> None:
         """Waits for an adapter to be loaded there: see `Loaded.adapt`; for a thread at a time."""
@@ -135,10 +121,6 @@ class RemoteCore:
         silent = time.monotonic() - self._at
         told = self._pulse.stalled
         return told + silent if told or silent > SILENT_SECONDS else 0.0
-
-    def stop(self) -> None:
-        """See `Steps.stop`."""
-        self._line.send("stop")
 
     def join(self, timeout: float) -> None:
         """See `Steps.join`."""

@@ -70,30 +70,6 @@ _Guess = tuple[int, ...] | int | None
 """Drafts of what a request draws next, or of how many the backend guesses; None: none yet."""
 
 
-class _Draft:
-    """A step while it is made.
-
-    Args:
-      room: for each group, how many rows the step has.
-    """
-
-    def __init__(self, room: list[int]) -> None:
-        self.room = room
-        self.begins: list[Begin] = []
-        self.masks: dict[int, Words | None] = {}
-        self.parts: list[SlotPart] = []
-        self.keys: list[int] = []
-        self.placed: list[tuple[int, int]] = []
-        self.alternatives = False
-        self.decoding = self.rows = self.seen = 0
-
-    def finished(self) -> EngineStep:
-        return EngineStep(
-            tuple(self.begins), self.masks, tuple(self.parts), tuple(self.keys),
-            tuple(self.placed), self.alternatives, self.rows, self.decoding, self.seen,
-        )  # fmt: skip
-
-
 def check_job(job: Job, limits: Limits) -> None:
     """Raises a `ValueError` if the pool could not hold a request."""
     length, most = len(job.prompt), limits.longest
@@ -228,12 +204,11 @@ class Scheduler:
         waiting = list(drafts.values()).count(None) + tried
         if waiting and waiting * 2 >= len(self._decoding) + tried:
             return None  # as many go further with what comes now, and then all in one step
-        draft = _Draft([self._room()] * len(self.groups))
-        self._draw(draft, drafts, 1 if drafts else self._count_turns())
-        self._fill(draft)
-        if not draft.parts:
+        step = EngineStep([self._room()] * len(self.groups), [], {}, [], [], [])
+        self._draw(step, drafts, 1 if drafts else self._count_turns())
+        self._fill(step)
+        if not step.parts:
             return None
-        step = draft.finished()
         self._under_way.append(step)
         return step
 
@@ -397,7 +372,7 @@ class Scheduler:
                 group.grow(request)
         return count
 
-    def _draw(self, draft: _Draft, drafts: Mapping[int, _Guess], turns: int) -> None:
+    def _draw(self, step: EngineStep, drafts: Mapping[int, _Guess], turns: int) -> None:
         last = []
         for key, request in self._decoding.items():
             tried = drafts.get(key, ())
@@ -411,23 +386,23 @@ class Scheduler:
             rows = part.rows
             if not part.guesses:
                 request.agreement.note(0, 0)
-            draft.parts.append(part)
-            draft.keys.append(key)
-            draft.room[slot // self._slots] -= rows
-            draft.alternatives |= bool(request.job.logprobs)
-            draft.seen += start + rows
-            draft.rows += rows
+            step.parts.append(part)
+            step.keys.append(key)
+            step.room[slot // self._slots] -= rows
+            step.alternatives |= bool(request.job.logprobs)
+            step.seen += start + rows
+            step.rows += rows
             request.filled += turns
             drawn = min(turns, request.wanted)
-            ends = [self._count_draw(draft, request, begins=False) for _ in range(drawn)]
+            ends = [self._count_draw(step, request, begins=False) for _ in range(drawn)]
             # Behind drafts it is not known where it goes on.
             if ends[-1] or rows > 1:
                 last.append(key)
-        draft.decoding = len(draft.parts)
+        step.decoding = len(step.parts)
         for key in last:
             del self._decoding[key]
 
-    def _count_draw(self, draft: _Draft, request: Ongoing, *, begins: bool) -> bool:
+    def _count_draw(self, step: EngineStep, request: Ongoing, *, begins: bool) -> bool:
         """Sets what may be drawn; returns whether the next step has no row for the request."""
         asked = request.job
         drawn = asked.max_tokens - request.wanted
@@ -435,24 +410,24 @@ class Scheduler:
         for count, mask in asked.masks:
             if count == drawn or (begins and count < drawn and not asked.guided):
                 request.mask = mask
-                draft.masks[request.slot] = mask
+                step.masks[request.slot] = mask
         if asked.guided:
-            draft.masks[request.slot] = request.mask
+            step.masks[request.slot] = request.mask
             self._unmasked.add(request.key)
         return asked.guided or not request.wanted
 
-    def _fill(self, draft: _Draft) -> None:
+    def _fill(self, step: EngineStep) -> None:
         """Adds chunks: of the prompts that have slots, then of those that wait, in their order."""
         for group in self.groups:
             if group.filling is not None:
-                self._add_chunk(draft, group, group.filling)
+                self._add_chunk(step, group, group.filling)
         while (request := self._first()) is not None:
-            found = self._find_group(request, draft.room)
+            found = self._find_group(request, step.room)
             if found is None:
                 return
             self._place(request, *found)
-            draft.placed.append((request.key, request.filled))
-            self._add_chunk(draft, found[0], request)
+            step.placed.append((request.key, request.filled))
+            self._add_chunk(step, found[0], request)
 
     def _first(self) -> Ongoing | None:
         """Who gets the next slot; nobody while the mask of the oldest is on its way."""
@@ -486,10 +461,10 @@ class Scheduler:
         reused = min(request.filled, len(request.job.prompt)) - request.paid
         self.counts.reused += max(0, reused)
 
-    def _add_chunk(self, draft: _Draft, group: Group, request: Ongoing) -> None:
+    def _add_chunk(self, step: EngineStep, group: Group, request: Ongoing) -> None:
         """Adds the next tokens of a prompt, as many as the step has rows for."""
         index, start = request.slot // self._slots, request.filled
-        end = min(request.end, start + draft.room[index])
+        end = min(request.end, start + step.room[index])
         is_last, tokens = end == request.end, request.tokens
         targets = None
         if request.scores:
@@ -498,11 +473,11 @@ class Scheduler:
         chunk = tuple(tokens[start:end])
         part = SlotPart(request.slot, start, chunk, request.pages, draws, targets)
         asked = request.job
-        draft.parts.append(part._replace(adapter=asked.adapter) if asked.adapter >= 0 else part)
-        draft.keys.append(request.key)
-        draft.room[index] -= end - start
-        draft.rows += end - start
-        draft.seen += end
+        step.parts.append(part._replace(adapter=asked.adapter) if asked.adapter >= 0 else part)
+        step.keys.append(request.key)
+        step.room[index] -= end - start
+        step.rows += end - start
+        step.seen += end
         request.filled = end
         # What is run once more after a preemption is not charged.
         new = max(0, min(end, len(asked.prompt)) - max(start, request.paid))
@@ -514,9 +489,9 @@ class Scheduler:
         if not draws:
             return
         seen = tuple(tokens)
-        draft.begins.append(Begin(request.slot, asked.sampling, seen, seen[len(asked.prompt) :]))
-        draft.alternatives |= bool(asked.logprobs)
-        if not self._count_draw(draft, request, begins=True):
+        step.begins.append(Begin(request.slot, asked.sampling, seen, seen[len(asked.prompt) :]))
+        step.alternatives |= bool(asked.logprobs)
+        if not self._count_draw(step, request, begins=True):
             self._decoding[request.key] = request
 
     # Advancing.
@@ -540,26 +515,20 @@ class Scheduler:
         self, request: Ongoing, ids: Sequence[int], row: int, done: list[Progress]
     ) -> int:
         """Gives a request the tokens that were drawn for it; returns how many it took."""
+        asked = request.job
         for taken, token in enumerate(ids):
-            finish = self._take(request, token)
-            done.append(Progress(request.job.key, row + taken, finish))
+            request.tokens.append(token)
+            self._queue.charge(request, 1)
+            finish: Finish | None = None
+            if token in asked.stop_ids:
+                finish = "stop"
+            elif len(request.tokens) == len(asked.prompt) + asked.max_tokens:
+                finish = "length"
+            done.append(Progress(request.key, row + taken, finish))
             if finish is not None:
+                self._end(request)
                 return taken + 1
         return len(ids)
-
-    def _take(self, request: Ongoing, token: int) -> Finish | None:
-        """Gives a request its next token; returns why it ends with it, if it does."""
-        request.tokens.append(token)
-        self._queue.charge(request, 1)
-        asked = request.job
-        finish: Finish | None = None
-        if token in asked.stop_ids:
-            finish = "stop"
-        elif len(request.tokens) == len(asked.prompt) + asked.max_tokens:
-            finish = "length"
-        if finish is not None:
-            self._end(request)
-        return finish
 
     def _end(self, request: Ongoing) -> None:
         del self._ongoing[request.key]

@@ -1,17 +1,19 @@
 """What a model has done since the start: requests, calls, rows, and their times."""
 
+import dataclasses
 import threading
 import time
+from typing import Any
 
 from spmd.serving.engine.records import Finished
 
 
+@dataclasses.dataclass
 class Tally:
     """How often something happened, and how long it took altogether, in seconds."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.seconds = 0.0
+    count: int = 0
+    seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
         """Notes that it happened once more."""
@@ -19,26 +21,22 @@ class Tally:
         self.seconds += seconds
 
 
+@dataclasses.dataclass(eq=False)
 class Statistics:
-    """Totals, which `/metrics` and KServe's statistics show.
+    """Totals, which `/metrics` and KServe's statistics show."""
 
-    Attributes:
-      success, fail: requests by their ends, from their arrival on.
-      queue: how long requests waited for the model.
-      infer: how long the model had them; calls of several requests count for each.
-      calls: calls of a model of tensors.
-      batches: the same by their rows, without those that were padding.
-      rows: of all calls that succeeded.
-      last_ms: when the last request ended, in milliseconds since 1970; 0 if there was none.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.success, self.fail, self.queue, self.infer = Tally(), Tally(), Tally(), Tally()
-        self.calls = Tally()
-        self.batches: dict[int, Tally] = {}
-        self.rows = 0
-        self.last_ms = 0
+    # success, fail: requests by their ends, from their arrival on
+    success: Tally = dataclasses.field(default_factory=Tally)
+    fail: Tally = dataclasses.field(default_factory=Tally)
+    queue: Tally = dataclasses.field(default_factory=Tally)  # how long they waited for the model
+    # how long the model had them; calls of several requests count for each
+    infer: Tally = dataclasses.field(default_factory=Tally)
+    calls: Tally = dataclasses.field(default_factory=Tally)  # of a model of tensors
+    # the same by their rows, without those that were padding
+    batches: dict[int, Tally] = dataclasses.field(default_factory=dict)
+    rows: int = 0  # of all calls that succeeded
+    last_ms: int = 0  # when the last request ended, in milliseconds since 1970; 0 if none has
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def finished(self, record: Finished) -> None:
         """Notes the end of a request; one whose client has left counts as failed."""

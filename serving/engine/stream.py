@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -33,22 +34,12 @@ def shutting_down() -> Stopped:
     return Stopped(SHUTTING_DOWN)
 
 
+@dataclasses.dataclass(eq=False)
 class Stream:
     """The deltas of a request's completions, in the order in which they are made.
 
     Iteration ends after the last delta of the last completion. It raises `Failed` if the model
     fails. Every stream has to be read to its end or closed.
-
-    Args:
-      keys: the scheduler's key of each completion, which is an attribute, too.
-      cancel: drops the requests with these keys.
-      ended: is called once the last delta is there, or the stream is closed before that.
-
-    Attributes:
-      abandoned: whether the stream was closed before its end.
-      records: of the completions that have ended; each is there before its last delta.
-      cached: completion -> how many tokens of its prompt the cache held; there before its first
-        delta.
 
     Example:
       >>> stream = engine.submit([job])
@@ -56,22 +47,21 @@ class Stream:
       ...     print(delta.text, end="")
     """
 
-    def __init__(
-        self,
-        keys: Sequence[int],
-        cancel: Callable[[Sequence[int]], None],
-        ended: Callable[[], None] | None = None,
-    ) -> None:
-        self.abandoned = False
-        self.records: list[Finished] = []
-        self.cached: dict[int, int] = {}
-        self.loop = asyncio.get_running_loop()
-        self._cancel = cancel
-        self.keys = tuple(keys)
-        self._open = self._unfinished = len(keys)
-        self._ended = ended
-        self._ready: deque[Delta | Failed] = deque()
-        self._news = asyncio.Event()
+    keys: Sequence[int]  # the scheduler's key of each completion
+    cancel: Callable[[Sequence[int]], None]  # drops the requests with these keys
+    # is called once the last delta is there, or the stream is closed before that
+    ended: Callable[[], None] | None = None
+    abandoned: bool = False  # whether the stream was closed before its end
+    # of the completions that have ended; each is there before its last delta
+    records: list[Finished] = dataclasses.field(default_factory=list)
+    # completion -> how many tokens of its prompt the cache held; there before its first delta
+    cached: dict[int, int] = dataclasses.field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
+    _ready: deque[Delta | Failed] = dataclasses.field(default_factory=deque)
+    _news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._open = self._unfinished = len(self.keys)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -117,15 +107,15 @@ class Stream:
             self.abandoned = True
             self._ready.clear()
             self._news.set()
-            self._cancel(self.keys)
+            self.cancel(self.keys)
             self._finish(self._unfinished)
 
     def _finish(self, count: int) -> None:
         if self._unfinished <= 0:  # one completion failed, and with it all of them
             return
         self._unfinished -= count
-        if not self._unfinished and self._ended is not None:
-            self._ended()
+        if not self._unfinished and self.ended is not None:
+            self.ended()
 
     def _take(self) -> Delta:
         delta = self._ready.popleft()

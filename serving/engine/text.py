@@ -4,8 +4,8 @@ Two things hold text back. A character may be spread over several tokens, and a 
 several pieces of text; neither may be shown by half.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text. Bytes that are not a whole character become U+FFFD."""
@@ -96,51 +96,42 @@ def _last_whole(decode: Decode, tokens: Sequence[int]) -> list[int]:
     return list(tokens[-CONTEXT:])
 
 
-class Matched(NamedTuple):
-    """The text that can be shown, and whether a stop string came behind it."""
-
-    text: str
-    stopped: bool
-
-
+@dataclasses.dataclass
 class StopMatcher:
     r"""Ends a text before the first complete stop string, in whatever pieces the text comes.
 
     The longest end of the text that might begin a stop string is held back.
 
-    Args:
-      stops: the stop strings; none of them is empty.
-
-    Attributes:
-      found: the one that has ended the text; empty until then.
-
     Example:
       >>> matcher = StopMatcher(["\n\n"])
       >>> matcher.push("one\n"), matcher.push("two\n"), matcher.push("\nthree")
-      (Matched('one', False), Matched('\ntwo', False), Matched('', True))
+      (('one', False), ('\ntwo', False), ('', True))
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = ""
+    stops: Sequence[str]  # none of them is empty
+    found: str = ""  # the one that has ended the text; empty until then
+    _held: str = ""
 
-    def push(self, text: str) -> Matched:
-        """Takes the next piece of text; after a match it must not be called again."""
-        if not self._stops:
-            return Matched(text, False)
+    def push(self, text: str) -> tuple[str, bool]:
+        """Takes the next piece of text; after a match it must not be called again.
+
+        Returns:
+          The text that can be shown, and whether a stop string came behind it.
+        """
+        if not self.stops:
+            return text, False
         held = self._held + text
-        found = [(held.find(stop), stop) for stop in self._stops]
+        found = [(held.find(stop), stop) for stop in self.stops]
         # The stop string that is complete first wins, whichever begins first: so the result is the
         # same whether the text comes in one piece or character by character.
         cuts = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if cuts:
             self._held = ""
             _, start, self.found = min(cuts)
-            return Matched(held[:start], True)
-        keep = max((overlap(held, stop) for stop in self._stops), default=0)
+            return held[:start], True
+        keep = max((overlap(held, stop) for stop in self.stops), default=0)
         self._held = held[len(held) - keep :]
-        return Matched(held[: len(held) - keep], False)
+        return held[: len(held) - keep], False
 
     def flush(self) -> str:
         """The text that was held back, now that no more comes."""

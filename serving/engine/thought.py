@@ -5,6 +5,7 @@
 What a request asks of a text (a grammar, stop strings) it asks of the answer.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Literal, NamedTuple
 
@@ -25,13 +26,11 @@ class Marks(NamedTuple):
 Kind = Literal["mark", "thought", "answer"]
 
 
+@dataclasses.dataclass
 class ThoughtSplitter:
     """Tells a thought from the answer behind it, in whatever pieces the text comes.
 
     Joined, the texts of all parts are the whole text.
-
-    Attributes:
-      place: where the next letter is; None as long as `begin` may still come.
 
     Example:
       >>> splitter = ThoughtSplitter(Marks("<think>", "</think>", opened=True))
@@ -39,17 +38,17 @@ class ThoughtSplitter:
       ([('thought', 'Hm.')], [('mark', '</think>'), ('answer', '3')])
     """
 
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
-        self.place: Literal["thought", "answer"] | None = None
-        self._held = ""
+    marks: Marks
+    # where the next letter is; None as long as `begin` may still come
+    place: Literal["thought", "answer"] | None = None
+    _held: str = ""
 
     def push(self, text: str) -> list[tuple[Kind, str]]:
         """The parts of the next piece of text, as far as they are certain."""
         if self.place == "answer":
             return [("answer", text)] if text else []
         parts: list[tuple[Kind, str]] = []
-        (begin, end, _, plain), held = self._marks, self._held + text
+        (begin, end, _, plain), held = self.marks, self._held + text
         if self.place is None:
             head, mark = held.lstrip(), ""
             if any(head != x and x.startswith(head) for x in (begin, plain)):
@@ -86,7 +85,7 @@ class ThoughtSplitter:
 
     @property
     def _default(self) -> Literal["thought", "answer"]:
-        return "thought" if self._marks.opened else "answer"
+        return "thought" if self.marks.opened else "answer"
 
 
 class ThoughtTokens(NamedTuple):

@@ -1,5 +1,7 @@
 """The automaton of one completion: a grammar, and how far the text has come in it."""
 
+import dataclasses
+
 import llguidance
 import numpy as np
 
@@ -19,27 +21,19 @@ class TooHard(GrammarError):
     """A grammar that takes too much of the machine."""
 
 
+@dataclasses.dataclass(eq=False)
 class GrammarGuide:
     """A `spmd.serving.engine.guide.Guide`.
 
     Where the grammar may end the stop ids are allowed, elsewhere they are not: so a text that ends
     with one of them fits. Where nothing else can follow the stop ids alone are allowed.
-
-    Args:
-      matcher: at the beginning; it becomes the guide's own.
-      ends: the ids that the matcher takes for an end.
-      stops: all ids that end the completion.
-      min_tokens: the end comes behind so many tokens, if the grammar allows anything else.
     """
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher, ends: Words, stops: Words, min_tokens: int
-    ) -> None:
-        self._matcher = matcher
-        self._ends = ends
-        self._stops = stops
-        self._missing = min_tokens
-        self._mask: Words | None = None
+    matcher: llguidance.LLMatcher  # at the beginning; it becomes the guide's own
+    ends: Words  # the ids that the matcher takes for an end
+    stops: Words  # all ids that end the completion
+    missing: int  # the end comes behind so many tokens, if the grammar allows anything else
+    _mask: Words | None = dataclasses.field(default=None, init=False)
 
     def allowed(self) -> Words:
         """See `Guide.allowed`."""
@@ -50,21 +44,21 @@ class GrammarGuide:
     def take(self, token: int) -> None:
         """See `Guide.take`."""
         self._mask = None
-        self._missing -= 1
-        if not self._matcher.consume_token(token):
-            raise GrammarError(self._matcher.get_error())
+        self.missing -= 1
+        if not self.matcher.consume_token(token):
+            raise GrammarError(self.matcher.get_error())
 
     def _make(self) -> Words:
         # The matcher may have a word more or less than the model's vocabulary.
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._stops)]
-        mask: Words = np.zeros_like(self._stops)
+        found = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[: len(self.stops)]
+        mask: Words = np.zeros_like(self.stops)
         mask[: len(found)] = found
-        if self._matcher.is_error():
-            reason = self._matcher.get_error()
+        if self.matcher.is_error():
+            reason = self.matcher.get_error()
             is_empty = reason.startswith("NoExtension")
             raise GrammarError("no text fits it" if is_empty else reason)
-        text = mask & ~self._stops
-        may_end = bool((mask & self._ends).any())
-        if text.any() and (self._missing > 0 or not may_end):
+        text = mask & ~self.stops
+        may_end = bool((mask & self.ends).any())
+        if text.any() and (self.missing > 0 or not may_end):
             return text
-        return text | self._stops if may_end else mask
+        return text | self.stops if may_end else mask

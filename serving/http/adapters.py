@@ -79,7 +79,7 @@ class Adapters:
         folder = self._folder(path)
         async with self._loading:
             if not 0 < len(name) <= 256 or not name.isprintable() or name in self._by_name:
-                raise invalid(f"lora_name: {show(name)} is loaded, or is no name", "lora_name")
+                raise invalid(f"lora_name: {show(name)} is loaded, or is no name")
             self._every = [a for a in self._every if a.streams or a in self._by_name.values()]
             free = {*range(self._count)} - {adapter.place for adapter in self._every}
             if not free or self._put is None:
@@ -87,12 +87,12 @@ class Adapters:
                 raise invalid(
                     f"lora_name: all {self._count} places are taken, {ending} of them by last "
                     "streams; unload an adapter, or export the model with more --adapters",
-                    "lora_name", "no_place",
-                )  # fmt: skip
+                    code="no_place",
+                )
             try:
                 await asyncio.to_thread(self._put, min(free), str(folder))
             except ValueError as error:
-                raise invalid(f"lora_path: {error}", "lora_path") from error
+                raise invalid(f"lora_path: {error}") from error
             self._by_name[name] = Adapter(min(free), next(self._serials))
             self._every.append(self._by_name[name])
 
@@ -112,4 +112,4 @@ class Adapters:
                 return folder
         except (OSError, ValueError, RuntimeError):  # too long, with a null byte, links in a circle
             pass
-        raise invalid(f"lora_path: {show(path)} is no folder below --adapters_from", "lora_path")
+        raise invalid(f"lora_path: {show(path)} is no folder below --adapters_from")

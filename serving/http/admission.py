@@ -11,10 +11,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable
 
-from spmd.serving.errors import ApiError
-
-RETRY_SECONDS = 1
-"""What `Retry-After` says to those who are refused."""
+from spmd.serving.errors import busy
 
 SPARE = 16
 """One in so many is left to others, whatever one client asks for."""
@@ -29,19 +26,14 @@ def address_of(host: str) -> str:
     return host
 
 
+@dataclasses.dataclass
 class Allowance:
-    """So much of something, which clients take and give back.
+    """So much of something, which clients take and give back."""
 
-    Attributes:
-      taken: how much of it clients have.
-      peak: the most that they had.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.taken = 0
-        self.peak = 0
-        self._held: Counter[str] = Counter()
+    limit: int
+    taken: int = 0  # how much of it clients have
+    peak: int = 0  # the most that they had
+    _held: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def take(self, client: str, amount: int) -> bool:
         """Gives a client more, if it is there and leaves something to others; says whether."""
@@ -63,20 +55,12 @@ class Allowance:
             del self._held[client]
 
 
+@dataclasses.dataclass
 class Admission:
-    """The one book: places and bytes.
+    """The one book."""
 
-    Args:
-      body_bytes: of all bodies that are in memory.
-
-    Attributes:
-      places: of requests; there are none until the model is loaded.
-      bytes: of bodies.
-    """
-
-    def __init__(self, body_bytes: int) -> None:
-        self.places = Allowance(0)
-        self.bytes = Allowance(body_bytes)
+    places: Allowance  # of requests; there are none until the model is loaded
+    bytes: Allowance  # of bodies that are in memory
 
 
 @dataclasses.dataclass
@@ -96,11 +80,8 @@ class Visit:
           ApiError: other bodies need the memory.
         """
         if not self.admission.bytes.take(self.client, count):
-            raise ApiError(
-                429,
-                "the bodies of requests need all the memory that they may have: try again later",
-                code="memory_full",
-                retry_after=RETRY_SECONDS,
+            raise busy(
+                "the bodies of requests need all the memory that they may have", "memory_full"
             )
         self.bytes += count
 
@@ -113,13 +94,8 @@ class Visit:
         self.leave_places()
         book = self.admission.places
         if not book.take(self.client, count):
-            raise ApiError(
-                429,
-                f"{book.taken} of {book.limit} places are taken, and this request needs {count}: "
-                "try again later",
-                code="queue_full",
-                retry_after=RETRY_SECONDS,
-            )
+            taken = f"{book.taken} of {book.limit} places are taken"
+            raise busy(f"{taken}, and this request needs {count}", "queue_full")
         self.places = count
 
     def drop_body(self) -> None:

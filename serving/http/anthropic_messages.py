@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,23 +66,21 @@ def parse_request(body: Mapping[str, Any], bounds: Bounds, counts: bool = False)
     fields = Fields(body)
     refuse(fields, REFUSED)
     if fields.get("max_tokens") is None and not counts:
-        raise invalid("max_tokens: an integer is needed, not nothing", "max_tokens")
+        raise invalid("max_tokens: an integer is needed, not nothing")
     thinking, output = fields.object("thinking"), fields.object("output_config")
     kind, form, effort = thinking.get("type"), output.get("format"), output.get("effort")
     if kind not in (None, "enabled", "disabled", "adaptive"):
-        raise invalid(f"thinking.type: enabled, disabled or adaptive, not {show(kind)}", "thinking")
+        raise invalid(f"thinking.type: enabled, disabled or adaptive, not {show(kind)}")
     thinks = None if kind is None else kind != "disabled"
     if effort is not None and not thinks:
-        raise invalid("output_config.effort: only with thinking", "output_config")
+        raise invalid("output_config.effort: only with thinking")
     refuse(output, dict.fromkeys(output.left(), ()), place="output_config.")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     given = fields.object("tool_choice")
     choice: Any = given.get("type")
     if choice not in tuple(CHOICES):
-        raise invalid(
-            f"tool_choice.type: auto, any, tool or none, not {show(choice)}", "tool_choice"
-        )
+        raise invalid(f"tool_choice.type: auto, any, tool or none, not {show(choice)}")
     if choice == "tool":
         choice = {"type": "function", "function": {"name": given.get("name")}}
     else:
@@ -104,9 +101,7 @@ def parse_request(body: Mapping[str, Any], bounds: Bounds, counts: bool = False)
         "include_reasoning": bool(thinks) and thinking.get("display") != "omitted",
         "user": fields.object("metadata").get("user_id"),
     }
-    for name in NO_EFFECT:
-        fields.get(name)
-    ask = parse_chat({**rest_of(body, fields, NAMES), **chat}, bounds)
+    ask = parse_chat({**rest_of(body, fields, NAMES, NO_EFFECT), **chat}, bounds)
     return MessageAsk(**vars(ask), thinks=thinks)
 
 
@@ -121,16 +116,16 @@ def message_work(ask: MessageAsk, language: Language, grammar: Grammar | None = 
         arguments = {"enable_thinking": bool(ask.thinks), **ask.arguments}
         ask = dataclasses.replace(ask, arguments=arguments)
     elif ask.thinks and not template.thinks:
-        raise invalid("thinking: this model has no thoughts; leave it out", "thinking")
+        raise invalid("thinking: this model has no thoughts; leave it out")
     elif ask.thinks is False and template.thinks:
-        raise invalid("thinking: this model always thinks; left out, it does not show", "thinking")
+        raise invalid("thinking: this model always thinks; left out, it does not show")
     return chat_work(ask, language, grammar)
 
 
 def _messages(system: Any, given: Any) -> list[Message]:
     """The messages that a chat would have: results of tools are messages of their own there."""
     if not isinstance(given, list) or not given:
-        raise invalid(f"messages: a list of messages is needed, not {show(given)}", "messages")
+        raise invalid(f"messages: a list of messages is needed, not {show(given)}")
     made: list[Message] = []
     if system:
         made.append(parse_message({"role": "system", "content": system}, "system"))
@@ -169,8 +164,7 @@ def _unfolded(role: Any, blocks: list[Any], place: str) -> Iterator[Message]:
         elif kind != "redacted_thinking" or role != "assistant":
             raise invalid(
                 f"{where}: text, and of users tool_result, of assistants tool_use and thinking are "
-                f"served, not {show(kind or block)}",
-                "messages",
+                f"served, not {show(kind or block)}"
             )
     if role == "assistant":
         said = {"content": "\n".join(texts), "reasoning_content": thought or None}
@@ -181,11 +175,6 @@ def _unfolded(role: Any, blocks: list[Any], place: str) -> Iterator[Message]:
 
 class MessageAnswer(Retold):
     """The answer to a request for a message, or its events."""
-
-    def __init__(self, model: str, ask: MessageAsk, *given: Any) -> None:
-        super().__init__(model, ask, *given)
-        self._model, self._stops = model, ask.stops
-        self._id = f"msg_{uuid.uuid4().hex}"
 
     def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
         """The events of a moment."""
@@ -212,10 +201,10 @@ class MessageAnswer(Retold):
     def told(self) -> Json:
         """The message."""
         return {
-            "id": self._id,
+            "id": f"msg_{self._id}",
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self._head["model"],
             "content": [_told(block) for block in self.blocks],
             **self._reason(),
             "usage": self._counts(),
@@ -223,7 +212,7 @@ class MessageAnswer(Retold):
 
     def _reason(self) -> Json:
         reason = REASONS.get(self.finish or "")
-        stop = self.stop if reason == "end_turn" and self.stop in self._stops else None
+        stop = self.stop if reason == "end_turn" and self.stop in self._ask.stops else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _counts(self) -> Json:
@@ -273,7 +262,7 @@ async def count_tokens(request: Request) -> Response:
         made = message_work(parse_request(body, language.bounds, counts=True), language)
         return {"input_tokens": len(made.prompts[0].ids)}
 
-    with DIALECT.naming():
+    async with DIALECT.naming():
         return await run_on_text(request, work)
 
 

@@ -32,7 +32,6 @@ from spmd.serving.http.limits import ANY, HttpOptions
 from spmd.serving.http.logs import FIELDS, REQUEST_ID, HttpExchange
 from spmd.serving.http.metrics import CONTENT_TYPE
 from spmd.serving.http.requests import PAGE_HEADERS, error_response, route_path, service_of
-from spmd.serving.http.service import Service
 from spmd.serving.http.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -140,9 +139,8 @@ class Access:
                 path = self._by_endpoint.get(scope.get("endpoint"), "other")
             self._traffic.answered(exchange, method, path)
             fields = exchange.fields()
-            if span is not None:
-                fields["trace_id"] = span.trace_id
-                span.end(exchange)
+            if self._tracing is not None and span is not None:
+                fields["trace_id"] = self._tracing.end(span, exchange)
             is_told = not is_probe and not exchange.is_passed_on
             _log(fields, logging.INFO if is_told else logging.DEBUG)
 
@@ -160,58 +158,6 @@ def _log(fields: dict[str, Any], level: int) -> None:
 STATIC = Path(__file__).parent / "static"
 PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "chat.js"}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-
-
-def make_app(
-    service: Service, http: HttpOptions | None = None, tracing: Tracing | None = None
-) -> ASGIApp:
-    """Makes the ASGI application.
-
-    Args:
-      service: what is served; it may still be loading.
-      http: has the sites whose pages may use it.
-      tracing: makes spans of requests; None makes none.
-    """
-    hosts = (ANY,) if http is None or http.allowed_hosts is None else http.allowed_hosts
-    routes = [
-        *PROBES,
-        Route("/metrics", metrics),
-        Route("/requests", requests),
-        *(Route(path, page) for path in PAGE),
-        *openai_routes.ROUTES,
-        *openai_responses.ROUTES,
-        *anthropic_messages.ROUTES,
-        *embeddings.ROUTES,
-        *kserve_routes.ROUTES,
-    ]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(Refusing, service.options.address_connections, hosts)],
-        exception_handlers=ERRORS,
-    )
-    app.state.service = service
-    return around(app, service.traffic, routes, http, tracing)
-
-
-def around(
-    app: ASGIApp,
-    traffic: Traffic,
-    routes: Sequence[Route],
-    http: HttpOptions | None,
-    tracing: Tracing | None = None,
-) -> ASGIApp:
-    """The app behind what lets pages of other sites in, and behind `Access`."""
-    if http is None or not http.allow_origins:
-        return Access(app, traffic, routes, tracing)
-    # Pages of other sites may use the server; browsers ask it before they send JSON.
-    open_app = CORSMiddleware(
-        app,
-        allow_origins=http.allow_origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],  # clients in JavaScript send many of their own
-        expose_headers=[HEADER, "Retry-After"],
-    )
-    return Access(open_app, traffic, routes, tracing)
 
 
 async def metrics(request: Request) -> Response:
@@ -259,3 +205,44 @@ ERRORS: dict[Any, Any] = {
     HTTPException: _answer_http_error,
     Exception: _answer_mistake,
 }
+
+ROUTES = [
+    *PROBES,
+    Route("/metrics", metrics),
+    Route("/requests", requests),
+    *(Route(path, page) for path in PAGE),
+    *openai_routes.ROUTES,
+    *openai_responses.ROUTES,
+    *anthropic_messages.ROUTES,
+    *embeddings.ROUTES,
+    *kserve_routes.ROUTES,
+]
+
+
+def make_app(
+    service: Any,
+    http: HttpOptions,
+    tracing: Tracing | None = None,
+    routes: Sequence[Route] = ROUTES,
+) -> ASGIApp:
+    """Makes the ASGI application, behind what lets pages of other sites in, and behind `Access`.
+
+    Args:
+      service: what is served, which may still be loading; or a fleet, with routes of its own.
+      http: has the sites whose pages may use it.
+      tracing: makes spans of requests; None makes none.
+    """
+    hosts = (ANY,) if http.allowed_hosts is None else http.allowed_hosts
+    refusing = Middleware(Refusing, service.options.address_connections, hosts)
+    app: Any = Starlette(routes=routes, middleware=[refusing], exception_handlers=ERRORS)
+    app.state.service = service
+    if http.allow_origins:
+        # Pages of other sites may use the server; browsers ask it before they send JSON.
+        app = CORSMiddleware(
+            app,
+            allow_origins=http.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],  # clients in JavaScript send many of their own
+            expose_headers=[HEADER, "Retry-After"],
+        )
+    return Access(app, service.traffic, routes, tracing)

@@ -6,6 +6,7 @@ the same filters and functions as in transformers and nothing else.
     [{"role": "user", "content": "Hi"}]  ->  "<|user|>Hi<|end|><|assistant|>", for instance
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -166,8 +167,7 @@ class ChatTemplate:
             raise invalid(
                 f"tools: this model's chat template {problem}; leave them out, or serve it with "
                 "--tool_format",
-                "tools",
-                "unsupported_parameter",
+                code="unsupported_parameter",
             )
         return self._format
 
@@ -197,20 +197,17 @@ class ChatTemplate:
                 known = ", ".join(sorted(self.arguments)) or "none"
                 raise invalid(
                     f"chat_template_kwargs: {show(name)} is no argument of this model's chat "
-                    f"template, which are: {known}",
-                    "chat_template_kwargs",
+                    f"template, which are: {known}"
                 )
         if not self.knows_tools:
             messages, tools = described(messages, tools, self._format or PLAIN), ()
         try:
             return self._render(messages, generation_prompt, tools, self._wants_text, arguments)
         except chat.Refused as error:
-            raise invalid(
-                f"messages: the chat template refuses them: {error}", "messages"
-            ) from error
+            raise invalid(f"messages: the chat template refuses them: {error}") from error
         except Exception as error:  # templates can fail in any way
             reason = f"{type(error).__name__}: {error}"
-            raise invalid(f"messages: the chat template fails: {reason}", "messages") from error
+            raise invalid(f"messages: the chat template fails: {reason}") from error
 
     def _render(
         self,
@@ -282,11 +279,8 @@ PROBE: tuple[Message, ...] = (
 
 def _copied(message: Message, as_text: bool) -> Message:
     """A message of which the template may have all, with its arguments as it wants them."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    changed = [{**call, "function": dict(call["function"])} for call in calls]
-    for call in changed if as_text else ():
-        arguments = call["function"]["arguments"]
-        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return {**message, "tool_calls": changed}
+    made = copy.deepcopy(message)
+    for call in made.get("tool_calls", ()) if as_text else ():
+        function = call["function"]
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return made

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spmd.serving.errors import ApiError
-from spmd.serving.http.admission import RETRY_SECONDS, address_of
+from spmd.serving.http.admission import address_of
 from spmd.serving.http.limits import ANY, ServerOptions
 from spmd.serving.http.requests import error_response
 from spmd.serving.http.traffic import Traffic
@@ -92,26 +93,22 @@ def too_many(most: int) -> ApiError:
         429,
         f"there are {most} connections from this address already: use those, or close some",
         code="connections_full",
-        retry_after=RETRY_SECONDS,
+        retry_after=1,
     )
 
 
+@dataclasses.dataclass(eq=False)
 class Refusing:
     """An app that answers with refusals what it should not answer at all.
 
     That is what comes on connections beyond the limit of their address, and what is meant for
     another host: a page of any site can have its own name resolve to this machine (DNS rebinding),
     and would be the same site as the server for the browser then.
-
-    Args:
-      most: connections of one address.
-      hosts: as in `HttpOptions.allowed_hosts`.
     """
 
-    def __init__(self, app: ASGIApp, most: int, hosts: Sequence[str] = (ANY,)) -> None:
-        self.app = app
-        self._most = most
-        self._hosts = hosts
+    app: ASGIApp
+    most: int  # connections of one address
+    hosts: Sequence[str] = (ANY,)  # as in `HttpOptions.allowed_hosts`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -125,11 +122,11 @@ class Refusing:
 
     def _error(self, scope: Scope) -> ApiError | None:
         if REFUSED in scope.get("state", {}):
-            return too_many(self._most)
+            return too_many(self.most)
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(given) > 1 or (not given and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
             return ApiError(400, f"one Host header is needed, not {len(given)}")
-        if not given or ANY in self._hosts or is_host(given[0], self._hosts):
+        if not given or ANY in self.hosts or is_host(given[0], self.hosts):
             return None
         name = given[0][:100]
         message = f"the server is not called {name}: --allowed_hosts says what it is called"

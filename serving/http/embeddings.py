@@ -20,11 +20,10 @@ from starlette.routing import Route
 from spmd.models.training.data.tokenizer import Tokenizer
 from spmd.serving.engine.batches import sizes_of
 from spmd.serving.engine.infer import Array, Infer
-from spmd.serving.engine.stream import Failed
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import Fields, check_text, is_integer, parse_object, show
 from spmd.serving.http.language import Loaded
-from spmd.serving.http.requests import failure, service_of, visiting
+from spmd.serving.http.requests import service_of, visiting
 from spmd.serving.http.service import Service
 
 IDS, MASK, VECTORS = "input_ids", "attention_mask", "embeddings"
@@ -58,10 +57,10 @@ class TextModel(NamedTuple):
         if not isinstance(text, list):
             found = _encode(self.tokenizer, check_text(text, param))
         elif not all(is_integer(i) and 0 <= i < self.tokenizer.vocab_size for i in text):
-            raise invalid(f"{param}: ids are integers below {self.tokenizer.vocab_size}", param)
+            raise invalid(f"{param}: ids are integers below {self.tokenizer.vocab_size}")
         if not 1 <= len(found) <= self.longest:
             raise invalid(
-                f"{param}: {len(found)} tokens; 1 to {self.longest} fit", param,
+                f"{param}: {len(found)} tokens; 1 to {self.longest} fit",
                 code="context_length_exceeded",
             )  # fmt: skip
         return list(found)
@@ -111,16 +110,13 @@ async def _answer(
 
         def read_body() -> tuple[list[Sequence[int]], Any]:
             body = parse_object(visit.body)
-            service.check_name(loaded, Fields(body).text("model") or None)
+            service.check_name(Fields(body).text("model") or None)
             return read(body, model)
 
-        try:
-            rows, ask = await texts.run(read_body, visit.client)
-            vectors = await _vectors(service, model, rows, visit.client)
-            total = request.state.exchange.prompt_tokens = sum(map(len, rows))
-            written = await texts.run(lambda: write(ask, vectors, total), visit.client)
-        except Failed as error:
-            raise failure(error) from error
+        rows, ask = await texts.run(read_body, visit.client)
+        vectors = await _vectors(service, model, rows, visit.client)
+        total = request.state.exchange.prompt_tokens = sum(map(len, rows))
+        written = await texts.run(lambda: write(ask, vectors, total), visit.client)
         return JSONResponse({"model": loaded.name, **written})
 
 
@@ -144,15 +140,12 @@ async def embeddings(request: Request) -> Response:
     def read(body: Mapping[str, Any], model: TextModel) -> tuple[list[Sequence[int]], Any]:
         fields = Fields(body)
         given, form = fields.get("input"), fields.text("encoding_format", "float")
-        several = (
-            [given]
-            if not isinstance(given, list) or (given and all(map(is_integer, given)))
-            else given
-        )
+        is_one = not isinstance(given, list) or (given and all(map(is_integer, given)))
+        several = [given] if is_one else given
         if not 1 <= len(several) <= MOST_TEXTS:
-            raise invalid(f"input: 1 to {MOST_TEXTS} texts, not {len(several)}", "input")
+            raise invalid(f"input: 1 to {MOST_TEXTS} texts, not {len(several)}")
         if form not in ("float", "base64"):
-            raise invalid(f"encoding_format: float or base64, not {show(form)}", "encoding_format")
+            raise invalid(f"encoding_format: float or base64, not {show(form)}")
         rows = [model.ids(one, f"input[{i}]") for i, one in enumerate(several)]
         return rows, (form, fields.integer("dimensions", 1, 2**16))
 
@@ -160,7 +153,7 @@ async def embeddings(request: Request) -> Response:
         form, size = ask
         if size is not None:
             if size > vectors.shape[1]:
-                raise invalid(f"dimensions: {vectors.shape[1]} are the most", "dimensions")
+                raise invalid(f"dimensions: {vectors.shape[1]} are the most")
             vectors = _unit(vectors[:, :size])
         values = [
             base64.b64encode(v.astype("<f4").tobytes()).decode() if form == "base64" else v.tolist()
@@ -186,7 +179,7 @@ async def rerank(request: Request) -> Response:
         fields = Fields(body)
         given = fields.get("documents")
         if not isinstance(given, list) or not 1 <= len(given) < MOST_TEXTS:
-            raise invalid(f"documents: a list of 1 to {MOST_TEXTS - 1} texts", "documents")
+            raise invalid(f"documents: a list of 1 to {MOST_TEXTS - 1} texts")
         texts = [one.get("text") if isinstance(one, dict) else one for one in given]
         rows = [model.ids(fields.text("query"), "query")]
         for i, text in enumerate(texts):

@@ -81,13 +81,11 @@ def check_text(value: Any, param: str) -> str:
       ApiError: it is something else, or has half of a surrogate pair.
     """
     if not isinstance(value, str):
-        raise invalid(f"{param}: a string is needed, not {show(value)}", param)
+        raise invalid(f"{param}: a string is needed, not {show(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise invalid(
-            f"{param}: character {error.start} is half of a surrogate pair", param
-        ) from None
+        raise invalid(f"{param}: character {error.start} is half of a surrogate pair") from None
     return value
 
 
@@ -121,7 +119,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise invalid(f"{name}: true or false is needed, not {show(value)}", name)
+            raise invalid(f"{name}: true or false is needed, not {show(value)}")
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
@@ -133,9 +131,7 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not is_integer(value) or not low <= value <= high:
-            raise invalid(
-                f"{name}: an integer from {low} to {high} is needed, not {show(value)}", name
-            )
+            raise invalid(f"{name}: an integer from {low} to {high} is needed, not {show(value)}")
         return int(value)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
@@ -147,14 +143,14 @@ class Fields:
         is_open = low == 0 and math.copysign(1, low) < 0
         if not is_number or not low <= value <= high or (is_open and value == 0):
             bounds = f"above 0 and up to {high:g}" if is_open else f"from {low:g} to {high:g}"
-            raise invalid(f"{name}: a number {bounds} is needed, not {show(value)}", name)
+            raise invalid(f"{name}: a number {bounds} is needed, not {show(value)}")
         return float(value)
 
     def object(self, name: str) -> "Fields":
         """A field that is an object; empty if it is absent."""
         value = self.get(name) or {}
         if not isinstance(value, dict):
-            raise invalid(f"{name}: an object is needed, not {show(value)}", name)
+            raise invalid(f"{name}: an object is needed, not {show(value)}")
         return Fields(value)
 
     def text(self, name: str, default: str = "") -> str:

@@ -33,23 +33,19 @@ from urllib.parse import quote
 import httpx
 import orjson
 import yaml
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import spmd
 from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http import app as single
 from spmd.serving.http.adapters import no_model
-from spmd.serving.http.admission import Admission, Visit
-from spmd.serving.http.connections import Refusing
+from spmd.serving.http.admission import Admission, Allowance, Visit
 from spmd.serving.http.keys import Keys
 from spmd.serving.http.limits import ANY, HttpOptions, ServerOptions
 from spmd.serving.http.metrics import CONTENT_TYPE
-from spmd.serving.http.requests import check_key, client_of, read_body, until_gone
+from spmd.serving.http.requests import ClosingStream, check_key, client_of, read_body, until_gone
 from spmd.serving.http.server import Serving, server_config
 from spmd.serving.http.traffic import Traffic
 
@@ -186,7 +182,7 @@ class Fleet:
     def __init__(self, file: Path, options: ServerOptions, more: Sequence[str] = ()) -> None:
         self.options = options
         self.keys = Keys(options.api_keys, options.api_key_file)
-        self.admission = Admission(options.bodies_bytes)
+        self.admission = Admission(Allowance(0), Allowance(options.bodies_bytes))
         self.traffic = Traffic(self.admission)
         self.members: dict[str, Member] = {}  # those that requests go to
         self.lacking = dict.fromkeys(read_models(file), "it is being loaded")  # why
@@ -326,9 +322,8 @@ async def _pass_on(request: Request, member: Member, path: str, body: Any) -> Re
         sent = member.client.build_request(
             request.method, f"{path}{query}", headers=_passed(request), content=body
         )
-        async with contextlib.AsyncExitStack() as stack:
-            if isinstance(body, bytes):  # else it is still read from the client
-                await stack.enter_async_context(until_gone(request.receive))
+        is_read = isinstance(body, bytes)  # else it still comes from the client
+        async with until_gone(request.receive) if is_read else contextlib.nullcontext():
             answer = await member.client.send(sent, stream=True)
     except ClientDisconnect:
         raise ApiError(499, "the client has left") from None
@@ -339,28 +334,16 @@ async def _pass_on(request: Request, member: Member, path: str, body: Any) -> Re
         if answer is None:
             member.busy -= 1
 
-    response = _Passed(_fleet(request), member, answer)
+    def close() -> None:  # by a task of its own: this one may be cancelled
+        member.busy -= 1
+        _fleet(request).spawn(answer.aclose())
+
+    response = ClosingStream(answer.aiter_raw(), close, answer.status_code)
     passed = (*OF_THE_CONNECTION, b"date", b"x-request-id")
     response.raw_headers = [
         (k.lower(), v) for k, v in answer.headers.raw if k.lower() not in passed
     ]
     return response
-
-
-class _Passed(StreamingResponse):
-    """What a process answers, as it comes; when it is over, or the client gone, that is closed."""
-
-    def __init__(self, fleet: Fleet, member: Member, answer: httpx.Response) -> None:
-        super().__init__(answer.aiter_raw(), answer.status_code)
-        self._fleet, self._member, self._answer = fleet, member, answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:  # by a task of its own: this one may be cancelled
-            self._member.busy -= 1
-            self._fleet.spawn(self._answer.aclose())
 
 
 async def by_body(request: Request) -> Response:
@@ -502,15 +485,6 @@ ROUTES = [
 ]
 
 
-def make_app(fleet: Fleet, http: HttpOptions) -> ASGIApp:
-    """The ASGI application."""
-    hosts = (ANY,) if http.allowed_hosts is None else http.allowed_hosts
-    middleware = [Middleware(Refusing, fleet.options.address_connections, hosts)]
-    app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=single.ERRORS)
-    app.state.service = fleet
-    return single.around(app, fleet.traffic, ROUTES, http)
-
-
 class FleetServer(Serving):
     """uvicorn's server, with the models of a fleet while it runs.
 
@@ -519,7 +493,7 @@ class FleetServer(Serving):
     """
 
     def __init__(self, fleet: Fleet, http: HttpOptions, log_level: str) -> None:
-        app = make_app(fleet, http)
+        app = single.make_app(fleet, http, routes=ROUTES)
         config = server_config(app, fleet.traffic, fleet.options, http, log_level)
         config.timeout_graceful_shutdown = math.ceil(fleet.options.drain_seconds)
         super().__init__(app, config, http, fleet.options)

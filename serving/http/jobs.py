@@ -35,7 +35,7 @@ def bad_words(ask: Ask, language: Language) -> BadWords | None:
     found = [tuple(ids.tolist()) for ids in language.tokenizer.encode_batch(texts)]
     if () in found:
         i = found.index(()) // 2
-        raise invalid(f"bad_words[{i}]: the tokenizer makes no token of it", "bad_words")
+        raise invalid(f"bad_words[{i}]: the tokenizer makes no token of it")
     return BadWords(found, language.bounds.vocab_size)
 
 
@@ -54,8 +54,7 @@ def restricted(
     """
     if ask.min_tokens > job.max_tokens:
         raise invalid(
-            f"min_tokens: at most max_tokens, which are {job.max_tokens}, not {ask.min_tokens}",
-            "min_tokens",
+            f"min_tokens: at most max_tokens, which are {job.max_tokens}, not {ask.min_tokens}"
         )
     job = dataclasses.replace(job, min_tokens=ask.min_tokens)
     if grammar is not None:
@@ -78,7 +77,7 @@ def restricted(
         masks = counted_masks(vocabulary, ask.allowed_ids, job.stop_ids, ask.min_tokens)
         if any(mask is not None and not mask.any() for _, mask in masks):
             message = "min_tokens: all tokens that are allowed would end the text"
-            raise invalid(message, "min_tokens")
+            raise invalid(message)
         job = dataclasses.replace(job, masks=masks)
         if job.thought is not None and isinstance(ask, ChatAsk) and ask.budget is not None:
             anything = BadWords((), vocabulary)
@@ -168,10 +167,7 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     if begun:
         text, found, _ = text.rpartition(mark)
         if not found:
-            raise invalid(
-                "continue_final_message: the chat template leaves out the last message",
-                "continue_final_message",
-            )
+            raise invalid("continue_final_message: the chat template leaves out the last message")
     _check_size(text, ask, language)
     # Templates write what the tokenizer puts before a text themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
@@ -197,8 +193,7 @@ def _arguments(ask: ChatAsk, template: ChatTemplate) -> tuple[dict[str, Any], tu
     if not made:
         raise invalid(
             "reasoning_effort: this model's chat template does not take it; leave it out",
-            "reasoning_effort",
-            "unsupported_parameter",
+            code="unsupported_parameter",
         )
     heeded = effort == "none" or "reasoning_effort" in made
     notes = () if heeded else ("reasoning_effort switches thoughts on and no more",)

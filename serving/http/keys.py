@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from spmd.serving.errors import ApiError, ServingError
+from spmd.serving.errors import ServingError, busy
 
 LOOK_SECONDS = 1.0
 """The file is looked at no more often."""
@@ -134,13 +134,14 @@ class Keys:
         use = self._uses.get(name)
         if use is None or use.limits != limits:
             use = self._uses[name] = _Use(limits)
+        may, code = "this API key may have", "rate_limit_exceeded"
         if limits.at_once and use.at_once >= limits.at_once:
-            raise _refused(f"{limits.at_once} requests at once", 1)
+            raise busy(f"{may} {limits.at_once} requests at once", code)
         if use.tokens is not None and (seconds := use.tokens.wait(1)):
-            raise _refused(f"{limits.tokens_per_minute:g} tokens a minute", seconds)
+            raise busy(f"{may} {limits.tokens_per_minute:g} tokens a minute", code, seconds)
         if use.requests is not None:
             if seconds := use.requests.wait(1):
-                raise _refused(f"{limits.requests_per_second:g} requests a second", seconds)
+                raise busy(f"{may} {limits.requests_per_second:g} requests a second", code, seconds)
             use.requests.take(1)
         use.at_once += 1
 
@@ -179,12 +180,3 @@ def _stamp(file: Path | None) -> object:
         return file and (file.stat().st_mtime_ns, file.stat().st_size)
     except OSError:
         return None
-
-
-def _refused(what: str, seconds: float) -> ApiError:
-    return ApiError(
-        429,
-        f"this API key may have {what}: try again later",
-        code="rate_limit_exceeded",
-        retry_after=math.ceil(seconds),
-    )

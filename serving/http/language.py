@@ -77,11 +77,11 @@ class Language:
             raise ServingError("a language model needs a backend and a tokenizer")
         self.tokenizer = loaded.tokenizer
         self.stop_ids = loaded.stop_ids | {loaded.tokenizer.eos_id}
-        self.template = ChatTemplate(
-            loaded.chat_template,
-            {**special_tokens(loaded.tokenizer), **loaded.special_tokens},
-            options.tool_format,
-        )
+        # The texts of the tokens that begin and end documents have names in templates.
+        ids = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
+        named = {n: self.tokenizer.decode([i]) for n, i in ids.items() if i is not None}
+        named |= loaded.special_tokens
+        self.template = ChatTemplate(loaded.chat_template, named, options.tool_format)
         config = loaded.generation_config if options.generation_config == "auto" else {}
         self.sampling = sampling_of({**config, **options.override_generation_config})
         limits = core.limits
@@ -138,9 +138,3 @@ def sampling_of(config: Mapping[str, Any]) -> Sampling:
         raise ServingError(
             f"generation_config: {error.message}; --override_generation_config gives another value"
         ) from error
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """The texts of the tokens that begin and end documents, under the names that templates use."""
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    return {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}

@@ -23,24 +23,24 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     """
     if not isinstance(value, list) or not value:
         found = "nothing" if value is None else show(value)
-        raise invalid(f"messages: a list of messages is needed, not {found}", "messages")
+        raise invalid(f"messages: a list of messages is needed, not {found}")
     return tuple(parse_message(one, f"messages[{i}]") for i, one in enumerate(value))
 
 
 def parse_message(value: Any, place: str) -> Message:
     """One message; `place` is where the request has it. What it returns is parsed to the same."""
     if not isinstance(value, dict):
-        raise invalid(f"{place}: an object is needed, not {show(value)}", "messages")
+        raise invalid(f"{place}: an object is needed, not {show(value)}")
     role = value.get("role")
     if role not in ROLES:
-        raise invalid(f"{place}.role: one of {', '.join(ROLES)}, not {show(role)}", "messages")
+        raise invalid(f"{place}.role: one of {', '.join(ROLES)}, not {show(role)}")
     for name in ("function_call", "audio"):
         if value.get(name):
-            raise invalid(f"{place}.{name}: not served", "messages", "unsupported_parameter")
+            raise invalid(f"{place}.{name}: not served", code="unsupported_parameter")
     message: Message = {"role": str(role)}
     calls, content = value.get("tool_calls"), value.get("content")
     if calls and role != "assistant":
-        raise invalid(f"{place}.tool_calls: only of assistants", "messages")
+        raise invalid(f"{place}.tool_calls: only of assistants")
     # Assistants may call a tool, or have been cut in a thought, and say nothing.
     silent = role == "assistant" and content is None
     message["content"] = "" if silent else parse_content(content, f"{place}.content")
@@ -50,10 +50,10 @@ def parse_message(value: Any, place: str) -> Message:
     if calls:
         where = f"{place}.tool_calls"
         if not isinstance(calls, list):
-            raise invalid(f"{where}: a list is needed, not {show(calls)}", "messages")
+            raise invalid(f"{where}: a list is needed, not {show(calls)}")
         message["tool_calls"] = [parse_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
     if role == "tool":
-        message["tool_call_id"] = _text(value.get("tool_call_id"), f"{place}.tool_call_id")
+        message["tool_call_id"] = check_text(value.get("tool_call_id"), f"{place}.tool_call_id")
     if value.get("name") is not None:
         message["name"] = check_text(value["name"], f"{place}.name")
     return message
@@ -63,16 +63,16 @@ def parse_call(value: Any, place: str) -> dict[str, Any]:
     """A call of a tool, with its arguments as an object; `place` is where the request has it."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
-        raise invalid(f"{place}.function: an object is needed, not {show(function)}", "messages")
+        raise invalid(f"{place}.function: an object is needed, not {show(function)}")
     call: dict[str, Any] = {
         "type": "function",
         "function": {
-            "name": _text(function.get("name"), f"{place}.function.name"),
+            "name": check_text(function.get("name"), f"{place}.function.name"),
             "arguments": _arguments(function.get("arguments"), f"{place}.function.arguments"),
         },
     }
     if value.get("id") is not None:
-        call["id"] = _text(value["id"], f"{place}.id")
+        call["id"] = check_text(value["id"], f"{place}.id")
     return call
 
 
@@ -85,15 +85,8 @@ def _arguments(value: Any, place: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             found = None
     if not isinstance(found, dict):
-        raise invalid(f"{place}: a JSON object is needed, not {show(value)}", "messages")
+        raise invalid(f"{place}: a JSON object is needed, not {show(value)}")
     return found
-
-
-def _text(value: Any, place: str) -> str:
-    """A text of a message that may not be missing."""
-    if not isinstance(value, str):
-        raise invalid(f"{place}: a string is needed, not {show(value)}", "messages")
-    return check_text(value, place)
 
 
 def parse_content(value: Any, place: str) -> str:
@@ -102,14 +95,12 @@ def parse_content(value: Any, place: str) -> str:
         return check_text(value, place)
     if not isinstance(value, list) or not value:
         found = "nothing" if value is None else show(value)
-        raise invalid(f"{place}: a string or a list of parts is needed, not {found}", "messages")
+        raise invalid(f"{place}: a string or a list of parts is needed, not {found}")
     return "\n".join(_part(part, f"{place}[{i}]") for i, part in enumerate(value))
 
 
 def _part(value: Any, place: str) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in TEXTS:
-        raise invalid(
-            f"{place}: parts of type text are served, not {show(kind or value)}", "messages"
-        )
+        raise invalid(f"{place}: parts of type text are served, not {show(kind or value)}")
     return check_text(value.get("text"), f"{place}.text")

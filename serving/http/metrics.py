@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from spmd.serving.engine.core import Steps
-from spmd.serving.engine.records import EngineState, Finished, StepRecord
+from spmd.serving.engine.records import EngineState, Finished, Observer, StepRecord
 from spmd.serving.http.traffic import (
     FIRST_TOKEN_SECONDS,
     REQUEST_SECONDS,
-    Now,
     RequestMetrics,
     Weighted,
 )
@@ -25,7 +24,7 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
 
-class Metrics:
+class Metrics(Observer):
     """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
@@ -39,7 +38,6 @@ class Metrics:
         self, requests: RequestMetrics, core: Steps, state: Callable[[], EngineState]
     ) -> None:
         self.requests = requests
-        self._model = requests.model
         self._core = core
         self._state = state
         self.steps: deque[StepRecord] = deque(maxlen=8192)
@@ -72,7 +70,7 @@ class Metrics:
             "vllm:iteration_tokens_total", "Rows of one step of the model", _BATCH
         )
         self._totals = [0.0] * 5  # of all steps: what `ran` adds
-        requests.registry.register(Now(self._now))
+        requests.registry.register(self)
 
     # The engine's observer.
 
@@ -102,18 +100,18 @@ class Metrics:
         if record.generated > 1:
             self._per_token.observe(record.decode / (record.generated - 1))
 
-    def _now(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
         """The metrics that are read from the engine whenever Prometheus asks."""
         state = self._state()
         counts = state.counts
-        yield self.requests.gauge(
+        yield self.requests.number(
             "vllm:kv_cache_usage_perc",
             "Share of the pages that running requests hold, 1 is all",
             state.held / state.pages,
         )
-        yield self.requests.gauge("spmd:pages", "Pages of the pool", state.pages)
-        yield self.requests.gauge("spmd:pages_held", "Pages of running requests", state.held)
-        yield self.requests.gauge(
+        yield self.requests.number("spmd:pages", "Pages of the pool", state.pages)
+        yield self.requests.number("spmd:pages_held", "Pages of running requests", state.held)
+        yield self.requests.number(
             "spmd:pages_cached", "Pages of ended requests whose tokens are known", state.cached
         )
         rows, padded, seconds, waited, gap = self._totals
@@ -136,12 +134,10 @@ class Metrics:
             ("spmd:host_gap_seconds", "How long requests ran, but no step did", gap),
             ("spmd:compile", "Programs compiled", self._core.compile_total),
         ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+            yield self.requests.number(name, text, value, CounterMetricFamily)
         limits = self._core.limits
         labels = {
-            "model_name": self._model,
+            "model_name": self.requests.model,
             "block_size": str(limits.page),
             "num_gpu_blocks": str(limits.groups * limits.pages),
             "enable_prefix_caching": "True",
@@ -152,7 +148,7 @@ class Metrics:
         yield cache
         fraction = self.roofline_fraction()
         if fraction is not None:
-            yield self.requests.gauge(
+            yield self.requests.number(
                 "spmd:roofline_fraction",
                 "Least time of a step that only draws, by the bytes that it reads, over its time",
                 fraction,

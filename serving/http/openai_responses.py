@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,11 +69,11 @@ def parse_response(body: Mapping[str, Any], bounds: Bounds) -> ResponseAsk:
     refuse(fields, REFUSED)
     include, choice = fields.get("include") or [], fields.get("tool_choice")
     if not isinstance(include, list) or "message.output_text.logprobs" in include:
-        raise invalid("include: log-probabilities are served at /v1/chat/completions", "include")
+        raise invalid("include: log-probabilities are served at /v1/chat/completions")
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             kind = show(choice.get("type"))
-            raise invalid(f"tool_choice.type: function is served, not {kind}", "tool_choice")
+            raise invalid(f"tool_choice.type: function is served, not {kind}")
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     text, reasoning = fields.object("text"), fields.object("reasoning")
     refuse(reasoning, REFUSED_OF_REASONING, "not served; thoughts are shown whole", "reasoning.")
@@ -90,9 +89,7 @@ def parse_response(body: Mapping[str, Any], bounds: Bounds) -> ResponseAsk:
         "tools": functions(fields.get("tools"), ("function",), "parameters"),
         "tool_choice": choice,
     }
-    for name in NO_EFFECT:
-        fields.get(name)
-    ask = parse_chat({**rest_of(body, fields, NAMES), **chat}, bounds)
+    ask = parse_chat({**rest_of(body, fields, NAMES, NO_EFFECT), **chat}, bounds)
     shown = {name: body[name] for name in ECHOED if body.get(name) is not None}
     drawn = {name: getattr(ask.sampling, name) for name in ("temperature", "top_p")}
     return ResponseAsk(**vars(ask), echoed={**ECHOED, **drawn, **shown, "store": False})
@@ -102,7 +99,7 @@ def _messages(given: Any, instructions: str) -> list[Message]:
     """The messages that a chat would have; what an assistant did in a row is one of them."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
-        raise invalid(f"input: a string or a list of items is needed, not {show(given)}", "input")
+        raise invalid(f"input: a string or a list of items is needed, not {show(given)}")
     made: list[Message] = []
     if instructions:
         made.append({"role": "system", "content": instructions})
@@ -139,18 +136,15 @@ def _message(item: Any, place: str) -> Json:
         return {**given, "content": item.get("output")}
     raise invalid(
         f"{place}.type: message, function_call, function_call_output and reasoning are served, "
-        f"not {show(kind)}; nothing is kept here that another item could refer to",
-        "input",
+        f"not {show(kind)}; nothing is kept here that another item could refer to"
     )
 
 
 class ResponseAnswer(Retold):
     """The answer to a request for a response, or its events."""
 
-    def __init__(self, model: str, ask: ResponseAsk, *given: Any) -> None:
-        super().__init__(model, ask, *given)
-        self._model, self._echoed = model, ask.echoed
-        self._id, self._created, self._count = uuid.uuid4().hex, int(time.time()), 0
+    _ask: ResponseAsk
+    _count = 0  # events that were told
 
     def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
         """The events of a moment."""
@@ -201,15 +195,15 @@ class ResponseAnswer(Retold):
         return {
             "id": f"resp_{self._id}",
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._head["created"],
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": {"code": error.code, "message": error.message} if is_broken else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "model": self._model,
+            "model": self._head["model"],
             "output": [self._item(block) for block in self.blocks],
             "usage": None if status == "in_progress" else counts,
-            **self._echoed,
+            **self._ask.echoed,
         }
 
     def _item_id(self, block: AnswerBlock) -> str:

@@ -7,15 +7,16 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from spmd.serving.engine.actions import Finish, Job
+from spmd.serving.engine.actions import Finish
 from spmd.serving.engine.backend import Tokens
 from spmd.serving.engine.choice import Delta, Token
+from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.stream import Failed, Stream
 from spmd.serving.errors import ApiError
 from spmd.serving.grammar.compiler import Grammar, Grammars
@@ -37,7 +38,7 @@ from spmd.serving.http.protocol import (
     token_ids,
 )
 from spmd.serving.http.requests import (
-    EventStream,
+    ClosingStream,
     check_key,
     dump,
     event,
@@ -133,16 +134,6 @@ def _said(text: str, logprob: float | None) -> Json:
     return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
 
 
-class Texts(Protocol):
-    """What an answer needs of the engine."""
-
-    def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
-        """The tokens of a prompt, made of its scores."""
-
-    def piece(self, token: int) -> str:
-        """The text of a token."""
-
-
 class Answer:
     """The answer to one request: either the `events` of each delta, or the `whole` of all deltas.
 
@@ -153,7 +144,7 @@ class Answer:
     """
 
     def __init__(
-        self, model: str, ask: Ask, work: Work, engine: Texts, cached: Mapping[int, int]
+        self, model: str, ask: Ask, work: Work, engine: Engine, cached: Mapping[int, int]
     ) -> None:
         self._ask = ask
         self._cached = cached
@@ -161,8 +152,10 @@ class Answer:
         self._engine = engine
         self._is_chat = isinstance(ask, ChatAsk)
         name, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", KIND)
+        self._chunk_kind = "chat.completion.chunk" if self._is_chat else KIND
+        self._id = uuid.uuid4().hex
         self._head: Json = {
-            "id": f"{name}-{uuid.uuid4().hex}",
+            "id": f"{name}-{self._id}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
@@ -196,7 +189,9 @@ class Answer:
     def last(self) -> Iterator[bytes]:
         """The end of a stream, with the token counts if they were asked for."""
         if self._ask.include_usage:
-            yield event({**self._head, **self._kind(), "choices": [], "usage": self.usage()})
+            yield event(
+                {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
+            )
         yield DONE
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
@@ -231,11 +226,8 @@ class Answer:
         prompt = self._work.prompts[index // self._ask.n]
         return {"prompt_token_ids": list(prompt.ids)} if self._ask.token_ids else {}
 
-    def _kind(self) -> Json:
-        return {"object": "chat.completion.chunk"} if self._is_chat else {}
-
     def _chunk(self, choice: Json) -> Json:
-        chunk = {**self._head, **self._kind(), "choices": [choice]}
+        chunk = {**self._head, "object": self._chunk_kind, "choices": [choice]}
         if self._is_chat and "prompt_token_ids" in choice:  # as vLLM has it
             chunk["prompt_token_ids"] = choice.pop("prompt_token_ids")
         if not self._ask.include_usage:
@@ -304,8 +296,8 @@ class Answer:
             tokens = self._engine.read_scores(self._work.jobs[delta.choice], delta.scores)
         # The prompt's text begins behind the tokens that were added to it, such as <s>.
         added = sum(len(token.text) for token in tokens[: prompt.added])
-        before = [_moved(token, -added) for token in tokens[prompt.added :]]
-        behind = [_moved(token, len(prompt.text)) for token in delta.tokens]
+        before = [token._replace(offset=token.offset - added) for token in tokens[prompt.added :]]
+        behind = [t._replace(offset=t.offset + len(prompt.text)) for t in delta.tokens]
         text = delta.text if self._started[delta.choice] else prompt.text + delta.text
         self._started[delta.choice] = True
         return delta._replace(text=text, tokens=(*before, *behind))
@@ -321,10 +313,6 @@ class Answer:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.get(i, 0) for i in firsts)},
         }
-
-
-def _moved(token: Token, by: int) -> Token:
-    return token._replace(offset=token.offset + by)
 
 
 KIND = "text_completion"
@@ -393,11 +381,11 @@ class Dialect(NamedTuple):
 
     parse: Callable[[Mapping[str, Any], Bounds], Ask]
     make_work: Callable[[Any, Language, Grammar | None], Work]
-    answer: Callable[[str, Any, Work, Texts, Mapping[int, int]], Answer] = Answer
+    answer: Callable[[str, Any, Work, Engine, Mapping[int, int]], Answer] = Answer
     names: Names = ()  # for errors; the first that is found counts
 
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def naming(self) -> AsyncIterator[None]:
         """Errors that are raised in the block have the places of this API's requests."""
         try:
             yield
@@ -507,11 +495,11 @@ async def run_on_text(
     """What is answered to a body on a thread for texts."""
     service = service_of(request)
     async with visiting(request) as visit:
-        loaded, language = service.require(), service.language()
+        language = service.language()
 
         def make() -> Json:
             body = parse_object(visit.body)
-            service.check_name(loaded, Fields(body).text("model") or None)
+            service.check_name(Fields(body).text("model") or None)
             return work(body, language)
 
         return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
@@ -519,36 +507,31 @@ async def run_on_text(
 
 async def complete(request: Request, dialect: Dialect) -> Response:
     """Answers a request for texts in some dialect, as a whole or as a stream."""
-    with dialect.naming():
-        return await _complete(request, dialect)
-
-
-async def _complete(request: Request, dialect: Dialect) -> Response:
     service = service_of(request)
-    async with visiting(request) as visit:
+    async with dialect.naming(), visiting(request) as visit:
         loaded, language = service.require(), service.language()
-        read = functools.partial(_read, service, loaded, visit.body, dialect)
-        try:
-            texts = service.texts(len(visit.body))
-            ask, work = await texts.run(read, visit.client)
-            del read  # and with it the body
-            visit.drop_body()
-            if work is None:
-                compile = functools.partial(compile_grammar, ask, language)
-                grammar = await service.grammars.run(compile, visit.client)
-                make = functools.partial(dialect.make_work, ask, language, grammar)
-                work = await texts.run(make, visit.client)
-            stream = _submit(service, language, ask, work, visit)
-            prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
-            name = ask.model or loaded.name
-            request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
-            answer = dialect.answer(name, ask, work, language.engine, stream.cached)
-            if ask.stream:
-                response: Response = EventStream(_events(stream, answer), stream.close)
-            else:
-                response = await _whole(stream, answer)
-        except Failed as error:
-            raise failure(error) from error
+        read = functools.partial(_read, service, visit.body, dialect)
+        texts = service.texts(len(visit.body))
+        ask, work = await texts.run(read, visit.client)
+        del read  # and with it the body
+        visit.drop_body()
+        if work is None:
+            compile = functools.partial(compile_grammar, ask, language)
+            grammar = await service.grammars.run(compile, visit.client)
+            make = functools.partial(dialect.make_work, ask, language, grammar)
+            work = await texts.run(make, visit.client)
+        stream = _submit(service, language, ask, work, visit)
+        prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
+        name = ask.model or loaded.name
+        request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
+        answer = dialect.answer(name, ask, work, language.engine, stream.cached)
+        if ask.stream:
+            response: Response = ClosingStream(
+                _events(stream, answer), stream.close, headers=EVENTS,
+                media_type="text/event-stream",
+            )  # fmt: skip
+        else:
+            response = await _whole(stream, answer)
     for text in warnings(ask.ignored, work.notes):
         response.headers.append("Warning", text)
     return response
@@ -573,13 +556,11 @@ def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
     return made
 
 
-def _read(
-    service: Service, loaded: Loaded, body: bytes, dialect: Dialect
-) -> tuple[Ask, Work | None]:
+def _read(service: Service, body: bytes, dialect: Dialect) -> tuple[Ask, Work | None]:
     """Reads a request, which takes seconds if it is long; with a grammar there is no work yet."""
     language = service.language()
     ask = dialect.parse(parse_object(body), language.bounds)
-    service.check_name(loaded, ask.model)
+    service.check_name(ask.model)
     return ask, None if asks_for_grammar(ask) else dialect.make_work(ask, language, None)
 
 
@@ -610,8 +591,11 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
     return Response(text, media_type="application/json")
 
 
-async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
-    """The events of a stream, in batches; a failure is the last of them."""
+EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _events(stream: Stream, answer: Answer) -> AsyncIterator[bytes]:
+    """The events of a stream, in batches, which cost less; a failure is the last of them."""
     try:
         async for batch in stream.batches():
             if any(delta.scores is not None for delta in batch):
@@ -619,13 +603,13 @@ async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[bytes]]:
             else:
                 yield _write(batch, answer)
     except Failed as error:
-        yield [*answer.failed(failure(error))]
+        yield b"".join(answer.failed(failure(error)))
     else:
-        yield [*answer.last()]
+        yield b"".join(answer.last())
 
 
-def _write(batch: Sequence[Delta], answer: Answer) -> list[bytes]:
-    return [event for delta in batch for event in answer.events(delta)]
+def _write(batch: Sequence[Delta], answer: Answer) -> bytes:
+    return b"".join(event for delta in batch for event in answer.events(delta))
 
 
 ROUTES = [

@@ -25,13 +25,12 @@ def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
     if not isinstance(value, list) or not value:
         raise invalid(
             "prompt: a string, a list of strings, a list of token ids or a list of such lists "
-            f"is needed, not {'nothing' if value is None else show(value)}",
-            "prompt",
+            f"is needed, not {'nothing' if value is None else show(value)}"
         )
     if is_integer(value[0]):
         return (token_ids(value, "prompt", bounds),)
     if len(value) > bounds.choices:
-        raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most", "prompt")
+        raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most")
     return tuple(_prompt(one, i, bounds) for i, one in enumerate(value))
 
 
@@ -40,28 +39,26 @@ def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return check_text(value, name)
     if not isinstance(value, list) or not value:
-        raise invalid(f"{name}: a string or token ids are needed, not {show(value)}", "prompt")
+        raise invalid(f"{name}: a string or token ids are needed, not {show(value)}")
     return token_ids(value, name, bounds)
 
 
 def token_ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
     """A list of token ids of the model."""
     if not isinstance(value, list):
-        raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
+        raise invalid(f"{name}: a list of token ids is needed, not {show(value)}")
     # Looking at each of millions of ids takes long, too.
     if len(value) > max(bounds.max_length, bounds.vocab_size):
         raise invalid(
             f"{name}: {len(value)} token ids; this model's maximum context length is "
             f"{bounds.max_length} tokens",
-            name.partition("[")[0],
-            "context_length_exceeded",
+            code="context_length_exceeded",
         )
     for i, one in enumerate(value):
         if not is_integer(one) or not 0 <= one < bounds.vocab_size:
             raise invalid(
                 f"{name}[{i}]: token ids are integers from 0 to {bounds.vocab_size - 1}, "
-                f"not {show(one)}",
-                name.partition("[")[0],
+                f"not {show(one)}"
             )
     return tuple(value)
 
@@ -82,20 +79,18 @@ def _logit_bias(value: Any, bounds: Bounds) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise invalid(f"{name}: an object is needed, not {show(value)}", name)
+        raise invalid(f"{name}: an object is needed, not {show(value)}")
     bias: dict[int, float] = {}
     for key, added in value.items():
         is_id = key.isascii() and key.isdecimal() and len(key) < 10
         if not is_id or int(key) >= bounds.vocab_size:
             raise invalid(
-                f"{name}: token ids are from 0 to {bounds.vocab_size - 1}, not {show(key)}", name
+                f"{name}: token ids are from 0 to {bounds.vocab_size - 1}, not {show(key)}"
             )
         is_number = is_integer(added) or isinstance(added, float)
         if not is_number or not -BIAS <= added <= BIAS:
             raise invalid(
-                f"{name}[{show(key)}]: a number from {-BIAS} to {BIAS} is needed, "
-                f"not {show(added)}",
-                name,
+                f"{name}[{show(key)}]: a number from {-BIAS} to {BIAS} is needed, not {show(added)}"
             )
         bias[int(key)] = float(added)
     return tuple(bias.items())
@@ -105,11 +100,11 @@ def _stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
     """The stop strings of `stop`: a string or several."""
     stops = [] if value is None else value if isinstance(value, list) else [value]
     if len(stops) > bounds.stops:
-        raise invalid(f"stop: {len(stops)} strings, {bounds.stops} are the most", "stop")
+        raise invalid(f"stop: {len(stops)} strings, {bounds.stops} are the most")
     for stop in stops:
         if not check_text(stop, "stop") or len(stop) > bounds.stop_length:
             raise invalid(
-                f"stop: strings have 1 to {bounds.stop_length} characters, not {len(stop)}", "stop"
+                f"stop: strings have 1 to {bounds.stop_length} characters, not {len(stop)}"
             )
     return tuple(stops)
 
@@ -119,15 +114,12 @@ def _bad_words(value: Any, bounds: Bounds) -> tuple[str, ...]:
     name = "bad_words"
     words = [] if value is None else value
     if not isinstance(words, list) or len(words) > BAD_WORDS:
-        raise invalid(
-            f"{name}: a list of at most {BAD_WORDS} strings is needed, not {show(value)}", name
-        )
+        raise invalid(f"{name}: a list of at most {BAD_WORDS} strings is needed, not {show(value)}")
     for i, word in enumerate(words):
         if not check_text(word, f"{name}[{i}]").strip(" ") or len(word) > bounds.stop_length:
             raise invalid(
                 f"{name}[{i}]: a word of at most {bounds.stop_length} characters is needed, "
-                f"not {show(word)}",
-                name,
+                f"not {show(word)}"
             )
     return tuple(word.lstrip(" ") for word in words)
 
@@ -263,7 +255,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
     )
     best_of = fields.integer("best_of", 1, bounds.choices)
     if best_of not in (None, ask.n):
-        raise invalid("best_of: not served; leave it out", "best_of")
+        raise invalid("best_of: not served; leave it out")
     return dataclasses.replace(ask, ignored=_ignored(fields))
 
 
@@ -285,7 +277,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     top = _logprobs(fields, "top_logprobs", bounds)
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
-        raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+        raise invalid("top_logprobs: needs logprobs to be true")
     ask = ChatAsk(
         **_common(fields, bounds, 1),
         max_tokens=next((limit for limit in limits if limit is not None), None),
@@ -303,13 +295,11 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     )
     if ask.continues and (ask.generation_prompt or not ask.messages[-1]["content"].strip()):
         raise invalid(
-            "continue_final_message: needs a text in the last message, and no "
-            "add_generation_prompt",
-            "continue_final_message",
+            "continue_final_message: needs a text in the last message, and no add_generation_prompt"
         )
     structure = ask.structure
     if ask.tools is not None and structure is not None and structure.kind != "json":
-        raise invalid(f"{structure.place}: not together with tools", structure.param)
+        raise invalid(f"{structure.place}: not together with tools")
     return dataclasses.replace(ask, ignored=_ignored(fields))
 
 
@@ -322,9 +312,9 @@ def _arguments(fields: Fields) -> dict[str, Any]:
     name = "chat_template_kwargs"
     given = fields.get(name) or {}
     if not isinstance(given, dict):
-        raise invalid(f"{name}: an object is needed, not {show(given)}", name)
+        raise invalid(f"{name}: an object is needed, not {show(given)}")
     if len(json.dumps(given)) > ARGUMENTS_BYTES:
-        raise invalid(f"{name}: more than {ARGUMENTS_BYTES} bytes of JSON", name)
+        raise invalid(f"{name}: more than {ARGUMENTS_BYTES} bytes of JSON")
     if fields.get("enable_thinking") is not None:
         return {"enable_thinking": fields.flag("enable_thinking"), **given}
     return given
@@ -335,10 +325,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 def _effort(value: Any) -> str | None:
     if value is not None and value not in EFFORTS:
-        raise invalid(
-            f"reasoning_effort: one of {', '.join(EFFORTS)} is needed, not {show(value)}",
-            "reasoning_effort",
-        )
+        raise invalid(f"reasoning_effort: one of {', '.join(EFFORTS)} is needed, not {show(value)}")
     return None if value is None else str(value)
 
 
@@ -348,7 +335,7 @@ def _budget(fields: Fields, bounds: Bounds) -> int | None:
     if budget in (None, -1):
         return None
     if fields.get("allowed_token_ids"):
-        raise invalid(f"{name}: not together with allowed_token_ids", name)
+        raise invalid(f"{name}: not together with allowed_token_ids")
     return budget
 
 
@@ -372,7 +359,7 @@ def refuse(
         value = fields.get(name)
         if value is not None and not any(value == one for one in harmless):
             name = f"{place}{name}"
-            raise invalid(f"{name}: {why}", name, "unsupported_parameter")
+            raise invalid(f"{name}: {why}", code="unsupported_parameter")
 
 
 def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
@@ -381,8 +368,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
     if n * prompts > bounds.choices:
         raise invalid(
             f"n: {n} completions of {prompts} prompts are {n * prompts}; "
-            f"one request may ask for {bounds.choices}",
-            "n",
+            f"one request may ask for {bounds.choices}"
         )
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
     stream = fields.flag("stream")
@@ -390,18 +376,14 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
     structure = parse_structure(fields)
     allowed = token_ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
     if allowed and structure is not None:
-        raise invalid(
-            f"allowed_token_ids: not together with {structure.place}", "allowed_token_ids"
-        )
+        raise invalid(f"allowed_token_ids: not together with {structure.place}")
     prompt_logprobs = _logprobs(fields, "prompt_logprobs", bounds)
     if prompt_logprobs is not None and stream:
-        raise invalid("prompt_logprobs: not together with stream", "prompt_logprobs")
+        raise invalid("prompt_logprobs: not together with stream")
     return {
         "model": fields.text("model") or None,
         "sampling": dataclasses.replace(
             read_sampling(fields, bounds.sampling),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
             seed=(seed or 0) % 2**32,
             logit_bias=_logit_bias(fields.get("logit_bias"), bounds),
         ),
@@ -433,7 +415,7 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_sampling(fields: Fields, default: Sampling) -> Sampling:
-    """How tokens are drawn, as far as `DEFAULTS` say; what is absent is as in `default`."""
+    """How tokens are drawn, but for the seed; what is absent of `DEFAULTS` is as in `default`."""
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     penalty = fields.number("repetition_penalty", default.repetition_penalty, OPEN_ZERO, 100.0)
     return Sampling(
@@ -442,12 +424,14 @@ def read_sampling(fields: Fields, default: Sampling) -> Sampling:
         top_p=fields.number("top_p", default.top_p, OPEN_ZERO, 1.0),
         min_p=fields.number("min_p", default.min_p, 0.0, 1.0),
         repetition_penalty=penalty,
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
     )
 
 
 def _logprobs(fields: Fields, name: str, bounds: Bounds) -> int | None:
     if isinstance(fields.get(name), bool):
-        raise invalid(f"{name}: an integer is needed, not {show(fields.get(name))}", name)
+        raise invalid(f"{name}: an integer is needed, not {show(fields.get(name))}")
     return fields.integer(name, 0, bounds.top_logprobs)
 
 
@@ -457,9 +441,9 @@ def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
     if options is None:
         return False, False
     if not isinstance(options, dict):
-        raise invalid(f"stream_options: an object is needed, not {show(options)}", "stream_options")
+        raise invalid(f"stream_options: an object is needed, not {show(options)}")
     if not stream:
-        raise invalid("stream_options: only together with stream", "stream_options")
+        raise invalid("stream_options: only together with stream")
     wanted = Fields(options).flag("include_usage")
     return wanted, Fields(options).flag("continuous_usage_stats") and wanted
 

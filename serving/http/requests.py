@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from spmd.serving.engine.stream import Failed, Lost, Misguided, Stopped
@@ -55,41 +55,35 @@ async def visiting(
       types: Content-Types that its body may have; an empty one stands for none.
 
     Raises:
-      ApiError: the key, the body or the time is wrong, there is no place, or the client has left.
+      ApiError: the key, the body or the time is wrong, there is no place, the client has left, or
+        the block raised `Failed`.
     """
     service = service_of(request)
-    options = service.options
     exchange = request.state.exchange
     exchange.key = check_key(request)
     client = client_of(request, exchange.key, service.keys)
     service.require()
     exchange.leave = service.keys.enter(exchange.key)
-    visit = Visit(service.admission, client)
-    try:
-        visit.body = await _read(request, options, visit, types)
-        exchange.read = time.monotonic()
-        service.require()  # it may be draining by now
-        visit.hold_places(1)
-        async with until_gone(request.receive):
-            yield visit
-    finally:
-        visit.drop_body()
-        visit.leave_places()
-
-
-async def _read(
-    request: Request, options: ServerOptions, visit: Visit, types: Sequence[str]
-) -> bytes:
-    """The body of a request; it has to be of a type, not too large, and not too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in types or (not kind and "origin" in request.headers):
         # A web page may send some types, and none, to any server without a CORS preflight: so with
         # them any site that the user visits could use a server on their machine. Browsers say that
         # a page asks: `Origin`.
-        raise ApiError(
-            415, f"Content-Type: application/json is needed, not {kind[:40] or 'nothing'}"
-        )
-    return await read_body(request, options, visit)
+        named = kind[:40] or "nothing"
+        raise ApiError(415, f"Content-Type: application/json is needed, not {named}")
+    visit = Visit(service.admission, client)
+    try:
+        visit.body = await read_body(request, service.options, visit)
+        exchange.read = time.monotonic()
+        service.require()  # it may be draining by now
+        visit.hold_places(1)
+        async with until_gone(request.receive):
+            yield visit
+    except Failed as error:
+        raise failure(error) from error
+    finally:
+        visit.drop_body()
+        visit.leave_places()
 
 
 async def read_body(request: Request, options: ServerOptions, visit: Visit) -> bytes:
@@ -98,32 +92,25 @@ async def read_body(request: Request, options: ServerOptions, visit: Visit) -> b
     Raises:
       ApiError: it is too large or too slow, or the client has left.
     """
+    most, body = options.body_bytes, bytearray()
+    too_large = ApiError(413, f"the body is too large: {most:,} bytes are the most")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > most):
+        raise too_large
     try:
         async with asyncio.timeout(options.body_seconds):
-            return await _read_pieces(request, options.body_bytes, visit)
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_large
+                visit.hold_bytes(len(piece))
+            return bytes(body)
     except TimeoutError:
         raise ApiError(
             408, f"the body was not here within {options.body_seconds:g} seconds"
         ) from None
     except ClientDisconnect:
         raise _left() from None
-
-
-async def _read_pieces(request: Request, most: int, visit: Visit) -> bytes:
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 18 or int(length) > most):
-        raise _too_large(most)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise _too_large(most)
-        visit.hold_bytes(len(piece))
-    return bytes(body)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is too large: {most:,} bytes are the most")
 
 
 def _left() -> ApiError:
@@ -200,35 +187,29 @@ async def until_gone(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class EventStream(Response):
-    """An answer of server-sent events.
+class ClosingStream(StreamingResponse):
+    """An answer that is sent as it comes, until the client leaves.
 
     Args:
-      events: batches of what `event` makes; a batch is sent in one message, which costs less.
       close: is called at the end, however that comes.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[list[bytes]], close: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        close: Callable[[], None],
+        status: int = 200,
+        **more: Any,
+    ) -> None:
+        super().__init__(content, status, **more)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        start = {"status": self.status_code, "headers": self.raw_headers}
         try:
             with contextlib.suppress(OSError, ApiError):  # the client has left
                 async with until_gone(receive):
-                    await send({"type": "http.response.start", **start})
-                    async for events in self._events:
-                        body = b"".join(events)
-                        if body:
-                            piece = {"type": "http.response.body", "body": body, "more_body": True}
-                            await send(piece)
-                    await send({"type": "http.response.body", "body": b""})
+                    await self.stream_response(send)
         finally:
             self._close()
 

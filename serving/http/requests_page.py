@@ -58,7 +58,7 @@ async def requests(request: Request) -> Response:
         return response
     form = asked.get("format", "json" if "json" in request.headers.get("accept", "") else "html")
     if form not in ("html", "json"):
-        raise invalid(f"format: html or json, not {form[:20]!r}", "format")
+        raise invalid(f"format: html or json, not {form[:20]!r}")
     # Looking through thousands of steps takes milliseconds, in which others are answered.
     told = await asyncio.to_thread(_tell, service, key, asked.get("id"))
     if form == "json":

@@ -8,7 +8,7 @@ These APIs tell an answer as blocks, one behind the other: a thought, a text, a 
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from spmd.serving.engine.choice import Delta
@@ -30,11 +30,14 @@ OF_TOOLS: Values = {
 }  # fmt: skip
 
 
-def rest_of(body: Mapping[str, Any], fields: Fields, names: Names) -> Json:
+def rest_of(
+    body: Mapping[str, Any], fields: Fields, names: Names, no_effect: Collection[str]
+) -> Json:
     """The fields of a request that nobody has read: they mean what they mean in chats.
 
     Args:
       names: what chats call a field -> what this API calls it, where that is not the same.
+      no_effect: fields of this API that change nothing.
 
     Raises:
       ApiError: a field has no place in this API.
@@ -43,7 +46,7 @@ def rest_of(body: Mapping[str, Any], fields: Fields, names: Names) -> Json:
         if body.get(name) is not None:
             raise invalid(f"use {here} instead of {name}", name, "unsupported_parameter")
     refuse(Fields(body), ONLY_CHATS)
-    return {name: body[name] for name in fields.left()}
+    return {name: body[name] for name in fields.left() if name not in no_effect}
 
 
 def functions(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
@@ -62,8 +65,7 @@ def functions(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
             raise invalid(
                 f"tools[{i}].type: there are no built-in tools here, such as {show(kind)}; give "
                 f"functions that you call yourself, by name and {schema}",
-                "tools",
-                "unsupported_parameter",
+                code="unsupported_parameter",
             )
         refuse(Fields(tool), OF_TOOLS, place=f"tools[{i}].")
         pairs = {**renamed, "parameters": schema}.items()
@@ -89,22 +91,16 @@ class AnswerBlock:
 
 
 class Retold(Answer):
-    """An answer that is told in blocks; what they look like is up to subclasses.
+    """An answer that is told in blocks; what they look like is up to subclasses."""
 
-    Attributes:
-      blocks: all so far; only the last one may be open.
-      finish: why the chat ended, once it has.
-      stop: the stop string that ended it, if one did.
-      error: why it goes no further.
-    """
+    finish: str | None = None  # why the chat ended, once it has
+    stop = ""  # the stop string that ended it, if one did
+    error = ApiError(500, "")  # why it goes no further
+    _begun = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.blocks: list[AnswerBlock] = []
-        self.finish: str | None = None
-        self.stop = ""
-        self.error = ApiError(500, "")
-        self._begun = False
+        self.blocks: list[AnswerBlock] = []  # all so far; only the last one may be open
 
     def tell(self, moment: Moment, block: Any = None, new: str = "") -> list[Json]:
         """The events of a moment: of a block, or before and behind all blocks.

@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import typing
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -39,30 +38,8 @@ from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.service import STOP_SECONDS, Service
 from spmd.serving.http.traffic import Traffic
 
-
-class Others(typing.Protocol):
-    """The other processes that run the model, where there are some: what ends one ends all."""
-
-    def heed(self, error: Exception) -> None:
-        """Is told what the model raised; does not return if that ends the processes."""
-
-    def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
-        """Takes what to do if another process is asked to end, and what before a sudden end.
-
-        Args:
-          drain: begins to drain.
-          lose: tells clients why, and returns when they have been told.
-        """
-
-    def end(self, asked: bool) -> NoReturn:
-        """Ends all processes.
-
-        Args:
-          asked: whether this one was asked to end; else they are to be started again.
-        """
-
-
 if TYPE_CHECKING:
+    from spmd.serving.bundle.group import Leader
     from spmd.serving.http.tracing import Tracing
 
 _LOG = logging.getLogger("serving")
@@ -169,7 +146,11 @@ class Server(Serving):
         self, service: Service, log_level: str = "info", http: HttpOptions | None = None
     ) -> None:
         http = http or HttpOptions()
-        self._tracing = _tracing(http.otlp_endpoint)
+        self._tracing: Tracing | None = None
+        if http.otlp_endpoint is not None:
+            from spmd.serving.http.tracing import Tracing  # its libraries need not be there
+
+            self._tracing = Tracing(http.otlp_endpoint)
         app = make_app(service, http, self._tracing)
         config = server_config(app, service.traffic, service.options, http, log_level)
         super().__init__(app, config, http, service.options)
@@ -236,14 +217,6 @@ class Server(Serving):
                 connection.transport.abort()
 
 
-def _tracing(endpoint: str | None) -> Tracing | None:
-    if endpoint is None:
-        return None
-    from spmd.serving.http.tracing import Tracing  # it needs libraries that need not be there
-
-    return Tracing(endpoint)
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Opens a listening socket.
 
@@ -301,7 +274,7 @@ def serve(
     http: HttpOptions | None = None,
     log_level: str = "info",
     log_format: logs.LogFormat = "text",
-    others: Others | None = None,
+    others: Leader | None = None,
     apart: bool = False,
 ) -> None:
     """Serves a model until a signal comes.
@@ -313,8 +286,8 @@ def serve(
       http: TLS, proxies, other sites, traces.
       log_level: of the messages on stderr.
       log_format: of these messages: lines of text, or a JSON object a line.
-      others: the other processes that run the model; with them it does not return, but ends the
-        process.
+      others: leads the other processes that run the model; with them it does not return, but ends
+        the process.
       apart: whether a process of its own answers clients, which is forked from this one, so that
         nothing but the model's steps runs Python here. For language models, and without `others`.
 

@@ -12,7 +12,7 @@ from spmd.serving.engine.stream import SHUTTING_DOWN, Lost
 from spmd.serving.engine.workers import Workers
 from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http.adapters import Adapters, no_model
-from spmd.serving.http.admission import Admission
+from spmd.serving.http.admission import Admission, Allowance
 from spmd.serving.http.fields import SHORT
 from spmd.serving.http.keys import Keys
 from spmd.serving.http.language import Heed, Language, Loaded
@@ -58,7 +58,7 @@ class Service:
         self.adapters = Adapters(Loaded(""))
         self.created = int(time.time())
         self.keys = Keys(self.options.api_keys, self.options.api_key_file)
-        self.admission = Admission(self.options.bodies_bytes)
+        self.admission = Admission(Allowance(0), Allowance(self.options.bodies_bytes))
         self.traffic = Traffic(self.admission)
         # A long text takes seconds, in which short ones must not wait.
         threads = self.options.text_threads
@@ -134,10 +134,10 @@ class Service:
             problem = self.problem()
             code = self.status if self.lost is None else PROCESS_LOST
             raise ApiError(503, f"not now: {problem}", code=code, retry_after=5)
-        self.check_name(self.loaded, model)
+        self.check_name(model)
         return self.loaded
 
-    def check_name(self, loaded: Loaded, model: str | None) -> None:
+    def check_name(self, model: str | None) -> None:
         """Checks that a request asks for the model that there is, or an adapter; None accepts any.
 
         Raises:

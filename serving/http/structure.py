@@ -26,11 +26,6 @@ class Structure:
     place: str  # the field that says it
     lenient: bool = False  # whether what cannot be enforced of a schema is left out
 
-    @property
-    def param(self) -> str:
-        """The name of the field of the request."""
-        return self.place.partition(".")[0]
-
 
 def parse_structure(fields: Fields) -> Structure | None:
     """What the text of an answer has to be; None if it may be anything.
@@ -45,7 +40,7 @@ def parse_structure(fields: Fields) -> Structure | None:
     ]
     asked = [structure for structure in found if structure is not None]
     if len(asked) > 1:
-        raise invalid(f"{asked[1].place}: only without {asked[0].place}", asked[1].param)
+        raise invalid(f"{asked[1].place}: only without {asked[0].place}")
     return asked[0] if asked else None
 
 
@@ -70,8 +65,7 @@ def compile_structure(structure: Structure, grammars: Grammars) -> Grammar:
 
 def refusal(place: str, reason: str) -> ApiError:
     """What is wrong with a grammar at some place of the request."""
-    param = place.partition("[")[0].partition(".")[0].partition("/")[0]
-    return invalid(f"{place}: {reason}", param, "invalid_grammar")
+    return invalid(f"{place}: {reason}", code="invalid_grammar")
 
 
 def _response_format(value: Any) -> Structure | None:
@@ -79,22 +73,20 @@ def _response_format(value: Any) -> Structure | None:
         return None
     name = "response_format"
     if not isinstance(value, dict):
-        raise invalid(f"{name}: an object is needed, not {show(value)}", name)
+        raise invalid(f"{name}: an object is needed, not {show(value)}")
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return Structure("json", OBJECT, name)
     if kind != "json_schema":
-        raise invalid(
-            f"{name}.type: text, json_object or json_schema is needed, not {show(kind)}", name
-        )
+        raise invalid(f"{name}.type: text, json_object or json_schema is needed, not {show(kind)}")
     given = value.get("json_schema")
     if not isinstance(given, dict) or not isinstance(given.get("schema"), dict | bool):
-        raise invalid(f"{name}.json_schema.schema: a schema is needed", name)
+        raise invalid(f"{name}.json_schema.schema: a schema is needed")
     strict = given.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise invalid(f"{name}.json_schema.strict: true or false, not {show(strict)}", name)
+        raise invalid(f"{name}.json_schema.strict: true or false, not {show(strict)}")
     return Structure("json", given["schema"], f"{name}.json_schema.schema", strict is False)
 
 
@@ -103,18 +95,17 @@ def _structured_outputs(value: Any) -> Structure | None:
         return None
     name = "structured_outputs"
     if not isinstance(value, dict):
-        raise invalid(f"{name}: an object is needed, not {show(value)}", name)
+        raise invalid(f"{name}: an object is needed, not {show(value)}")
     given: dict[str, Any] = {key: one for key, one in value.items() if one is not None}
     strange = [key for key in given if key not in (*KINDS, "json_object")]
     if strange:
         raise invalid(
-            f"{name}: one of {', '.join(KINDS)} or json_object is needed, not {show(strange[0])}",
-            name,
+            f"{name}: one of {', '.join(KINDS)} or json_object is needed, not {show(strange[0])}"
         )
     if given.pop("json_object", False) is True:
         given["json"] = OBJECT
     if len(given) > 1:
-        raise invalid(f"{name}: one of {', '.join(given)} is needed, not all", name)
+        raise invalid(f"{name}: one of {', '.join(given)} is needed, not all")
     made = (_named(kind, given.get(kind), f"{name}.{kind}") for kind in KINDS)
     return next(filter(None, made), None)
 
@@ -122,18 +113,17 @@ def _structured_outputs(value: Any) -> Structure | None:
 def _named(kind: Kind, value: Any, place: str) -> Structure | None:
     if value is None or value in ("", [], {}):
         return None
-    param = place.partition(".")[0]
     if kind == "json":
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
-                raise invalid(f"{place}: this text is not JSON", param) from None
+                raise invalid(f"{place}: this text is not JSON") from None
         if not isinstance(value, dict | bool):
-            raise invalid(f"{place}: a schema is needed, not {show(value)}", param)
+            raise invalid(f"{place}: a schema is needed, not {show(value)}")
         return Structure(kind, value, place)
     if kind != "choice":
         return Structure(kind, check_text(value, place), place)
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-        raise invalid(f"{place}: a list of texts is needed, none of them empty", param)
+        raise invalid(f"{place}: a list of texts is needed, none of them empty")
     return Structure(kind, tuple(check_text(one, place) for one in value), place)

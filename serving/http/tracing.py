@@ -23,7 +23,7 @@ try:
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise ServingError(
@@ -57,9 +57,9 @@ class Tracing:
         self._tracer = self._provider.get_tracer("spmd.serving")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, exchange: HttpExchange, headers: Mapping[str, str]) -> RequestSpan:
+    def begin(self, exchange: HttpExchange, headers: Mapping[str, str]) -> Span:
         """Begins the span of a request, in the trace that its `traceparent` names, if any."""
-        span = self._tracer.start_span(
+        return self._tracer.start_span(
             exchange.method,
             context=self._propagator.extract(headers),
             kind=SpanKind.SERVER,
@@ -70,33 +70,15 @@ class Tracing:
                 "http.request.header.x-request-id": [exchange.request_id],
             },
         )
-        return RequestSpan(self._tracer, span)
 
-    def close(self) -> None:
-        """Sends what has not been sent, if the collector takes it."""
-        self._provider.shutdown()
-
-
-class RequestSpan:
-    """The span of a request that is being answered.
-
-    Attributes:
-      trace_id: in hexadecimal digits.
-    """
-
-    def __init__(self, tracer: Tracer, span: Span) -> None:
-        self.trace_id = format(span.get_span_context().trace_id, "032x")
-        self._tracer = tracer
-        self._span = span
-
-    def end(self, exchange: HttpExchange) -> None:
-        """Ends it, and makes the spans of its completions."""
-        self._span.set_attribute("http.response.status_code", exchange.status)
+    def end(self, span: Span, exchange: HttpExchange) -> str:
+        """Ends a request's span, and makes those of its completions; returns its trace's id."""
+        span.set_attribute("http.response.status_code", exchange.status)
         if exchange.status != 404:  # strangers should not make up names of spans
-            self._span.update_name(f"{exchange.method} {exchange.path}")
+            span.update_name(f"{exchange.method} {exchange.path}")
         records = exchange.stream.records if exchange.stream else []
         if exchange.model is not None:
-            self._span.set_attributes(
+            span.set_attributes(
                 {
                     "gen_ai.request.model": exchange.model,
                     "gen_ai.response.finish_reasons": [record.reason for record in records],
@@ -105,19 +87,24 @@ class RequestSpan:
                 }
             )
         if exchange.status >= 500 or any(record.reason == "error" for record in records):
-            self._span.set_status(Status(StatusCode.ERROR))
-        inside = set_span_in_context(self._span)
+            span.set_status(Status(StatusCode.ERROR))
+        inside = set_span_in_context(span)
         since_1970 = time.time() - time.monotonic()
         for record in records:
             for name, start, end, attributes in _phases(record):
-                span = self._tracer.start_span(
+                part = self._tracer.start_span(
                     name,
                     context=inside,
                     start_time=round((since_1970 + start) * NANOSECONDS),
                     attributes={"spmd.choice": record.choice, **attributes},
                 )
-                span.end(round((since_1970 + end) * NANOSECONDS))
-        self._span.end()
+                part.end(round((since_1970 + end) * NANOSECONDS))
+        span.end()
+        return format(span.get_span_context().trace_id, "032x")
+
+    def close(self) -> None:
+        """Sends what has not been sent, if the collector takes it."""
+        self._provider.shutdown()
 
 
 def _phases(record: Finished) -> Iterator[tuple[str, float, float, Mapping[str, int]]]:

@@ -14,7 +14,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from spmd.serving.engine.records import Finished
@@ -39,24 +38,7 @@ _REASONS = {
     413: "large_body", 415: "content_type", 499: "left", 500: "mistake",
 }  # fmt: skip
 
-
-class Now(Collector):
-    """Metrics that are read whenever Prometheus asks.
-
-    Args:
-      collect: returns them.
-    """
-
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics."""
-        return self._collect()
-
-    def describe(self) -> Iterator[Metric]:
-        """None are known before they are collected."""
-        return iter(())
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Weighted:
@@ -74,14 +56,15 @@ class Weighted:
         self._bounds = buckets
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
-        requests.registry.register(Now(self._now))
+        requests.registry.register(self)
 
     def observe(self, value: float, times: int) -> None:
         """Notes a value so many times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def _now(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, whenever Prometheus asks."""
         name, help_text, model = self._about
         family = HistogramMetricFamily(name, help_text, labels=["model_name"])
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
@@ -125,7 +108,7 @@ class Traffic:
             ["model_name", "part"], buckets=FIRST_TOKEN_SECONDS, registry=self.registry,
         )  # fmt: skip
         self.completed: deque[HttpExchange] = deque(maxlen=500)
-        self.registry.register(Now(self._now))
+        self.registry.register(self)
 
     def answered(self, exchange: HttpExchange, method: str, route: str) -> None:
         """Notes an answer that has ended."""
@@ -147,7 +130,8 @@ class Traffic:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _now(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, whenever Prometheus asks."""
         for name, help_text, budget in (
             ("places", "Places of requests", self._admission.places),
             ("body_bytes", "Memory of requests' bodies", self._admission.bytes),
@@ -192,7 +176,7 @@ class RequestMetrics:
         # A counter that is missing until its first event breaks rate() over that event.
         for reason in ("stop", "length", "abort", "grammar", "error"):
             self._success.labels(model, reason)
-        self.registry.register(Now(self._now))
+        self.registry.register(self)
 
     def histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         """A histogram of the model."""
@@ -201,9 +185,11 @@ class RequestMetrics:
         )  # fmt: skip
         return made.labels(self.model)
 
-    def gauge(self, name: str, help_text: str, value: float) -> Metric:
+    def number(
+        self, name: str, help_text: str, value: float, kind: _Family = GaugeMetricFamily
+    ) -> Metric:
         """A number of the model, as it is now."""
-        family = GaugeMetricFamily(name, help_text, labels=["model_name"])
+        family = kind(name, help_text, labels=["model_name"])
         family.add_metric([self.model], value)
         return family
 
@@ -214,16 +200,15 @@ class RequestMetrics:
         self._total.observe(record.total)
         self._queued.observe(record.queued)
 
-    def _now(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, whenever Prometheus asks."""
         running, waiting = self._counts()
-        yield self.gauge("vllm:num_requests_running", "Requests with a slot", running)
-        yield self.gauge("vllm:num_requests_waiting", "Requests without one", waiting)
+        yield self.number("vllm:num_requests_running", "Requests with a slot", running)
+        yield self.number("vllm:num_requests_waiting", "Requests without one", waiting)
         told = self._statistics
         for name, help_text, value in (
             ("calls", "Calls of a model of tensors", told.calls.count),
             ("call_seconds", "How long they took", told.calls.seconds),
             ("rows", "Rows of these calls, without padding", told.rows),
         ):
-            family = CounterMetricFamily(f"spmd:tensor_{name}", help_text, labels=["model_name"])
-            family.add_metric([self.model], value)
-            yield family
+            yield self.number(f"spmd:tensor_{name}", help_text, value, CounterMetricFamily)

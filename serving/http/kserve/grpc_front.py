@@ -36,6 +36,21 @@ STATUSES = {
 }  # fmt: skip
 
 
+def _facts(path: str, answer: Any, key: str = "", *, of_model: bool = False) -> Any:
+    """A call that is answered with what is at a path, or below that of its model.
+
+    Args:
+      key: the field of the answer that has it; empty if it is the answer.
+    """
+
+    async def call(self: Any, request: Any, context: Any) -> Any:
+        place = f"{_path(request)}{path}" if of_model else path
+        found = (await self._ask(context, place)).json()
+        return ParseDict({key: found} if key else found, answer(), ignore_unknown_fields=True)
+
+    return call
+
+
 class GrpcFront(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
     """Puts calls to an app."""
 
@@ -60,34 +75,17 @@ class GrpcFront(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generate
             await context.abort(code, str(answer.json().get("error", answer.text)))
         return answer
 
-    async def _facts(self, context: Any, path: str, answer: Any, body: bytes | None = None) -> Any:
-        found = (await self._ask(context, path, body)).json()
-        return ParseDict(found, answer, ignore_unknown_fields=True)
-
-    async def ServerLive(self, request: Any, context: Any) -> Any:
-        return await self._facts(context, "/v2/health/live", messages.ServerLiveResponse())
-
-    async def ServerReady(self, request: Any, context: Any) -> Any:
-        return await self._facts(context, "/v2/health/ready", messages.ServerReadyResponse())
-
-    async def ModelReady(self, request: Any, context: Any) -> Any:
-        path = f"{_path(request)}/ready"
-        return await self._facts(context, path, messages.ModelReadyResponse())
-
-    async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        return await self._facts(context, "/v2", messages.ServerMetadataResponse())
-
-    async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        return await self._facts(context, _path(request), messages.ModelMetadataResponse())
-
-    async def ModelConfig(self, request: Any, context: Any) -> Any:
-        answer = messages.ModelConfigResponse()
-        await self._facts(context, f"{_path(request)}/config", answer.config)
-        return answer
+    ServerLive = _facts("/v2/health/live", messages.ServerLiveResponse)
+    ServerReady = _facts("/v2/health/ready", messages.ServerReadyResponse)
+    ServerMetadata = _facts("/v2", messages.ServerMetadataResponse)
+    ModelReady = _facts("/ready", messages.ModelReadyResponse, of_model=True)
+    ModelMetadata = _facts("", messages.ModelMetadataResponse, of_model=True)
+    ModelConfig = _facts("/config", messages.ModelConfigResponse, "config", of_model=True)
 
     async def ModelStatistics(self, request: Any, context: Any) -> Any:
         path = f"{_path(request)}/stats" if request.name else "/v2/models/stats"
-        return await self._facts(context, path, messages.ModelStatisticsResponse())
+        found = (await self._ask(context, path)).json()
+        return ParseDict(found, messages.ModelStatisticsResponse(), ignore_unknown_fields=True)
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         found = (await self._ask(context, "/v2/repository/index", b"")).json()

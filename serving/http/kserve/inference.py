@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from spmd.serving.engine.batches import Tensors
 from spmd.serving.engine.infer import DATATYPES, NAMES, Array, Infer, TensorSpec
-from spmd.serving.engine.stream import Stopped
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import Fields, is_integer, parse_object, show
 from spmd.serving.http.kserve.models import VERSION, asked_model
-from spmd.serving.http.requests import dump, failure, service_of, visiting
+from spmd.serving.http.requests import dump, service_of, visiting
 from spmd.serving.http.service import Service
 
 # Tensors of requests and answers: as JSON, or as bytes behind the JSON.
@@ -40,8 +39,7 @@ class Binary:
         if size > len(self._left):
             raise invalid(
                 f"{place}: binary_data_size is {size}, and {len(self._left)} bytes are left of the "
-                "body",
-                "inputs",
+                "body"
             )
         taken, self._left = self._left[:size], self._left[size:]
         return taken
@@ -51,8 +49,7 @@ class Binary:
         if len(self._left):
             raise invalid(
                 f"inputs: {len(self._left)} bytes at the end of the body belong to no input: each "
-                "that is binary says so by parameters.binary_data_size",
-                "inputs",
+                "that is binary says so by parameters.binary_data_size"
             )
 
 
@@ -73,10 +70,10 @@ def parameters_of(value: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise invalid(f"{place}: parameters have to be an object, not {show(found)}", "parameters")
+        raise invalid(f"{place}: parameters have to be an object, not {show(found)}")
     for name in NOT_HERE:
         if name in found:
-            raise invalid(f"{place}: {name} is not supported here", "parameters")
+            raise invalid(f"{place}: {name} is not supported here")
     return found
 
 
@@ -89,26 +86,21 @@ def read_tensor(value: Mapping[str, Any], spec: TensorSpec, binary: Binary) -> A
     place = f"inputs.{spec.name}"
     expected = NAMES[spec.dtype]
     if value.get("datatype") != expected:
-        raise invalid(
-            f"{place}: datatype {expected} is needed, not {show(value.get('datatype'))}", "inputs"
-        )
+        raise invalid(f"{place}: datatype {expected} is needed, not {show(value.get('datatype'))}")
     shape, dtype = _shape(value.get("shape"), spec, place), DATATYPES[expected]
     size = parameters_of(value, place).get("binary_data_size")
     if size is None:
         array = _array(value.get("data"), dtype, place)
         if array.size != math.prod(shape):
-            raise invalid(
-                f"{place}: {array.size} numbers do not make the shape {list(shape)}", "inputs"
-            )
+            raise invalid(f"{place}: {array.size} numbers do not make the shape {list(shape)}")
         return array.reshape(shape)
     if "data" in value:
-        raise invalid(f"{place}: it has both data and binary_data_size", "inputs")
+        raise invalid(f"{place}: it has both data and binary_data_size")
     wanted = math.prod(shape) * dtype.itemsize
     if not is_integer(size) or size != wanted:
         raise invalid(
             f"{place}: binary_data_size has to be {wanted} for the shape {list(shape)} of "
-            f"{expected}, not {show(size)}",
-            "inputs",
+            f"{expected}, not {show(size)}"
         )
     data = binary.take(wanted, place)
     if dtype.kind == "b":  # any other byte would be a bool that is neither true nor false
@@ -127,8 +119,7 @@ def _shape(value: Any, spec: TensorSpec, place: str) -> tuple[int, ...]:
     if not fits:
         raise invalid(
             f"{place}: shape {list(spec.shape)} is needed (-1 is any), not "
-            f"{str(value)[:60] if isinstance(value, list) else show(value)}",
-            "inputs",
+            f"{str(value)[:60] if isinstance(value, list) else show(value)}"
         )
     return tuple(value)
 
@@ -136,18 +127,18 @@ def _shape(value: Any, spec: TensorSpec, place: str) -> tuple[int, ...]:
 def _array(data: Any, dtype: np.dtype[Any], place: str) -> Array:
     """Numbers as JSON has them -> an array; none is rounded to an integer or cut to its range."""
     if not isinstance(data, list):
-        raise invalid(f"{place}: data has to be a list, not {show(data)}", "inputs")
+        raise invalid(f"{place}: data has to be a list, not {show(data)}")
     try:
         array = np.asarray(data)
     except (ValueError, OverflowError) as error:  # ragged lists, huge integers
-        raise invalid(f"{place}: data is no array: {error}", "inputs") from error
+        raise invalid(f"{place}: data is no array: {error}") from error
     allowed = "b" if dtype.kind == "b" else "iu" if dtype.kind in "iu" else "iuf"
     if array.size and array.dtype.kind not in allowed:
-        raise invalid(f"{place}: data has to be numbers of {NAMES[dtype.name]}", "inputs")
+        raise invalid(f"{place}: data has to be numbers of {NAMES[dtype.name]}")
     if dtype.kind in "iu" and array.size:
         bounds = np.iinfo(dtype)
         if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
-            raise invalid(f"{place}: a number is beyond {NAMES[dtype.name]}", "inputs")
+            raise invalid(f"{place}: a number is beyond {NAMES[dtype.name]}")
     with np.errstate(over="ignore"):
         return array.astype(dtype)
 
@@ -227,22 +218,19 @@ async def infer(request: Request) -> Response:
         if function is None:
             raise ApiError(404, f"{loaded.name} is no model of tensors: use /v1/completions")
         texts, client = service.texts(len(visit.body)), visit.client
-        try:
-            if packed:
-                body, most = visit.body, service.options.body_bytes
-                visit.body = await texts.run(lambda: unpack(body, most), client)
-                visit.hold_bytes(max(0, len(visit.body) - len(body)))
-                texts = service.texts(len(visit.body))
-            whole, length = visit.body, request.headers.get(LENGTH)
-            asked = await texts.run(lambda: read_request(whole, length, function), client)
-            results = await _run(service, asked.tensors, client)
-            # Many programs send a list of all that they know, whatever they ask for. Numbers
-            # compress badly and slowly, so that is for those who name one encoding and mean it.
-            accepted = request.headers.get("accept-encoding", "").strip().lower()
-            encoding = accepted if accepted in _FORMATS else ""
-            return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
-        except Stopped as error:
-            raise failure(error) from error
+        if packed:
+            body, most = visit.body, service.options.body_bytes
+            visit.body = await texts.run(lambda: unpack(body, most), client)
+            visit.hold_bytes(max(0, len(visit.body) - len(body)))
+            texts = service.texts(len(visit.body))
+        whole, length = visit.body, request.headers.get(LENGTH)
+        asked = await texts.run(lambda: read_request(whole, length, function), client)
+        results = await _run(service, asked.tensors, client)
+        # Many programs send a list of all that they know, whatever they ask for. Numbers
+        # compress badly and slowly, so that is for those who name one encoding and mean it.
+        accepted = request.headers.get("accept-encoding", "").strip().lower()
+        encoding = accepted if accepted in _FORMATS else ""
+        return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
 
 
 async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:
@@ -251,7 +239,7 @@ async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:
     try:
         return await workers.run(batches.call(tensors), client)
     except ValueError as error:
-        raise invalid(f"inputs: {error}", "inputs") from error
+        raise invalid(f"inputs: {error}") from error
 
 
 class InferenceAsk(NamedTuple):
@@ -278,7 +266,7 @@ def read_request(body: bytes, length: str | None, function: Infer) -> InferenceA
     parameters = parameters_of(content, "the request")
     for name in _SEQUENCES:
         if parameters.get(name):
-            raise invalid(f"{name} is not supported: each request stands for itself", "parameters")
+            raise invalid(f"{name} is not supported: each request stands for itself")
     binary = Binary(memoryview(body)[size:])
     tensors = read_inputs(content.get("inputs"), function.inputs, binary)
     binary.check_end()
@@ -312,7 +300,7 @@ def read_inputs(value: Any, specs: Sequence[TensorSpec], binary: Binary) -> dict
       ApiError: an input is missing, unknown, given twice, or does not fit.
     """
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise invalid("inputs: a list of tensors is needed", "inputs")
+        raise invalid("inputs: a list of tensors is needed")
     known = {spec.name: spec for spec in specs}
     tensors: dict[str, Array] = {}
     for one in value:
@@ -320,13 +308,12 @@ def read_inputs(value: Any, specs: Sequence[TensorSpec], binary: Binary) -> dict
         if not isinstance(name, str) or name not in known or name in tensors:
             raise invalid(
                 f"inputs: {show(name)} is unknown or there twice; the model takes "
-                f"{', '.join(known)}",
-                "inputs",
+                f"{', '.join(known)}"
             )
         tensors[name] = read_tensor(one, known[name], binary)
     missing = [name for name in known if name not in tensors]
     if missing:
-        raise invalid(f"inputs: {', '.join(missing)} missing", "inputs")
+        raise invalid(f"inputs: {', '.join(missing)} missing")
     return tensors
 
 
@@ -336,12 +323,12 @@ def _wanted(value: Any, specs: Sequence[TensorSpec], by_default: bool) -> list[O
     if value is None or value == []:
         return [Output(name, by_default) for name in names]
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise invalid(f"outputs: a list of objects is needed, not {show(value)}", "outputs")
+        raise invalid(f"outputs: a list of objects is needed, not {show(value)}")
     wanted = []
     for one in value:
         name = one.get("name")
         if name not in names:
-            raise invalid(f"outputs: there is no {show(name)} among {', '.join(names)}", "outputs")
+            raise invalid(f"outputs: there is no {show(name)} among {', '.join(names)}")
         parameters = Fields(parameters_of(one, f"outputs.{name}"))
         wanted.append(Output(str(name), parameters.flag("binary_data", by_default)))
     return wanted

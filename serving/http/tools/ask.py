@@ -39,15 +39,15 @@ def parse_tools(fields: Fields) -> Tools | None:
     tools, choice = fields.get("tools") or [], fields.get("tool_choice")
     parallel = fields.flag("parallel_tool_calls", True)
     if not isinstance(tools, list):
-        raise invalid(f"tools: a list is needed, not {show(tools)}", "tools")
+        raise invalid(f"tools: a list is needed, not {show(tools)}")
     made = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names = [tool.name for tool in made]
     if len(set(names)) < len(names):
-        raise invalid("tools: two have the same name", "tools")
+        raise invalid("tools: two have the same name")
     if choice == "none" or (not made and choice in (None, "auto")):
         return None
     if not made:
-        raise invalid(f"tool_choice: {show(choice)} needs tools", "tool_choice")
+        raise invalid(f"tool_choice: {show(choice)} needs tools")
     if choice in (None, "auto", "required"):
         return Tools(made, made, choice == "required", parallel)
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
@@ -55,40 +55,36 @@ def parse_tools(fields: Fields) -> Tools | None:
     if not isinstance(function, dict) or "name" not in function:
         raise invalid(
             'tool_choice: "none", "auto", "required" or {"type": "function", "function": '
-            f'{{"name": ...}}}} is needed, not {show(choice)}',
-            "tool_choice",
+            f'{{"name": ...}}}} is needed, not {show(choice)}'
         )
     name = function["name"]
     chosen = tuple(tool for tool in made if tool.name == name)
     if not chosen:
-        raise invalid(f"tool_choice: no tool has the name {show(name)}", "tool_choice")
+        raise invalid(f"tool_choice: no tool has the name {show(name)}")
     return Tools(made, chosen, True, False)
 
 
 def _tool(tool: Any, place: str) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise invalid(f"{place}.type: function is served, nothing else", "tools")
+        raise invalid(f"{place}.type: function is served, nothing else")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise invalid(f"{place}.function: an object is needed, not {show(function)}", "tools")
+        raise invalid(f"{place}.function: an object is needed, not {show(function)}")
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise invalid(
             f"{place}.function.name: 1 to 64 letters, digits, or any of _.- are needed, "
-            f"not {show(name)}",
-            "tools",
+            f"not {show(name)}"
         )
     if schema is not None and not isinstance(schema, dict):
-        raise invalid(
-            f"{place}.function.parameters: a schema is needed, not {show(schema)}", "tools"
-        )
+        raise invalid(f"{place}.function.parameters: a schema is needed, not {show(schema)}")
     for key, kind in (("properties", dict), ("required", list)):
         if not isinstance((schema or {}).get(key, kind()), kind):
             kinds = "an object" if kind is dict else "a list"
-            raise invalid(f"{place}.function.parameters.{key}: {kinds} is needed", "tools")
+            raise invalid(f"{place}.function.parameters.{key}: {kinds} is needed")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise invalid(f"{place}.function.strict: true or false, not {show(strict)}", "tools")
+        raise invalid(f"{place}.function.strict: true or false, not {show(strict)}")
     if schema is None:  # as with OpenAI
         schema = {"properties": {}, "additionalProperties": False}
     # Arguments are an object, whatever the schema leaves open.

@@ -1,14 +1,15 @@
 """Finds the calls in a model's text, in whatever pieces it comes.
 
-    Text("Let me see."), Begin("add"), Piece('{"a": '), Piece("1}")
+    content "Let me see.", call "add", arguments '{"a": ', arguments "1}"
 
 A call begins for its reader once its name is known, is a tool's, and its arguments have begun.
 What looks like a call and is none becomes text.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spmd.serving.engine.actions import Finish
 from spmd.serving.engine.text import StopMatcher
@@ -49,22 +50,22 @@ class Scanner:
             self.broken = True
 
 
-class JsonCall:
+class CallState:
+    """How far a call has been read."""
+
+    name: str | None = None  # once it is known
+    done = False  # whether it is complete
+    broken = False  # whether it is none
+
+
+class JsonCall(CallState):
     """A call as an object with `name` and arguments.
 
     Args:
       key: of the arguments.
-
-    Attributes:
-      name: once it is known.
-      done: whether the object is complete.
-      broken: whether this is no such object.
     """
 
     def __init__(self, key: str) -> None:
-        self.name: str | None = None
-        self.done = False
-        self.broken = False
         self._key = key
         self._scanner = Scanner()
         self._raw = ""
@@ -121,17 +122,14 @@ class JsonCall:
                 self.broken = not isinstance({} if value is None else value, dict)
 
 
-class NamedCall:
-    """A call as a name, a mark and an object; attributes as those of `JsonCall`.
+class NamedCall(CallState):
+    """A call as a name, a mark and an object.
 
     Args:
       mark: between the two.
     """
 
     def __init__(self, mark: str) -> None:
-        self.name: str | None = None
-        self.done = False
-        self.broken = False
         self._mark = mark
         self._head = ""
         self._scanner = Scanner()
@@ -156,17 +154,14 @@ class NamedCall:
         return "" if self.broken else letter
 
 
-class TaggedCall:
-    """A call whose arguments stand between tags; attributes as those of `JsonCall`.
+class TaggedCall(CallState):
+    """A call whose arguments stand between tags.
 
     Args:
       schemas: of the arguments, by function.
     """
 
     def __init__(self, format: Format, schemas: Mapping[str, Any]) -> None:
-        self.name: str | None = None
-        self.done = False
-        self.broken = False
         assert format.tags is not None
         self._tags, self._schemas = format.tags, schemas
         self._end = format.tags.end or format.end
@@ -229,37 +224,15 @@ def _loads(text: str) -> Any:
         return None
 
 
-class ContentText(NamedTuple):
-    """A part of the message's content."""
+class MessageEvent(NamedTuple):
+    """What was read: a piece of the content, of the thought before it, or of a call's arguments.
 
+    The text of `call` is the name of one that begins. What began as a call may be none: that of
+    `broken` is all that the model wrote of it.
+    """
+
+    kind: Literal["content", "thought", "call", "arguments", "broken"]
     text: str
-
-
-class CallBegins(NamedTuple):
-    """A call begins."""
-
-    name: str
-
-
-class CallContinues(NamedTuple):
-    """More of the call's arguments."""
-
-    text: str
-
-
-class ThoughtText(NamedTuple):
-    """A part of the thought before the message."""
-
-    text: str
-
-
-class Broken(NamedTuple):
-    """The call that began is none; `text` is all that the model wrote of it."""
-
-    text: str
-
-
-Event = ContentText | ThoughtText | CallBegins | CallContinues | Broken
 
 
 class CallsReader:
@@ -278,7 +251,7 @@ class CallsReader:
         self._names = schemas
         self._most = most
         self._matcher = StopMatcher([format.begin])
-        self._mode: Callable[[str], Iterator[Event]] = self._outside
+        self._mode: Callable[[str], Iterator[MessageEvent]] = self._outside
         self._blank = ""  # of the content, held back until more of it comes
         self._raw = ""  # of what may be a call
         self._call: JsonCall | NamedCall | TaggedCall | None = None
@@ -286,32 +259,32 @@ class CallsReader:
         self.calls = 0
         self._texts = 0
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[MessageEvent]:
         """Takes the next piece of the text."""
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         for letter in text:
             events += self._mode(letter)
         return _joined(events)
 
-    def finish(self, cut: bool) -> list[Event]:
+    def finish(self, cut: bool) -> list[MessageEvent]:
         """Ends the text.
 
         Args:
           cut: whether it was cut off, not ended by the model: a call that had begun is one.
         """
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         if self._mode == self._inside and not (cut and self._shown):
             events += self._give_up()
         elif self._mode == self._before:
             events += self._content(self._raw)
         events += self._content(self._matcher.flush())
         if self._blank and not self.calls:
-            events.append(ContentText(self._blank))
+            events.append(MessageEvent("content", self._blank))
         return _joined(events)
 
     # Where the next letter is; each takes it.
 
-    def _outside(self, letter: str) -> Iterator[Event]:
+    def _outside(self, letter: str) -> Iterator[MessageEvent]:
         text, found = self._matcher.push(letter)
         if text == "{" and self._format.bare and not self._texts:
             self._raw = ""
@@ -324,7 +297,7 @@ class CallsReader:
             self._raw = self._format.begin
             self._mode = self._before
 
-    def _before(self, letter: str) -> Iterator[Event]:
+    def _before(self, letter: str) -> Iterator[MessageEvent]:
         """Behind `begin`, or between the calls of a list."""
         format = self._format
         if ((format.named or format.tags) and not letter.isspace()) or letter == "{":
@@ -340,7 +313,7 @@ class CallsReader:
             self._raw = ""
             yield from self._outside(letter)
 
-    def _inside(self, letter: str) -> Iterator[Event]:
+    def _inside(self, letter: str) -> Iterator[MessageEvent]:
         call = self._call
         assert call is not None
         self._raw += letter
@@ -352,15 +325,15 @@ class CallsReader:
             if not self._shown:
                 self._shown = True
                 self.calls += 1
-                yield CallBegins(call.name or "")
-            yield CallContinues(piece)
+                yield MessageEvent("call", call.name or "")
+            yield MessageEvent("arguments", piece)
         if call.done:
             if not self._dropped and not self._shown:  # there is nothing that could be its name
                 yield from self._give_up()
                 return
             self._close()
 
-    def _behind(self, letter: str) -> Iterator[Event]:
+    def _behind(self, letter: str) -> Iterator[MessageEvent]:
         """Behind a call that has an `end` or may be followed by another one."""
         self._raw += letter
         end = self._format.end
@@ -400,38 +373,30 @@ class CallsReader:
         else:
             self._mode = self._behind if self._format.end or self._format.bare else self._outside
 
-    def _give_up(self) -> Iterator[Event]:
+    def _give_up(self) -> Iterator[MessageEvent]:
         raw, self._raw = self._raw, ""
         self._mode = self._outside
         if self._shown:
             self.calls -= 1
             blank, self._blank = self._blank, ""
-            yield Broken(blank + raw)
+            yield MessageEvent("broken", blank + raw)
         else:
             yield from self._content(raw)
 
-    def _content(self, text: str) -> Iterator[Event]:
+    def _content(self, text: str) -> Iterator[MessageEvent]:
         """Content; blanks at its end wait for more of it, as those beside calls mean nothing."""
         text = self._blank + text
         shown = text.rstrip()
         self._blank = text[len(shown) :]
         if shown:
             self._texts += 1
-            yield ContentText(shown)
+            yield MessageEvent("content", shown)
 
 
-def _joined(events: list[Event]) -> list[Event]:
+def _joined(events: list[MessageEvent]) -> list[MessageEvent]:
     """The same with neighbours of one kind as one."""
-    joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentText) and isinstance(last, ContentText):
-            joined[-1] = ContentText(last.text + event.text)
-        elif isinstance(event, CallContinues) and isinstance(last, CallContinues):
-            joined[-1] = CallContinues(last.text + event.text)
-        else:
-            joined.append(event)
-    return joined
+    groups = itertools.groupby(events, lambda one: one.kind)
+    return [MessageEvent(kind, "".join(one.text for one in some)) for kind, some in groups]
 
 
 # The calls in a model's text as OpenAI's answers have them: whole, or as deltas of a stream.
@@ -480,32 +445,32 @@ class MessageReader:
         What turns out to be no call has been sent as one by then: its reader finds arguments that
         are no JSON.
         """
-        for event in self._events(text, finish):
-            if isinstance(event, ContentText):
-                yield {"content": event.text}
-            elif isinstance(event, ThoughtText):
-                yield _thought(event.text)
-            elif isinstance(event, CallBegins):
+        for kind, said in self._events(text, finish):
+            if kind == "content":
+                yield {"content": said}
+            elif kind == "thought":
+                yield _thought(said)
+            elif kind == "call":
                 self._index += 1
-                yield {"tool_calls": [{"index": self._index, **self._call(event.name)}]}
-            elif isinstance(event, CallContinues):
-                function = {"arguments": event.text}
+                yield {"tool_calls": [{"index": self._index, **self._call(said)}]}
+            elif kind == "arguments":
+                function = {"arguments": said}
                 yield {"tool_calls": [{"index": self._index, "function": function}]}
 
     def message(self, text: str, finish: Finish | None) -> Json:
         """The message of a whole text."""
         content, thought, calls = "", "", list[Json]()
-        for event in self._events(text, finish):
-            if isinstance(event, CallBegins):
-                calls.append(self._call(event.name))
-            elif isinstance(event, CallContinues):
-                calls[-1]["function"]["arguments"] += event.text
-            elif isinstance(event, ThoughtText):
-                thought += event.text
+        for kind, said in self._events(text, finish):
+            if kind == "call":
+                calls.append(self._call(said))
+            elif kind == "arguments":
+                calls[-1]["function"]["arguments"] += said
+            elif kind == "thought":
+                thought += said
             else:
-                if isinstance(event, Broken):
+                if kind == "broken":
                     calls.pop()
-                content += event.text
+                content += said
         self._index = len(calls) - 1
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls or thought:
@@ -517,16 +482,16 @@ class MessageReader:
         """Why the message ended, once all was read."""
         return "tool_calls" if finish == "stop" and self._index >= 0 else finish
 
-    def _events(self, text: str, finish: Finish | None) -> list[Event]:
+    def _events(self, text: str, finish: Finish | None) -> list[MessageEvent]:
         parts: list[tuple[Kind, str]] = [("answer", text)]
         if self._splitter is not None:
             parts = self._splitter.push(text) + (self._splitter.flush() if finish else [])
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         for kind, part in parts:
             if kind == "answer":
                 part = part.lstrip("\n") if self._thought else part
                 self._thought = self._thought and not part
-                read = [ContentText(part)] if part and self._reader is None else []
+                read = [MessageEvent("content", part)] if part and self._reader is None else []
                 events += read if self._reader is None else self._reader.push(part)
             elif kind == "thought":
                 events += self._thought_events(part)
@@ -536,12 +501,12 @@ class MessageReader:
             events += self._reader.finish(finish == "length")
         return events
 
-    def _thought_events(self, text: str) -> list[Event]:
+    def _thought_events(self, text: str) -> list[MessageEvent]:
         text = text.lstrip("\n") if self._breaks is None else self._breaks + text
         shown = text.rstrip("\n")
         if shown or self._breaks is not None:
             self._breaks = text[len(shown) :]
-        return [ThoughtText(shown)] if shown and self._shows else []
+        return [MessageEvent("thought", shown)] if shown and self._shows else []
 
     def _call(self, name: str) -> Json:
         function = {"name": name, "arguments": ""}
