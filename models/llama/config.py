@@ -207,7 +207,7 @@ class LlamaConfig:
     remat: str = "none"
     remat_every: int = 1  # recompute in every n-th layer only; the others keep all activations
     # stages of a pipeline that the layers are split over (`spmd.pipeline`), which the mesh's axis
-    # `stage` splits. Layers are scanned, and have no experts and no 8-bit floats.
+    # `stage` splits. Layers are scanned, and have no 8-bit floats.
     stages: int = 1
     stage_microbatches: int = 1  # into how many microbatches a batch is cut for the pipeline
     stage_schedule: str = "auto"  # the pipeline's schedule; `auto` takes the fastest
@@ -286,10 +286,10 @@ class LlamaConfig:
             )
         if self.stages == 1:
             return
-        if not self.scan_layers or self.num_experts or self.matmul == "fp8":
+        if not self.scan_layers or self.matmul == "fp8":
             raise ConfigError(
-                f"{self.stages} stages need scanned layers (scan_layers=True) without experts and "
-                "without fp8, whose states and loads are of whole batches"
+                f"{self.stages} stages need scanned layers (scan_layers=True) without fp8, whose "
+                "states are of whole batches"
             )
         uneven = [
             str(len(s)) for s, _ in self.window_spans if len(s) % (self.stages * self.remat_every)

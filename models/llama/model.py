@@ -428,16 +428,25 @@ def run_span(
         return run_some([layers[str(index)] for index in span], x_BSH, rows)
     groups = _grouped(layers, span, group)
     if config.stages > 1:
-        x_BSH = spmd.pipeline(
-            lambda stacked, x_BSH, rows: run_group(x_BSH, stacked, rows)[0],
+        has_loads = "experts" in groups["mlp"]
+        # Each row goes through the stages with the sum of its microbatch's loads.
+        sums = [jnp.zeros((x_BSH.shape[0], 2, config.num_experts))] if has_loads else []
+
+        def run_stage(stacked: Params, state: Any, rows: Rows) -> Any:
+            x_BSH, *sums = state
+            x_BSH, found = run_group(x_BSH, stacked, rows)
+            return x_BSH, *(total + found for total in sums)
+
+        x_BSH, *sums = spmd.pipeline(
+            run_stage,
             groups,
-            x_BSH,
+            (x_BSH, *sums),
             rows,
             stages=config.stages,
             microbatches=config.stage_microbatches,
             schedule=None if config.stage_schedule == "auto" else config.stage_schedule,
         )
-        return x_BSH, None
+        return x_BSH, jnp.mean(sums[0], axis=0) if has_loads else None
     x_BSH, loads = jax.lax.scan(run_group, x_BSH, groups)
     return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
 

@@ -23,12 +23,14 @@ most C times: it is faster for more devices than choices.
 """
 
 import functools
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
+from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
 from spmd.ir.dialect.composites import AXES, arguments_of
@@ -40,6 +42,8 @@ from spmd.lowering.register import register_composite
 from spmd.ops import experts_exchange, experts_local, products_triton
 
 EIGHT_BITS = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
+
+NUMBERS = 3  # which operand the experts' numbers are
 
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
@@ -145,25 +149,43 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _run(name: str, function: str, limit: float | None, *operands: Any) -> Any:
-    """Calls a function as composite `name`; under `jax.vmap` it runs in a loop over elements."""
     attributes: dict[str, Any] = {"count": operands[3].shape[0]}
     attributes |= {} if limit is None else {"limit": limit}
+    return _composite(name, function, attributes)(*operands)
 
-    @sequential_vmap  # type: ignore[untyped-decorator]
+
+def _composite(name: str, function: str, attributes: dict[str, Any]) -> Any:
+    """Returns a function as composite `name`; under `jax.vmap` one whose operands have a dim more.
+
+    So does every pipeline: the stages that are on a device are one dim of all operands but of the
+    experts' numbers.
+    """
+
+    @custom_vmap
     def run(*operands: Any) -> Any:
         composite = jax.lax.composite(_kernel(function, experts_exchange.by_gather), name)
         return composite(*operands, **attributes)
 
-    return run(*operands)
+    @run.def_vmap  # type: ignore[untyped-decorator]
+    def mapped(size: int, batched: Sequence[bool], *operands: Any) -> Any:
+        whole = [
+            x if is_batched or i == NUMBERS else jnp.broadcast_to(x, (size, *x.shape))
+            for i, (x, is_batched) in enumerate(zip(operands, batched, strict=True))
+        ]
+        more = {**attributes, "mapped": attributes.get("mapped", 0) + 1}
+        results = _composite(name, function, more)(*whole)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return run
 
 
 def _flops(kind: OpKind, products: int) -> float:
     """Returns an op's FLOPs: `products` H x M products for each choice of one of its experts."""
-    (batch, length, width), (_, _, choices) = (t.shape for t in kind.operands[:2])
-    here, inner, _ = kind.operands[4].shape
+    rows, (*_, choices) = (t.shape for t in kind.operands[:2])
+    here, inner, _ = kind.operands[4].shape[-3:]
     # Where choices are sent to their experts, as many come as go.
     share = 1.0 if AXES in kind.attrs else here / int(arguments_of(kind)["count"])
-    return 2.0 * products * batch * length * choices * share * width * inner
+    return 2.0 * products * math.prod(rows) * choices * share * inner
 
 
 _OPERANDS = "b s h, b s c, b s c, e, e m h, e m h, e h m"
@@ -177,16 +199,20 @@ def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule
     biases = _BIASES if more in (2, 5) else ""
     scales = _SCALES if more in (3, 5) else ""
     text = f"{_OPERANDS}{biases}{scales}{owed} -> {made}{biases if owed else ''}"
+    mapped = int(arguments_of(kind).get("mapped", 0))
+    if mapped:
+        each = " ".join(f"z{i}" for i in range(mapped))
+        text = re.sub(r"(^|, |-> )(?!e,)", rf"\1{each} ", text)
     rule = parse_rule(text, kind.operands, kind.results, kinds=kinds, reduction="add")
     rows, choices = kind.operands[:2]
-    ((b,), (s,), _), ((e,),) = rule.operands[0], rule.operands[3]
+    (*_, (b,), (s,), _), ((e,),) = rule.operands[0], rule.operands[NUMBERS]
     sent = rows.bytes * choices.shape[-1] * trips
     return rule.with_exchange(e, Exchange((b, s), sent))
 
 
 def _lower(op: LocalOp) -> tuple[Value, ...]:
     """Appends the op at one device's shapes; it exchanges if atoms split both rows and experts."""
-    ((e,),) = op.rule.operands[3]
+    ((e,),) = op.rule.operands[NUMBERS]
     exchanges = op.rule.is_exchanged(e, op.choice.assignment)
     return lower_exchanging(op, e) if exchanges else lower_composite(op)
 
@@ -195,7 +221,19 @@ def _kernel(
     name: str, send: experts_exchange.Send, product: experts_local.Product = experts_local.ragged
 ) -> Any:
 
-    def run(*operands: Any, count: int, axes: tuple[str, ...] = (), limit: float = 0.0) -> Any:
+    def run(
+        *operands: Any, count: int, axes: tuple[str, ...] = (), limit: float = 0.0, mapped: int = 0
+    ) -> Any:
+        if mapped:
+            again = functools.partial(run, count=count, axes=axes, limit=limit, mapped=mapped - 1)
+            numbers, others = operands[NUMBERS], (*operands[:NUMBERS], *operands[NUMBERS + 1 :])
+
+            def one(of: Sequence[Any]) -> Any:
+                return again(*of[:NUMBERS], numbers, *of[NUMBERS:])
+
+            if others[0].shape[0] > 1:
+                return jax.lax.map(one, others)
+            return jax.tree.map(lambda x: x[None], one([x[0] for x in others]))
         how: dict[str, Any] = {"count": count, "mlp": experts_local.ExpertMlp(product, limit)}
         if not axes:
             return getattr(experts_local, name)(*operands, **how)

@@ -23,6 +23,9 @@ PACKED = {  # two documents in each row, of other lengths in each
 }
 
 
+EXPERTS: Any = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+
+
 def drawn() -> Any:
     return fresh_params(SCANNED)
 
@@ -36,14 +39,22 @@ def value_and_grad(config: Any, mark: Any = marks.no_marks) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("packed", "schedule"),
-    [pytest.param({}, "gpipe", marks=pytest.mark.heavy), (PACKED, "interleaved")],
+    ("packed", "schedule", "parts"),
+    [
+        pytest.param({}, "gpipe", {}, marks=pytest.mark.heavy),
+        (PACKED, "interleaved", {}),
+        ({}, "1f1b", EXPERTS),
+    ],
 )
-def test_loss_and_gradients_are_those_of_the_scanned_model(packed: Any, schedule: str) -> None:
-    config = dataclasses.replace(STAGES, stage_schedule=schedule)
-    wanted = jax.jit(value_and_grad(SCANNED))(drawn(), *IDS, packed)
-    mesh = spmd.make_mesh(stage=2, data=2, model=2)
-    given = sharding.mark_params(drawn(), mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
+def test_loss_and_gradients_are_those_of_the_scanned_model(
+    packed: Any, schedule: str, parts: Any
+) -> None:
+    config = dataclasses.replace(STAGES, stage_schedule=schedule, **parts)
+    scanned = dataclasses.replace(SCANNED, **parts)
+    params = fresh_params(scanned)
+    wanted = jax.jit(value_and_grad(scanned))(params, *IDS, packed)
+    mesh = spmd.make_mesh(stage=2, data=2, **{"expert" if parts else "model": 2})
+    given = sharding.mark_params(params, mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
     step = spmd.jit(value_and_grad(config, sharding.activation_marks(mesh, config)), mesh=mesh)
     found = step(*given)
     assert_close(found, wanted, rtol=2e-4, atol=2e-6)
@@ -68,7 +79,6 @@ def test_stacked_layers_are_split_over_stages_but_text_is_generated_without_a_pi
         ({"stages": 3}, "3 stages of groups of remat_every 1 layers do not divide 4 layers"),
         ({"scan_layers": False}, "need scanned layers"),
         ({"matmul": "fp8"}, "without fp8"),
-        ({"num_experts": 4, "num_experts_per_tok": 2}, "without experts"),
         ({"stage_schedule": "zero"}, "stage_schedule is 'zero', not one of"),
     ],
 )
