@@ -16,6 +16,7 @@ import errno
 import functools
 import importlib.util
 import io
+import json
 import os
 import posixpath
 import re
@@ -331,6 +332,12 @@ def kvstore(folder: AnyPath) -> dict[str, Any]:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
     return spec
+
+
+def array_driver(state: AnyPath) -> str:
+    """Tensorstore's driver of the arrays that orbax has written into a folder."""
+    metadata = json.loads((state / "_METADATA").read_text(encoding="utf-8"))
+    return "zarr3" if metadata.get("use_zarr3") else "zarr"
 
 
 def array_spec(state: AnyPath, key: str, driver: str) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class Checkpoints:
         keep_last: how many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         keep_best: whether that of the best evaluation is kept too.
-        about: what else goes into each `meta.json`: `config` and `data`.
+        about: what else goes into each `meta.json`: `config` and `data`; it goes before what is
+            known here.
         pieces: whether `Pieces` are saved instead of arrays.
 
     Attributes:
@@ -139,7 +140,8 @@ class Checkpoints:
         notes = {name: note for name, note in (notes or {}).items() if note}
         if self._keep_best and "best" in notes:
             self._keep.best = notes["best"]["step"]
-        meta |= {**notes, **self.about, "arrays": tables.describe(leaves)}
+        meta |= {**notes, **self.about}
+        meta.setdefault("arrays", tables.describe(leaves))
         saving = self._saving = Saving(state.step, meta, started, self._together)
         try:
             self._manager.save_state(state.step, tables.without_keys(leaves))
