@@ -39,7 +39,7 @@ from spmd.models.training.checkpoints.found import (
 )
 from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
 from spmd.models.training.checkpoints.remote import StoreManager
-from spmd.models.training.checkpoints.saving import Kept, Manager, Saving, open_manager
+from spmd.models.training.checkpoints.saving import DiskManager, Kept, Saving, open_manager
 from spmd.models.training.checkpoints.together import Together, check_shared
 from spmd.models.training.paths import AnyPath, StorePath, move_tree, remove_tree
 from spmd.models.training.run.loop import TrainState
@@ -105,7 +105,7 @@ class Checkpoints:
         _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
-    def _open_manager(self) -> Manager:
+    def _open_manager(self) -> DiskManager | StoreManager:
         keep, pieces = self._keep, self._pieces
         if not isinstance(self.folder, StorePath):
             return open_manager(self.folder, keep, self._describe, self._together, pieces=pieces)
@@ -142,13 +142,14 @@ class Checkpoints:
             self._keep.best = notes["best"]["step"]
         meta |= {**notes, **self.about}
         meta.setdefault("arrays", tables.describe(leaves))
-        saving = self._saving = Saving(state.step, meta, started, self._together)
+        finish = self._manager.finish
+        saving = self._saving = Saving(state.step, meta, started, finish, self._together)
         try:
             self._manager.save_state(state.step, tables.without_keys(leaves))
         except Exception as error:
             saving.error = error
         saving.stall = time.perf_counter() - started
-        saving.watch(self._manager)
+        saving.start()
 
     def poll(self) -> list[Record]:
         """Returns a record for each save that has ended since the last call.
@@ -159,7 +160,7 @@ class Checkpoints:
         Raises:
             CheckpointError: too many saves in a row have failed.
         """
-        if self._saving is not None and not self._saving.is_running():
+        if self._saving is not None and not self._saving.is_alive():
             self._end(self._saving)
         records, self._ended = self._ended, []
         return records
@@ -179,7 +180,8 @@ class Checkpoints:
 
     def _end(self, saving: Saving) -> None:
         """Waits for a save, and records what became of it."""
-        saving.join()
+        if saving.is_alive():
+            saving.join()
         self._saving = None
         if saving.error is None:
             self._failures = 0
