@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import spmd
 from spmd.launch import Watch
 from spmd.models.training.checkpoints import tables
-from spmd.models.training.data.batches import Dataset, structs_of
-from spmd.models.training.data.loader import place
+from spmd.models.training.data.loader import Dataset, place, structs_of
 from spmd.models.training.errors import DataError
 from spmd.models.training.run.audit import step_elsewhere
 from spmd.models.training.run.frozen import Frozen

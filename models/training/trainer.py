@@ -26,7 +26,7 @@ import spmd
 from spmd import launch
 from spmd.models.training.checkpoints.found import CheckpointError, Found
 from spmd.models.training.checkpoints.store import Checkpoints
-from spmd.models.training.data.batches import Dataset, checked, open_batches, structs_of
+from spmd.models.training.data.loader import Dataset, checked, open_batches, structs_of
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError, RunError, TrainingError
 from spmd.models.training.options import TrainerOptions
