@@ -35,8 +35,8 @@ from spmd.models.training.run.background import Background
 from spmd.models.training.run.description import RunFolder
 from spmd.models.training.run.loop import Best, Loop, Outcome, TrainState
 from spmd.models.training.run.metrics import StepCost
-from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
-from spmd.models.training.run.profile import ProfileError, Profiler
+from spmd.models.training.run.optimizer import OptimizerConfig
+from spmd.models.training.run.profile import Profiler
 from spmd.models.training.run.sinks import (
     Forgiving,
     JsonLines,
@@ -95,16 +95,7 @@ __all__ = ["USER_ERRORS", "Hooks", "Stateful", "Trainer", "TrainerOptions", "exi
 HOOK_S = 4 * 3600.0
 """So many seconds longer `Hooks.after_eval` may take on one process than on another."""
 
-USER_ERRORS = (
-    RunError,
-    OptimizerError,
-    ProfileError,
-    DataError,
-    TrainingError,
-    CheckpointError,
-    spmd.SpmdError,
-    OSError,
-)
+USER_ERRORS = (RunError, DataError, TrainingError, CheckpointError, spmd.SpmdError, OSError)
 """What a user can mend: one message instead of a traceback."""
 
 

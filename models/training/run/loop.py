@@ -294,7 +294,7 @@ class Loop:
         self._hear_stop()
         if self.profiler.ends_with(number):
             self.reader.flush()
-            self.profiler.after(number)
+            self.profiler.stop()
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
         if self._is_due(self.options.audit_every):

@@ -70,9 +70,7 @@ def test_what_cannot_be_written(tmp_path, devices8, monkeypatch):
         raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
 
     monkeypatch.setattr("spmd.models.training.checkpoints.pieces._write", full)
-    with pytest.raises(
-        CheckpointError, match=r"/7 cannot be written: .*no space is left"
-    ):
+    with pytest.raises(CheckpointError, match=r"/7 cannot be written: .*no space is left"):
         relayout(tmp_path / "from", tmp_path / "to", {"data": 1})
     assert list((tmp_path / "to").iterdir()) == []
 
