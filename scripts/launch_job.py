@@ -44,7 +44,7 @@ from spmd.errors import LaunchError
 from spmd.scripts.jobs.job import Job, parse_env
 from spmd.scripts.jobs.jobset import KINDS, JobSet, Volume, jobset_yaml
 from spmd.scripts.jobs.local import LocalJob, run_local
-from spmd.scripts.jobs.slurm import Slurm, slurm_script
+from spmd.scripts.jobs.slurm import AS_SBATCH, Slurm, slurm_script
 from spmd.scripts.jobs.tpu import parse_tpu, tpu_vm_command
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def _add_common(add: Add, *, nodes: bool = True) -> None:
 def _add_slurm(add: Add) -> None:
     _add_common(add)
     of_slurm = of_fields(add, Slurm)
-    for name in ("time", "partition", "account", "qos", "constraint", "reservation"):
+    for name in AS_SBATCH:
         of_slurm(f"--{name}", help="as sbatch's")
     of_slurm("--cpus_per_process", metavar="N", help="CPU cores of each process")
     of_slurm("--output", help="file of the output")

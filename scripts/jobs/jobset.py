@@ -15,7 +15,7 @@ import yaml
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
-from spmd.scripts.jobs.job import Job, check_dns_label
+from spmd.scripts.jobs.job import Job, check_dns_label, check_numbers
 from spmd.scripts.jobs.tpu import TpuSlice
 
 Kind = Literal["volume", "claim", "bucket", "secret"]
@@ -268,10 +268,8 @@ def _check(job: Job, jobset: JobSet) -> None:
         raise LaunchError("a node has TPUs or GPUs", fix="give --tpu or --gpus_per_node")
     if jobset.slices > 1 and not jobset.tpu:
         raise LaunchError("--slices counts TPU slices", fix="give --tpu, or use --nodes")
-    if jobset.slices < 1 or jobset.max_restarts < 0 or jobset.grace_s < 0:
-        raise LaunchError(
-            "--slices must be positive; --max_restarts and --grace_s must not be negative"
-        )
+    check_numbers(jobset, 1, "slices")
+    check_numbers(jobset, 0, "max_restarts", "grace_s")
 
 
 def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:

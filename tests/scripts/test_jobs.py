@@ -265,7 +265,7 @@ def test_hands_the_file_over_where_the_engine_is_here(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["slurm", "--nodes=0"], "--nodes must be positive"),
+        (["slurm", "--nodes=0"], "--nodes must be at least 1"),
         (["slurm", "--time=soon"], "--time 'soon' is not a time"),
         (["slurm", "--partition=a b"], "--partition 'a b' cannot stand in a batch script"),
         (["slurm", "--gpus_per_node=8", "--processes_per_node=3"], "3 processes cannot share 8"),
