@@ -41,7 +41,7 @@ from spmd.models.training.run.sinks import (
     Forgiving,
     JsonLines,
     Record,
-    Sinks,
+    Sink,
     TensorBoard,
     Terminal,
 )
@@ -261,7 +261,7 @@ class Trainer:
                     yield
 
             with (
-                make_sinks(options, folder, self.console, state.step) as sinks,
+                open_sinks(options, folder, self.console, state.step) as sinks,
                 open_batches(
                     self.data,
                     lambda batch: program.at(batch, compiling).in_shardings[2],
@@ -368,9 +368,10 @@ def make_console() -> Console:
     )
 
 
-def make_sinks(
+@contextlib.contextmanager
+def open_sinks(
     options: TrainerOptions, folder: RunFolder | None, console: Console, step: int
-) -> Sinks:
+) -> Iterator[list[Sink]]:
     """Where numbers go; nowhere but on process 0.
 
     Args:
@@ -379,15 +380,20 @@ def make_sinks(
         step: the one to go on from: what files have of later ones is dropped.
     """
     if not launch.is_main_process():
-        return Sinks()
-    sinks = Sinks([Terminal(console, options.steps, options.lines_every)])
+        yield []
+        return
+    sinks: list[Sink] = [Terminal(console, options.steps, options.lines_every)]
     if folder is not None and "jsonl" in options.metrics:
         lines = functools.partial(JsonLines, folder.metrics, after=step)
         sinks.append(Background(str(folder.metrics), lines))
     if folder is not None and "tensorboard" in options.metrics:
         events = functools.partial(TensorBoard, folder.tensorboard, after=step)
         sinks.append(Background(str(folder.tensorboard), events))
-    return sinks
+    try:
+        yield sinks
+    finally:
+        for sink in sinks:
+            sink.close()
 
 
 def ending(

@@ -35,7 +35,6 @@ from spmd.models.training.checkpoints.found import (
     first_whole,
     saved_steps,
     unfinished,
-    wanted_steps,
 )
 from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
 from spmd.models.training.checkpoints.remote import StoreManager
@@ -259,8 +258,8 @@ class Checkpoints:
             CheckpointError: the wanted step has no checkpoint or a damaged one, or all checkpoints
                 are damaged.
         """
-        steps = wanted_steps(self.folder, self.steps(), wanted)
-        found = first_whole(self.folder, steps, _damage, self.notes)
+        steps = self.steps()
+        found = first_whole(self.folder, steps, wanted, _damage, self.notes)
         if found is None and wanted != AUTO:
             raise CheckpointError(
                 f"{self.notes[-1]}; resume from another step or the latest whole one (auto)"

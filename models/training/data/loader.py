@@ -3,9 +3,10 @@
 They are read ahead of time, and brought to the devices.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -79,40 +80,10 @@ AHEAD = 4
 """So many batches are made ahead; those of packed tokens by as many threads."""
 
 
-class Loader(Iterator[Any]):
-    """Iterates over batches that are read ahead of time, as global arrays.
-
-    Args:
-        read: step -> what this host has to hold of its batch.
-        put: that -> the batch as global arrays.
-        threads: how many call `read` at once; one does so step after step.
-    """
-
-    def __init__(
-        self, read: Callable[[int], Any], put: Callable[[Any], Any], start_step: int, threads: int
-    ) -> None:
-        steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(lambda step: read(int(step)))
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
-        self._batches: Any = iter(steps.to_iter_dataset(options))
-        self._put = put
-
-    def __next__(self) -> Any:
-        return self._put(next(self._batches))
-
-    def close(self) -> None:
-        """Ends the threads that read; may be called more than once."""
-        self._batches.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
+@contextlib.contextmanager
 def open_batches(
     data: Dataset, shardings: Callable[[Any], Any], start_step: int = 0, threads: int = 1
-) -> Loader:
+) -> Iterator[Iterator[Any]]:
     """The batches from a step on, read ahead and placed on the devices.
 
     Of packed tokens a host reads only the rows that its own devices hold. Hosts that hold copies of
@@ -127,19 +98,33 @@ def open_batches(
         with open_batches(data, lambda batch: compiled.in_shardings[2], start_step=100) as batches:
             batch = next(batches)
     """
-    if not isinstance(data, PackedTokens):
-        read = checked(data)
-        return Loader(read, lambda batch: place(batch, shardings(batch)), start_step, threads)
-    split: Mapping[str, Sharding] = shardings(data.struct())
-    rows = rows_of_host((data.batch_size, data.seq_len), split)
+    if isinstance(data, PackedTokens):
+        threads = AHEAD
+        read, put = _of_host(data, shardings(data.struct()))
+    else:
+        read, put = checked(data), lambda batch: place(batch, shardings(batch))
+    steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(lambda step: read(int(step)))
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
+    batches: Any = iter(steps.to_iter_dataset(options))
+    try:
+        yield map(put, batches)
+    finally:  # ends the threads that read
+        batches.close()
+
+
+def _of_host(
+    data: PackedTokens, shardings: Mapping[str, Sharding]
+) -> tuple[Callable[[int], Batch], Callable[[Batch], Any]]:
+    """What reads this host's rows of a step's batch, and what places them."""
+    rows = rows_of_host((data.batch_size, data.seq_len), shardings)
 
     def put(batch: Batch) -> dict[str, jax.Array]:
         return {
             name: _place_rows(batch[name], rows, data.batch_size, sharding)
-            for name, sharding in split.items()
+            for name, sharding in shardings.items()
         }
 
-    return Loader(lambda step: data.rows(data.first(step) + rows), put, start_step, AHEAD)
+    return lambda step: data.rows(data.first(step) + rows), put
 
 
 def rows_of_host(

@@ -216,7 +216,6 @@ class PackedTokens:
     # the share of each part in the samples, in any unit; None is equal shares
     shares: Sequence[float] | None = None
     boundaries: bool = False  # whether batches say which document a token belongs to
-    mask_boundaries: bool = True  # whether a target that begins another document has weight 0
     before: int = 0  # samples seen before, less those of as many steps with this `batch_size`
     documents: bool = False  # whether documents are never cut, and are kept apart (`Windows`)
     # of preferences: as `Windows.reference`, of one part after the other; None: zeros
@@ -270,8 +269,7 @@ class PackedTokens:
     @functools.cached_property
     def windows(self) -> list[Windows]:
         """The samples of each part, in order."""
-        masked = self.documents or (self.boundaries and self.mask_boundaries)
-        how = self.seq_len, self.leaves, masked, self.documents
+        how = self.seq_len, self.leaves, self.documents or self.boundaries, self.documents
         made = [Windows(part, *how) for part in self.parts]
         if self.references is None:
             return made
@@ -365,7 +363,6 @@ class PackedTokens:
         about = {
             "parts": [part.fingerprint for part in self.parts],
             "shares": list(self.shares or ()),
-            "packing": [self.seq_len, self.boundaries, self.mask_boundaries]
-            + ["documents"] * self.documents,
+            "packing": [self.seq_len, self.boundaries, True, *["documents"] * self.documents],
         }
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

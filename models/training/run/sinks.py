@@ -46,17 +46,6 @@ class Sink(Protocol):
         """Is called after the last record."""
 
 
-class Sinks(list[Sink]):
-    """Several sinks, closed together: `with Sinks([...]) as sinks:`."""
-
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for sink in self:
-            sink.close()
-
-
 class Forgiving:
     """Standard output, of which nobody hears if it cannot be written: a file on a full disk."""
 

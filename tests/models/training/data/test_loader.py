@@ -49,10 +49,8 @@ def test_gives_the_datasets_batches(devices8, spec):
 
 def test_closing_ends_the_threads(devices8):
     before = threading.active_count()
-    loader = open_batches(dataset(), lambda _: shardings(devices8))
-    next(loader)
-    loader.close()
-    loader.close()
+    with open_batches(dataset(), lambda _: shardings(devices8)) as batches:
+        next(batches)
     wait_until(lambda: threading.active_count() <= before)
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import io
 import json
@@ -12,7 +13,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from spmd.models.training.run.background import Background
-from spmd.models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
+from spmd.models.training.run.sinks import Forgiving, JsonLines, TensorBoard, Terminal
 from tests.forked import run_text
 from tests.models.training.notes import Notes
 from tests.waiting import wait_until
@@ -36,7 +37,7 @@ def events(folder):
 
 
 def test_tensorboard_files_can_be_read_and_forget_what_comes_again(tmp_path):
-    with Sinks([TensorBoard(tmp_path)]) as (sink,):
+    with contextlib.closing(TensorBoard(tmp_path)) as sink:
         sink.write({"step": 3, **STEP, "error": "text is left out"})
         sink.write({"step": 3, "eval_loss": 2.0})
     found, _ = events(tmp_path)
@@ -188,7 +189,7 @@ def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
 def test_lines_of_progress(is_terminal):
     text = io.StringIO()
     console = Console(file=text, width=200, force_terminal=is_terminal)
-    with Sinks([Terminal(console, steps=5, log_every=2)]) as (sink,):
+    with contextlib.closing(Terminal(console, steps=5, log_every=2)) as sink:
         for step in range(1, 6):
             sink.write({"step": step, **STEP, "skipped": float(step == 3)})
         sink.write({"step": 5, "eval_loss": 2.0})
