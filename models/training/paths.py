@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
+import hashlib
 import importlib.util
 import io
 import json
@@ -277,6 +278,12 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
         for place, info in sorted(folder.ask("find", detail=True).items())
         if info["type"] == "file" and not place.endswith("/") and place != folder.place
     }
+
+
+def sha256_of(path: AnyPath) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_tree(folder: AnyPath, first: str = "") -> None:

@@ -27,7 +27,6 @@ from spmd.models.training.errors import DataError
 from spmd.models.training.paths import AnyPath
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
-FORMATS: tuple[Format, ...] = ("auto", "text", "jsonl", "parquet")
 
 
 @dataclasses.dataclass(frozen=True)

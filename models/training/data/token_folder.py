@@ -19,14 +19,13 @@ from spmd.models.training.data.shard_writer import (
     TOKENIZER,
     Record,
     learned_path,
-    sha256_of,
     shard_hashes,
     shard_paths,
     token_dtype,
 )
 from spmd.models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
+from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes, sha256_of
 
 
 @dataclasses.dataclass(frozen=True)
