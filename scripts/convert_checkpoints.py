@@ -40,8 +40,7 @@ from spmd.models.llama.weights.tensors import Source
 from spmd.models.training.checkpoints.found import AUTO, CheckpointError
 from spmd.models.training.checkpoints.relayout import relayout
 from spmd.models.training.run.description import RunFolder
-from spmd.scripts.flags.on_disk import on_disk
-from spmd.scripts.flags.user_errors import one_message
+from spmd.scripts.flags.user_errors import on_disk, one_message
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""

@@ -28,8 +28,7 @@ from spmd.cli.flags import Parser, Switch, positive
 from spmd.installed import as_called
 from spmd.models.training.data import token_folder
 from spmd.models.training.data.chat import find_template
-from spmd.models.training.data.documents import DocumentSource
-from spmd.models.training.data.files import find_files
+from spmd.models.training.data.documents import DocumentSource, find_files
 from spmd.models.training.data.shard_jobs import PIECE_BYTES, TokenizeOptions
 from spmd.models.training.data.tokenize import tokenize
 from spmd.models.training.errors import DataError

@@ -73,17 +73,9 @@ def _raise(message: str) -> None:
     raise Refused(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **more: Any) -> str:
     """Jinja's own `tojson` escapes `<`, `>` and `&` for HTML, which no model was trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def environment(marks: tuple[str, str] = ("", "")) -> jinja2.sandbox.ImmutableSandboxedEnvironment:

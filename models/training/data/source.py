@@ -31,8 +31,8 @@ from spmd.models.training.data.documents import (
     DocumentSource,
     DocumentText,
     FilePiece,
+    find_files,
 )
-from spmd.models.training.data.files import find_files
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.data.shard_jobs import encoded

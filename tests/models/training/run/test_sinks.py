@@ -81,6 +81,9 @@ def test_json_lines_of_steps_that_come_again_are_dropped(before, steps, tmp_path
 # A disk that takes nothing
 
 
+BACKGROUND = "spmd.models.training.run.background"
+
+
 class Disk(Notes):
     """A sink that fails or hangs as long as it is told to."""
 
@@ -100,7 +103,8 @@ def test_records_wait_for_a_full_disk(monkeypatch):
     monkeypatch.setattr(sys, "stderr", said)
     disk = Disk()
     disk.is_open.set()
-    sink = Background("metrics", lambda: disk, retry_s=0.01)
+    monkeypatch.setattr(f"{BACKGROUND}.RETRY_S", 0.01)
+    sink = Background("metrics", lambda: disk)
     for step in range(3):
         sink.write({"step": step})
     wait_until(lambda: "records wait\n" in said.getvalue())
@@ -115,9 +119,10 @@ def test_records_wait_for_a_full_disk(monkeypatch):
 
 
 def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
-    monkeypatch.setattr("spmd.models.training.run.background.CLOSE_S", 0.1)
+    monkeypatch.setattr(f"{BACKGROUND}.CLOSE_S", 0.1)
+    monkeypatch.setattr(f"{BACKGROUND}.KEPT", 5)
     disk = Disk()
-    sink = Background("metrics", lambda: disk, kept=5)
+    sink = Background("metrics", lambda: disk)
     for step in range(100):
         sink.write({"step": step})
     sink.close()
@@ -126,14 +131,17 @@ def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
     disk.is_open.set()
 
 
-def test_flushed_records_are_written_and_what_never_is_is_counted(capfd, tmp_path):
+def test_flushed_records_are_written_and_what_never_is_is_counted(capfd, tmp_path, monkeypatch):
     disk = Disk()
     disk.is_open.set()
-    sink = Background("metrics", lambda: disk, kept=5, retry_s=60)
+    for name, value in {"KEPT": 5, "RETRY_S": 60}.items():
+        monkeypatch.setattr(f"{BACKGROUND}.{name}", value)
+    sink = Background("metrics", lambda: disk)
     for step in range(8):
         sink.write({"step": step})
     sink.close()
     assert "8 records were lost (No space left on device)" in capfd.readouterr().err
+    monkeypatch.undo()
     path = tmp_path / "metrics.jsonl"
     sink = Background("metrics", lambda: JsonLines(path))
     for step in range(1000):
