@@ -45,14 +45,10 @@ def metrics_words(text: str) -> tuple[str, ...]:
     Raises:
         RunError: one is none of them.
     """
-    _check_metrics(words(text))
-    return words(text)
-
-
-def _check_metrics(names: tuple[str, ...]) -> None:
-    for name in names:
+    for name in words(text):
         if name not in METRICS:
             raise RunError(f"{name!r} is no file of metrics; there are {', '.join(METRICS)}")
+    return words(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +102,7 @@ class TrainerOptions:
             )
         if self.audit_steps and not self.audit_every:
             raise RunError("audit_steps computes the steps of audits twice: audit_every says which")
-        _check_metrics(self.metrics)
+        metrics_words(",".join(self.metrics))
 
     @classmethod
     def from_yaml(cls, file: str | Path, **overrides: Any) -> TrainerOptions:

@@ -198,12 +198,15 @@ class TrainingProgram:
         """The parameters with None for those that are frozen: what checkpoints hold."""
         return self.frozen.split(params)[0]
 
-    def eval_params(self, rule: Callable[[Any, Any], Any]) -> Callable[[TrainState], Any]:
+    def eval_params(self, rule: Callable[[Any, Any], Any] | None) -> Callable[[TrainState], Any]:
         """Returns a function: a state -> its parameters, those that are trained as a rule has them.
 
         Args:
             rule: (what is trained, optimizer state) -> the same tree; None stands for what is not.
+                Without a rule, all are as they are.
         """
+        if rule is None:
+            return lambda state: state.params
         formats = weights_of(self.trained(self.step.in_formats[0]))
         compiled = jax.jit(rule, out_shardings=formats)
 

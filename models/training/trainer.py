@@ -33,7 +33,7 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
 from spmd.models.training.run.background import Background
 from spmd.models.training.run.description import RunFolder
-from spmd.models.training.run.loop import Best, Loop, Outcome, TrainState
+from spmd.models.training.run.loop import Best, Loop, Outcome
 from spmd.models.training.run.metrics import StepCost
 from spmd.models.training.run.optimizer import OptimizerConfig
 from spmd.models.training.run.profile import Profiler
@@ -279,7 +279,7 @@ class Trainer:
                     evaluate=evaluate,
                     after_step=self.hooks.after_step,
                     after_eval=self._after_eval(),
-                    eval_params=self._eval_params(program),
+                    eval_params=program.eval_params(self.hooks.eval_params),
                     elsewhere=program.elsewhere() if options.audit_steps else None,
                     trained=program.trained,
                     samples=self._samples(found),
@@ -324,10 +324,6 @@ class Trainer:
                 "end" if hook(record, params) else "", label="after_eval", timeout_s=HOOK_S
             )[0]
         )
-
-    def _eval_params(self, program: TrainingProgram) -> Callable[[TrainState], Any]:
-        rule = self.hooks.eval_params
-        return (lambda state: state.params) if rule is None else program.eval_params(rule)
 
     def _compiled(self, watch: launch.Watch) -> TrainingProgram:
         started = time.perf_counter()

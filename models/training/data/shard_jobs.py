@@ -145,7 +145,8 @@ def make_shard(job: ShardJob) -> Record:
                 bad += [group.message] if len(bad) < EXAMPLES else []
                 continue
             kinds |= {item.row_documents for item in group}
-            _write(writer, group, tokenizer)
+            for item, tokens, learned in encoded(tokenizer, group, writer.is_open):
+                writer.add(tokens, is_last=item.is_last, learned=learned)
         if len(kinds) > 1:
             raise DataError(f"{job.piece.path}: some rows are preferences, and some are not")
         record = writer.finish()
@@ -171,13 +172,6 @@ def _grouped(items: Iterable[DocumentText | Bad]) -> Iterator[list[DocumentText]
             size += len(item.text)
     if group:
         yield group
-
-
-def _write(
-    writer: shard_writer.ShardWriter, group: list[DocumentText], tokenizer: Tokenizer
-) -> None:
-    for item, tokens, learned in encoded(tokenizer, group, writer.is_open):
-        writer.add(tokens, is_last=item.is_last, learned=learned)
 
 
 def encoded(
