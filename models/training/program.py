@@ -100,7 +100,7 @@ class TrainingProgram:
             microbatches=microbatches,
             on_nonfinite=on_nonfinite,
             schedule=schedule,
-            frozen=self.frozen if frozen else None,
+            frozen=self.frozen,
         )
         self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)

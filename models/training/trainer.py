@@ -31,6 +31,7 @@ from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError, RunError, TrainingError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
+from spmd.models.training.run import start
 from spmd.models.training.run.background import Background
 from spmd.models.training.run.description import RunFolder
 from spmd.models.training.run.loop import Best, Loop, Outcome
@@ -44,14 +45,6 @@ from spmd.models.training.run.sinks import (
     Sink,
     TensorBoard,
     Terminal,
-)
-from spmd.models.training.run.start import (
-    agree,
-    find_checkpoint,
-    first_state,
-    opened,
-    restart_note,
-    watched,
 )
 from spmd.models.training.run.stateful import Stateful
 from spmd.models.training.run.step import LossFn
@@ -225,23 +218,19 @@ class Trainer:
             LaunchError: processes differ in what they are to do.
         """
         options, folder = self.options, self.folder
-        agree(options, self.data)
-        if note := restart_note(options):
+        start.agree(options, self.data)
+        if note := start.restart_note(options):
             self.console.print(note)
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(watched(options.watchdog_timeout, folder))
+            watch = stack.enter_context(start.watched(options.watchdog_timeout, folder))
             stop = stack.enter_context(StopSignals(lambda: watch.doing))
-            checkpoints = stack.enter_context(opened(folder, options, self.about))
+            checkpoints = stack.enter_context(start.opened(folder, options, self.about))
             found = self._found(checkpoints)
             program = self._compiled(watch)
             with watch.may_take("making the first state"):
-                state = first_state(
-                    program,
-                    checkpoints,
-                    found,
-                    self.hooks.first_params,
-                    seed=options.seed,
-                    console=self.console,
+                make = self.hooks.first_params
+                state = start.first_state(
+                    program, checkpoints, found, make, seed=options.seed, console=self.console
                 )
             evaluate = None
             if self.held_out is not None and options.eval_batches:
@@ -298,7 +287,7 @@ class Trainer:
     def _found(self, checkpoints: Checkpoints | None) -> Found | None:
         if checkpoints is None:
             return None
-        found = find_checkpoint(checkpoints, self.options.resume, self.console)
+        found = start.find_checkpoint(checkpoints, self.options.resume, self.console)
         for change in self.hooks.before(found):
             self.console.print(f"changed since the checkpoint: {change}")
         if isinstance(self.data, PackedTokens) and found is not None:

@@ -27,9 +27,6 @@ KINDS: dict[Kind, str] = {
 }
 """Kind -> what its flag mounts."""
 
-BUCKET_ANNOTATIONS = {"gke-gcsfuse/volumes": "true"}
-"""Of pods that mount a bucket: GKE adds the driver's container to them."""
-
 READ_ONLY = ":ro"
 
 
@@ -208,11 +205,7 @@ def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
     """The JobSet as dicts and lists; see `jobset_yaml`."""
     _check(job, jobset)
     labels = {"kueue.x-k8s.io/queue-name": jobset.queue} if jobset.queue else None
-    annotations = (
-        {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-        if jobset.tpu
-        else None
-    )
+    apart = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     nodes = jobset.tpu.hosts if jobset.tpu else job.nodes
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": job.name},
@@ -236,7 +229,7 @@ def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
     }
     metadata = {
         "name": job.name, "namespace": jobset.namespace, "labels": labels,
-        "annotations": annotations,
+        "annotations": apart if jobset.tpu else None,
     }  # fmt: skip
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -273,8 +266,9 @@ def _check(job: Job, jobset: JobSet) -> None:
 
 
 def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
-    has_bucket = any(volume.kind == "bucket" for volume in jobset.volumes)
-    pod = {"metadata": {"annotations": BUCKET_ANNOTATIONS}} if has_bucket else {}
+    pod: dict[str, Any] = {"spec": _pod_spec(job, jobset)}
+    if any(volume.kind == "bucket" for volume in jobset.volumes):  # GKE adds a container of FUSE's
+        pod = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}, **pod}
     return {
         "parallelism": nodes,
         "completions": nodes,
@@ -293,7 +287,7 @@ def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
             ]
         },
-        "template": {**pod, "spec": _pod_spec(job, jobset)},
+        "template": pod,
     }
 
 

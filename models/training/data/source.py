@@ -25,14 +25,7 @@ from spmd.models.training.data.corpus import (
     split_held_out,
     whole,
 )
-from spmd.models.training.data.documents import (
-    COMPRESSED,
-    Bad,
-    DocumentSource,
-    DocumentText,
-    FilePiece,
-    find_files,
-)
+from spmd.models.training.data.documents import DocumentSource, DocumentText, find_files
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.data.shard_jobs import encoded
@@ -314,13 +307,13 @@ def _as_document(one: bytes | DocumentText) -> DocumentText:
 def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes | DocumentText]:
     """The documents of a file, as the file's kind has them; rows with answers are not encoded."""
     kind = readers.format_of(path, DocumentSource())
-    unpacked = Path(path.stem) if path.suffix in COMPRESSED else path
+    unpacked = Path(path.stem) if path.suffix in readers.COMPRESSED else path
     if unpacked.suffix in NO_TEXT:
         raise DataError(
             f"{path} is no text: unpack or convert it to text, JSONL or Parquet, then "
             f"{_command(path.with_name('FILES'), tokenizer)}"
         )
-    if kind == "text" and path.suffix not in COMPRESSED:
+    if kind == "text" and path.suffix not in readers.COMPRESSED:
         content = path.read_bytes()
         if content and b"\0" not in content:
             yield content
@@ -329,8 +322,8 @@ def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes | Document
     source = DocumentSource(forbidden=forbidden, template=find_template(tokenizer.name))
     parts: list[str] = []
     for piece in readers.cut(path, source, path.stat().st_size + 1):
-        for item in readers.read(FilePiece(path, kind, piece.start, piece.stop), source):
-            if isinstance(item, Bad):
+        for item in readers.read(readers.FilePiece(path, kind, piece.start, piece.stop), source):
+            if isinstance(item, readers.Bad):
                 raise DataError(f"{item.message}; {_command(path, tokenizer)} has flags for it")
             if item.learned is not None:
                 yield item
