@@ -69,18 +69,6 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     )
 
 
-def heartbeat_timeout(given: argparse.Namespace) -> float:
-    """What `--heartbeat_timeout` asks for, in seconds.
-
-    Raises:
-        RunError: it is not positive.
-    """
-    seconds: float = given.heartbeat_timeout
-    if not seconds > 0:
-        raise RunError(f"--heartbeat_timeout must be positive, not {seconds:g}")
-    return seconds
-
-
 def _check_paths(given: argparse.Namespace) -> None:
     """Raise `RunError` for paths that cannot work, before anything is loaded."""
     if given.run_dir is None:

@@ -20,7 +20,6 @@ that is one host; hosts of others have 4."""
 class TpuSlice(NamedTuple):
     """A slice: `v5e-16` has topology 4x4 on 4 hosts of 4 chips."""
 
-    name: str
     accelerator: str
     topology: str
     hosts: int
@@ -45,7 +44,7 @@ def parse_tpu(name: str) -> TpuSlice:
     (accelerator, single), chips = KINDS[topology.chip.name], topology.count
     per_host = chips if chips <= single else 4
     shape = "x".join(map(str, topology.shape))
-    return TpuSlice(name, accelerator, shape, chips // per_host, per_host)
+    return TpuSlice(accelerator, shape, chips // per_host, per_host)
 
 
 def tpu_vm_command(

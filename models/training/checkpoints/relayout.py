@@ -83,8 +83,8 @@ def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int,
         entry: an array's entry in `meta.json`, with `shape` and `spec`.
 
     Example:
-        >>> piece_shape({"shape": [8, 6], "spec": [["data", "model"], None]}, {"data": 2, "model":
-        2}) (2, 6)
+        >>> piece_shape({"shape": [8, 6], "spec": [["data", "model"], None]}, {"data": 2})
+        (4, 6)
     """
     shape, spec = entry["shape"], entry["spec"]
     counts = [

@@ -263,12 +263,8 @@ def load_corpus(
     for path in files:
         count = len(documents)
         for document in _documents(path, tokenizer):
-            if isinstance(document, bytes):
-                documents.append(document[:left])
-                left -= len(document)
-            else:
-                documents.append(document)
-                left -= len(document.text)
+            documents.append(document[:left] if isinstance(document, bytes) else document)
+            left -= len(document if isinstance(document, bytes) else document.text)
             if left < 0 and whole:
                 raise DataError(
                     f"{name}: more than {max_bytes:,} bytes of text, the most that is tokenised in "
@@ -291,17 +287,16 @@ def load_corpus(
     if tokenizer.name == BYTES and len(texts) == len(documents):  # as they are, valid UTF-8 or not
         ids = [np.append(np.frombuffer(text, np.uint8), dtype(tokenizer.eos_id)) for text in texts]
     else:
-        found = encoded(tokenizer, [_as_document(one) for one in documents])
-        for _, tokens, answers in found:
+        items = [
+            DocumentText(one.decode("utf-8", errors="replace")) if isinstance(one, bytes) else one
+            for one in documents
+        ]
+        for _, tokens, answers in encoded(tokenizer, items):
             ids.append(tokens.astype(dtype))
             learned.append(answers)
     notes = [f"{len(skipped)} files have no text, {skipped[0]} among them"] if skipped else []
     corpus = from_documents(ids, tokenizer.vocab_size, name, learned, kinds.pop())
     return dataclasses.replace(corpus, notes=tuple(notes))
-
-
-def _as_document(one: bytes | DocumentText) -> DocumentText:
-    return DocumentText(one.decode("utf-8", errors="replace")) if isinstance(one, bytes) else one
 
 
 def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes | DocumentText]:
