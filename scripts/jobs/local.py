@@ -181,7 +181,16 @@ class _Run:
                 pass_fds=[heard],
             )
             os.close(heard)
-        self.guard = _start_guard([started.pid for started in self.running.values()], job.grace_s)
+        # A process that ends the others when this one is killed: its input ends then.
+        groups = " ".join(f"-{started.pid}" for started in self.running.values())
+        script = f"cat; kill -s TERM -- {groups}; sleep {job.grace_s:g}; kill -s KILL -- {groups}"
+        self.guard = subprocess.Popen(
+            ["sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self.readers = [
             threading.Thread(target=self._read, args=(process, started.stdout), daemon=True)
             for process, started in self.running.items()
@@ -267,19 +276,6 @@ class _Run:
         for line in self.last[culprit]:
             _say(f"  {line}")
         return code
-
-
-def _start_guard(groups: Sequence[int], grace_s: float) -> subprocess.Popen[bytes]:
-    """Starts a process that ends the others when this one is killed: its input ends then."""
-    targets = " ".join(f"-{group}" for group in groups)
-    script = f"cat; kill -s TERM -- {targets}; sleep {grace_s:g}; kill -s KILL -- {targets}"
-    return subprocess.Popen(
-        ["sh", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def describe_code(code: int) -> str:

@@ -5,16 +5,21 @@ no more than it needs. Arrays are copied piece by piece.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from rich.console import Console
 
 from spmd.models.progress import Advance, bytes_bar
 from spmd.models.training.checkpoints import tables
-from spmd.models.training.checkpoints.found import AUTO, CheckpointError, find_saved, saved_steps
+from spmd.models.training.checkpoints.found import (
+    AUTO,
+    CheckpointError,
+    find_saved,
+    first_line,
+    saved_steps,
+)
 from spmd.models.training.checkpoints.pieces import Index, Pieces
 from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.paths import array_driver, array_spec
@@ -59,20 +64,23 @@ def relayout(
         raise CheckpointError(
             f"{target} holds a run that has come to step {later[0]}; name another"
         )
-    arrays, about = found.meta["arrays"], {**found.meta, "mesh": dict(mesh)}
-    total = sum(math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in arrays.values())
-    with bytes_bar("copying", total, console) as advance:
-        try:
+    about = {**found.meta, "mesh": dict(mesh)}
+    try:
+        stored = _opened(source, found.meta["arrays"])
+        total = sum(array.size * array.dtype.numpy_dtype.itemsize for array in stored.values())
+        with (
+            bytes_bar("copying", total, console) as advance,
+            Checkpoints(target, keep_every=1, about=about, pieces=True) as checkpoints,
+        ):
             leaves = {
-                path: _piecewise(source, path, arrays[path], mesh, advance) for path in arrays
+                path: _pieces(array, found.meta["arrays"][path], mesh, advance)
+                for path, array in stored.items()
             }
             tree = tables.nested(leaves)
-            state = TrainState(tree["params"], tree.get("opt_state"), found.step)
-            with Checkpoints(target, keep_every=1, about=about, pieces=True) as checkpoints:
-                checkpoints.save(state)
-                checkpoints.finish()
-        except (CheckpointError, ValueError) as error:  # tensorstore's are of the second kind
-            raise CheckpointError(f"{whole} cannot be written: {error}") from error
+            checkpoints.save(TrainState(tree["params"], tree.get("opt_state"), found.step))
+            checkpoints.finish()
+    except (CheckpointError, ValueError) as error:  # tensorstore's are of the second kind
+        raise CheckpointError(f"{whole} cannot be written: {first_line(error)}") from error
     return found.step
 
 
@@ -94,22 +102,28 @@ def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int,
     return tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
 
 
-def _piecewise(
-    state: Path, path: str, entry: Mapping[str, Any], mesh: Mapping[str, int], advance: Advance
-) -> Pieces:
-    """A saved array, which is read while it is written."""
+def _opened(state: Path, paths: Iterable[str]) -> dict[str, Any]:
+    """Saved arrays by path; none is read yet."""
     import tensorstore
 
-    spec = array_spec(state, path.replace("/", "."), array_driver(state))
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
-    stored = tensorstore.open(spec, open=True, read=True, context=context).result()
+    driver = array_driver(state)
+    found = {}
+    for path in paths:
+        spec = array_spec(state, path.replace("/", "."), driver)
+        found[path] = tensorstore.open(spec, open=True, read=True, context=context)
+    return {path: opened.result() for path, opened in found.items()}
+
+
+def _pieces(
+    stored: Any, entry: Mapping[str, Any], mesh: Mapping[str, int], advance: Advance
+) -> Pieces:
+    """A saved array, which is read while it is written."""
 
     def read(index: Index) -> Any:
         block = stored[index].read().result()
         advance(block.nbytes)
         return block
 
-    shape = stored.shape  # of the data of a key that is not its own
-    return Pieces(
-        shape, stored.dtype.name, None, piece_shape({**entry, "shape": shape}, mesh), read
-    )
+    piece = piece_shape({**entry, "shape": stored.shape}, mesh)  # of a key's data, not of the key
+    return Pieces(stored.shape, stored.dtype.name, None, piece, read)

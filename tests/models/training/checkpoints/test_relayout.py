@@ -35,6 +35,8 @@ def make_state(mesh):
         "h": rng.normal(size=(8, 3)).astype(jnp.bfloat16),
     }
     params = {k: jax.device_put(x, NamedSharding(mesh, SPECS[k])) for k, x in arrays.items()}
+    keys = jax.random.split(jax.random.key(1), 8)
+    params["k"] = jax.device_put(keys, NamedSharding(mesh, PartitionSpec("data")))
     return TrainState({"layers": params}, {"mu": params, "count": jnp.int32(7)}, 7)
 
 
