@@ -22,6 +22,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
@@ -40,8 +41,7 @@ from spmd.models.llama.weights.tensors import Source
 from spmd.models.training.checkpoints.found import AUTO, CheckpointError
 from spmd.models.training.checkpoints.relayout import relayout
 from spmd.models.training.run.description import RunFolder
-from spmd.scripts.flags.on_disk import on_disk
-from spmd.scripts.flags.user_errors import one_message
+from spmd.scripts.flags.user_errors import on_disk, one_message
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""
@@ -107,7 +107,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
     started = time.perf_counter()
     with open_source(given.source, given.step) as source:
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
-        write(source, given, console)
+        how: dict[str, Any] = {"dtype": given.dtype, "console": console}
+        if given.mesh:
+            how |= {"table": given.sharding or "2d", "scan_layers": given.scan}
+            write_run(source, given.out, given.mesh, **how)
+        elif given.ranks is None:
+            write_hf(source, given.out, **how)
+        else:
+            write_ranks(source, given.out, given.ranks, **how)
     pattern = "**/*" if given.mesh else "*.safetensors"
     files = sorted(path for path in given.out.glob(pattern) if path.is_file())
     size = sum(file.stat().st_size for file in files)
@@ -128,24 +135,6 @@ def check_flags(given: argparse.Namespace) -> None:
         raise WeightsError("--mesh makes a training run's checkpoint, --ranks files: give one")
     if not given.mesh and (given.sharding or not given.scan):
         raise WeightsError("--sharding and --noscan say how --mesh lays weights out; give --mesh")
-
-
-def write(source: Source, given: argparse.Namespace, console: Console) -> None:
-    """What the flags ask for, of tensors."""
-    if given.mesh:
-        write_run(
-            source,
-            given.out,
-            given.mesh,
-            table=given.sharding or "2d",
-            scan_layers=given.scan,
-            dtype=given.dtype,
-            console=console,
-        )
-    elif given.ranks is None:
-        write_hf(source, given.out, dtype=given.dtype, console=console)
-    else:
-        write_ranks(source, given.out, given.ranks, dtype=given.dtype, console=console)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,8 +35,7 @@ from spmd.models.training.checkpoints.found import AUTO, CheckpointError
 from spmd.models.training.data.beginnings import as_trained, prompt_ids
 from spmd.models.training.data.tokenizer import BYTES, load_tokenizer
 from spmd.models.training.errors import DataError
-from spmd.scripts.flags.on_disk import on_disk
-from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
+from spmd.scripts.flags.user_errors import ending_on_interrupt, on_disk, one_message
 from spmd.serving import planned
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import PLATFORMS

@@ -44,7 +44,7 @@ from spmd.errors import LaunchError
 from spmd.scripts.jobs.job import Job, parse_env
 from spmd.scripts.jobs.jobset import KINDS, JobSet, Volume, jobset_yaml
 from spmd.scripts.jobs.local import LocalJob, run_local
-from spmd.scripts.jobs.slurm import Slurm, slurm_script
+from spmd.scripts.jobs.slurm import AS_SBATCH, Slurm, slurm_script
 from spmd.scripts.jobs.tpu import parse_tpu, tpu_vm_command
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def _add_common(add: Add, *, nodes: bool = True) -> None:
 def _add_slurm(add: Add) -> None:
     _add_common(add)
     of_slurm = of_fields(add, Slurm)
-    for name in ("time", "partition", "account", "qos", "constraint", "reservation"):
+    for name in AS_SBATCH:
         of_slurm(f"--{name}", help="as sbatch's")
     of_slurm("--cpus_per_process", metavar="N", help="CPU cores of each process")
     of_slurm("--output", help="file of the output")
@@ -172,7 +172,7 @@ def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
         JobSet,
         flags,
         tpu=parse_tpu(flags.tpu) if flags.tpu else None,
-        selector=parse_pairs("--selector", "label=value", flags.selector),
+        selector=parse_selector(flags.selector),
         volumes=tuple(Volume.parse(kind, text) for kind in KINDS for text in getattr(flags, kind)),
     )
     text = jobset_yaml(_of_flags(Job, flags, command), jobset)
@@ -191,7 +191,7 @@ def _of_flags(cls: type[T], flags: argparse.Namespace, command: tuple[str, ...])
     return taken(cls, flags, command=command, env=parse_env(flags.env, os.environ))
 
 
-def parse_pairs(flag: str, form: str, items: Sequence[str]) -> dict[str, str]:
+def parse_selector(items: Sequence[str]) -> dict[str, str]:
     """`["a=b"]` -> `{"a": "b"}`.
 
     Raises:
@@ -199,8 +199,8 @@ def parse_pairs(flag: str, form: str, items: Sequence[str]) -> dict[str, str]:
     """
     wrong = [item for item in items if not item.partition("=")[2]]
     if wrong:
-        raise LaunchError(f"{flag} {wrong[0]!r} is not of the form {form}")
-    return {name: value for name, _, value in (item.partition("=") for item in items)}
+        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
+    return dict(item.split("=", 1) for item in items)
 
 
 def hand_over(call: Sequence[str], dry_run: bool, text: str | None = None) -> int:

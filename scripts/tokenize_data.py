@@ -18,20 +18,19 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from spmd.cli.fields import of_fields, taken
 from spmd.cli.flags import Parser, Switch, positive
 from spmd.installed import as_called
 from spmd.models.training.data import token_folder
 from spmd.models.training.data.chat import find_template
-from spmd.models.training.data.documents import FORMATS, DocumentSource, Format
-from spmd.models.training.data.files import find_files
-from spmd.models.training.data.shard_jobs import ON_ERROR, PIECE_BYTES, OnError, TokenizeOptions
+from spmd.models.training.data.documents import DocumentSource, find_files
+from spmd.models.training.data.shard_jobs import PIECE_BYTES, TokenizeOptions
 from spmd.models.training.data.tokenize import tokenize
-from spmd.models.training.data.tokenizer import BYTES
 from spmd.models.training.errors import DataError
 from spmd.models.training.paths import as_path
 from spmd.scripts.flags.user_errors import one_message
@@ -41,13 +40,14 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("scripts/tokenize_data", __doc__)
     add = parser.add_argument
+    of_options, of_source = of_fields(add, TokenizeOptions), of_fields(add, DocumentSource)
     add("files", nargs="*", help="files, directories, glob patterns or URLs of text")
     add("--out", help="the folder to make, or its URL on an object store")
-    add("--tokenizer", default=BYTES, help="a tokenizer.json, a folder with one, or `bytes`")
-    add("--eos_token", help="token that ends a document (default: found out)")
-    add("--bos_token", help="token that begins a document, '' for none (default: found out)")
-    add("--format", default="auto", choices=FORMATS, help="what the files are; auto: by name")
-    add("--field", default="text", help="JSONL field or Parquet column with the text or messages")
+    of_options("--tokenizer", help="a tokenizer.json, a folder with one, or `bytes`")
+    of_options("--eos_token", help="token that ends a document (default: found out)")
+    of_options("--bos_token", help="token that begins a document, '' for none (default: found out)")
+    of_source("--format", help="what the files are; auto: by name")
+    of_source("--field", help="JSONL field or Parquet column with the text or messages")
     add("--chat_template", help="file with the template of messages (default: the tokenizer's)")
     add(
         "--document_separator",
@@ -55,7 +55,7 @@ def make_parser() -> Parser:
         help=r"what stands between the documents of a text file, \n is a line end (default: a file "
         "is one)",
     )
-    add("--on_error", default="stop", choices=ON_ERROR, help="for a document that cannot be read")
+    of_options("--on_error", help="for a document that cannot be read")
     add("--workers", type=positive, help="processes (default: one for each CPU)")
     add(
         "--piece_mib",
@@ -76,6 +76,12 @@ def run_tokenize(given: argparse.Namespace, console: Console) -> None:
         raise DataError(
             as_called("name the files to tokenise, as in scripts/tokenize_data --out tokens a.txt")
         )
+    source = taken(
+        DocumentSource,
+        given,
+        separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),
+        template=find_template(given.tokenizer, given.chat_template),
+    )
     workers = given.workers or os.cpu_count() or 1
     started = time.perf_counter()
     columns = (
@@ -100,19 +106,7 @@ def run_tokenize(given: argparse.Namespace, console: Console) -> None:
         manifest = tokenize(
             find_files(given.files),
             as_path(given.out),
-            TokenizeOptions(
-                tokenizer=given.tokenizer,
-                eos_token=given.eos_token,
-                bos_token=given.bos_token,
-                source=DocumentSource(
-                    format=cast(Format, given.format),
-                    field=given.field,
-                    separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),
-                    template=find_template(given.tokenizer, given.chat_template),
-                ),
-                on_error=cast(OnError, given.on_error),
-                piece_bytes=given.piece_mib * 2**20,
-            ),
+            taken(TokenizeOptions, given, source=source, piece_bytes=given.piece_mib * 2**20),
             workers=workers,
             overwrite=given.overwrite,
             report=report,

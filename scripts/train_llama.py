@@ -57,7 +57,7 @@ from spmd.models.training.run.description import RunConfig, RunFolder, check_sam
 from spmd.models.training.run.loop import Outcome
 from spmd.models.training.trainer import USER_ERRORS, Hooks, Trainer, exit_code
 from spmd.scripts.flags import weights as weight_flags
-from spmd.scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run
+from spmd.scripts.flags.run import format_axes, make_mesh, make_run
 from spmd.scripts.flags.train import make_parser
 from spmd.scripts.flags.user_errors import one_message
 
@@ -260,13 +260,6 @@ def by_flag(run: RunConfig, given: argparse.Namespace) -> dict[str, str]:
     return {flags.get(name, name): str(value) for name, value in values.items()}
 
 
-def run_training(given: argparse.Namespace) -> int:
-    """Everything that the flags ask for, in order; the exit code."""
-    devices = jax.devices()
-    run = make_run(given, devices[0].platform)
-    return exit_code(make_trainer(run, given, make_mesh(run, devices)).run())
-
-
 def plan_run(given: argparse.Namespace) -> int:
     """Prints on which meshes of --plan's machines the run is fastest; 1 if it fits on none."""
     if not given.plan:
@@ -330,8 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             default_to_cpus()
             sys.exit(plan_run(given))
     with launch.stopping_peers(), one_message(*USER_ERRORS, ConfigError, WeightsError):
-        spmd.initialize(heartbeat_timeout_s=heartbeat_timeout(given))
-        sys.exit(run_training(given))
+        spmd.initialize(heartbeat_timeout_s=given.heartbeat_timeout)
+        devices = jax.devices()
+        run = make_run(given, devices[0].platform)
+        sys.exit(exit_code(make_trainer(run, given, make_mesh(run, devices)).run()))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,21 @@ from typing import Any
 from spmd.cli.fields import from_yaml, read_by
 from spmd.cli.flags import words
 from spmd.models.training.checkpoints.found import AUTO
-from spmd.models.training.errors import RunError
+from spmd.models.training.errors import RunError, check_ranges
 from spmd.models.training.run.profile import ProfileRange
 from spmd.models.training.run.step import ON_NONFINITE, OnNonfinite
 
 METRICS = ("jsonl", "tensorboard")
 """The files of metrics that a run can write."""
 
-POSITIVE = ("steps", "microbatches", "keep_last", "data_threads")
-AT_LEAST_ZERO = (
-    *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
-    *("audit_every", "seed", "watchdog_timeout", "patience"),
-)
+NUMBERS = {
+    "positive": ("steps", "microbatches", "keep_last", "data_threads"),
+    "at least 0": (
+        *("max_skipped", "eval_every", "eval_batches", "save_every", "keep_every", "log_every"),
+        *("audit_every", "seed", "watchdog_timeout", "patience"),
+    ),
+}
+"""What they have to be."""
 
 
 def resume_step(text: str) -> int | str:
@@ -42,14 +45,10 @@ def metrics_words(text: str) -> tuple[str, ...]:
     Raises:
         RunError: one is none of them.
     """
-    _check_metrics(words(text))
-    return words(text)
-
-
-def _check_metrics(names: tuple[str, ...]) -> None:
-    for name in names:
+    for name in words(text):
         if name not in METRICS:
             raise RunError(f"{name!r} is no file of metrics; there are {', '.join(METRICS)}")
+    return words(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,19 +95,14 @@ class TrainerOptions:
     verbose: bool = False  # whether every sharding and collective is printed
 
     def __post_init__(self) -> None:
-        for name in POSITIVE:
-            if getattr(self, name) < 1:
-                raise RunError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in AT_LEAST_ZERO:
-            if not getattr(self, name) >= 0:
-                raise RunError(f"{name} must not be negative, and is {getattr(self, name)}")
+        check_ranges(self, NUMBERS)
         if self.on_nonfinite not in ON_NONFINITE:
             raise RunError(
                 f"on_nonfinite is {self.on_nonfinite!r}, not one of {', '.join(ON_NONFINITE)}"
             )
         if self.audit_steps and not self.audit_every:
             raise RunError("audit_steps computes the steps of audits twice: audit_every says which")
-        _check_metrics(self.metrics)
+        metrics_words(",".join(self.metrics))
 
     @classmethod
     def from_yaml(cls, file: str | Path, **overrides: Any) -> TrainerOptions:

@@ -14,8 +14,10 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
+import hashlib
 import importlib.util
 import io
+import json
 import os
 import posixpath
 import re
@@ -278,6 +280,12 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
     }
 
 
+def sha256_of(path: AnyPath) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def remove_tree(folder: AnyPath, first: str = "") -> None:
     """Removes a folder and all below it; nothing happens if it is not there.
 
@@ -331,6 +339,12 @@ def kvstore(folder: AnyPath) -> dict[str, Any]:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
     return spec
+
+
+def array_driver(state: AnyPath) -> str:
+    """Tensorstore's driver of the arrays that orbax has written into a folder."""
+    metadata = json.loads((state / "_METADATA").read_text(encoding="utf-8"))
+    return "zarr3" if metadata.get("use_zarr3") else "zarr"
 
 
 def array_spec(state: AnyPath, key: str, driver: str) -> dict[str, Any]:

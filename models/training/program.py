@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import spmd
 from spmd.launch import Watch
 from spmd.models.training.checkpoints import tables
-from spmd.models.training.data.batches import Dataset, structs_of
-from spmd.models.training.data.loader import place
+from spmd.models.training.data.loader import Dataset, place, structs_of
 from spmd.models.training.errors import DataError
 from spmd.models.training.run.audit import step_elsewhere
 from spmd.models.training.run.frozen import Frozen
@@ -101,7 +100,7 @@ class TrainingProgram:
             microbatches=microbatches,
             on_nonfinite=on_nonfinite,
             schedule=schedule,
-            frozen=self.frozen if frozen else None,
+            frozen=self.frozen,
         )
         self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
@@ -199,12 +198,15 @@ class TrainingProgram:
         """The parameters with None for those that are frozen: what checkpoints hold."""
         return self.frozen.split(params)[0]
 
-    def eval_params(self, rule: Callable[[Any, Any], Any]) -> Callable[[TrainState], Any]:
+    def eval_params(self, rule: Callable[[Any, Any], Any] | None) -> Callable[[TrainState], Any]:
         """Returns a function: a state -> its parameters, those that are trained as a rule has them.
 
         Args:
             rule: (what is trained, optimizer state) -> the same tree; None stands for what is not.
+                Without a rule, all are as they are.
         """
+        if rule is None:
+            return lambda state: state.params
         formats = weights_of(self.trained(self.step.in_formats[0]))
         compiled = jax.jit(rule, out_shardings=formats)
 

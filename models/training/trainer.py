@@ -26,32 +26,25 @@ import spmd
 from spmd import launch
 from spmd.models.training.checkpoints.found import CheckpointError, Found
 from spmd.models.training.checkpoints.store import Checkpoints
-from spmd.models.training.data.batches import Dataset, checked, open_batches, structs_of
+from spmd.models.training.data.loader import Dataset, checked, open_batches, structs_of
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import DataError, RunError, TrainingError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.program import Marks, TrainingProgram
+from spmd.models.training.run import start
 from spmd.models.training.run.background import Background
 from spmd.models.training.run.description import RunFolder
-from spmd.models.training.run.loop import Best, Loop, Outcome, TrainState
+from spmd.models.training.run.loop import Best, Loop, Outcome
 from spmd.models.training.run.metrics import StepCost
-from spmd.models.training.run.optimizer import OptimizerConfig, OptimizerError
-from spmd.models.training.run.profile import ProfileError, Profiler
+from spmd.models.training.run.optimizer import OptimizerConfig
+from spmd.models.training.run.profile import Profiler
 from spmd.models.training.run.sinks import (
     Forgiving,
     JsonLines,
     Record,
-    Sinks,
+    Sink,
     TensorBoard,
     Terminal,
-)
-from spmd.models.training.run.start import (
-    agree,
-    find_checkpoint,
-    first_state,
-    opened,
-    restart_note,
-    watched,
 )
 from spmd.models.training.run.stateful import Stateful
 from spmd.models.training.run.step import LossFn
@@ -95,16 +88,7 @@ __all__ = ["USER_ERRORS", "Hooks", "Stateful", "Trainer", "TrainerOptions", "exi
 HOOK_S = 4 * 3600.0
 """So many seconds longer `Hooks.after_eval` may take on one process than on another."""
 
-USER_ERRORS = (
-    RunError,
-    OptimizerError,
-    ProfileError,
-    DataError,
-    TrainingError,
-    CheckpointError,
-    spmd.SpmdError,
-    OSError,
-)
+USER_ERRORS = (RunError, DataError, TrainingError, CheckpointError, spmd.SpmdError, OSError)
 """What a user can mend: one message instead of a traceback."""
 
 
@@ -234,23 +218,19 @@ class Trainer:
             LaunchError: processes differ in what they are to do.
         """
         options, folder = self.options, self.folder
-        agree(options, self.data)
-        if note := restart_note(options):
+        start.agree(options, self.data)
+        if note := start.restart_note(options):
             self.console.print(note)
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(watched(options.watchdog_timeout, folder))
+            watch = stack.enter_context(start.watched(options.watchdog_timeout, folder))
             stop = stack.enter_context(StopSignals(lambda: watch.doing))
-            checkpoints = stack.enter_context(opened(folder, options, self.about))
+            checkpoints = stack.enter_context(start.opened(folder, options, self.about))
             found = self._found(checkpoints)
             program = self._compiled(watch)
             with watch.may_take("making the first state"):
-                state = first_state(
-                    program,
-                    checkpoints,
-                    found,
-                    self.hooks.first_params,
-                    seed=options.seed,
-                    console=self.console,
+                make = self.hooks.first_params
+                state = start.first_state(
+                    program, checkpoints, found, make, seed=options.seed, console=self.console
                 )
             evaluate = None
             if self.held_out is not None and options.eval_batches:
@@ -270,7 +250,7 @@ class Trainer:
                     yield
 
             with (
-                make_sinks(options, folder, self.console, state.step) as sinks,
+                open_sinks(options, folder, self.console, state.step) as sinks,
                 open_batches(
                     self.data,
                     lambda batch: program.at(batch, compiling).in_shardings[2],
@@ -288,7 +268,7 @@ class Trainer:
                     evaluate=evaluate,
                     after_step=self.hooks.after_step,
                     after_eval=self._after_eval(),
-                    eval_params=self._eval_params(program),
+                    eval_params=program.eval_params(self.hooks.eval_params),
                     elsewhere=program.elsewhere() if options.audit_steps else None,
                     trained=program.trained,
                     samples=self._samples(found),
@@ -307,7 +287,7 @@ class Trainer:
     def _found(self, checkpoints: Checkpoints | None) -> Found | None:
         if checkpoints is None:
             return None
-        found = find_checkpoint(checkpoints, self.options.resume, self.console)
+        found = start.find_checkpoint(checkpoints, self.options.resume, self.console)
         for change in self.hooks.before(found):
             self.console.print(f"changed since the checkpoint: {change}")
         if isinstance(self.data, PackedTokens) and found is not None:
@@ -333,10 +313,6 @@ class Trainer:
                 "end" if hook(record, params) else "", label="after_eval", timeout_s=HOOK_S
             )[0]
         )
-
-    def _eval_params(self, program: TrainingProgram) -> Callable[[TrainState], Any]:
-        rule = self.hooks.eval_params
-        return (lambda state: state.params) if rule is None else program.eval_params(rule)
 
     def _compiled(self, watch: launch.Watch) -> TrainingProgram:
         started = time.perf_counter()
@@ -377,9 +353,10 @@ def make_console() -> Console:
     )
 
 
-def make_sinks(
+@contextlib.contextmanager
+def open_sinks(
     options: TrainerOptions, folder: RunFolder | None, console: Console, step: int
-) -> Sinks:
+) -> Iterator[list[Sink]]:
     """Where numbers go; nowhere but on process 0.
 
     Args:
@@ -388,15 +365,20 @@ def make_sinks(
         step: the one to go on from: what files have of later ones is dropped.
     """
     if not launch.is_main_process():
-        return Sinks()
-    sinks = Sinks([Terminal(console, options.steps, options.lines_every)])
+        yield []
+        return
+    sinks: list[Sink] = [Terminal(console, options.steps, options.lines_every)]
     if folder is not None and "jsonl" in options.metrics:
         lines = functools.partial(JsonLines, folder.metrics, after=step)
         sinks.append(Background(str(folder.metrics), lines))
     if folder is not None and "tensorboard" in options.metrics:
         events = functools.partial(TensorBoard, folder.tensorboard, after=step)
         sinks.append(Background(str(folder.tensorboard), events))
-    return sinks
+    try:
+        yield sinks
+    finally:
+        for sink in sinks:
+            sink.close()
 
 
 def ending(

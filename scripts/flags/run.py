@@ -51,6 +51,8 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
         tuned = bool(given.init_from or given.lora)
         rate = default_learning_rate(given.optimizer, model.parameter_count(), tuned=tuned)
         rate *= 10 if given.lora else 1  # adapters begin at 0
+    # Before the first step an evaluation says what trained weights are worth so far.
+    eval_first = bool(given.init_from if given.eval_first is None else given.eval_first)
     return taken(
         RunConfig,
         given,
@@ -63,25 +65,8 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
             learning_rate=rate,
             clip_norm=given.clip_norm or None,
         ),
-        options=taken(TrainerOptions, given, eval_first=_evaluates_first(given)),
+        options=taken(TrainerOptions, given, eval_first=eval_first),
     )
-
-
-def heartbeat_timeout(given: argparse.Namespace) -> float:
-    """What `--heartbeat_timeout` asks for, in seconds.
-
-    Raises:
-        RunError: it is not positive.
-    """
-    seconds: float = given.heartbeat_timeout
-    if not seconds > 0:
-        raise RunError(f"--heartbeat_timeout must be positive, not {seconds:g}")
-    return seconds
-
-
-def _evaluates_first(given: argparse.Namespace) -> bool:
-    """Whether to evaluate before the first step: it says what trained weights are worth so far."""
-    return bool(given.init_from) if given.eval_first is None else bool(given.eval_first)
 
 
 def _check_paths(given: argparse.Namespace) -> None:

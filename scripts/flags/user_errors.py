@@ -1,10 +1,13 @@
 """What a user can mend, or does, ends a script with one message instead of a traceback."""
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from spmd.launch.restart import exit_code
+from spmd.models.training.paths import is_url
 
 
 @contextlib.contextmanager
@@ -44,3 +47,13 @@ def ending_on_interrupt() -> Iterator[None]:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)
+
+
+def on_disk(text: str) -> Path:
+    """A local path; a URL of an object store ends the program with what to do instead."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is on an object store, and this program works on a disk: copy with the "
+            "store's own tools, such as `aws s3 sync` or `gcloud storage rsync`"
+        )
+    return Path(text)

@@ -36,16 +36,9 @@ class Job:
     port: int = COORDINATOR_PORT  # where process 0 listens
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise LaunchError(
-                "there is no command to run",
-                fix="end the flags with -- and give the command after it",
-            )
-        for name in ("nodes", "processes_per_node"):
-            if getattr(self, name) < 1:
-                raise LaunchError(f"--{name} must be positive, not {getattr(self, name)}")
-        if self.gpus_per_node < 0:
-            raise LaunchError(f"--gpus_per_node must not be negative, but is {self.gpus_per_node}")
+        check_command(self.command)
+        check_numbers(self, 1, "nodes", "processes_per_node")
+        check_numbers(self, 0, "gpus_per_node")
         if self.gpus_per_node and self.processes_per_node not in (1, self.gpus_per_node):
             raise LaunchError(
                 f"{self.processes_per_node} processes cannot share {self.gpus_per_node} GPUs here",
@@ -70,6 +63,22 @@ class Job:
     def all_gpus(self) -> str:
         """The ids of a node's GPUs, for a single process that is to have them all."""
         return ",".join(map(str, range(self.gpus_per_node)))
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises `LaunchError` if there is none."""
+    if not command:
+        raise LaunchError(
+            "there is no command to run", fix="end the flags with -- and give the command after it"
+        )
+
+
+def check_numbers(given: object, least: int, *names: str) -> None:
+    """Raises `LaunchError` for a number, by its name, that is too small; None is not."""
+    for name in names:
+        number = getattr(given, name)
+        if number is not None and number < least:
+            raise LaunchError(f"--{name} must be at least {least}, not {number}")
 
 
 def parse_env(items: Sequence[str], here: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import yaml
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
-from spmd.scripts.jobs.job import Job, check_dns_label
+from spmd.scripts.jobs.job import Job, check_dns_label, check_numbers
 from spmd.scripts.jobs.tpu import TpuSlice
 
 Kind = Literal["volume", "claim", "bucket", "secret"]
@@ -26,9 +26,6 @@ KINDS: dict[Kind, str] = {
     "secret": "a secret, whose keys become files",
 }
 """Kind -> what its flag mounts."""
-
-BUCKET_ANNOTATIONS = {"gke-gcsfuse/volumes": "true"}
-"""Of pods that mount a bucket: GKE adds the driver's container to them."""
 
 READ_ONLY = ":ro"
 
@@ -208,11 +205,7 @@ def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
     """The JobSet as dicts and lists; see `jobset_yaml`."""
     _check(job, jobset)
     labels = {"kueue.x-k8s.io/queue-name": jobset.queue} if jobset.queue else None
-    annotations = (
-        {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-        if jobset.tpu
-        else None
-    )
+    apart = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     nodes = jobset.tpu.hosts if jobset.tpu else job.nodes
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": job.name},
@@ -236,7 +229,7 @@ def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
     }
     metadata = {
         "name": job.name, "namespace": jobset.namespace, "labels": labels,
-        "annotations": annotations,
+        "annotations": apart if jobset.tpu else None,
     }  # fmt: skip
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -268,15 +261,14 @@ def _check(job: Job, jobset: JobSet) -> None:
         raise LaunchError("a node has TPUs or GPUs", fix="give --tpu or --gpus_per_node")
     if jobset.slices > 1 and not jobset.tpu:
         raise LaunchError("--slices counts TPU slices", fix="give --tpu, or use --nodes")
-    if jobset.slices < 1 or jobset.max_restarts < 0 or jobset.grace_s < 0:
-        raise LaunchError(
-            "--slices must be positive; --max_restarts and --grace_s must not be negative"
-        )
+    check_numbers(jobset, 1, "slices")
+    check_numbers(jobset, 0, "max_restarts", "grace_s")
 
 
 def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
-    has_bucket = any(volume.kind == "bucket" for volume in jobset.volumes)
-    pod = {"metadata": {"annotations": BUCKET_ANNOTATIONS}} if has_bucket else {}
+    pod: dict[str, Any] = {"spec": _pod_spec(job, jobset)}
+    if any(volume.kind == "bucket" for volume in jobset.volumes):  # GKE adds a container of FUSE's
+        pod = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}, **pod}
     return {
         "parallelism": nodes,
         "completions": nodes,
@@ -295,7 +287,7 @@ def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
             ]
         },
-        "template": {**pod, "spec": _pod_spec(job, jobset)},
+        "template": pod,
     }
 
 

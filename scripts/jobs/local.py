@@ -17,19 +17,19 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, NamedTuple
+from typing import IO
 
 from spmd.errors import LaunchError
 from spmd.launch import EXIT_PEER_LOST
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
 from spmd.launch.restart import ENV_MAX_RESTARTS, ENV_NEWS, ENV_RESTART, pipe_name
-from spmd.scripts.jobs.job import NOT_AGAIN
+from spmd.scripts.jobs.job import NOT_AGAIN, check_command, check_numbers
 
 LAST_LINES = 20
 """How many of the culprit's last lines are shown again at the end."""
 
 TICK_S = 0.05
-COLLATERAL_S = 2.0
+CAUSE_S = 2.0
 """How long to wait for the cause, where only processes that lost another one have ended."""
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -50,13 +50,6 @@ class LocalJob:
     grace_s: float = 30.0  # seconds between asking a process to end and killing it
 
 
-class Ended(NamedTuple):
-    """A process that ended: its number and its exit code, 128 + n for signal n."""
-
-    process: int
-    code: int
-
-
 def run_local(job: LocalJob) -> int:
     """Runs a job to its end, with restarts.
 
@@ -67,7 +60,11 @@ def run_local(job: LocalJob) -> int:
     Raises:
       LaunchError: the program does not exist, or the devices do not divide.
     """
-    _check(job)
+    check_command(job.command)
+    if shutil.which(job.command[0]) is None:
+        raise LaunchError(f"{job.command[0]!r} is no program that can be run", fix="correct it")
+    check_numbers(job, 1, "processes", "devices_per_process")
+    check_numbers(job, 0, "max_restarts", "grace_s")
     devices = environment_of_devices(job, os.environ, _count_gpus())
     with _signals() as received:
         for attempt in range(job.max_restarts + 1):
@@ -79,23 +76,6 @@ def run_local(job: LocalJob) -> int:
             if code in (0, *NOT_AGAIN) or received:
                 return code
         return code
-
-
-def _check(job: LocalJob) -> None:
-    if not job.command:
-        raise LaunchError(
-            "there is no command to run", fix="end the flags with -- and give the command after it"
-        )
-    if shutil.which(job.command[0]) is None:
-        raise LaunchError(f"{job.command[0]!r} is no program that can be run", fix="correct it")
-    for name, number in (
-        ("processes", job.processes),
-        ("devices_per_process", job.devices_per_process),
-    ):
-        if number is not None and number < 1:
-            raise LaunchError(f"--{name} must be positive, not {number}")
-    if job.max_restarts < 0 or job.grace_s < 0:
-        raise LaunchError("--max_restarts and --grace_s must not be negative")
 
 
 # Devices.
@@ -172,7 +152,7 @@ class _Run:
         self.passed_on = 0
         self.kill_at: float | None = None
         self.last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in range(job.processes)]
-        self.ended: list[Ended] = []
+        self.ended: dict[int, int] = {}  # process -> exit code, 128 + n for signal n; in order
         self.printing = threading.Lock()
         common = {
             **os.environ,
@@ -189,9 +169,28 @@ class _Run:
             env = {**common, **devices[process], ENV_PROCESS: str(process)}
             heard, self.news[process] = os.pipe()
             env[ENV_NEWS] = pipe_name(heard)
-            self.running[process] = _start(job.command, env, heard)
+            self.running[process] = subprocess.Popen(
+                job.command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a group of its own: Ctrl-C reaches it through us, once
+                pass_fds=[heard],
+            )
             os.close(heard)
-        self.guard = _start_guard([started.pid for started in self.running.values()], job.grace_s)
+        # A process that ends the others when this one is killed: its input ends then.
+        groups = " ".join(f"-{started.pid}" for started in self.running.values())
+        script = f"cat; kill -s TERM -- {groups}; sleep {job.grace_s:g}; kill -s KILL -- {groups}"
+        self.guard = subprocess.Popen(
+            ["sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self.readers = [
             threading.Thread(target=self._read, args=(process, started.stdout), daemon=True)
             for process, started in self.running.items()
@@ -203,14 +202,18 @@ class _Run:
         """The exit code of the job."""
         failed_at: float | None = None
         while self.running:
-            self._collect()
+            for process, started in list(self.running.items()):
+                if (code := started.poll()) is not None:
+                    del self.running[process]
+                    self.ended[process] = code if code >= 0 else 128 - code
             for number in self.received[self.passed_on :]:
                 self.passed_on += 1
                 self._send(number if self.passed_on == 1 else signal.SIGKILL)
-            if failed_at is None and self._culprit() is not None:
-                failed_at = time.monotonic()
-            if failed_at is not None and self.kill_at is None and self._cause_is_known(failed_at):
-                self._stop_others()
+            if (culprit := self._culprit()) is not None and self.kill_at is None:
+                failed_at = failed_at or time.monotonic()
+                is_cause = self.ended[culprit] != EXIT_PEER_LOST
+                if is_cause or time.monotonic() - failed_at > CAUSE_S:
+                    self._stop_others(culprit)
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self._send(signal.SIGKILL)
             time.sleep(TICK_S)
@@ -232,34 +235,19 @@ class _Run:
                 with self.printing:
                     print(f"[{process:>{width}}] {text}", flush=True)
 
-    def _collect(self) -> None:
-        for process, started in list(self.running.items()):
-            code = started.poll()
-            if code is not None:
-                del self.running[process]
-                self.ended.append(Ended(process, code if code >= 0 else 128 - code))
-
-    def _culprit(self) -> Ended | None:
+    def _culprit(self) -> int | None:
         """The process that failed first; one that only lost another counts if all did."""
-        failed = [ended for ended in self.ended if ended.code != 0]
-        return next((e for e in failed if e.code != EXIT_PEER_LOST), failed[0] if failed else None)
+        failed = [process for process, code in self.ended.items() if code]
+        first = (process for process in failed if self.ended[process] != EXIT_PEER_LOST)
+        return next(first, failed[0] if failed else None)
 
-    def _cause_is_known(self, failed_at: float) -> bool:
-        culprit = self._culprit()
-        assert culprit is not None
-        waited = time.monotonic() - failed_at
-        return culprit.code != EXIT_PEER_LOST or waited > COLLATERAL_S
-
-    def _stop_others(self) -> None:
-        culprit = self._culprit()
-        assert culprit is not None
+    def _stop_others(self, culprit: int) -> None:
+        how = describe_code(self.ended[culprit])
         if self.running:
-            _say(
-                f"process {culprit.process} failed: {describe_code(culprit.code)}; the others get "
-                f"SIGTERM, and SIGKILL {self.job.grace_s:g} s later"
-            )
-        if culprit.code > 128:  # it could not say so itself
-            text = f"process {culprit.process} was lost: {describe_code(culprit.code)}\n"
+            then = f"the others get SIGTERM, and SIGKILL {self.job.grace_s:g} s later"
+            _say(f"process {culprit} failed: {how}; {then}")
+        if self.ended[culprit] > 128:  # it could not say so itself
+            text = f"process {culprit} was lost: {how}\n"
             for process in self.running:  # what hangs in a collective with it need not wait
                 with contextlib.suppress(OSError):
                     os.write(self.news[process], text.encode())
@@ -275,7 +263,7 @@ class _Run:
     def _outcome(self) -> int:
         culprit = self._culprit()
         if self.received:
-            codes = {ended.code for ended in self.ended}
+            codes = set(self.ended.values())
             said = codes - {0, 128 + self.received[0], 128 + signal.SIGKILL, EXIT_PEER_LOST}
             _say(f"stopped by {signal.Signals(self.received[0]).name}")
             if codes == {0}:
@@ -283,37 +271,11 @@ class _Run:
             return min(said) if said else 128 + self.received[0]
         if culprit is None:
             return 0
-        _say(f"process {culprit.process} failed: {describe_code(culprit.code)}; its last lines:")
-        for line in self.last[culprit.process]:
+        code = self.ended[culprit]
+        _say(f"process {culprit} failed: {describe_code(code)}; its last lines:")
+        for line in self.last[culprit]:
             _say(f"  {line}")
-        return culprit.code
-
-
-def _start(command: Sequence[str], env: Mapping[str, str], heard: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a group of its own: Ctrl-C reaches it through us, once
-        pass_fds=[heard],
-    )
-
-
-def _start_guard(groups: Sequence[int], grace_s: float) -> subprocess.Popen[bytes]:
-    """Starts a process that ends the others when this one is killed: its input ends then."""
-    targets = " ".join(f"-{group}" for group in groups)
-    script = f"cat; kill -s TERM -- {targets}; sleep {grace_s:g}; kill -s KILL -- {targets}"
-    return subprocess.Popen(
-        ["sh", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+        return code
 
 
 def describe_code(code: int) -> str:

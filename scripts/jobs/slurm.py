@@ -15,6 +15,10 @@ PATIENCE_S = 300
 _WORD = re.compile(r"[^\s\"'`$\\]+")
 
 
+AS_SBATCH = ("time", "partition", "account", "qos", "constraint", "reservation")
+"""Settings that are options of `sbatch` as they are."""
+
+
 @dataclass(frozen=True)
 class Slurm:
     """Settings that only Slurm needs."""
@@ -83,12 +87,7 @@ def _options(job: Job, slurm: Slurm) -> list[str]:
         "ntasks-per-node": job.processes_per_node,
         "gpus-per-node": job.gpus_per_node or None,
         "cpus-per-task": slurm.cpus_per_process,
-        "time": slurm.time,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "reservation": slurm.reservation,
+        **{name: getattr(slurm, name) for name in AS_SBATCH},
         "chdir": job.folder,
         "output": slurm.output,
         "open-mode": "append" if slurm.requeue else None,

@@ -7,26 +7,19 @@ from spmd.errors import LaunchError
 from spmd.mesh.topology import Topology, slices_of
 from spmd.scripts.jobs.job import Job, exports, restarted
 
-
-class TpuKind(NamedTuple):
-    """What Google's clouds make of a generation of TPUs."""
-
-    accelerator: str  # what GKE calls it (`cloud.google.com/gke-tpu-accelerator`)
-    single: int = 4  # chips of the largest slice that is one host; hosts of others have 4
-
-
 KINDS = {
-    "v4": TpuKind("tpu-v4-podslice"),
-    "v5e": TpuKind("tpu-v5-lite-podslice", single=8),
-    "v5p": TpuKind("tpu-v5p-slice"),
-    "v6e": TpuKind("tpu-v6e-slice", single=8),
+    "v4": ("tpu-v4-podslice", 4),
+    "v5e": ("tpu-v5-lite-podslice", 8),
+    "v5p": ("tpu-v5p-slice", 4),
+    "v6e": ("tpu-v6e-slice", 8),
 }
+"""What GKE calls it (`cloud.google.com/gke-tpu-accelerator`), and the chips of its largest slice
+that is one host; hosts of others have 4."""
 
 
 class TpuSlice(NamedTuple):
     """A slice: `v5e-16` has topology 4x4 on 4 hosts of 4 chips."""
 
-    name: str
     accelerator: str
     topology: str
     hosts: int
@@ -48,10 +41,10 @@ def parse_tpu(name: str) -> TpuSlice:
             fix="correct the name",
         )
     topology = Topology(name)
-    kind, chips = KINDS[topology.chip.name], topology.count
-    per_host = chips if chips <= kind.single else 4
+    (accelerator, single), chips = KINDS[topology.chip.name], topology.count
+    per_host = chips if chips <= single else 4
     shape = "x".join(map(str, topology.shape))
-    return TpuSlice(name, kind.accelerator, shape, chips // per_host, per_host)
+    return TpuSlice(accelerator, shape, chips // per_host, per_host)
 
 
 def tpu_vm_command(

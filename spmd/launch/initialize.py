@@ -69,6 +69,8 @@ def initialize(
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
     """
     global _joined
+    if not heartbeat_timeout_s > 0:
+        raise LaunchError(f"heartbeat_timeout must be positive, not {heartbeat_timeout_s:g}")
     if _joined:
         return
     devices = None if local_device_ids is None else tuple(local_device_ids)

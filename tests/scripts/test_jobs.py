@@ -242,10 +242,10 @@ def test_slices_have_whole_hosts(kind: str):
 
 
 def test_slices():
-    assert parse_tpu("v5e-16")[1:] == ("tpu-v5-lite-podslice", "4x4", 4, 4)
-    assert parse_tpu("v5e-8")[1:] == ("tpu-v5-lite-podslice", "2x4", 1, 8)
-    assert parse_tpu("v5p-128")[1:] == ("tpu-v5p-slice", "4x4x4", 16, 4)
-    assert parse_tpu("v4-32")[1:] == ("tpu-v4-podslice", "2x2x4", 4, 4)
+    assert parse_tpu("v5e-16") == ("tpu-v5-lite-podslice", "4x4", 4, 4)
+    assert parse_tpu("v5e-8") == ("tpu-v5-lite-podslice", "2x4", 1, 8)
+    assert parse_tpu("v5p-128") == ("tpu-v5p-slice", "4x4x4", 16, 4)
+    assert parse_tpu("v4-32") == ("tpu-v4-podslice", "2x2x4", 4, 4)
 
 
 # Handing over, and bad flags.
@@ -265,7 +265,7 @@ def test_hands_the_file_over_where_the_engine_is_here(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["slurm", "--nodes=0"], "--nodes must be positive"),
+        (["slurm", "--nodes=0"], "--nodes must be at least 1"),
         (["slurm", "--time=soon"], "--time 'soon' is not a time"),
         (["slurm", "--partition=a b"], "--partition 'a b' cannot stand in a batch script"),
         (["slurm", "--gpus_per_node=8", "--processes_per_node=3"], "3 processes cannot share 8"),

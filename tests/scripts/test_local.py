@@ -148,7 +148,7 @@ def test_signals_are_passed_on(trap: str | None, number: int, code: int, tmp_pat
     [
         (["--processes", "2"], "there is no command to run"),
         (["--processes", "2", "--", "no-such-program"], "'no-such-program' is no program"),
-        (["--processes", "0", "--", "true"], "--processes must be positive, not 0"),
+        (["--processes", "0", "--", "true"], "--processes must be at least 1, not 0"),
         (["--processes", "1", "--env", "NOT_SET_HERE", "--", "true"], "is not set here"),
     ],
 )

@@ -50,8 +50,7 @@ def find_saved(folder: AnyPath, wanted: int | str = AUTO) -> Found:
         CheckpointError: there is none, or the wanted one is damaged.
     """
     notes: list[str] = []
-    steps = wanted_steps(folder, saved_steps(folder), wanted)
-    found = first_whole(folder, steps, find_damage, notes)
+    found = first_whole(folder, saved_steps(folder), wanted, find_damage, notes)
     if found is None:
         raise CheckpointError("; ".join(notes) or f"{folder} has no checkpoint yet")
     return found
@@ -80,39 +79,28 @@ def unfinished(folder: AnyPath) -> list[tuple[int, AnyPath]]:
     return sorted((int(match[1]), path) for match, path in named if match)
 
 
-def wanted_steps(folder: AnyPath, steps: list[int], wanted: int | str) -> list[int]:
-    """The steps to try: the wanted one alone, or for `"auto"` all, the latest first.
-
-    Args:
-        folder: of the checkpoints, for messages.
-        steps: those that have a checkpoint, the latest first.
-        wanted: a step, or `"auto"`.
-
-    Raises:
-        CheckpointError: the wanted step has no checkpoint.
-    """
-    if wanted == AUTO:
-        return steps
-    if int(wanted) not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; there are: {there}")
-    return [int(wanted)]
-
-
 def first_whole(
     folder: AnyPath,
     steps: Sequence[int],
+    wanted: int | str,
     damage_of: Callable[[AnyPath], str | None],
     notes: list[str],
 ) -> Found | None:
-    """The first checkpoint that is whole; None if there is none.
+    """The wanted checkpoint, or for `"auto"` the latest one, that is whole; None if there is none.
 
     Args:
-        steps: the steps to try, in this order.
+        steps: those that have a checkpoint, the latest first.
+        wanted: a step, or `"auto"`.
         damage_of: says what is wrong with a checkpoint's folder, or None.
         notes: gets a sentence for each damaged checkpoint.
+
+    Raises:
+        CheckpointError: the wanted step has no checkpoint, or one of another schema.
     """
-    for step in steps:
+    if wanted != AUTO and int(wanted) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; there are: {there}")
+    for step in steps if wanted == AUTO else [int(wanted)]:
         damage = damage_of(folder / str(step))
         if damage is not None:
             notes.append(f"the checkpoint of step {step} is damaged: {damage}")

@@ -4,12 +4,11 @@
 """
 
 import concurrent.futures
-import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
 
-from spmd.models.training.paths import AnyPath, file_sizes, name_within
+from spmd.models.training.paths import AnyPath, file_sizes, name_within, sha256_of
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -110,7 +109,6 @@ def _read(path: AnyPath) -> dict[str, Any] | str:
 
 def _sha256(path: AnyPath) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         return f"unreadable: {error}"

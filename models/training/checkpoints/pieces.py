@@ -27,8 +27,9 @@ class Pieces:
 
     shape: tuple[int, ...]  # of the whole array
     dtype: str  # numpy's name of it
-    # how the array is split; for `meta.json` only, so the mesh needs no devices
-    sharding: NamedSharding
+    # how the array is split; for `meta.json` only, so the mesh needs no devices; None if that is
+    # told what to say
+    sharding: NamedSharding | None
     piece: tuple[int, ...]  # shape of the largest part that is stored in one chunk
     # returns the part at an index, which is a slice with start and stop for each dim
     read: Callable[[Index], npt.NDArray[Any]]
@@ -70,7 +71,7 @@ def _write(value: Pieces, info: type_handlers.ParamInfo) -> None:
     waiting = 0
     try:
         for index in chunks(value.shape, chunk_shape(array)):
-            block = np.ascontiguousarray(value.read(index))
+            block = np.asarray(value.read(index), order="C")
             pending.append(array[index].write(block, can_reference_source_data_indefinitely=True))
             waiting += block.nbytes
             if waiting >= PENDING_BYTES:
@@ -107,4 +108,4 @@ def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
 
 def chunk_shape(array: Any) -> tuple[int, ...]:
     """The shape of the chunks in which tensorstore stores an open array."""
-    return tuple(int(size) for size in array.chunk_layout.read_chunk.shape)
+    return tuple(map(int, array.chunk_layout.read_chunk.shape or ()))  # None of a scalar

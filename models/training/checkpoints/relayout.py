@@ -4,36 +4,29 @@ Any mesh can restore any checkpoint. If the chunks are the pieces of its devices
 no more than it needs. Arrays are copied piece by piece.
 """
 
-import json
 import math
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from rich.console import Console
 
-from spmd.models.progress import bytes_bar
+from spmd.models.progress import Advance, bytes_bar
+from spmd.models.training.checkpoints import tables
 from spmd.models.training.checkpoints.found import (
     AUTO,
-    META,
     CheckpointError,
     find_saved,
     first_line,
     saved_steps,
 )
-from spmd.models.training.checkpoints.manifest import MANIFEST, write_manifest
-from spmd.models.training.checkpoints.pieces import chunks
-from spmd.models.training.paths import array_spec
+from spmd.models.training.checkpoints.pieces import Index, Pieces
+from spmd.models.training.checkpoints.store import Checkpoints
+from spmd.models.training.paths import array_driver, array_spec
+from spmd.models.training.run.loop import TrainState
 
-STATE = "state"
-TREE = "_METADATA"
 CACHE_BYTES = 1 << 28
 """Chunks that were read are kept up to this size: each may be needed for several written ones."""
-
-_COPIED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def relayout(
@@ -63,7 +56,7 @@ def relayout(
             checkpoint of that step or a later one already.
     """
     found = find_saved(folder, step)
-    source, whole = folder / str(found.step), target / str(found.step)
+    source, whole = folder / str(found.step) / "state", target / str(found.step)
     if whole.exists():
         raise CheckpointError(f"{whole} exists already; name another folder")
     later = [other for other in saved_steps(target) if other > found.step]
@@ -71,48 +64,24 @@ def relayout(
         raise CheckpointError(
             f"{target} holds a run that has come to step {later[0]}; name another"
         )
-    unfinished = target / f".{found.step}.unfinished-{os.getpid()}"
+    about = {**found.meta, "mesh": dict(mesh)}
     try:
-        unfinished.mkdir(parents=True)
-        _copy(source, unfinished, found.meta, mesh, console)
-        unfinished.rename(whole)
-    except (OSError, ValueError) as error:  # tensorstore's are of the second kind
+        stored = _opened(source, found.meta["arrays"])
+        total = sum(array.size * array.dtype.numpy_dtype.itemsize for array in stored.values())
+        with (
+            bytes_bar("copying", total, console) as advance,
+            Checkpoints(target, keep_every=1, about=about, pieces=True) as checkpoints,
+        ):
+            leaves = {
+                path: _pieces(array, found.meta["arrays"][path], mesh, advance)
+                for path, array in stored.items()
+            }
+            tree = tables.nested(leaves)
+            checkpoints.save(TrainState(tree["params"], tree.get("opt_state"), found.step))
+            checkpoints.finish()
+    except (CheckpointError, ValueError) as error:  # tensorstore's are of the second kind
         raise CheckpointError(f"{whole} cannot be written: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return found.step
-
-
-def _copy(
-    source: Path,
-    target: Path,
-    meta: Mapping[str, Any],
-    mesh: Mapping[str, int],
-    console: Console | None,
-) -> None:
-    tree = json.loads((source / STATE / TREE).read_text(encoding="utf-8"))
-    driver = "zarr3" if tree.get("use_zarr3") else "zarr"
-    arrays = meta["arrays"]
-    pieces = {path: piece_shape(entry, mesh) for path, entry in arrays.items()}
-    (target / STATE).mkdir()
-    total = sum(math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in arrays.values())
-    with bytes_bar("copying", total, console) as advance:
-        for path, piece in pieces.items():
-            for nbytes in _copy_array(source / STATE, target / STATE, driver, path, piece):
-                advance(nbytes)
-    # Orbax notes the size of chunks in its metadata as well.
-    for entry in tree["tree_metadata"].values():
-        path = "/".join(key["key"] for key in entry["key_metadata"])
-        entry["value_metadata"]["write_shape"] = list(pieces[path])
-    _write_json(target / STATE / TREE, tree)
-    _write_json(target / META, {**meta, "mesh": dict(mesh)})
-    for name in _COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-        if (source / STATE / name).is_file():
-            shutil.copyfile(source / STATE / name, target / STATE / name)
-    write_manifest(target)
-    assert (target / MANIFEST).is_file()
 
 
 def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -122,8 +91,8 @@ def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int,
         entry: an array's entry in `meta.json`, with `shape` and `spec`.
 
     Example:
-        >>> piece_shape({"shape": [8, 6], "spec": [["data", "model"], None]}, {"data": 2, "model":
-        2}) (2, 6)
+        >>> piece_shape({"shape": [8, 6], "spec": [["data", "model"], None]}, {"data": 2})
+        (4, 6)
     """
     shape, spec = entry["shape"], entry["spec"]
     counts = [
@@ -133,29 +102,28 @@ def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int,
     return tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
 
 
-def _copy_array(
-    source: Path, target: Path, driver: str, path: str, piece: Sequence[int]
-) -> Iterator[int]:
-    """Copies an array; yields the bytes of each piece once it is written."""
+def _opened(state: Path, paths: Iterable[str]) -> dict[str, Any]:
+    """Saved arrays by path; none is read yet."""
     import tensorstore
 
-    key = path.replace("/", ".")
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
-    stored = tensorstore.open(
-        array_spec(source, key, driver), open=True, read=True, context=context
-    ).result()
-    made = tensorstore.open(
-        array_spec(target, key, driver),
-        create=True,
-        dtype=stored.dtype,
-        shape=stored.shape,
-        chunk_layout=tensorstore.ChunkLayout(chunk_shape=[max(1, size) for size in piece]),
-    ).result()
-    for index in chunks(stored.shape, piece):
+    driver = array_driver(state)
+    found = {}
+    for path in paths:
+        spec = array_spec(state, path.replace("/", "."), driver)
+        found[path] = tensorstore.open(spec, open=True, read=True, context=context)
+    return {path: opened.result() for path, opened in found.items()}
+
+
+def _pieces(
+    stored: Any, entry: Mapping[str, Any], mesh: Mapping[str, int], advance: Advance
+) -> Pieces:
+    """A saved array, which is read while it is written."""
+
+    def read(index: Index) -> Any:
         block = stored[index].read().result()
-        made[index].write(block).result()
-        yield block.nbytes
+        advance(block.nbytes)
+        return block
 
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    piece = piece_shape({**entry, "shape": stored.shape}, mesh)  # of a key's data, not of the key
+    return Pieces(stored.shape, stored.dtype.name, None, piece, read)

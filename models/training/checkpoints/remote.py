@@ -14,8 +14,8 @@ reads. Its format is no public promise: `pyproject.toml` has the releases of whi
 
 import concurrent.futures
 import contextlib
+import functools
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +30,14 @@ from spmd.models.training.checkpoints.found import saved_steps
 from spmd.models.training.checkpoints.manifest import MANIFEST, write_part
 from spmd.models.training.checkpoints.saving import OWN_FOLDER, TIMEOUT_S, Kept
 from spmd.models.training.checkpoints.together import Together
-from spmd.models.training.paths import AnyPath, StorePath, array_spec, kvstore, remove_tree
+from spmd.models.training.paths import (
+    AnyPath,
+    StorePath,
+    array_driver,
+    array_spec,
+    kvstore,
+    remove_tree,
+)
 
 Part = tuple[tuple[slice, ...], npt.NDArray[Any]]
 """Where a shard lies in its array, and the shard."""
@@ -57,11 +64,10 @@ class StoreManager:
     ) -> None:
         self.folder, self._keep = folder, keep
         self._describe, self._together = describe, together
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._rest: Callable[[], None] = lambda: None  # of the save under way
 
     def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
-        """Copies a state to the host, and begins to write it."""
+        """Copies a state to the host; `finish` writes it."""
         for leaf in leaves.values():
             leaf.copy_to_host_async()
         # Copies of the shards that this process has to write: of equal ones, the first.
@@ -73,16 +79,12 @@ class StoreManager:
             path: (leaf.shape, tuple(max(1, n) for n in leaf.sharding.shard_shape(leaf.shape)))
             for path, leaf in leaves.items()
         }
-        self._error = None
+        self._rest = functools.partial(self._write, step, parts, shapes)
 
-        def write() -> None:
-            try:
-                self._write(step, parts, shapes)
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=write, name="saving", daemon=True)
-        self._thread.start()
+    def finish(self) -> None:
+        """Writes what is to be saved; it is called on a thread of its own."""
+        rest, self._rest = self._rest, lambda: None
+        rest()
 
     def _write(
         self, step: int, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, Any]
@@ -110,22 +112,10 @@ class StoreManager:
     def _wait(self, point: str) -> None:
         self._together.wait(key=point, timeout_ms=TIMEOUT_S * 1000)
 
-    def wait_until_finished(self) -> None:
-        """Waits for the save under way."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def check_for_errors(self) -> None:
-        """Raises what the last save failed with."""
-        if self._error is not None:
-            raise self._error
-
     def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Reads arrays in the shardings of structs; each process what its devices hold, once."""
         state = self.folder / str(step) / "state"
-        tree = json.loads((state / "_METADATA").read_text())
-        driver = "zarr3" if tree.get("use_zarr3") else "zarr"
-        context = _context()
+        driver, context = array_driver(state), _context()
 
         def read(path: str, struct: Any) -> jax.Array:
             spec = array_spec(state, path.replace("/", "."), driver)
@@ -146,8 +136,7 @@ class StoreManager:
         """Nothing is remembered of what the folder holds."""
 
     def close(self) -> None:
-        """Waits for the save under way."""
-        self.wait_until_finished()
+        """Nothing is open."""
 
 
 # Writing

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -64,7 +64,7 @@ class _Hashed:
             write.cancel()
 
 
-class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
+class DiskManager(ocp.CheckpointManager):  # type: ignore[misc]
     """Orbax's manager, without its own check for SIGTERM.
 
     It asks jax on process 0 alone whether the job is to stop. jax counts these questions on all
@@ -72,10 +72,12 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
     """
 
     def reached_preemption(self, step: int) -> bool:
+        """Whether to stop: never."""
         del step
         return False
 
     def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
+        """Begins to save leaves by path; returns when they may be donated."""
         state = ocp.args.PyTreeSave(tables.nested(leaves))
         self.save(step, args=ocp.args.Composite(state=state), force=True)
 
@@ -87,27 +89,10 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
         restored = self.restore(step, args=ocp.args.Composite(state=state))
         return tables.by_path(restored["state"])
 
-
-class Manager(Protocol):
-    """Writes and reads the checkpoints of a folder, and removes those that are not kept."""
-
-    def save_state(self, step: int, leaves: Mapping[str, Any]) -> None:
-        """Begins to save leaves by path; returns when they may be donated."""
-
-    def restore_state(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads leaves by path, in the shardings of structs."""
-
-    def wait_until_finished(self) -> None:
-        """Waits for the save under way."""
-
-    def check_for_errors(self) -> None:
-        """Raises what the last save failed with."""
-
-    def reload(self) -> None:
-        """Forgets what it knows of the folder."""
-
-    def close(self) -> None:
-        """Waits for the save under way, and ends."""
+    def finish(self) -> None:
+        """Waits for the save under way; raises what it failed with."""
+        self.wait_until_finished()
+        self.check_for_errors()
 
 
 @dataclasses.dataclass
@@ -135,7 +120,7 @@ class Kept:
 
 def open_manager(
     folder: Path, kept: Kept, describe: Callable[[], None], together: Together, *, pieces: bool
-) -> Manager:
+) -> DiskManager:
     """Opens orbax's manager of a folder of checkpoints.
 
     Args:
@@ -159,16 +144,16 @@ def open_manager(
         (jax.Array, arrays), (Pieces, PiecesHandler())
     )
     state = ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
-    manager: Manager = _Manager(folder, options=options, item_handlers={"state": state})
-    return manager
+    return DiskManager(folder, options=options, item_handlers={"state": state})
 
 
-class Saving:
-    """A save in progress.
+class Saving(threading.Thread):
+    """A save in progress: the thread, once started, waits for its end.
 
     Args:
         meta: what `meta.json` will hold.
         started: when it was begun, by `time.perf_counter`.
+        finish: waits for the end, and raises what it failed with.
 
     Attributes:
         stall: seconds for which training waited.
@@ -177,35 +162,25 @@ class Saving:
     """
 
     def __init__(
-        self, step: int, meta: Mapping[str, Any], started: float, together: Together
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        started: float,
+        finish: Callable[[], None],
+        together: Together,
     ) -> None:
-        self.step, self.meta, self.started = step, meta, started
-        self._together = together
-        self.stall = self.ended = 0.0
+        super().__init__(name="saving", daemon=True)
+        self.step, self.meta, self._finish, self._together = step, meta, finish, together
+        self.started, self.stall, self.ended = started, 0.0, 0.0
         self.error: Exception | None = None
-        self._thread: threading.Thread | None = None
 
-    def watch(self, manager: Manager) -> None:
-        """Waits for the save on a thread of its own, to know when it ended and how."""
-        self._thread = threading.Thread(target=self._wait, args=(manager,), daemon=True)
-        self._thread.start()
-
-    def _wait(self, manager: Manager) -> None:
+    def run(self) -> None:
+        """Waits, and tells the other processes if it failed."""
         try:
             if self.error is None:
-                manager.wait_until_finished()
-                manager.check_for_errors()
+                self._finish()
         except Exception as error:
             self.error = error
         if self.error is not None:
             self._together.fail(first_line(self.error))
         self.ended = time.perf_counter()
-
-    def is_running(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self) -> None:
-        """Waits until it has ended."""
-        if self._thread is not None:
-            self._thread.join()

@@ -35,11 +35,10 @@ from spmd.models.training.checkpoints.found import (
     first_whole,
     saved_steps,
     unfinished,
-    wanted_steps,
 )
 from spmd.models.training.checkpoints.manifest import MANIFEST, find_damage, write_manifest
 from spmd.models.training.checkpoints.remote import StoreManager
-from spmd.models.training.checkpoints.saving import Kept, Manager, Saving, open_manager
+from spmd.models.training.checkpoints.saving import DiskManager, Kept, Saving, open_manager
 from spmd.models.training.checkpoints.together import Together, check_shared
 from spmd.models.training.paths import AnyPath, StorePath, move_tree, remove_tree
 from spmd.models.training.run.loop import TrainState
@@ -61,7 +60,8 @@ class Checkpoints:
         keep_last: how many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         keep_best: whether that of the best evaluation is kept too.
-        about: what else goes into each `meta.json`: `config` and `data`.
+        about: what else goes into each `meta.json`: `config` and `data`; it goes before what is
+            known here.
         pieces: whether `Pieces` are saved instead of arrays.
 
     Attributes:
@@ -104,7 +104,7 @@ class Checkpoints:
         _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
-    def _open_manager(self) -> Manager:
+    def _open_manager(self) -> DiskManager | StoreManager:
         keep, pieces = self._keep, self._pieces
         if not isinstance(self.folder, StorePath):
             return open_manager(self.folder, keep, self._describe, self._together, pieces=pieces)
@@ -139,14 +139,16 @@ class Checkpoints:
         notes = {name: note for name, note in (notes or {}).items() if note}
         if self._keep_best and "best" in notes:
             self._keep.best = notes["best"]["step"]
-        meta |= {**notes, **self.about, "arrays": tables.describe(leaves)}
-        saving = self._saving = Saving(state.step, meta, started, self._together)
+        meta |= {**notes, **self.about}
+        meta.setdefault("arrays", tables.describe(leaves))
+        finish = self._manager.finish
+        saving = self._saving = Saving(state.step, meta, started, finish, self._together)
         try:
             self._manager.save_state(state.step, tables.without_keys(leaves))
         except Exception as error:
             saving.error = error
         saving.stall = time.perf_counter() - started
-        saving.watch(self._manager)
+        saving.start()
 
     def poll(self) -> list[Record]:
         """Returns a record for each save that has ended since the last call.
@@ -157,7 +159,7 @@ class Checkpoints:
         Raises:
             CheckpointError: too many saves in a row have failed.
         """
-        if self._saving is not None and not self._saving.is_running():
+        if self._saving is not None and not self._saving.is_alive():
             self._end(self._saving)
         records, self._ended = self._ended, []
         return records
@@ -177,7 +179,8 @@ class Checkpoints:
 
     def _end(self, saving: Saving) -> None:
         """Waits for a save, and records what became of it."""
-        saving.join()
+        if saving.is_alive():
+            saving.join()
         self._saving = None
         if saving.error is None:
             self._failures = 0
@@ -255,8 +258,8 @@ class Checkpoints:
             CheckpointError: the wanted step has no checkpoint or a damaged one, or all checkpoints
                 are damaged.
         """
-        steps = wanted_steps(self.folder, self.steps(), wanted)
-        found = first_whole(self.folder, steps, _damage, self.notes)
+        steps = self.steps()
+        found = first_whole(self.folder, steps, wanted, _damage, self.notes)
         if found is None and wanted != AUTO:
             raise CheckpointError(
                 f"{self.notes[-1]}; resume from another step or the latest whole one (auto)"

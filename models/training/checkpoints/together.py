@@ -127,11 +127,9 @@ def _sees(probe: AnyPath) -> bool:
     """Whether a file is there; a network file system may show it late."""
     end = time.monotonic() + PATIENCE_S
     while True:
-        try:
+        with contextlib.suppress(OSError):
             if probe.name in {path.name for path in probe.parent.iterdir()}:  # asks the server anew
                 return True
-        except OSError:
-            pass
         if time.monotonic() > end:
             return False
         time.sleep(0.2)

@@ -9,7 +9,6 @@ left out where `chosen` and `rejected` begin with it. Messages are written by th
 template, in Jinja's immutable sandbox, with the same filters and functions as in transformers.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -23,7 +22,7 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-from spmd.models.training.data.tokenizer import BYTES
+from spmd.models.training.data.tokenizer import BYTES, config_in
 from spmd.models.training.errors import DataError
 from spmd.models.training.paths import AnyPath, as_path
 
@@ -73,17 +72,9 @@ def _raise(message: str) -> None:
     raise Refused(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **more: Any) -> str:
     """Jinja's own `tojson` escapes `<`, `>` and `&` for HTML, which no model was trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def environment(marks: tuple[str, str] = ("", "")) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -287,9 +278,7 @@ def find_template(tokenizer: str, file: str | None = None) -> Template | None:
     settings: dict[str, Any] = {}
     if tokenizer != BYTES:
         folder = folder if folder.is_dir() else folder.parent
-        with contextlib.suppress(OSError, ValueError):
-            text = (folder / "tokenizer_config.json").read_text(encoding="utf-8")
-            settings = json.loads(text)
+        settings = config_in(folder)
     try:
         chosen = as_path(file).read_text(encoding="utf-8") if file else None
         source = chosen or (template_source(folder, settings) if tokenizer != BYTES else None)

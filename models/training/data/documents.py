@@ -14,6 +14,7 @@ Compressed files (.gz, .zst) are one piece, since they can only be read from the
 
 import codecs
 import dataclasses
+import glob
 import gzip
 import io
 import json
@@ -24,10 +25,9 @@ from typing import Any, BinaryIO, Literal, cast
 
 from spmd.models.training.data import chat
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath
+from spmd.models.training.paths import AnyPath, StorePath, as_path
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
-FORMATS: tuple[Format, ...] = ("auto", "text", "jsonl", "parquet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,14 +401,14 @@ def cut(path: AnyPath, source: DocumentSource, piece_bytes: int) -> list[FilePie
                 starts.append(number)
                 held = 0
             held += size
-        stops = [*starts[1:], len(sizes)]
-        return [FilePiece(path, "parquet", a, b) for a, b in zip(starts, stops, strict=True)]
-    size = path.stat().st_size
-    is_whole = kind == "text" and not cuts_anywhere(source.separator)
-    if path.suffix in COMPRESSED or is_whole or size <= piece_bytes:
-        return [FilePiece(path, kind)]
-    starts = list(range(0, size, piece_bytes))
-    return [FilePiece(path, kind, a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
+        stops: list[int | None] = [*starts[1:], len(sizes)]
+    else:
+        size = path.stat().st_size
+        is_whole = kind == "text" and not cuts_anywhere(source.separator)
+        is_one = path.suffix in COMPRESSED or is_whole or size <= piece_bytes
+        starts = [0] if is_one else list(range(0, size, piece_bytes))
+        stops = [*starts[1:], None]
+    return [FilePiece(path, kind, a, b) for a, b in zip(starts, stops, strict=True)]
 
 
 def read(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Bad]:
@@ -422,3 +422,44 @@ def read(piece: FilePiece, source: DocumentSource) -> Iterator[DocumentText | Ba
         yield from readers[piece.format](piece, source)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{piece.path} cannot be read: {error}") from error
+
+
+# Files that a user names.
+
+
+def find_files(patterns: Sequence[str]) -> list[AnyPath]:
+    """Finds files by name, directory or glob pattern.
+
+    Args:
+        patterns: files, directories (all files below them), or glob patterns; also URLs of an
+            object store.
+
+    Returns:
+        The files, sorted, each one once.
+
+    Raises:
+        DataError: a pattern matches no file.
+        StoreError: a store cannot be read.
+    """
+    found: set[AnyPath] = set()
+    for pattern in patterns:
+        path = as_path(pattern)
+        if isinstance(path, StorePath):
+            files = _on_store(path)
+        else:
+            matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+            matches = matches or ([path] if path.exists() else [])
+            below = (x for m in matches for x in (m.rglob("*") if m.is_dir() else [m]))
+            files = {one for one in below if one.is_file()}
+        if not files:
+            raise DataError(f"no file matches {pattern!r}")
+        found |= files
+    return sorted(found, key=lambda path: (isinstance(path, StorePath), path))
+
+
+def _on_store(path: StorePath) -> set[AnyPath]:
+    if path.is_file():
+        return {path}
+    if not any(sign in path.place for sign in "*?["):
+        return set(path.rglob("*"))
+    return {one for one in path.parent.glob(path.name) if one.is_file()}

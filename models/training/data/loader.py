@@ -1,15 +1,77 @@
-"""Brings batches to the devices: each host reads the rows that its devices hold, ahead of time."""
+"""The batches of a run: packed tokens, of which a host reads its rows, or what a function makes.
 
+They are read ahead of time, and brought to the devices.
+"""
+
+import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Protocol
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Sharding
 
 from spmd.models.training.data.samples import Batch, PackedTokens
+from spmd.models.training.errors import DataError
+
+
+class Dataset(Protocol):
+    """Batches by step: a step has the same batch whenever it is asked for."""
+
+    def __call__(self, step: int) -> Any:
+        """The whole batch of a step, a tree of numpy arrays; steps count from 0."""
+
+
+def structs_of(data: Dataset) -> Any:
+    """Shapes and dtypes of a batch."""
+    if isinstance(data, PackedTokens):
+        return data.struct()
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), checked(data)(0))
+
+
+def fingerprint(data: Dataset) -> str:
+    """A hash of the data, or where it has none of its own, of its first batch."""
+    if isinstance(data, PackedTokens):
+        return data.fingerprint
+    leaves = jax.tree_util.tree_leaves_with_path(checked(data)(0))
+    hashed = hashlib.sha256()
+    for path, leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        hashed.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        hashed.update(array.tobytes())
+    return hashed.hexdigest()
+
+
+def checked(data: Dataset, called: str = "data") -> Dataset:
+    """A function of one's own, whose mistakes are `DataError`s that say the step."""
+
+    def batch_of(step: int) -> Any:
+        try:
+            batch = data(step)
+        except (StopIteration, IndexError) as error:
+            raise DataError(
+                f"{called}({step}) raised {error!r}: a run needs a batch of every step, and steps "
+                "count from 0; begin anew where the data ends, as by step % count"
+            ) from error
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch) or [((), batch)]:
+            kind = getattr(leaf, "dtype", None)
+            is_number = kind is not None and (jnp.issubdtype(kind, np.number) or kind == np.bool_)
+            if is_number and leaf.ndim:
+                continue
+            what = f"{'a scalar' if is_number else 'an array'} of {kind}" if kind else f"{leaf}"
+            raise DataError(
+                f"{called}({step}){''.join(map(str, path))} is {what[:60]}: a batch is a tree of "
+                "arrays of numbers with a row for each sample (np.array(a list), "
+                "jax.random.key_data(a key))"
+            )
+        return batch
+
+    return batch_of
+
 
 LAST_STEP = 2**48
 """Larger than any step: grain wants sequences to have an end."""
@@ -18,85 +80,51 @@ AHEAD = 4
 """So many batches are made ahead; those of packed tokens by as many threads."""
 
 
-class Loader(Iterator[Any]):
-    """Iterates over batches that are read ahead of time, as global arrays.
+@contextlib.contextmanager
+def open_batches(
+    data: Dataset, shardings: Callable[[Any], Any], start_step: int = 0, threads: int = 1
+) -> Iterator[Iterator[Any]]:
+    """The batches from a step on, read ahead and placed on the devices.
+
+    Of packed tokens a host reads only the rows that its own devices hold. Hosts that hold copies of
+    the same rows read the same ones. What a step has depends on the data alone, so a run that is
+    resumed sees the batches that it would have seen without the break.
 
     Args:
-        read: step -> what this host has to hold of its batch.
-        put: that -> the batch as global arrays.
-        threads: how many call `read` at once; one does so step after step.
-    """
-
-    def __init__(
-        self, read: Callable[[int], Any], put: Callable[[Any], Any], start_step: int, threads: int
-    ) -> None:
-        steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(lambda step: read(int(step)))
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
-        self._batches: Any = iter(steps.to_iter_dataset(options))
-        self._put = put
-
-    def __next__(self) -> Any:
-        return self._put(next(self._batches))
-
-    def close(self) -> None:
-        """Ends the threads that read; may be called more than once."""
-        self._batches.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def load_any(
-    dataset: Callable[[int], Any],
-    *,
-    shardings: Callable[[Any], Any],
-    start_step: int,
-    threads: int = 1,
-) -> Loader:
-    """The batches that any function makes, from a step on.
-
-    Args:
-        dataset: step -> the whole batch, a tree of numpy arrays, the same on every process.
-        shardings: a batch -> how each leaf of it is split over the devices.
-        threads: how many call `dataset` at once.
-    """
-    return Loader(dataset, lambda batch: place(batch, shardings(batch)), start_step, threads)
-
-
-def load_rows(
-    dataset: PackedTokens, *, shardings: Mapping[str, Sharding], start_step: int = 0
-) -> Loader:
-    """The batches of packed tokens from a step on.
-
-    A host reads only the rows that its own devices hold. Hosts that hold copies of the same rows
-    read the same ones. Which rows belong to a step depends on the dataset alone, so a run that is
-    resumed with `start_step` sees the batches that it would have seen without the break.
-
-    Args:
-        shardings: how each leaf of a batch is split over the devices.
-
-    Raises:
-        ValueError: `shardings` has other leaves than a batch.
+        shardings: a batch, or structs of one -> how each leaf of it is split over the devices.
+        threads: how many call a function at once.
 
     Example:
-        with load_rows(dataset, shardings=compiled.in_shardings[2], start_step=100) as loader:
-            batch = next(loader)
+        with open_batches(data, lambda batch: compiled.in_shardings[2], start_step=100) as batches:
+            batch = next(batches)
     """
-    structs = dataset.struct()
-    if set(structs) != set(shardings):
-        raise ValueError(f"shardings of {sorted(shardings)}, batches of {sorted(structs)}")
-    rows = rows_of_host((dataset.batch_size, dataset.seq_len), shardings)
+    if isinstance(data, PackedTokens):
+        threads = AHEAD
+        read, put = _of_host(data, shardings(data.struct()))
+    else:
+        read, put = checked(data), lambda batch: place(batch, shardings(batch))
+    steps: Any = grain.MapDataset.range(start_step, LAST_STEP).map(lambda step: read(int(step)))
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(AHEAD, threads))
+    batches: Any = iter(steps.to_iter_dataset(options))
+    try:
+        yield map(put, batches)
+    finally:  # ends the threads that read
+        batches.close()
+
+
+def _of_host(
+    data: PackedTokens, shardings: Mapping[str, Sharding]
+) -> tuple[Callable[[int], Batch], Callable[[Batch], Any]]:
+    """What reads this host's rows of a step's batch, and what places them."""
+    rows = rows_of_host((data.batch_size, data.seq_len), shardings)
 
     def put(batch: Batch) -> dict[str, jax.Array]:
         return {
-            name: _place_rows(batch[name], rows, dataset.batch_size, sharding)
+            name: _place_rows(batch[name], rows, data.batch_size, sharding)
             for name, sharding in shardings.items()
         }
 
-    return Loader(lambda step: dataset.rows(dataset.first(step) + rows), put, start_step, AHEAD)
+    return lambda step: data.rows(data.first(step) + rows), put
 
 
 def rows_of_host(

@@ -46,35 +46,23 @@ class MixtureShares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
     """
 
     def __init__(self, shares: Sequence[float], length: int) -> None:
-        self._shares, self._length = tuple(shares), length
+        self._length = length
+        wanted = np.array(shares) / sum(shares) * CYCLE
+        # A part's samples are spread evenly over the cycle, and every part has at least one.
+        self._counts = np.maximum(1, np.rint(wanted)).astype(np.int64)
+        parts = np.repeat(np.arange(len(self._counts)), self._counts)
+        ranks = np.concatenate([np.arange(count) for count in self._counts])
+        # The i-th of n wants to be at (i + 0.5) / n of the cycle; ties go to the first part.
+        order = np.argsort((ranks + 0.5) / self._counts[parts], kind="stable")
+        self._parts, self._ranks = parts[order], ranks[order]
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, number: int) -> tuple[int, int]:
-        parts, ranks, counts = cycle(self._shares)
-        turn, place = divmod(int(number), len(parts))
-        part = int(parts[place])
-        return part, turn * int(counts[part]) + int(ranks[place])
-
-
-@functools.lru_cache(maxsize=16)
-def cycle(shares: tuple[float, ...]) -> tuple[Int64s, Int64s, Int64s]:
-    """The order of parts in one cycle.
-
-    A part's samples are spread evenly over the cycle, and every part has at least one.
-
-    Returns:
-        For each place of the cycle the part (C,), and how many samples of that part come before it
-        in the cycle (C,); for each part, its samples in a cycle (P,).
-    """
-    wanted = np.array(shares) / sum(shares) * CYCLE
-    counts = np.maximum(1, np.rint(wanted)).astype(np.int64)
-    parts = np.repeat(np.arange(len(counts)), counts)
-    ranks = np.concatenate([np.arange(count) for count in counts])
-    # The i-th of n samples wants to be at (i + 0.5) / n of the cycle; ties go to the first part.
-    order = np.argsort((ranks + 0.5) / counts[parts], kind="stable")
-    return parts[order], ranks[order], counts
+        turn, place = divmod(int(number), len(self._parts))
+        part = int(self._parts[place])
+        return part, turn * int(self._counts[part]) + int(self._ranks[place])
 
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -216,7 +204,6 @@ class PackedTokens:
     # the share of each part in the samples, in any unit; None is equal shares
     shares: Sequence[float] | None = None
     boundaries: bool = False  # whether batches say which document a token belongs to
-    mask_boundaries: bool = True  # whether a target that begins another document has weight 0
     before: int = 0  # samples seen before, less those of as many steps with this `batch_size`
     documents: bool = False  # whether documents are never cut, and are kept apart (`Windows`)
     # of preferences: as `Windows.reference`, of one part after the other; None: zeros
@@ -270,8 +257,7 @@ class PackedTokens:
     @functools.cached_property
     def windows(self) -> list[Windows]:
         """The samples of each part, in order."""
-        masked = self.documents or (self.boundaries and self.mask_boundaries)
-        how = self.seq_len, self.leaves, masked, self.documents
+        how = self.seq_len, self.leaves, self.documents or self.boundaries, self.documents
         made = [Windows(part, *how) for part in self.parts]
         if self.references is None:
             return made
@@ -365,7 +351,6 @@ class PackedTokens:
         about = {
             "parts": [part.fingerprint for part in self.parts],
             "shares": list(self.shares or ()),
-            "packing": [self.seq_len, self.boundaries, self.mask_boundaries]
-            + ["documents"] * self.documents,
+            "packing": [self.seq_len, self.boundaries, True, *["documents"] * self.documents],
         }
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

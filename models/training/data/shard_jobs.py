@@ -23,10 +23,9 @@ from spmd.models.training.data.documents import Bad, DocumentSource, DocumentTex
 from spmd.models.training.data.shard_writer import Record
 from spmd.models.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath
+from spmd.models.training.paths import AnyPath, sha256_of
 
 OnError = Literal["stop", "skip"]
-ON_ERROR: tuple[OnError, ...] = ("stop", "skip")
 
 PIECE_BYTES = 64 * 2**20
 ENCODED_AT_ONCE = 2**20
@@ -146,7 +145,8 @@ def make_shard(job: ShardJob) -> Record:
                 bad += [group.message] if len(bad) < EXAMPLES else []
                 continue
             kinds |= {item.row_documents for item in group}
-            _write(writer, group, tokenizer)
+            for item, tokens, learned in encoded(tokenizer, group, writer.is_open):
+                writer.add(tokens, is_last=item.is_last, learned=learned)
         if len(kinds) > 1:
             raise DataError(f"{job.piece.path}: some rows are preferences, and some are not")
         record = writer.finish()
@@ -172,13 +172,6 @@ def _grouped(items: Iterable[DocumentText | Bad]) -> Iterator[list[DocumentText]
             size += len(item.text)
     if group:
         yield group
-
-
-def _write(
-    writer: shard_writer.ShardWriter, group: list[DocumentText], tokenizer: Tokenizer
-) -> None:
-    for item, tokens, learned in encoded(tokenizer, group, writer.is_open):
-        writer.add(tokens, is_last=item.is_last, learned=learned)
 
 
 def encoded(
@@ -218,7 +211,7 @@ def _found_record(job: ShardJob) -> Record | None:
     try:
         record: Record = json.loads(record_path(job).read_text(encoding="utf-8"))
         hashes = shard_writer.shard_hashes(job.folder, record)
-        found = {path: shard_writer.sha256_of(path) for path in hashes}
+        found = {path: sha256_of(path) for path in hashes}
     except (OSError, ValueError):
         return None
     return record if found == hashes else None

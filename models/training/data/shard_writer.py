@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spmd.models.training.paths import AnyPath, StorePath
+from spmd.models.training.paths import AnyPath, StorePath, sha256_of
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -175,9 +175,3 @@ def _npy(array: npt.NDArray[Any]) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
-
-
-def sha256_of(path: AnyPath) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

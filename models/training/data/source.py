@@ -25,14 +25,7 @@ from spmd.models.training.data.corpus import (
     split_held_out,
     whole,
 )
-from spmd.models.training.data.documents import (
-    COMPRESSED,
-    Bad,
-    DocumentSource,
-    DocumentText,
-    FilePiece,
-)
-from spmd.models.training.data.files import find_files
+from spmd.models.training.data.documents import DocumentSource, DocumentText, find_files
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.data.shard_jobs import encoded
@@ -270,12 +263,8 @@ def load_corpus(
     for path in files:
         count = len(documents)
         for document in _documents(path, tokenizer):
-            if isinstance(document, bytes):
-                documents.append(document[:left])
-                left -= len(document)
-            else:
-                documents.append(document)
-                left -= len(document.text)
+            documents.append(document[:left] if isinstance(document, bytes) else document)
+            left -= len(document if isinstance(document, bytes) else document.text)
             if left < 0 and whole:
                 raise DataError(
                     f"{name}: more than {max_bytes:,} bytes of text, the most that is tokenised in "
@@ -298,8 +287,11 @@ def load_corpus(
     if tokenizer.name == BYTES and len(texts) == len(documents):  # as they are, valid UTF-8 or not
         ids = [np.append(np.frombuffer(text, np.uint8), dtype(tokenizer.eos_id)) for text in texts]
     else:
-        found = encoded(tokenizer, [_as_document(one) for one in documents])
-        for _, tokens, answers in found:
+        items = [
+            DocumentText(one.decode("utf-8", errors="replace")) if isinstance(one, bytes) else one
+            for one in documents
+        ]
+        for _, tokens, answers in encoded(tokenizer, items):
             ids.append(tokens.astype(dtype))
             learned.append(answers)
     notes = [f"{len(skipped)} files have no text, {skipped[0]} among them"] if skipped else []
@@ -307,20 +299,16 @@ def load_corpus(
     return dataclasses.replace(corpus, notes=tuple(notes))
 
 
-def _as_document(one: bytes | DocumentText) -> DocumentText:
-    return DocumentText(one.decode("utf-8", errors="replace")) if isinstance(one, bytes) else one
-
-
 def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes | DocumentText]:
     """The documents of a file, as the file's kind has them; rows with answers are not encoded."""
     kind = readers.format_of(path, DocumentSource())
-    unpacked = Path(path.stem) if path.suffix in COMPRESSED else path
+    unpacked = Path(path.stem) if path.suffix in readers.COMPRESSED else path
     if unpacked.suffix in NO_TEXT:
         raise DataError(
             f"{path} is no text: unpack or convert it to text, JSONL or Parquet, then "
             f"{_command(path.with_name('FILES'), tokenizer)}"
         )
-    if kind == "text" and path.suffix not in COMPRESSED:
+    if kind == "text" and path.suffix not in readers.COMPRESSED:
         content = path.read_bytes()
         if content and b"\0" not in content:
             yield content
@@ -329,8 +317,8 @@ def _documents(path: AnyPath, tokenizer: Tokenizer) -> Iterator[bytes | Document
     source = DocumentSource(forbidden=forbidden, template=find_template(tokenizer.name))
     parts: list[str] = []
     for piece in readers.cut(path, source, path.stat().st_size + 1):
-        for item in readers.read(FilePiece(path, kind, piece.start, piece.stop), source):
-            if isinstance(item, Bad):
+        for item in readers.read(readers.FilePiece(path, kind, piece.start, piece.stop), source):
+            if isinstance(item, readers.Bad):
                 raise DataError(f"{item.message}; {_command(path, tokenizer)} has flags for it")
             if item.learned is not None:
                 yield item

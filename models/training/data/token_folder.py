@@ -11,22 +11,12 @@ from typing import Any
 import numpy as np
 
 from spmd.installed import as_called
+from spmd.models.training.data import shard_writer
 from spmd.models.training.data.corpus import Corpus, Int64s, RangedTokens, Shard
-from spmd.models.training.data.shard_writer import (
-    MANIFEST,
-    PLAN,
-    SCHEMA_VERSION,
-    TOKENIZER,
-    Record,
-    learned_path,
-    sha256_of,
-    shard_hashes,
-    shard_paths,
-    token_dtype,
-)
+from spmd.models.training.data.shard_writer import MANIFEST, TOKENIZER, Record, shard_hashes
 from spmd.models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes
+from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once, file_sizes, sha256_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +33,7 @@ class TokenManifest:
 
 def is_token_folder(path: AnyPath) -> bool:
     """Whether `scripts/tokenize_data` made this folder, or began to."""
-    return (path / MANIFEST).is_file() or (path / PLAN).is_file()
+    return (path / MANIFEST).is_file() or (path / shard_writer.PLAN).is_file()
 
 
 def read_manifest(folder: AnyPath) -> TokenManifest:
@@ -60,10 +50,10 @@ def read_manifest(folder: AnyPath) -> TokenManifest:
         )
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        if about["schema_version"] != SCHEMA_VERSION:
+        if about["schema_version"] != shard_writer.SCHEMA_VERSION:
             raise DataError(
-                f"{path} is of version {about['schema_version']}, and only {SCHEMA_VERSION} can be "
-                "read; tokenise the data again"
+                f"{path} is of version {about['schema_version']}, and only "
+                f"{shard_writer.SCHEMA_VERSION} can be read; tokenise the data again"
             )
         shards = tuple(
             {**record, "tokens": int(record["tokens"]), "documents": int(record["documents"])}
@@ -73,7 +63,7 @@ def read_manifest(folder: AnyPath) -> TokenManifest:
         tokenizer = dict(about["tokenizer"])
         vocab_size = int(tokenizer["vocab_size"])
         hashes = [tokenizer["sha256"], *("".join(shard_hashes(folder, s).values()) for s in shards)]
-        dtype = token_dtype(vocab_size)
+        dtype = shard_writer.token_dtype(vocab_size)
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -115,8 +105,8 @@ def _open_shard(manifest: TokenManifest, sizes: Mapping[str, int], record: Recor
     Args:
         sizes: of the folder's files, by name.
     """
-    path, index_path = shard_paths(manifest.folder, str(record["name"]))
-    marks, count = learned_path(manifest.folder, str(record["name"])), record["tokens"]
+    path, index_path = shard_writer.shard_paths(manifest.folder, str(record["name"]))
+    marks, count = shard_writer.learned_path(manifest.folder, str(record["name"])), record["tokens"]
     wanted = {path: count * manifest.dtype.itemsize}
     wanted |= {marks: count} if "learned_sha256" in record else {}
     missing = [p for p in (*wanted, index_path) if p.name not in sizes]

@@ -16,15 +16,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd.models.training.data import documents, shard_writer
-from spmd.models.training.data.shard_jobs import (
-    Report,
-    ShardJob,
-    TokenizeOptions,
-    as_json,
-    record_path,
-    run_jobs,
-)
+from spmd.models.training.data import documents, shard_jobs, shard_writer
+from spmd.models.training.data.shard_jobs import Report, ShardJob, TokenizeOptions, as_json
 from spmd.models.training.data.shard_writer import MANIFEST, PLAN, UNFINISHED, Record
 from spmd.models.training.data.tokenizer import BYTES, Tokenizer
 from spmd.models.training.errors import DataError
@@ -68,11 +61,9 @@ def tokenize(
     cuts = (documents.cut(path, options.source, options.piece_bytes) for path in files)
     pieces = itertools.chain.from_iterable(cuts)
     jobs = [ShardJob(f"{i:05d}", piece, options, folder) for i, piece in enumerate(pieces)]
-    manifest = _manifest(plan, options, tokenizer, run_jobs(jobs, workers, report))
-    if (
-        len({record.get("row_documents", 1) for record in manifest["shards"] if record["tokens"]})
-        > 1
-    ):
+    manifest = _manifest(plan, options, tokenizer, shard_jobs.run_jobs(jobs, workers, report))
+    full = [record for record in manifest["shards"] if record["tokens"]]
+    if len({record.get("row_documents", 1) for record in full}) > 1:
         raise DataError("some files are preferences, and some are not: make a folder of each kind")
     if not manifest["totals"]["tokens"]:
         raise DataError(f"none of {len(files)} files contains a document")
@@ -82,7 +73,7 @@ def tokenize(
     # From here on the folder is complete; a run that stops now leaves only files to tidy up.
     shard_writer.write_whole(manifest_path, as_json(manifest))
     for job in jobs:
-        record_path(job).unlink()
+        shard_jobs.record_path(job).unlink()
     (folder / PLAN).unlink()
     return manifest
 

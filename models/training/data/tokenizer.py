@@ -1,5 +1,6 @@
 """Text <-> token ids: by plain bytes, or by any `tokenizer.json` of Hugging Face's tokenizers."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -262,19 +263,19 @@ def _find_special(path: AnyPath, kind: str, given: str | None, usual: Sequence[s
         if token_id is None:
             raise DataError(f"--{kind}: tokenizer {path} has no token {given!r}")
         return token_id
-    names = (*_configured(path.with_name("tokenizer_config.json"), kind), *usual)
+    value = config_in(path.parent).get(kind)
+    named = value.get("content") if isinstance(value, dict) else value
+    names = (*([named] if isinstance(named, str) else []), *usual)
     ids = (vocabulary.token_to_id(name) for name in names)
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _configured(path: AnyPath, kind: str) -> list[str]:
-    """The special token that `tokenizer_config.json` names; empty if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(kind)
-    except (OSError, ValueError, AttributeError):
-        return []
-    content = value.get("content") if isinstance(value, dict) else value
-    return [content] if isinstance(content, str) else []
+def config_in(folder: AnyPath) -> dict[str, Any]:
+    """The `tokenizer_config.json` of a folder; empty if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 @functools.lru_cache(maxsize=4)

@@ -12,6 +12,8 @@ KEPT = 10_000
 """So many records wait for a disk that takes none; of more the oldest are lost."""
 
 RETRY_S = 5.0
+"""Seconds between attempts."""
+
 FLUSH_S = 1.0
 CLOSE_S = 10.0
 
@@ -25,23 +27,14 @@ class Background:
     Args:
         name: what the sink writes, for messages.
         open_sink: makes the sink; called on the thread, at the first record.
-        kept: the most records that wait.
-        retry_s: seconds between attempts.
 
     Example:
         >>> sink = Background("metrics.jsonl", lambda: JsonLines(path))
         >>> sink.write({"step": 1, "loss": 2.0})  # returns at once, whatever the disk does
     """
 
-    def __init__(
-        self,
-        name: str,
-        open_sink: Callable[[], Sink],
-        *,
-        kept: int = KEPT,
-        retry_s: float = RETRY_S,
-    ) -> None:
-        self.name, self._open, self._kept, self._retry_s = name, open_sink, kept, retry_s
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self.name, self._open = name, open_sink
         self._sink: Sink | None = None
         self._waiting: collections.deque[Record] = collections.deque()
         self._change = threading.Condition()
@@ -54,7 +47,7 @@ class Background:
     def write(self, record: Record) -> None:
         """Takes a record; returns at once."""
         with self._change:
-            if len(self._waiting) >= self._kept:
+            if len(self._waiting) >= KEPT:
                 self._waiting.popleft()
                 self._lost += 1
             self._waiting.append(record)
@@ -104,9 +97,7 @@ class Background:
                 break
             else:
                 with self._change:
-                    self._change.wait_for(
-                        lambda: self._is_closing or self._is_hurried, self._retry_s
-                    )
+                    self._change.wait_for(lambda: self._is_closing or self._is_hurried, RETRY_S)
         if self._sink is not None:
             with contextlib.suppress(OSError):
                 self._sink.close()
@@ -127,10 +118,8 @@ class Background:
             return False
         if self._problem is not None:
             self._problem = None
-            say(
-                self.name,
-                "written again" + (f", {self._lost} records were lost" * bool(self._lost)),
-            )
+            lost = f", {self._lost} records were lost" if self._lost else ""
+            say(self.name, f"written again{lost}")
             self._lost = 0
         return True
 

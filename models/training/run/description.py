@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from spmd.models.training.data.source import BYTES, Packing
-from spmd.models.training.errors import RunError
+from spmd.models.training.errors import RunError, check_ranges
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.paths import AnyPath, StorePath, as_path
 from spmd.models.training.run.mirror import Mirror
@@ -62,16 +62,9 @@ class RunConfig:
     valid_data: tuple[str, ...] = ()  # what is evaluated on; empty holds out a part of `data`
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch"):
-            if getattr(self, name) < 1:
-                raise RunError(f"{name} must be positive, not {getattr(self, name)}")
-        if not 0 <= self.z_loss < math.inf:
-            raise RunError(f"z_loss must not be negative, and is {self.z_loss}")
-        for name in ("dpo_beta", "distill_temperature"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise RunError(f"{name} must be positive, not {getattr(self, name)}")
-        if not 0 <= self.distill_share <= 1:
-            raise RunError(f"distill_share must be in [0, 1], and is {self.distill_share}")
+        positive = ("seq_len", "global_batch", "dpo_beta", "distill_temperature")
+        wanted = {"positive": positive, "at least 0": ["z_loss"], "in [0, 1]": ["distill_share"]}
+        check_ranges(self, wanted)
         for name in ("dtype", "param_dtype"):
             if getattr(self.model, name, None) == "float16":
                 raise RunError(
@@ -128,18 +121,9 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    learned = (  # of packing the hash of the data tells
-        *("optimizer.", "seq_len", "tokenizer", "global_batch"),
-        *(
-            "seed",
-            "data",
-            "z_loss",
-            "dpo_beta",
-            "teacher",
-            "distill_",
-        ),  # and of packing tells the hash of the data
-    )
-    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(learned)]
+    # Of packing the hash of the data tells.
+    learned = "optimizer. seq_len tokenizer global_batch seed data z_loss dpo_beta teacher distill_"
+    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith((*learned.split(),))]
 
 
 def _plain(value: Any) -> Any:

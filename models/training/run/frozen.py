@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
 from spmd.mesh.spec import match_patterns
+from spmd.models.training.checkpoints import tables
 from spmd.models.training.run.stateful import Stateful
 
 
@@ -26,12 +27,11 @@ class Frozen:
     def __init__(self, patterns: Sequence[str], structs: Any) -> None:
         self.patterns = tuple(patterns)
         asked = structs._replace(state=None) if isinstance(structs, Stateful) else structs
-        leaves, structure = jax.tree_util.tree_flatten_with_path(asked)
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        paths = list(tables.by_path(asked))
         held = [p is not None for p in match_patterns(self.patterns, paths, what="parameter")]
         if self.patterns and all(held):
             raise ArgumentError(f"no parameter is trained: all {len(held)} are frozen")
-        self._held = jax.tree.unflatten(structure, held)
+        self._held = jax.tree.unflatten(jax.tree.structure(asked), held)
         if isinstance(structs, Stateful):
             self._held = Stateful(self._held.params, jax.tree.map(lambda _: False, structs.state))
 

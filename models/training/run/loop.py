@@ -38,34 +38,25 @@ NAMES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "norm of t
 """Metrics that have to be finite, and what they are called."""
 
 
+@dataclasses.dataclass
 class MetricsReader:
-    """Reads the metrics of steps, one step late, and collects what an `Outcome` needs.
+    """Reads the metrics of steps, one step late, and collects what an `Outcome` needs."""
 
-    Args:
-        max_skipped: the most steps in a row that may be skipped; one more ends the run.
-        watch: gets a beat for each step whose metrics have arrived.
-        after_step: called with each step's record.
+    cost: StepCost
+    max_skipped: int  # the most steps in a row that may be skipped; one more ends the run
+    sinks: Sequence[Sink]
+    watch: Watch  # gets a beat for each step whose metrics have arrived
+    after_step: Callable[[Record], bool | None]  # called with each step's record
+    ends: bool = False  # whether it has asked for the end of the run
+    pending: tuple[int, int, int, StepMetrics] | None = None
+    first: Record | None = None
+    last: Record | None = None
+    skipped: int = 0
+    skipped_in_a_row: int = 0
 
-    Attributes:
-        ends: whether `after_step` has asked for the end of the run.
-    """
-
-    def __init__(
-        self,
-        cost: StepCost,
-        max_skipped: int,
-        sinks: Sequence[Sink],
-        watch: Watch,
-        after_step: Callable[[Record], bool | None] = lambda record: None,
-    ) -> None:
-        self.cost, self.max_skipped, self.sinks, self.watch = cost, max_skipped, sinks, watch
-        self.after_step, self.ends = after_step, False
-        self.pending: tuple[int, int, int, StepMetrics] | None = None
+    def __post_init__(self) -> None:
         self.started = time.perf_counter()
-        self.first: Record | None = None
-        self.last: Record | None = None
         self.seconds: collections.deque[float] = collections.deque(maxlen=TYPICAL_OF)
-        self.skipped = self.skipped_in_a_row = 0
 
     def push(self, number: int, samples: int, rows: int, metrics: StepMetrics) -> None:
         """Reads the metrics of the step before, and keeps these for the next call."""
@@ -294,7 +285,7 @@ class Loop:
         self._hear_stop()
         if self.profiler.ends_with(number):
             self.reader.flush()
-            self.profiler.after(number)
+            self.profiler.stop()
         if self.saver is not None:
             self.reader.tell(*self.saver.poll())
         if self._is_due(self.options.audit_every):

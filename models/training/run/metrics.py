@@ -2,21 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax
 
-PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
-    {
-        "H200": 989e12,
-        "H100": 989e12,
-        "A100": 312e12,
-        "TPU v6": 918e12,
-        "TPU v5 lite": 197e12,
-        "TPU v5": 459e12,
-        "TPU v4": 275e12,
-    }
-)
+PEAK_BF16_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "TPU v6": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+}
 """A part of the device's name -> its dense bf16 FLOP/s. The first part that matches counts, so
 "TPU v5 lite" is before "TPU v5"."""
 

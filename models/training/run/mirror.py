@@ -32,14 +32,13 @@ class Mirror:
     Args:
         folder: local; what earlier runs left on the store is fetched into it first.
         kept: where it is copied to.
-        interval_s: the least seconds between two copies.
 
     Raises:
         OSError: at the beginning, if the store cannot be read.
     """
 
-    def __init__(self, folder: Path, kept: StorePath, interval_s: float = INTERVAL_S) -> None:
-        self.folder, self.kept, self._interval_s = folder, kept, interval_s
+    def __init__(self, folder: Path, kept: StorePath) -> None:
+        self.folder, self.kept = folder, kept
         self._copied: dict[Path, tuple[int, int]] = {}
         self._end = threading.Event()
         self._problem: str | None = None
@@ -62,11 +61,11 @@ class Mirror:
         self.copy()
 
     def _run(self) -> None:
-        pause = self._interval_s
+        pause = INTERVAL_S
         while not self._end.wait(pause):
             started = time.monotonic()
             self.copy()
-            pause = max(self._interval_s, SHARE * (time.monotonic() - started))
+            pause = max(INTERVAL_S, SHARE * (time.monotonic() - started))
 
     def copy(self) -> None:
         """Copies what has changed since the last time."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.models.training.errors import RunError, check_ranges
 from spmd.models.training.run.stateful import joined, parted
 from spmd.ops import fp8
 
@@ -28,17 +27,13 @@ NOT_DECAYED_NAMES = ("scale", "embedding")
 """Nor those of these names: flax's norms and embeddings."""
 
 
-RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (("total_steps", "learning_rate", "clip_norm"), lambda x: 0 < x < math.inf, "positive"),
-    (("warmup_steps", "weight_decay"), lambda x: 0 <= x < math.inf, "at least 0"),
-    (("final_fraction", "decay_fraction"), lambda x: 0 <= x <= 1, "in [0, 1]"),
-    (("beta1", "beta2"), lambda x: 0 <= x < 1, "in [0, 1)"),
-)
-"""Names of numbers -> what they have to be."""
-
-
-class OptimizerError(ValueError):
-    """An optimizer that cannot be built."""
+NUMBERS = {
+    "positive": ("total_steps", "learning_rate", "clip_norm"),
+    "at least 0": ("warmup_steps", "weight_decay"),
+    "in [0, 1]": ("final_fraction", "decay_fraction"),
+    "in [0, 1)": ("beta1", "beta2"),
+}
+"""What they have to be."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +41,7 @@ class OptimizerConfig:
     """Which optimizer, and how its learning rate goes.
 
     Raises:
-        OptimizerError: an unknown optimizer or a number out of range.
+        RunError: an unknown optimizer or a number out of range.
     """
 
     name: str  # `"adamw"` or `"adafactor"`
@@ -67,14 +62,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _check_name(self.name)
         if self.schedule not in SCHEDULES:
-            raise OptimizerError(
+            raise RunError(
                 f"no schedule is called {self.schedule!r}; there are {', '.join(SCHEDULES)}"
             )
-        for names, is_good, wanted in RANGES:
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not is_good(value):
-                    raise OptimizerError(f"{name} must be {wanted}, not {value}")
+        check_ranges(self, NUMBERS)
 
     def ending_at(self, steps: int) -> OptimizerConfig:
         """The same, whose schedule ends with a run of so many steps unless it says where."""
@@ -96,14 +87,14 @@ def default_learning_rate(name: str, parameters: int, *, tuned: bool = False) ->
 
 def _check_name(name: str) -> None:
     if name not in OPTIMIZERS:
-        raise OptimizerError(f"no optimizer is called {name!r}; there are {', '.join(OPTIMIZERS)}")
+        raise RunError(f"no optimizer is called {name!r}; there are {', '.join(OPTIMIZERS)}")
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Step -> learning rate: linear up to the peak, then as the schedule's name says."""
     peak, warmup, steps = config.learning_rate, config.warmup_steps, config.total_steps
     if steps is None:
-        raise OptimizerError("total_steps: the schedule's end is not known; see `ending_at`")
+        raise RunError("total_steps: the schedule's end is not known; see `ending_at`")
     if warmup is None:
         warmup = min(100, max(1, steps // 10))
     rest = max(steps - warmup, 1)
@@ -164,7 +155,7 @@ def updated(
     `Stateful`, and those of 8-bit products (`spmd.ops.fp8_dot`).
 
     Raises:
-        OptimizerError: the optimizer wants to compute losses itself.
+        RunError: the optimizer wants to compute losses itself.
     """
     (trained, _), (grads, state) = parted(params), parted(grads)
     (weights, _), (grads, states) = fp8.split(trained), fp8.split(grads)
@@ -174,7 +165,7 @@ def updated(
             break
         except (TypeError, ValueError) as error:
             if "value_fn" in str(error) or "obj_fn" in str(error):
-                raise OptimizerError(
+                raise RunError(
                     "the optimizer computes losses of its own in a step, as L-BFGS, line searches "
                     f"and Sophia do, which is not supported: {error}"
                 ) from error

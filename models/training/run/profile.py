@@ -8,9 +8,7 @@ from pathlib import Path
 
 import jax
 
-
-class ProfileError(ValueError):
-    """A text that is not a range of steps."""
+from spmd.models.training.errors import RunError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +26,13 @@ class ProfileRange:
         """Parses a range: `"10:13"` is steps 10, 11, 12 and 13.
 
         Raises:
-            ProfileError: it is not of that form, or has no steps in it.
+            RunError: it is not of that form, or has no steps in it.
         """
         first, colon, last = text.partition(":")
         if not colon or not (first.isdecimal() and last.isdecimal()):
-            raise ProfileError(f"{text!r} is not of the form first:last, as in 10:13")
+            raise RunError(f"{text!r} is not of the form first:last, as in 10:13")
         if not 1 <= int(first) <= int(last):
-            raise ProfileError(f"no step is in {text!r}; steps count from 1, as in 10:13")
+            raise RunError(f"no step is in {text!r}; steps count from 1, as in 10:13")
         return cls(int(first), int(last))
 
 
@@ -46,34 +44,29 @@ class Profiler:
     """
 
     def __init__(self, steps: ProfileRange | None, folder: Path = Path("profile")) -> None:
-        self.steps, self.folder = steps, folder
-        self.is_running = False
+        self.first, self.last = (steps.first, steps.last) if steps else (0, 0)
+        self.folder, self.is_running = folder, False
 
     def before(self, step: int) -> None:
         """Starts the trace if it begins with this step; call it before the step is dispatched."""
-        if self.steps is None or self.is_running:
-            return
-        if self.steps.first <= step <= self.steps.last:
+        if self.first <= step <= self.last and not self.is_running:
             jax.profiler.start_trace(str(self.folder))
             self.is_running = True
 
     def ends_with(self, step: int) -> bool:
-        """Whether the trace ends after this step. Its results have to be awaited first."""
-        return self.is_running and self.steps is not None and step >= self.steps.last
-
-    def after(self, step: int) -> None:
-        """Ends the trace if it ends with this step; call it when the step's results are there."""
-        if self.ends_with(step):
-            self._stop()
+        """Whether the trace ends after this step: `stop` it when the step's results are there."""
+        return self.is_running and step >= self.last
 
     def __enter__(self) -> Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.is_running:
-            self._stop()
+        self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the trace, if there is one."""
+        if not self.is_running:
+            return
         self.is_running = False
         try:
             jax.profiler.stop_trace()

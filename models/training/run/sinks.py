@@ -16,7 +16,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,17 +43,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Is called after the last record."""
-
-
-class Sinks(list[Sink]):
-    """Several sinks, closed together: `with Sinks([...]) as sinks:`."""
-
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for sink in self:
-            sink.close()
 
 
 class Forgiving:
@@ -237,9 +225,14 @@ class TensorBoard(_Appended):
     """
 
     def __init__(self, folder: Path, after: int | None = None) -> None:
-        with _without_torch():
+        # It would import PyTorch, which takes two seconds and is not needed here.
+        is_hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
+        try:
             from tensorboardX.proto import event_pb2, summary_pb2
             from tensorboardX.record_writer import masked_crc32c
+        finally:
+            if is_hidden:
+                del sys.modules["torch"]
         self._event, self._summary, self._crc = event_pb2.Event, summary_pb2.Summary, masked_crc32c
         stamp = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         super().__init__(folder / f"events.out.tfevents.{stamp}")
@@ -262,19 +255,6 @@ class TensorBoard(_Appended):
             if name != "step" and isinstance(value, int | float)
         ]
         self._add(step=int(record["step"]), summary=self._summary(value=values))
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Keeps tensorboardX from importing PyTorch, which takes two seconds and is not needed here."""
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
 
 
 def _tag(name: str) -> str:

@@ -22,7 +22,7 @@ from spmd.launch.restart import is_first_start, max_restarts
 from spmd.models.compiled import keeping_compiled
 from spmd.models.training.checkpoints.found import Found
 from spmd.models.training.checkpoints.store import Checkpoints
-from spmd.models.training.data.batches import Dataset, fingerprint
+from spmd.models.training.data.loader import Dataset, fingerprint
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
 from spmd.models.training.paths import AnyPath, StorePath

@@ -2,10 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
+from spmd.models.training.checkpoints import tables
 
 TAKEN = frozenset(
     ("step", "samples", "seconds", "loss", "grad_norm", "update_norm", "learning_rate", "skipped")
@@ -83,14 +83,12 @@ def loss_and_state(result: Any, variables: Any) -> tuple[Any, Any, dict[str, Any
         path = differ[0]
         raise ArgumentError(
             f"the loss returned another state than it was given, in {len(differ)} leaves",
-            actual=f"{path}: {found.get(path, 'none')}",
-            required=f"{path}: {wanted.get(path, 'none')}",
+            actual=f"{path or 'it'}: {found.get(path, 'none')}",
+            required=f"{path or 'it'}: {wanted.get(path, 'none')}",
             fix="return a state of the same paths, shapes and dtypes",
         )
     # By its leaves: libraries' own nodes may remember more of a call than their arrays.
-    leaves = _leaves(state)
-    structure = jax.tree.structure(variables.state)
-    return loss, jax.tree.unflatten(structure, [leaves[path] for path in wanted]), metrics
+    return loss, tables.like(variables.state, tables.by_path(state)), metrics
 
 
 def check_trained(variables: Any) -> None:
@@ -99,22 +97,17 @@ def check_trained(variables: Any) -> None:
     Raises:
         ArgumentError: there are some.
     """
-    structs = _leaves(parted(variables)[0])
+    structs = tables.by_path(parted(variables)[0])
     wrong = [p for p, leaf in structs.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if wrong:
         raise ArgumentError(
             f"{len(wrong)} of {len(structs)} parameters cannot be trained: they are no floats",
-            actual=f"{wrong[0]}: {structs[wrong[0]].dtype}",
+            actual=f"{wrong[0] or 'it'}: {structs[wrong[0]].dtype}",
             required="floats",
             fix="let `init` return `Stateful(params, state)` with them in `state`, and `loss` "
             "(mean loss, the next state); or leave them out, if they never change",
         )
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/") or "it": x for p, x in pairs}
-
-
 def _structs(tree: Any) -> dict[str, str]:
-    return {p: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for p, x in _leaves(tree).items()}
+    return {p: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for p, x in tables.by_path(tree).items()}

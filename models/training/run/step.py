@@ -53,38 +53,32 @@ def make_train_step(
     Raises:
         ValueError: (when traced) the microbatches do not divide the batch.
     """
+    held = frozen or Frozen((), None)
 
     def train_step(variables: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
-        if frozen is None:
-            return take(loss_fn, variables, opt_state, batch)
-        params, kept = frozen.split(variables)
-        params, *rest = take(
-            lambda params, batch: loss_fn(frozen.merge(params, kept), batch),
-            params, opt_state, batch,
-        )  # fmt: skip
-        return frozen.merge(params, kept), *rest
+        params, rest = held.split(variables)
 
-    def take(
-        loss_fn: LossFn, params: Any, opt_state: Any, batch: Any
-    ) -> tuple[Any, Any, StepMetrics]:
-        loss, metrics, grads = loss_and_grads(loss_fn, params, batch, microbatches)
+        def loss_of(params: Any, batch: Any) -> Any:
+            return loss_fn(held.merge(params, rest), batch)
+
+        loss, metrics, grads = loss_and_grads(loss_of, params, batch, microbatches)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(_wide(grads))}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
         new_params, new_state = updated(optimizer, loss, grads, opt_state, params)
         metrics["update_norm"] = optax.tree.norm(optax.tree.sub(_wide(new_params), _wide(params)))
         if on_nonfinite == "stop":
-            return new_params, new_state, metrics
+            return held.merge(new_params, rest), new_state, metrics
         is_good = jnp.isfinite(loss)
         for name in ("grad_norm", "update_norm"):
             is_good &= jnp.isfinite(metrics[name])
         metrics["skipped"] = 1.0 - is_good.astype(jnp.float32)
-        kept = jax.tree.map(
+        new_params, new_state = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old),
             (new_params, new_state),
             (params, opt_state),
         )
-        return *kept, metrics
+        return held.merge(new_params, rest), new_state, metrics
 
     return train_step
 

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from spmd import launch
 
@@ -37,32 +36,26 @@ class StopSignals:
 
     def __init__(self, doing: Callable[[], str] = lambda: "") -> None:
         self.name: str | None = None
-        self._doing = doing
-        self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-        self._pipe = (-1, -1)
-        self._thread: threading.Thread | None = None
+        self._doing, self._undo = doing, contextlib.ExitStack()
 
     def __enter__(self) -> StopSignals:
         # Handlers of Python run between two of its instructions: not while XLA compiles. The number
         # of a signal is written to the pipe at once, and a thread tells that it has come.
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._tell, name="signals", daemon=True)
-        self._thread.start()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._note) for number in signals}
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        thread = threading.Thread(target=self._tell, args=(told,), name="signals", daemon=True)
+        thread.start()
+        later = self._undo.callback  # in the reverse order
+        later(os.close, told)
+        later(thread.join)
+        later(os.close, tell)
+        later(signal.set_wakeup_fd, signal.set_wakeup_fd(tell, warn_on_full_buffer=False))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            later(signal.signal, number, signal.signal(number, self._note))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._pipe[1])
-        if self._thread is not None:
-            self._thread.join()
-        os.close(self._pipe[0])
+        self._undo.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -70,8 +63,8 @@ class StopSignals:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _tell(self) -> None:
-        while numbers := os.read(self._pipe[0], 1):
+    def _tell(self, pipe: int) -> None:
+        while numbers := os.read(pipe, 1):
             if numbers[0] not in (signal.SIGTERM, signal.SIGINT):
                 continue
             doing, name = self._doing(), signal.Signals(numbers[0]).name

@@ -71,7 +71,8 @@ def test_two_processes_go_on_from_each_others_parts(on_a_disk, s3):
 
 def test_a_store_that_fails_stops_no_run_and_gets_all_later(s3, tmp_path, capsys, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("1\n")
-    with Mirror(tmp_path, s3, interval_s=3600) as mirror:
+    monkeypatch.setattr("spmd.models.training.run.mirror.INTERVAL_S", 3600)
+    with Mirror(tmp_path, s3) as mirror:
         mirror.copy()
         assert (s3 / "metrics.jsonl").read_text() == "1\n"
         (tmp_path / "metrics.jsonl").write_text("1\n2\n")

@@ -46,8 +46,7 @@ def test_orbax_has_the_format_that_is_written_by_hand(tmp_path):
     )
     for manager in (by_hand, by_orbax):
         manager.save_state(3, leaves)
-        manager.wait_until_finished()
-        manager.check_for_errors()
+        manager.finish()
     advice = (
         f"orbax {ocp.__version__} no longer has the format that models/training/checkpoints/"
         "remote.py writes: bring that up to it, or keep this release out in pyproject.toml"

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import threading
 from typing import Any
 
@@ -11,8 +12,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.models.training.data import corpus
-from spmd.models.training.data.loader import load_any, load_rows, rows_of_host
+from spmd.models.training.data.loader import fingerprint, open_batches, rows_of_host, structs_of
 from spmd.models.training.data.samples import PackedTokens
+from spmd.models.training.errors import DataError
 from tests.waiting import wait_until
 
 SPEC = P("data", None)
@@ -38,7 +40,7 @@ def assert_same(placed, batch):
 
 @pytest.mark.parametrize("spec", [SPEC, P(), P("model"), P(("data", "model")), P("data", "model")])
 def test_gives_the_datasets_batches(devices8, spec):
-    with load_rows(dataset(), shardings=shardings(devices8, spec), start_step=3) as loader:
+    with open_batches(dataset(), lambda _: shardings(devices8, spec), 3) as loader:
         for step in (3, 4, 5):
             placed = next(loader)
             assert_same(placed, dataset()(step))
@@ -47,10 +49,8 @@ def test_gives_the_datasets_batches(devices8, spec):
 
 def test_closing_ends_the_threads(devices8):
     before = threading.active_count()
-    loader = load_rows(dataset(), shardings=shardings(devices8))
-    next(loader)
-    loader.close()
-    loader.close()
+    with open_batches(dataset(), lambda _: shardings(devices8)) as batches:
+        next(batches)
     wait_until(lambda: threading.active_count() <= before)
 
 
@@ -64,15 +64,36 @@ def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
         return np.full(8, step)
 
     where = SingleDeviceSharding(jax.devices()[0])
-    with load_any(data, shardings=lambda _: where, start_step=3, threads=threads) as placed:
+    with open_batches(data, lambda _: where, 3, threads) as placed:
         assert [int(next(placed)[0]) for _ in range(20)] == list(range(3, 23))
         together.abort()
     assert len(callers) == threads
 
 
-def test_shardings_of_other_leaves(devices8):
-    with pytest.raises(ValueError, match="batches of"):
-        load_rows(dataset(boundaries=False), shardings=shardings(devices8))
+# Functions
+
+
+WRONG = {
+    "['x'][1] is 0.5": [np.ones(2), 0.5],
+    "['x'] is a scalar of float32": np.float32(1),
+    "['x'] is an array of <U1": np.array(["a"]),
+    "['x'] is an array of key": jax.random.key(0),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+@pytest.mark.parametrize("read", [structs_of, fingerprint])
+def test_what_is_no_batch_is_told_by_its_path(read, said):
+    with pytest.raises(DataError, match=re.escape(f"data(0){said}")):
+        read(lambda step: {"x": WRONG[said]})
+
+
+def test_data_that_ends_says_at_which_step():
+    where = SingleDeviceSharding(jax.devices()[0])
+    with open_batches(lambda step: [np.zeros(2)][step], lambda _: where, 0) as read:
+        next(read)
+        with pytest.raises(DataError, match=r"data\(1\) raised IndexError.* as by step % count"):
+            next(read)
 
 
 # Hosts

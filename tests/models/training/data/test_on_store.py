@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from spmd.models.training.data import source as data
-from spmd.models.training.data.files import find_files
+from spmd.models.training.data.documents import find_files
 from spmd.models.training.data.shard_jobs import TokenizeOptions
 from spmd.models.training.data.token_folder import damages, open_folder
 from spmd.models.training.data.tokenize import tokenize

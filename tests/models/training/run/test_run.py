@@ -38,7 +38,7 @@ RUN = RunConfig(
     ("changes", "message"),
     [
         ({"seq_len": 0}, "seq_len must be positive, not 0"),
-        ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
+        ({"z_loss": -1.0}, "z_loss must be at least 0, not -1.0"),
         *(
             ({"model": dataclasses.replace(RUN.model, **{name: "float16"})}, f"^{name}: .*float16")
             for name in ("dtype", "param_dtype")

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import io
 import json
@@ -12,7 +13,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from spmd.models.training.run.background import Background
-from spmd.models.training.run.sinks import Forgiving, JsonLines, Sinks, TensorBoard, Terminal
+from spmd.models.training.run.sinks import Forgiving, JsonLines, TensorBoard, Terminal
 from tests.forked import run_text
 from tests.models.training.notes import Notes
 from tests.waiting import wait_until
@@ -36,7 +37,7 @@ def events(folder):
 
 
 def test_tensorboard_files_can_be_read_and_forget_what_comes_again(tmp_path):
-    with Sinks([TensorBoard(tmp_path)]) as (sink,):
+    with contextlib.closing(TensorBoard(tmp_path)) as sink:
         sink.write({"step": 3, **STEP, "error": "text is left out"})
         sink.write({"step": 3, "eval_loss": 2.0})
     found, _ = events(tmp_path)
@@ -80,6 +81,9 @@ def test_json_lines_of_steps_that_come_again_are_dropped(before, steps, tmp_path
 # A disk that takes nothing
 
 
+BACKGROUND = "spmd.models.training.run.background"
+
+
 class Disk(Notes):
     """A sink that fails or hangs as long as it is told to."""
 
@@ -99,7 +103,8 @@ def test_records_wait_for_a_full_disk(monkeypatch):
     monkeypatch.setattr(sys, "stderr", said)
     disk = Disk()
     disk.is_open.set()
-    sink = Background("metrics", lambda: disk, retry_s=0.01)
+    monkeypatch.setattr(f"{BACKGROUND}.RETRY_S", 0.01)
+    sink = Background("metrics", lambda: disk)
     for step in range(3):
         sink.write({"step": step})
     wait_until(lambda: "records wait\n" in said.getvalue())
@@ -114,9 +119,10 @@ def test_records_wait_for_a_full_disk(monkeypatch):
 
 
 def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
-    monkeypatch.setattr("spmd.models.training.run.background.CLOSE_S", 0.1)
+    monkeypatch.setattr(f"{BACKGROUND}.CLOSE_S", 0.1)
+    monkeypatch.setattr(f"{BACKGROUND}.KEPT", 5)
     disk = Disk()
-    sink = Background("metrics", lambda: disk, kept=5)
+    sink = Background("metrics", lambda: disk)
     for step in range(100):
         sink.write({"step": step})
     sink.close()
@@ -125,14 +131,17 @@ def test_a_disk_that_hangs_delays_nothing(capfd, monkeypatch):
     disk.is_open.set()
 
 
-def test_flushed_records_are_written_and_what_never_is_is_counted(capfd, tmp_path):
+def test_flushed_records_are_written_and_what_never_is_is_counted(capfd, tmp_path, monkeypatch):
     disk = Disk()
     disk.is_open.set()
-    sink = Background("metrics", lambda: disk, kept=5, retry_s=60)
+    for name, value in {"KEPT": 5, "RETRY_S": 60}.items():
+        monkeypatch.setattr(f"{BACKGROUND}.{name}", value)
+    sink = Background("metrics", lambda: disk)
     for step in range(8):
         sink.write({"step": step})
     sink.close()
     assert "8 records were lost (No space left on device)" in capfd.readouterr().err
+    monkeypatch.undo()
     path = tmp_path / "metrics.jsonl"
     sink = Background("metrics", lambda: JsonLines(path))
     for step in range(1000):
@@ -188,7 +197,7 @@ def test_of_a_record_that_does_not_fit_nothing_is_left(kind, tmp_path):
 def test_lines_of_progress(is_terminal):
     text = io.StringIO()
     console = Console(file=text, width=200, force_terminal=is_terminal)
-    with Sinks([Terminal(console, steps=5, log_every=2)]) as (sink,):
+    with contextlib.closing(Terminal(console, steps=5, log_every=2)) as sink:
         for step in range(1, 6):
             sink.write({"step": step, **STEP, "skipped": float(step == 3)})
         sink.write({"step": 5, "eval_loss": 2.0})
