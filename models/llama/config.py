@@ -277,7 +277,7 @@ class LlamaConfig:
                 f"{self.num_experts} of num_experts {self.num_experts}"
             )
         self._check_parts()
-        uneven = [str(len(span)) for span, _ in self.window_spans if len(span) % self.remat_every]
+        uneven = [str(len(s)) for s, turns in self.spans if len(s) % self.group_size(turns)]
         if self.scan_layers and uneven:
             raise ConfigError(
                 f"remat_every {self.remat_every} does not divide {' and '.join(uneven)} layers, as "
@@ -292,7 +292,9 @@ class LlamaConfig:
                 "states are of whole batches"
             )
         uneven = [
-            str(len(s)) for s, _ in self.window_spans if len(s) % (self.stages * self.remat_every)
+            str(len(s))
+            for s, turns in self.spans
+            if len(s) % (self.stages * self.group_size(turns))
         ]
         if uneven:
             raise ConfigError(
@@ -368,6 +370,21 @@ class LlamaConfig:
         grouped = itertools.groupby(range(self.num_hidden_layers), kind)
         found = ((list(span), size) for (_, size), span in grouped)
         return tuple((range(span[0], span[-1] + 1), size) for span, size in found)
+
+    @property
+    def spans(self) -> tuple[tuple[range, tuple[int | None, ...]], ...]:
+        """The layers in order, those that one scan runs together: (indices, windows in turns)."""
+        period = self.sliding_window_pattern
+        whole = self.num_hidden_layers // period * period if period > 1 else 0
+        if whole <= period or self.first_k_dense_replace:
+            return tuple((span, (window,)) for span, window in self.window_spans)
+        rest, window = range(whole, self.num_hidden_layers), self.sliding_window
+        turns = (*(window,) * (period - 1), None)
+        return (range(whole), turns), *([(rest, (window,))] if rest else [])
+
+    def group_size(self, turns: tuple[int | None, ...]) -> int:
+        """How many layers of a span are one element of its scan."""
+        return math.lcm(len(turns), self.remat_every)
 
     @property
     def stacks(self) -> dict[str, range]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -150,25 +151,27 @@ def run_layers(
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
     dense, loads = config.first_k_dense_replace, list[Any]()
-    for span, window in config.window_spans:
+    for span, turns in config.spans:
         first = span.start < dense
         layers = (params["dense"] if first else params)["layers"]
         span = span if first else range(span.start - dense, span.stop - dense)
-        rope = rope_angles(positions, config, window is not None)
-        rows = (rope if rope.ndim == 3 else None, segment_ids_BS)  # what differs between sequences
+        ropes = {x: rope_angles(positions, config, x) for x in {w is not None for w in turns}}
+        differ = next(iter(ropes.values())).ndim == 3  # between sequences
+        rows = (ropes if differ else None, segment_ids_BS)
 
         def run(
             layer: Params,
             x_BSH: jax.Array,
             rows: Rows,
-            window: int | None = window,
-            rope: jax.Array = rope,
+            window: int | None,
+            ropes: Angles = ropes,
         ) -> Ran:
             angles, segments = rows
-            angles = rope if angles is None else angles
-            return decoder_layer(layer, x_BSH, angles, segments, window, config, mark)
+            angle = (angles or ropes)[window is not None]
+            return decoder_layer(layer, x_BSH, angle, segments, window, config, mark)
 
-        x_BSH, found = run_span(run, policy, layers, span, x_BSH, rows, config)
+        runs = [functools.partial(run, window=window) for window in turns]
+        x_BSH, found = run_span(runs, policy, layers, span, x_BSH, rows, config)
         loads += [] if found is None else [found]
     mean = sum(loads) / (config.num_hidden_layers - dense) if loads else None
     return x_BSH, mean
@@ -378,8 +381,11 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
-Rows = tuple[jax.Array | None, jax.Array | None]
-"""What differs between sequences: their angles (B, S, E) and segment ids (B, S), if they do."""
+Angles = Mapping[bool, jax.Array]
+"""Whether a layer has a window -> the angles that it rotates by, (S, E) or (B, S, E)."""
+
+Rows = tuple[Angles | None, jax.Array | None]
+"""What differs between sequences: their angles and segment ids (B, S), if they do."""
 
 Ran = tuple[jax.Array, Loads | None]
 """What layers return: the stream behind them, and the sum of their experts' loads."""
@@ -390,7 +396,7 @@ Run = Callable[[Params, jax.Array, Rows], Ran]
 
 
 def run_span(
-    run: Run,
+    runs: Sequence[Run],
     policy: Policy | None,
     layers: Params,
     span: range,
@@ -401,7 +407,7 @@ def run_span(
     """Runs some layers, one after the other.
 
     Args:
-        run: runs one layer.
+        runs: run one layer each, in turns.
         policy: what is kept of a layer that is recomputed; None recomputes nothing.
         layers: the parameters of all layers, stacked or apart.
         span: the indices of those that are run.
@@ -410,14 +416,16 @@ def run_span(
     """
     # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
     # memory after all. In a scan it cannot: forward and backward are different loops.
-    lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
-    group = config.remat_every if policy is not None else 1
+    lean = [jax.checkpoint(r, policy=policy, prevent_cse=not config.scan_layers) for r in runs]
+    every = config.remat_every if policy is not None else 1
+    group = math.lcm(len(runs), every)
 
     def run_some(some: Sequence[Params], x_BSH: jax.Array, rows: Rows) -> Ran:
         loads = []
         for index, layer in enumerate(some, start=1):
-            recomputed = policy is not None and index % group == 0
-            x_BSH, found = (lean if recomputed else run)(layer, x_BSH, rows)
+            recomputed = policy is not None and index % every == 0
+            run = (lean if recomputed else runs)[(index - 1) % len(runs)]
+            x_BSH, found = run(layer, x_BSH, rows)
             loads.append(found)
         return x_BSH, jax.tree.map(lambda *each: sum(each), *loads)
 

@@ -108,12 +108,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt_oss": {
         "model_type": "gpt_oss",
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "head_dim": 8,
         "sliding_window": 7,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "swiglu_limit": 2.0,
+        "swiglu_limit": 1.5,
+        "initializer_range": 0.2,
         "router_aux_loss_coef": 0.1,
         "rope_parameters": {
             "rope_type": "yarn",
