@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from benchmarks.tables import print_head, print_line
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, words
 from spmd.cli.specs import mesh_axes
 from spmd.models.llama.planned import axes_of, config_of, training_step
@@ -99,10 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
     print(f"jax {jax.__version__}; rates are tokens/s of a device")
-    print_head(
-        ("run", "batch", "best plan", "predicted", "MFU", "its own mesh", "predicted there",
-         "memory there", "published", "predicted there / published", "planned")
+    header = (
+        "run", "batch", "best plan", "predicted", "MFU", "its own mesh", "predicted there",
+        "memory there", "published", "predicted there / published", "planned",
     )  # fmt: skip
-    microbatches = tuple(map(int, given.microbatches))
-    for name in given.rows:
-        print_line(line(name, RUNS[name], microbatches, given.seconds))
+    parts = tuple(map(int, given.microbatches))
+    print_table(header, (line(name, RUNS[name], parts, given.seconds) for name in given.rows))

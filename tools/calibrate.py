@@ -187,7 +187,9 @@ def calibrated(
     inside = [s for s in samples if _slowest(base, mesh, s.axes)[0] == "ici"]
     measured = () if base.chip.torus_dims else fit_collectives(inside, mesh)
     known = dict(base.chip.flops)
-    flops = tuple((dtype, _peak(dtype, peaks, known)) for dtype, _ in base.chip.flops)
+    # Of dtypes that were not measured, the known ratio to bf16.
+    by_bf16 = {dtype: peaks["bf16"] * each / known["bf16"] for dtype, each in known.items()}
+    flops = tuple((dtype, peaks.get(dtype, by_bf16[dtype])) for dtype in known)
     chip = dataclasses.replace(
         base.chip,
         flops=flops,
@@ -197,11 +199,6 @@ def calibrated(
         measured=measured,
     )
     return Topology(base.name, chip)
-
-
-def _peak(dtype: str, peaks: dict[str, float], known: dict[str, float]) -> float:
-    """What was measured; for other dtypes the known ratio to bf16."""
-    return peaks[dtype] if dtype in peaks else peaks["bf16"] * known[dtype] / known["bf16"]
 
 
 def _slowest(base: Topology, mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, Link]:
