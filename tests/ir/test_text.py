@@ -13,7 +13,8 @@ from spmd.ir.program import Body, Op, OpKind, Program, Region
 from spmd.ir.text import format_op, format_program
 from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
-from tests.ir.examples import FUNCTIONS, example
+from tests.ir.dialect.cases import CASES
+from tests.ir.examples import program_of
 from tests.ir.text_parse import parse_program, without_locs
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
@@ -52,9 +53,12 @@ program @"a \"name\"\n"(
 """  # noqa: E501 (an op a line)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+IMPORTED = {case.name: case for case in CASES if case.name not in ("callback", "inspected")}
+
+
+@pytest.mark.parametrize("name", IMPORTED)
 def test_imported_programs_read_back(name):
-    program = example(name)
+    program = program_of(IMPORTED[name].fn, *IMPORTED[name].args)
     check_program(program)
     read = parse_program(format_program(program, annotate=lambda v: f"value {v}"))
     assert read == without_locs(program)
@@ -181,7 +185,7 @@ def test_quantized_types_read_back():
 
 
 def test_annotations_stand_behind_every_definition():
-    program = example("control_flow")
+    program = program_of(IMPORTED["case"].fn, *IMPORTED["case"].args)
     text = format_program(program, annotate=lambda v: f"<{v}>")
     for value in range(len(program.types)):
         assert f"<{value}>" in text

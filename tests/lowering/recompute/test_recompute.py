@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import spmd
+from benchmarks.programs.program import marked
 from spmd.ir.control_flow import Index
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, OpKind, Program
@@ -74,10 +75,8 @@ def unrolled(ws: Any, x: Any) -> Any:
 @cache
 def local(fn: Callable[..., Any]) -> Program:
     """One device's program of a gradient, weights split along `data` and their columns."""
-    ws = spmd.mark_sharding(
-        jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32), MESH, (None, "data", "model")
-    )
-    x = spmd.mark_sharding(jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), MESH, ("data", None))
+    ws = marked(MESH, (None, "data", "model"), (LAYERS, WIDTH, WIDTH))
+    x = marked(MESH, ("data", None), (ROWS, WIDTH))
     jitted = spmd.jit(jax.grad(fn), mesh=MESH, options=spmd.Options(recompute=False))
     lowered = jitted.lower(ws, x, topology=spmd.Topology("h200:8"))
     return lowered.stages.optimized.program
