@@ -268,6 +268,19 @@ def test_gradients_of_gathered_keys_are_sums_over_the_parts_of_the_queries(
     assert compiled.verify(*args)
 
 
+def recomputed(fn: Any, w: Any) -> Any:
+    """Loss and gradients of two layers of the same function, scanned."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, scale: Any) -> Any:
+            return fn(x * scale, k, v), None
+
+        return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
+
+    return jax.value_and_grad(run, (0, 1, 2))
+
+
 def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     q, k, v, w = tensors(6, 8, 4, 2)
@@ -275,20 +288,11 @@ def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     k, v = k[:2], v[:2]
     segments = documents(2, 8)
 
-    def using(fn: Any) -> Any:
-        def run(q: Any, k: Any, v: Any) -> Any:
-            mapped = jax.vmap(lambda q: fn(q, k, v, segments))
+    def mapped(fn: Any) -> Any:
+        return recomputed(jax.vmap(fn, (0, None, None)), w)
 
-            @jax.checkpoint
-            def layer(x: Any, scale: Any) -> Any:
-                return mapped(x * scale), None
-
-            return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
-
-        return jax.value_and_grad(run, (0, 1, 2))
-
-    ours = using(lambda q, k, v, s: attention(q, k, v, segment_ids=s))
-    want = jax.jit(using(lambda q, k, v, s: plain(q, k, v, True, s)))(q, k, v)
+    ours = mapped(lambda q, k, v: attention(q, k, v, segment_ids=segments))
+    want = jax.jit(mapped(lambda q, k, v: plain(q, k, v, True, segments)))(q, k, v)
     specs = ((None, "y", None, "x"), ("y",), ("y",))
     compiled = spmd.jit(ours, mesh=mesh, in_specs=specs, options=CHECKED).compile(q, k, v)
     close(compiled(q, k, v), want)

@@ -14,7 +14,7 @@ from spmd.ops import attention, attention_split, from_zigzag, zigzag
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
 from spmd.ops.attention import piece, piece_gradient
-from tests.close import close
+from tests.close import close, partitioned
 from tests.ops.test_attention import (
     EVERY_FLOP_COUNTS,
     SPEC,
@@ -22,6 +22,7 @@ from tests.ops.test_attention import (
     documents,
     loss,
     plain,
+    recomputed,
     spread,
     tensors,
 )
@@ -161,25 +162,11 @@ def test_rings_inside_scans_and_recomputed_layers() -> None:
     q, k, v, w = tensors(2, 16, 2, 2)
     spec = ("y", "x")
 
-    def using(fn: Any) -> Any:
-        def run(q: Any, k: Any, v: Any) -> Any:
-            @jax.checkpoint
-            def layer(x: Any, scale: Any) -> Any:
-                return fn(x * scale, k, v), None
-
-            return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
-
-        return jax.value_and_grad(run, (0, 1, 2))
-
-    want = jax.jit(using(functools.partial(plain, causal=True)))(q, k, v)
     specs = (spec,) * 3
-    step = spmd.jit(
-        using(attention), mesh=mesh, in_specs=specs, out_specs=(None, specs),
-        options=EVERY_FLOP_COUNTS,
-    )  # fmt: skip
-    compiled = step.compile(q, k, v)
-    assert permutes(compiled)
-    close(compiled(q, k, v), want)
+    textbook = recomputed(functools.partial(plain, causal=True), w)
+    how: dict[str, Any] = {"mesh": mesh, "in_specs": specs, "out_specs": (None, specs)}
+    how["options"] = EVERY_FLOP_COUNTS
+    assert permutes(partitioned(recomputed(attention, w), q, k, v, plain=textbook, **how))
 
 
 # What the planner makes of it, and what is said.
