@@ -13,14 +13,14 @@ from benchmarks.environment import xla_flags
 
 ON_CPUS = (
     "serving_plan", "slices",  # for machines not here
-    "bytes", "compare_shardy", "compiler", "memory", "transfer",
+    "bytes", "compare_shardy", "compiler", "contract", "coverage", "fuzz", "memory", "transfer",
 )  # fmt: skip
 """They run nothing that would need a GPU."""
 
-COMPILED = ("bytes", "compiler")
+COMPILED = ("bytes", "compiler", "coverage", "fuzz")
 """They compile for eight virtual devices, and run next to nothing."""
 
-EIGHT_DEVICES = ("compare_training", "memory", "transfer")
+EIGHT_DEVICES = ("compare_training", "contract", "memory", "transfer")
 """They take eight virtual devices where the user says nothing."""
 
 

@@ -15,6 +15,7 @@ import argparse
 import collections
 import dataclasses
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -27,7 +28,7 @@ import numpy as np
 
 import spmd
 from benchmarks.compiled_ahead import model_of
-from benchmarks.tables import print_head, print_line
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, positive, words
 from spmd.models import decode
 from spmd.models.llama.config import LlamaConfig
@@ -158,7 +159,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {given.model_axis} x {device.device_kind}; {given.model}, "
           f"context {given.context}, greedy")  # fmt: skip
-    print_head(HEADER)
-    for quantize in given.quantize:
-        for batch in given.batches:
-            print_line(row(given, config, quantize, int(batch)))
+    cases = itertools.product(given.quantize, map(int, given.batches))
+    print_table(HEADER, (row(given, config, *case) for case in cases))

@@ -2,8 +2,9 @@
 
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    "--xla_backend_optimization_level": "0",  # nothing is run
+    "--xla_backend_optimization_level": "0",  # next to nothing is run
     "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",  # the fuzzer runs programs
 }
 
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from benchmarks.tables import print_head, print_line
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, positive
 from spmd.measure.profile import run_steps
 from spmd.mesh.topology import Topology
@@ -278,8 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     topology = Topology.for_devices([device])
     print(f"jax {jax.__version__}, {device.device_kind}")
-    print_head(("kernel", "by", "us", "floor, us", "x floor", "TFLOP/s", "GB/s"))
-    cases = (attention_cases(), expert_cases(), page_cases(), product_cases())
-    for case in itertools.chain(*cases):
-        if re.search(given.only, case.name):
-            print_line(line(case, topology, given.steps))
+    cases = itertools.chain(attention_cases(), expert_cases(), page_cases(), product_cases())
+    wanted = (case for case in cases if re.search(given.only, case.name))
+    header = ("kernel", "by", "us", "floor, us", "x floor", "TFLOP/s", "GB/s")
+    print_table(header, (line(case, topology, given.steps) for case in wanted))

@@ -13,14 +13,15 @@ import argparse
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import spmd
 from benchmarks.compiled_ahead import model_of
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
+from benchmarks.load_trace import read_busy
 from spmd.measure.profile import STEP
 from spmd.mesh.spec import platform_of
 from spmd.mesh.topology import Topology
@@ -189,9 +191,10 @@ def profile(seconds: float, bundle: Bundle) -> dict[str, Any]:
         ended = time.perf_counter()
         with bundle.paused():
             jax.profiler.stop_trace()
-        command = [sys.executable, "-m", "benchmarks.load_trace", folder, str(len(bundle.devices))]
-        read = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return {**json.loads(read.stdout), "ended": ended}
+        # To read it takes seconds, in which this process could not send tokens.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            read = process.submit(read_busy, folder, len(bundle.devices)).result()
+    return {**read._asdict(), "ended": ended}
 
 
 def main() -> None:

@@ -1,12 +1,5 @@
-"""How busy devices were, by a trace of jax's profiler: its folder -> one line of JSON.
+"""How busy devices were, by a trace of jax's profiler."""
 
-A process of its own, as reading a trace takes seconds, in which a server could not send tokens:
-
-    python -m benchmarks.load_trace FOLDER DEVICES
-"""
-
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,16 +45,11 @@ def together(devices: Sequence[Busy]) -> Busy:
     return Busy(share, sum(one.gaps for one in devices), max(one.longest for one in devices))
 
 
-def main(folder: str, devices: str) -> None:
-    """Prints `Busy` as JSON; devices without any event count as idle."""
+def read_busy(folder: str, devices: int) -> Busy:
+    """What so many devices did in the step of a trace; those without any event count as idle."""
     (step,) = read_folder(Path(folder))
     spans: dict[int, list[tuple[float, float]]] = {}
     for event in step.events:
         spans.setdefault(event.device, []).append((event.start, event.end))
     of_each = [busy(found, step.seconds) for found in spans.values()]
-    of_each += [busy([], step.seconds)] * (int(devices) - len(of_each))
-    print(json.dumps(together(of_each)._asdict()))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return together(of_each + [busy([], step.seconds)] * (devices - len(of_each)))

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 import spmd
-from benchmarks.tables import print_head, print_line
+from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, words
+from spmd.cli.specs import mesh_axes
 from spmd.models.llama.planned import axes_of, config_of, training_step
 from spmd.plan import RankedPlan
 
@@ -32,50 +33,35 @@ class PublishedRun(NamedTuple):
     choices: Mapping[str, Any] = {}  # more of `training_step`
 
 
-def _maxtext(model: str, machine: str, each: int, length: int, rate: float) -> PublishedRun:
-    """MaxText's: parameters split over all chips, `each` sequences on one."""
-    count = spmd.Topology(machine).count
-    return PublishedRun(model, machine, each * count, length, {"data": count, "model": 1}, rate)
-
-
 FP8 = {"matmul": "fp8"}
 RUNS = {
-    "llama2-70b-v5p": _maxtext("llama2-70b", "v5p-1024", 2, 4096, 692),
-    "llama3.1-405b-v5p": _maxtext("llama3.1-405b", "v5p-1024", 2, 8192, 124.6),
-    "llama3.1-8b-v6e": _maxtext("llama3.1-8b", "v6e-256", 4, 8192, 7139),
-    "llama3.1-70b-v6e": _maxtext("llama3.1-70b", "v6e-256", 5, 8192, 960),
-    "mixtral-v5p": PublishedRun(
-        "mixtral-8x7b", "v5p-256", 12 * 128, 4096, {"data": 128, "expert": 1, "model": 1}, 2909
-    ),
-    "mixtral-v6e": PublishedRun(
-        "mixtral-8x7b", "v6e-256", 12 * 256, 4096, {"data": 256, "expert": 1, "model": 1}, 3645
-    ),
-    "deepseek-v3-v5p": _maxtext("deepseek-v3", "v5p-512", 4, 8192, 542)._replace(
-        mesh={"data": 1, "expert": 256, "model": 1}, choices={"sharding": "2d-all"}
-    ),
-    "llama3-8b-h100": PublishedRun(
-        "llama3-8b", "h100:8", 128, 8192, {"data": 8, "model": 1}, 14_451, FP8
-    ),
-    "llama3-8b-h200": PublishedRun(
-        "llama3-8b", "h200:8", 16, 8192, {"data": 8, "model": 1}, 10_938, FP8
-    ),
-    "llama3-70b-h100": PublishedRun(
-        "llama3-70b", "h100:128", 256, 8192, {"data": 128, "model": 1}, 1052
-    ),
-    "llama3-70b-fp8-h100": PublishedRun(
-        "llama3-70b", "h100:64", 128, 8192, {"data": 16, "model": 4}, 1664, FP8
-    ),
-    "llama3.1-405b-fp8-h100": PublishedRun(
-        "llama3.1-405b", "h100:1024", 512, 8192, {"data": 128, "model": 8}, 328, FP8
-    ),
-    "qwen3-30b-h100": PublishedRun(
-        "qwen3-30b-a3b", "h100:16", 512, 4096, {"data": 1, "expert": 16, "model": 1}, 8960
-    ),
-    "qwen3-235b-h100": PublishedRun(
-        "qwen3-235b-a22b", "h100:256", 2048, 4096, {"data": 8, "expert": 32, "model": 1}, 1712
-    ),
-}
-"""Name -> a run. The stages of Megatron's pipelines are `data` here, which splits as much."""
+    name: PublishedRun(model, machine, batch, length, mesh_axes(axes), rate, choices)
+    for name, model, machine, batch, length, axes, rate, choices in (
+        ("llama2-70b-v5p", "llama2-70b", "v5p-1024", 2 * 512, 4096, "data=512,model=1", 692, {}),
+        ("llama3.1-405b-v5p", "llama3.1-405b", "v5p-1024", 2 * 512, 8192,
+         "data=512,model=1", 124.6, {}),
+        ("llama3.1-8b-v6e", "llama3.1-8b", "v6e-256", 4 * 256, 8192, "data=256,model=1", 7139, {}),
+        ("llama3.1-70b-v6e", "llama3.1-70b", "v6e-256", 5 * 256, 8192, "data=256,model=1", 960, {}),
+        ("mixtral-v5p", "mixtral-8x7b", "v5p-256", 12 * 128, 4096,
+         "data=128,expert=1,model=1", 2909, {}),
+        ("mixtral-v6e", "mixtral-8x7b", "v6e-256", 12 * 256, 4096,
+         "data=256,expert=1,model=1", 3645, {}),
+        ("deepseek-v3-v5p", "deepseek-v3", "v5p-512", 4 * 256, 8192,
+         "data=1,expert=256,model=1", 542, {"sharding": "2d-all"}),
+        ("llama3-8b-h100", "llama3-8b", "h100:8", 128, 8192, "data=8,model=1", 14451, FP8),
+        ("llama3-8b-h200", "llama3-8b", "h200:8", 16, 8192, "data=8,model=1", 10938, FP8),
+        ("llama3-70b-h100", "llama3-70b", "h100:128", 256, 8192, "data=128,model=1", 1052, {}),
+        ("llama3-70b-fp8-h100", "llama3-70b", "h100:64", 128, 8192, "data=16,model=4", 1664, FP8),
+        ("llama3.1-405b-fp8-h100", "llama3.1-405b", "h100:1024", 512, 8192,
+         "data=128,model=8", 328, FP8),
+        ("qwen3-30b-h100", "qwen3-30b-a3b", "h100:16", 512, 4096,
+         "data=1,expert=16,model=1", 8960, {}),
+        ("qwen3-235b-h100", "qwen3-235b-a22b", "h100:256", 2048, 4096,
+         "data=8,expert=32,model=1", 1712, {}),
+    )
+}  # fmt: skip
+"""Name -> a run. MaxText's are so many sequences on each of so many chips, parameters over all. The
+stages of Megatron's pipelines are `data` here, which splits as much."""
 
 
 def make_parser() -> Parser:
@@ -113,10 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
     print(f"jax {jax.__version__}; rates are tokens/s of a device")
-    print_head(
-        ("run", "batch", "best plan", "predicted", "MFU", "its own mesh", "predicted there",
-         "memory there", "published", "predicted there / published", "planned")
+    header = (
+        "run", "batch", "best plan", "predicted", "MFU", "its own mesh", "predicted there",
+        "memory there", "published", "predicted there / published", "planned",
     )  # fmt: skip
-    microbatches = tuple(map(int, given.microbatches))
-    for name in given.rows:
-        print_line(line(name, RUNS[name], microbatches, given.seconds))
+    parts = tuple(map(int, given.microbatches))
+    print_table(header, (line(name, RUNS[name], parts, given.seconds) for name in given.rows))

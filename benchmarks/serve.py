@@ -37,6 +37,7 @@ from benchmarks.load_client import (
     run_load,
 )
 from benchmarks.tables import print_head, print_line
+from spmd.cli.fields import taken
 from spmd.cli.flags import Parser, Switch, positive, words
 
 PERCENTILES = (50, 90, 99)
@@ -56,17 +57,8 @@ def make_load(given: argparse.Namespace) -> Load:
     """What the flags ask for."""
     if given.rate is not None and given.rate <= 0:
         raise BenchError(f"--rate: requests a second are more than 0, not {given.rate}")
-    return Load(
-        requests=given.requests,
-        concurrency=given.concurrency,
-        rate=given.rate,
-        words=parse_bounds("words", given.words),
-        tokens=parse_bounds("tokens", given.tokens),
-        disconnect=given.disconnect,
-        chat=given.chat,
-        ignore_eos=given.ignore_eos,
-        seed=given.seed,
-    )
+    bounds = {name: parse_bounds(name, getattr(given, name)) for name in ("words", "tokens")}
+    return taken(Load, given, **bounds)
 
 
 async def find_model(client: httpx.AsyncClient) -> str:

@@ -7,13 +7,11 @@ A module's text is parsed without locations, so that an op's location is its lin
 that is how values of Shardy's result and of our program find each other.
 """
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 from jax.interpreters import mlir
@@ -25,9 +23,6 @@ from spmd.frontend.importer.contents import axes_of
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = "from benchmarks.shardy import main; main()"
-"""What the process of `run_all` runs."""
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 TIMEOUT = 600
 
@@ -182,37 +177,23 @@ def _entry_dims(item: Any, rank: int) -> tuple[tuple[Axis, ...], ...]:
 def run_all(texts: Mapping[str, str]) -> dict[str, list[Value] | Failure]:
     """Shardy's result for each of some modules, given by name as text."""
     found: dict[str, list[Value] | Failure] = {}
-    while len(found) < len(texts):
-        rest = {name: text for name, text in texts.items() if name not in found}
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            input=json.dumps(rest), cwd=ROOT, env=env, timeout=TIMEOUT, capture_output=True,
-            text=True,
-        )  # fmt: skip
-        code, output, errors = done.returncode, done.stdout, done.stderr
-        for line in output.splitlines():
-            name, values, message = json.loads(line)
-            found[name] = Failure(message) if message else [_value(v) for v in values]
-        failed = next((name for name in rest if name not in found), None)
-        if failed is not None:
-            found[failed] = Failure(f"the process ended with {code}: {errors.strip()[-400:]}")
+    while rest := [name for name in texts if name not in found]:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            for name in rest:
+                try:
+                    found[name] = process.submit(propagated, texts[name]).result(TIMEOUT)
+                except BrokenProcessPool as error:
+                    found[name] = Failure(str(error))
+                    break
     return found
 
 
-def _value(item: Any) -> Value:
-    lines, op, number, dims = item
-    axes = tuple(tuple((name, pre, size) for name, pre, size in dim) for dim in dims)
-    return Value(tuple(lines), op, number, axes)
-
-
-def main() -> None:
-    """Reads {name: module text} and writes a line [name, values, message] for each."""
-    for name, text in json.load(sys.stdin).items():
-        try:
-            with mlir.make_ir_context():
-                module = ir.Module.parse(text)
-                run(module)
-                print(json.dumps([name, list(values_of(module)), ""]), flush=True)
-        except ir.MLIRError as error:
-            print(json.dumps([name, [], str(error)[:400]]), flush=True)
+def propagated(text: str) -> list[Value] | Failure:
+    """Shardy's result for a module."""
+    try:
+        with mlir.make_ir_context():
+            module = ir.Module.parse(text)
+            run(module)
+            return list(values_of(module))
+    except ir.MLIRError as error:
+        return Failure(str(error)[:400])

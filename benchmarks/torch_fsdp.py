@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.kinds import SECONDS, Kernel, Kinds, joules, kinds_of
@@ -46,9 +45,9 @@ def measure(model: str, layers: int, gpus: int, batch: int, seq_len: int, steps:
       RuntimeError: they failed; the message ends with what they printed.
     """
     sizes = {"layers": layers, "global_batch": batch, "seq_len": seq_len, "steps": steps}
-    flags = [f"--{name}={value}" for name, value in {"model": model, **sizes}.items()]
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    command = [sys.executable, "-m", *launch, "-m", "benchmarks.torch_fsdp", *flags]
+    command = [sys.executable, "-m", *launch, "-m", "benchmarks.torch_fsdp"]
+    command.append(json.dumps({"model": model, **sizes}))
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if ran.returncode or not lines:
@@ -211,13 +210,9 @@ def _run(given: argparse.Namespace) -> Result | None:
     return Result(seconds, ahead, energy, compiled, held, loss, torch.__version__, kinds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """One process of the peer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    for name in ("layers", "global_batch", "seq_len", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    if result := _run(parser.parse_args(arguments)):
+    if result := _run(argparse.Namespace(**json.loads(sys.argv[1]))):
         print(json.dumps(result._asdict()), flush=True)
 
 

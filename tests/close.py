@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import spmd
+
 
 def close(found: Any, wanted: Any, tolerance: float = 2e-5, least: float = 1.0) -> None:
     """Holds that entries differ by so large a share of their own, and of the leaf's largest, size.
@@ -24,6 +26,21 @@ def close(found: Any, wanted: Any, tolerance: float = 2e-5, least: float = 1.0) 
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=atol, err_msg=name)
 
     jax.tree_util.tree_map_with_path(check, found, wanted)
+
+
+def partitioned(
+    fn: Any, *args: Any, plain: Any = None, tolerance: float = 2e-5,
+    options: spmd.Options = spmd.Options(check=True), **how: Any,  # noqa: B008
+) -> spmd.Compiled:  # fmt: skip
+    """Compiles a function by `spmd.jit`, and holds that it computes what `jax.jit` does.
+
+    Args:
+      plain: another function for `jax.jit`.
+      how: of `spmd.jit`.
+    """
+    compiled = spmd.jit(fn, options=options, **how).compile(*args)
+    close(compiled(*args), jax.jit(plain or fn)(*args), tolerance)
+    return compiled
 
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "complex64": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}

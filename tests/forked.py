@@ -31,6 +31,7 @@ class Forked:
       arguments: what follows it in `sys.argv`.
       log: where its output goes.
       environment: variables of its own.
+      preloaded: what to import before the first program is forked, if this is it.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Forked:
         arguments: Sequence[str | Path],
         log: Path,
         environment: Mapping[str, str],
+        preloaded: Sequence[str] = (),
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *preloaded])
         log.touch()
         self.log = log
         self.process = context.Process(

@@ -56,7 +56,7 @@ CLOSED = ("spmd.api",)
 """Packages whose modules are their own: others take the names in `__init__`."""
 
 READ_TESTS = (
-    "tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py",
+    "tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py", "tools/resume_test.py",
 )  # fmt: skip
 """Tools that write down what the tests run, or run more of it."""
 

@@ -126,18 +126,6 @@ def axis_sets(mesh: Mesh) -> list[tuple[str, ...]]:
 # Fitting.
 
 
-def fit_link(samples: Sequence[Sample], mesh: Mesh) -> Link:
-    """The link for which the model is nearest to the samples, in relative error.
-
-    Time is latency x steps + bytes / bandwidth.
-    """
-    steps = [
-        latency_steps(s.kind, [mesh.atom_sizes[a] for a in mesh.atoms_of(s.axes)]) for s in samples
-    ]
-    latency, pace = _fit(steps, samples, mesh)
-    return Link(1 / pace, latency)
-
-
 def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[CollectiveSpeed, ...]:
     """For each kind and number of devices: the time of an empty one, and the pace of large ones."""
     groups: dict[tuple[str, int], list[Sample]] = {}
@@ -151,7 +139,10 @@ def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[CollectiveSp
 
 
 def _fit(steps: Sequence[int], samples: Sequence[Sample], mesh: Mesh) -> tuple[float, float]:
-    """Latency and seconds for each byte: time is linear in both."""
+    """Latency of a step, and seconds for each byte: with these the model is nearest to the samples.
+
+    In relative error; time is latency x steps + bytes / bandwidth.
+    """
     sent = [
         wire_bytes(s.kind, mesh.extent(mesh.atoms_of(s.axes)), s.local_in, s.local_out)
         for s in samples
@@ -182,12 +173,16 @@ def calibrated(
         if mine:
             ways = _slowest(base, mesh, mine[0].axes)[1].bandwidth / nominal.bandwidth
             same = [s for s in mine if s.axes == mine[0].axes] if ways != 1 else mine
-            fitted = fit_link(same, mesh)
-            links[name] = Link(fitted.bandwidth / ways, fitted.latency)
+            atoms = [[mesh.atom_sizes[a] for a in mesh.atoms_of(s.axes)] for s in same]
+            steps = [latency_steps(s.kind, sizes) for s, sizes in zip(same, atoms, strict=True)]
+            latency, pace = _fit(steps, same, mesh)
+            links[name] = Link(1 / pace / ways, latency)
     inside = [s for s in samples if _slowest(base, mesh, s.axes)[0] == "ici"]
     measured = () if base.chip.torus_dims else fit_collectives(inside, mesh)
     known = dict(base.chip.flops)
-    flops = tuple((dtype, _peak(dtype, peaks, known)) for dtype, _ in base.chip.flops)
+    # Of dtypes that were not measured, the known ratio to bf16.
+    by_bf16 = {dtype: peaks["bf16"] * each / known["bf16"] for dtype, each in known.items()}
+    flops = tuple((dtype, peaks.get(dtype, by_bf16[dtype])) for dtype in known)
     chip = dataclasses.replace(
         base.chip,
         flops=flops,
@@ -197,11 +192,6 @@ def calibrated(
         measured=measured,
     )
     return Topology(base.name, chip)
-
-
-def _peak(dtype: str, peaks: dict[str, float], known: dict[str, float]) -> float:
-    """What was measured; for other dtypes the known ratio to bf16."""
-    return peaks[dtype] if dtype in peaks else peaks["bf16"] * known[dtype] / known["bf16"]
 
 
 def _slowest(base: Topology, mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, Link]:

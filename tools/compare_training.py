@@ -41,26 +41,11 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adamw(LEARNING_RATE, *BETAS, eps=EPSILON, weight_decay=DECAY)
 
 
-def jax_losses(config: LlamaConfig, params: Any, batches: Batches, steps: int) -> Iterator[float]:
-    """Of plain jax.jit on one device."""
-    rule = optimizer()
-    step = jax.jit(train_step(config, rule))
-    state = rule.init(params)
+def jax_steps(step: Any, params: Any, batches: Batches, steps: int) -> Iterator[float]:
+    """Of a compiled step of ours, or of jax."""
+    state = optimizer().init(params)
     for number in range(steps):
         params, state, loss = step(params, state, batches(number))
-        yield float(loss)
-
-
-def spmd_losses(
-    config: LlamaConfig, params: Any, batches: Batches, steps: int, mesh: spmd.Mesh
-) -> Iterator[float]:
-    """Of the same step, partitioned."""
-    rule = optimizer()
-    step = spmd.jit(train_step(config, rule, sharding.activation_marks(mesh, config)), mesh=mesh)
-    params, state = sharding.mark_params(params, mesh, config), rule.init(params)
-    for number in range(steps):
-        batch = sharding.mark_batch(batches(number), mesh)
-        params, state, loss = step(params, state, batch)
         yield float(loss)
 
 
@@ -100,11 +85,16 @@ def losses(
     config: LlamaConfig, batches: Batches, steps: int, mesh: spmd.Mesh
 ) -> dict[str, list[float]]:
     """Loss of every step, by who ran it."""
-    params = fresh.init(jax.random.key(0), config)
+    params, marks = fresh.init(jax.random.key(0), config), sharding.activation_marks(mesh, config)
+    marked = sharding.mark_params(params, mesh, config)
+    ours, plain = train_step(config, optimizer(), marks), train_step(config, optimizer())
     runs = {
-        "spmd": spmd_losses(config, params, batches, steps, mesh),
-        "jax": jax_losses(config, params, batches, steps),
-    }
+        "spmd": jax_steps(
+            spmd.jit(ours, mesh=mesh), marked,
+            lambda number: sharding.mark_batch(batches(number), mesh), steps,
+        ),
+        "jax": jax_steps(jax.jit(plain), params, batches, steps),
+    }  # fmt: skip
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
         runs["torch"] = torch_steps(torch_model(config, params), batches, steps)
     return {name: list(run) for name, run in runs.items()}

@@ -13,16 +13,11 @@ import contextlib
 import functools
 import importlib.util
 import io
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 
@@ -190,7 +185,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad = sum(is_regression for *_, is_regression, _ in rows)
     print(f"{caught} of {bad} regressions caught, {alarms} of {len(rows) - bad} false alarms")
     return 1 if alarms else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,15 +6,19 @@ Example:
     tools/run coverage --check
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.corpus.program import QUICK_MESH
+from benchmarks.corpus.programs import PROGRAMS
 from benchmarks.tables import with_rows
 from spmd.cli.flags import Parser, Switch
+from spmd.frontend.canonicalize import CANONICAL
 from spmd.frontend.importer.handlers import SAME
+from spmd.frontend.importer.ops import LEGALIZED, REFUSED, dialect_ops
+from spmd.ir.dialect import registry
+from spmd.lowering.local import table as local
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS_PAGE = ROOT / "docs" / "coverage.md"
@@ -45,11 +49,6 @@ STRUCTURE = {
 
 def how(name: str) -> str:
     """What becomes of an op, in a few words; empty if nobody knows."""
-    from spmd.frontend.canonicalize import CANONICAL
-    from spmd.frontend.importer.ops import LEGALIZED, REFUSED
-    from spmd.ir.dialect import registry
-    from spmd.lowering.local import table as local
-
     has_rule = name in registry.registered_ops() and name in local.registered_ops()
     if name in REFUSED and has_rule:
         return "rule + local lowering in `jax.shard_map`; refused outside, unless of one device"
@@ -66,28 +65,12 @@ def how(name: str) -> str:
 
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
-    from spmd.frontend.canonicalize import CANONICAL
-    from spmd.frontend.importer.ops import LEGALIZED, REFUSED
-    from spmd.ir.dialect import registry
-
     names = {*CANONICAL, *LEGALIZED, *REFUSED, *STRUCTURE, *registry.registered_ops()}
     return {name for name in names if name.startswith(dialects)}
 
 
-def executed() -> set[str]:
-    """Names of the ops that the tests run, as they say with eight CPU devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    more = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command, env = [sys.executable, "-m", "tests.ir.dialect.executed"], {**os.environ, **more}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
 def programs(page: str) -> str:
     """The page about the corpus, with today's table."""
-    from benchmarks.corpus.program import QUICK_MESH
-    from benchmarks.corpus.programs import PROGRAMS
-
     rows = []
     for program in PROGRAMS:
         what = (program.make.__doc__ or "").partition("\n")[0].strip()
@@ -106,9 +89,9 @@ def row(name: str, ran: set[str]) -> tuple[str, str, str]:
 
 def ops(page: str) -> str:
     """The page about ops and custom calls, with today's tables."""
-    from spmd.frontend.importer.ops import dialect_ops
+    from tests.ir.dialect.executed import executed_ops
 
-    ran = executed()
+    ran = executed_ops()
     names = {*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))}
     for what, found in (("op", names), ("call", names_of(("custom_call:",)))):
         rows = [row(name, ran) for name in sorted(found)]

@@ -7,19 +7,18 @@ Example:
 """
 
 import contextlib
-import json
-import os
-import subprocess
+import dataclasses
+import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import hypothesis
 import hypothesis.errors
 
-from benchmarks.environment import xla_flags
 from spmd.cli.flags import Parser, Switch
 from tools.fuzzing.cases import Case, source
 from tools.fuzzing.check import FAILED, UNSUPPORTED, Outcome, run
@@ -28,7 +27,6 @@ from tools.fuzzing.programs import Settings, cases
 BATCH = 25
 HANGS_AFTER = 240.0
 SHRUNK_PER_CAUSE = 3
-ROOT = Path(__file__).parent.parent
 
 Tally = Counter[tuple[str, str]]
 """(Status, key) of an outcome -> how many cases had it."""
@@ -37,16 +35,20 @@ Tally = Counter[tuple[str, str]]
 # The worker.
 
 
+@dataclasses.dataclass
 class Worker:
-    """Runs batches of cases until the time is up; keeps the tally in a file."""
+    """Runs batches of cases until the time is up; tells the parent what runs, and what came of it.
 
-    def __init__(self, out: Path, seed: int, end: float, uneven: bool) -> None:
-        self.out = out
-        self.seed = seed
-        self.end = end
-        self.uneven = uneven
-        self.tally: Tally = Counter()
-        self.failed: tuple[Case, Outcome] | None = None  # what is being shrunk, the smallest so far
+    A message is (seed of the batch, the case that runs now as a file, what is to be counted).
+    """
+
+    parent: Connection
+    out: Path
+    seed: int
+    end: float
+    uneven: bool
+    tally: Tally = dataclasses.field(default_factory=Counter)
+    failed: tuple[Case, Outcome] | None = None  # what is being shrunk, the smallest so far
 
     def run(self) -> None:
         """Explores until the time is over, batch by batch."""
@@ -80,15 +82,13 @@ class Worker:
 
     def one(self, case: Case) -> None:
         """Runs one case and counts what came of it; AssertionError if it is to be shrunk."""
-        running = self.out / "running.py"
-        running.write_text(source(case, "The process ended in the middle of this case."))
+        text = source(case, "The process ended in the middle of this case.")
+        self.parent.send((self.seed, text, []))
         outcome = run(case)
-        running.unlink()
+        what = outcome.status, outcome.key
+        self.parent.send((self.seed, "", [what] if self.failed is None else []))
         if self.failed is None:
-            what = outcome.status, outcome.key
             self.tally[what] += 1
-            rows = [[*what, count] for what, count in self.tally.items()]
-            (self.out / "tally.json").write_text(json.dumps([self.seed, rows]))
             is_new = outcome.status == FAILED and self.tally[what] <= SHRUNK_PER_CAUSE
         else:
             is_new = outcome.key == self.failed[1].key
@@ -99,10 +99,7 @@ class Worker:
     def report(self, small: Case, outcome: Outcome) -> None:
         """Writes down a case that failed."""
         message = outcome.message.replace('"""', "'''").replace("\\", "\\\\")
-        number = len(list(self.out.glob("failure_*.py")))
-        path = self.out / f"failure_{number}.py"
-        path.write_text(source(small, f"Found by tools/fuzz.\n\n{message}\n"))
-        print(f"fuzz: {path}: {message.partition(chr(10))[0]}", flush=True)
+        keep(self.out, source(small, f"Found by tools/fuzz.\n\n{message}\n"), message)
 
     def progress(self) -> str:
         """How many cases had which outcome, and the time left."""
@@ -125,61 +122,35 @@ def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> Tally:
     """Runs workers one after the other, the next one where the last one died."""
     total: Tally = Counter()
     end = time.time() + 60 * minutes
+    context = multiprocessing.get_context("spawn")
     while time.time() < end:
-        left = (end - time.time()) / 60
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", "tools.fuzz", "--worker", f"--out={out}",
-             f"--seed={seed}", f"--minutes={left}",
-             "--uneven_marks" if uneven else "--nouneven_marks"],
-            cwd=ROOT, env=_environment(),
-        )  # fmt: skip
-        problem = _wait(worker, out / "running.py")
-        reached, tally = _tally(out)
-        total += tally
-        seed = max(seed, reached) + 1
+        ours, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=Worker(theirs, out, seed, end, uneven).run)
+        worker.start()
+        theirs.close()
+        running, problem = "", "hangs"
+        try:
+            while ours.poll(HANGS_AFTER):
+                seed, running, counted = ours.recv()
+                total.update(counted)
+            worker.kill()
+            worker.join()
+        except EOFError:
+            worker.join()
+            problem = f"exit status {worker.exitcode}" if worker.exitcode else ""
+        seed += 1
         if problem:
             total[FAILED, problem] += 1
-            _keep_running(out, problem)
+        if problem and running:
+            keep(out, running, problem)
     return total
 
 
-def _environment() -> dict[str, str]:
-    flags = xla_flags(os.environ.get("XLA_FLAGS", ""))
-    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-
-
-def _wait(worker: subprocess.Popen[bytes], running: Path) -> str:
-    """How a worker went wrong: its exit status, or that it hung; an empty string if it did not."""
-    while worker.poll() is None:
-        time.sleep(0.5)
-        try:
-            hangs = time.time() - running.stat().st_mtime > HANGS_AFTER
-        except FileNotFoundError:
-            continue
-        if hangs:
-            worker.kill()
-            worker.wait()
-            return "hangs"
-    return f"exit status {worker.returncode}" if worker.returncode else ""
-
-
-def _tally(out: Path) -> tuple[int, Tally]:
-    """What a worker has written: its last seed, and its tally."""
-    path = out / "tally.json"
-    if not path.exists():
-        return 0, Counter()
-    seed, rows = json.loads(path.read_text())
-    path.unlink()
-    return seed, Counter({(status, key): count for status, key, count in rows})
-
-
-def _keep_running(out: Path, problem: str) -> None:
-    running = out / "running.py"
-    if running.exists():
-        number = len(list(out.glob("failure_*.py")))
-        running.rename(out / f"failure_{number}.py")
-        print(f"fuzz: {out / f'failure_{number}.py'}: {problem}", flush=True)
+def keep(out: Path, text: str, message: str) -> None:
+    """Writes a file for a case that failed, and says so."""
+    path = out / f"failure_{len(list(out.glob('failure_*.py')))}.py"
+    path.write_text(text)
+    print(f"fuzz: {path}: {message.partition(chr(10))[0]}", flush=True)
 
 
 def make_parser() -> Parser:
@@ -190,7 +161,6 @@ def make_parser() -> Parser:
     add("--seed", type=int, default=0, help="seed of the first batch of cases")
     add("--out", default="fuzz_failures", help="directory for the reproducers")
     add("--uneven_marks", action=Switch, help="also mark dims with axes that don't divide")
-    add("--worker", action=Switch, help="run cases in this process (the script's own use)")
     return parser
 
 
@@ -199,9 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     out = Path(given.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    if given.worker:
-        Worker(out, given.seed, time.time() + 60 * given.minutes, given.uneven_marks).run()
-        return
     tally = supervise(out, given.seed, given.minutes, given.uneven_marks)
     outcomes = by_status(tally)
     print(f"fuzz: {tally.total()} cases: {outcomes}")

@@ -14,18 +14,16 @@ Example:
     tools/run resume_test --kills 30
 """
 
-import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from spmd.models.training.checkpoints.manifest import find_damage
 from spmd.models.training.run.stop import STOPPED_EXIT_CODE
 from spmd.scripts.flags.user_errors import one_message
 from spmd.scripts.jobs.local import with_device_count
+from tests.forked import Forked
 
 DISK_MIB = 48
 FILL = "fill"
@@ -84,12 +83,6 @@ LONGEST_WAIT = 0.8
 LONGEST_RUN = 300.0
 """Seconds after which a run hangs."""
 
-CACHED = {
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": 0,
-}
-
-
 FULL_SHARE = 0.3
 """So many of the kills come after the disk was filled."""
 
@@ -101,7 +94,7 @@ class Failed(RuntimeError):
 def command(folder: Path, steps: int, devices: int, save_every: int = SAVE_EVERY) -> list[str]:
     """A run of a tiny model that saves often."""
     return [
-        str(ROOT / "scripts/train_llama.py"),
+        "spmd.scripts.train_llama",
         *("--model=tiny", "--layers=1", "--noscan", f"--mesh=data={devices}", "--seq_len=16"),
         *("--global_batch=4", f"--data={folder.parent / TEXT}", f"--steps={steps}"),
         *("--log_every=1", "--eval_batches=0", "--sample_tokens=0", f"--save_every={save_every}"),
@@ -116,13 +109,15 @@ def write_text(folder: Path) -> None:
     (folder / TEXT).write_text(text, encoding="utf-8")
 
 
-def environment(devices: int) -> dict[str, str]:
-    """That of the runs: virtual CPU devices."""
+def environment(devices: int, cache: Path) -> dict[str, str]:
+    """That of the runs: virtual CPU devices, and a folder of compiled programs."""
     given = os.environ.get("XLA_FLAGS", "")
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": with_device_count(given, devices),
-        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 
 
@@ -131,25 +126,20 @@ class Runs:
 
     Args:
         env: variables of theirs.
-        cache: folder of compiled programs.
         log: where each writes what it says.
     """
 
-    def __init__(self, env: Mapping[str, str], cache: Path, log: Path) -> None:
-        self.env, self.cache, self.log = dict(env), cache, log
+    def __init__(self, env: Mapping[str, str], log: Path) -> None:
+        self.env, self.log = env, log
         # What tensorboardX leaves of runs that were killed is cleaned up, and no news.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["spmd.scripts.train_llama"])
 
-    def start(self, words: Sequence[str]) -> multiprocessing.process.BaseProcess:
+    def start(self, words: Sequence[str]) -> BaseProcess:
         """A new run."""
         self.log.unlink(missing_ok=True)
-        process = self._context.Process(target=_train, args=(words, self.env, self.cache, self.log))
-        process.start()
-        return process
+        return Forked(words[0], words[1:], self.log, self.env, preloaded=words[:1]).process
 
-    def end(self, process: multiprocessing.process.BaseProcess, expected: Container[int]) -> int:
+    def end(self, process: BaseProcess, expected: Container[int]) -> None:
         """Waits for the end of a run; its status has to be an expected one."""
         process.join(LONGEST_RUN)
         if process.exitcode is None:
@@ -157,36 +147,11 @@ class Runs:
             raise Failed(f"a run hung for {LONGEST_RUN:.0f} s")
         if process.exitcode not in expected:
             raise Failed(f"a run ended with {process.exitcode}:\n{self.log.read_text()}")
-        return process.exitcode
 
     def steps(self) -> list[int]:
         """The steps that the run has told of."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
-
-
-def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path) -> None:
-    """In the run's own process: the script's main."""
-    import jax
-
-    from spmd.scripts import train_llama
-
-    file = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(env)
-    settings = {"jax_platforms": "cpu", "jax_compilation_cache_dir": str(cache), **CACHED}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    try:
-        train_llama.main(words[1:])
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr, flush=True)
-        # A process that was forked ends without what is to run at an interpreter's end: there the
-        # first process of a job waits for the others.
-        atexit._run_exitfuncs()
-        sys.exit(1 if isinstance(end.code, str) else end.code)
 
 
 def steps_for(kills: int, *, faults: bool = False) -> int:
@@ -251,7 +216,7 @@ def resume_test(
     Raises:
         Failed: they differ, or a run did what it must not.
     """
-    runs = Runs(environment(devices), folder / "cache", folder / "log.txt")
+    runs = Runs(environment(devices, folder / "cache"), folder / "log.txt")
     alone = folder / "alone"
     write_text(folder)
     runs.end(runs.start(command(alone, steps, devices, save_every=0)), (0,))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.corpus.program import Made, momentum_state, momentum_step, normal
+from benchmarks.corpus.program import Made, normal, trained
 
 BATCH, LENGTH, HEADS, WIDTH = 8, 16, 2, 8
 HIDDEN = 4 * WIDTH
@@ -46,8 +46,7 @@ def megatron_mlp(mesh: Any) -> Made:
         return jnp.mean((x - y) ** 2)
 
     batch = normal(2, BATCH, LENGTH, WIDTH), normal(3, BATCH, LENGTH, WIDTH)
-    args = (params, momentum_state(params), *batch)
-    return Made(momentum_step(loss), args, ("params", "open", "batch", "batch"))
+    return trained(loss, params, *batch)
 
 
 def ring_attention(mesh: Any) -> Made:

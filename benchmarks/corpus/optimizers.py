@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import jax
@@ -37,8 +37,9 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
-    """The second step of an optimizer on a two-layer network."""
+def optimizer_step(make: Callable[[], Any]) -> Made:
+    """The second step of the optimizer on a two-layer network."""
+    optimizer = make()
     step = step_of(optimizer)
     params = {"w_in": normal(0, 16, 32), "b": normal(1, 32), "w_out": normal(2, 32, 8)}
     batch = {"x": normal(3, 8, 16), "y": normal(4, 8, 8)}
@@ -95,17 +96,13 @@ CHAINS: dict[str, Callable[[], Any]] = {
 QUICK = {"adafactor", "lamb", "chain.clip_schedule"}
 
 
-def _program(name: str, make: Callable[[], Any]) -> Program:
-    def made() -> Made:
-        return optimizer_step(make())
-
-    made.__doc__ = "The second step of the optimizer on a two-layer network."
-    return Program(f"optax.{name}", made, heavy=name not in QUICK)
-
-
 def programs() -> list[Program]:
     """All of them, in the order of their names."""
     named = constructors(optax)
     named |= {f"contrib.{name}": make for name, make in constructors(optax.contrib).items()}
     named |= {f"chain.{name}": make for name, make in CHAINS.items()}
-    return [_program(name, make) for name, make in named.items()]
+    steps = {name: partial(optimizer_step, make) for name, make in named.items()}
+    return [
+        Program(f"optax.{name}", update_wrapper(made, optimizer_step), heavy=name not in QUICK)
+        for name, made in steps.items()
+    ]

@@ -93,8 +93,12 @@ def integers(seed: int, high: int, *shape: int) -> Any:
     return jnp.asarray(np.random.RandomState(seed).randint(0, high, shape), jnp.int32)
 
 
-def momentum_step(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """(params, trace, *rest) -> (params, trace, loss, gradients), with SGD and momentum."""
+def trained(loss: Callable[..., Any], params: Any, *batch: Any, random: Any = None) -> Made:
+    """(params, trace, *batch) -> (params, trace, loss, gradients), with SGD and momentum.
+
+    Args:
+      loss: of params, the batch, and `random`, a key, if there is one.
+    """
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def step(params: Any, state: Any, *rest: Any) -> Any:
@@ -102,12 +106,9 @@ def momentum_step(loss: Callable[..., Any]) -> Callable[..., Any]:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value, grads
 
-    return step
-
-
-def momentum_state(params: Any) -> Any:
-    """The state that `momentum_step` starts with."""
-    return optax.sgd(0.1, momentum=0.9).init(params)
+    keys = () if random is None else (random,)
+    specs = ("params", "open", *["batch"] * len(batch), *["open"] * len(keys))
+    return Made(step, (params, optimizer.init(params), *batch, *keys), specs)
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:

@@ -1,5 +1,6 @@
 """jax.random with every key implementation: the same bits, whatever the sharding."""
 
+from functools import partial, update_wrapper
 from typing import Any
 
 import jax
@@ -55,12 +56,8 @@ def rejection() -> Made:
 
 def programs() -> list[Program]:
     """One program for each implementation, and the samplers by rejection."""
-    return [*map(_program, IMPLS), Program("random.rejection", rejection, heavy=True)]
-
-
-def _program(impl: str) -> Program:
-    def make() -> Made:
-        return sampling(impl)
-
-    make.__doc__ = sampling.__doc__
-    return Program(f"random.{impl}", make, heavy=impl != "threefry2x32")
+    every = {impl: update_wrapper(partial(sampling, impl), sampling) for impl in IMPLS}
+    return [
+        *(Program(f"random.{impl}", f, heavy=impl != "threefry2x32") for impl, f in every.items()),
+        Program("random.rejection", rejection, heavy=True),
+    ]

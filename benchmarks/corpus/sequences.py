@@ -6,18 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.corpus.program import Made, momentum_state, momentum_step, normal
+from benchmarks.corpus.program import Made, normal, trained
 
 BATCH, LENGTH, WIDTH = 8, 16, 16
 
 
 def regression() -> tuple[Any, Any]:
     return normal(10, BATCH, LENGTH, WIDTH), normal(11, BATCH, LENGTH, WIDTH)
-
-
-def trained(loss: Any, params: Any, *batch: Any) -> Made:
-    args = (params, momentum_state(params), *batch)
-    return Made(momentum_step(loss), args, ("params", "open", *["batch"] * len(batch)))
 
 
 def lstm() -> Made:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.corpus.program import Made, momentum_state, momentum_step, normal
+from benchmarks.corpus.program import Made, normal, trained
 
 BATCH = 8
 
@@ -60,8 +60,7 @@ def remat() -> Made:
         x, _ = lax.scan(layer, x, params["w"])
         return jnp.mean(jax.checkpoint(last)(x, params["v"]) ** 2)
 
-    args = (params, momentum_state(params), normal(2, BATCH, 8))
-    return Made(momentum_step(loss), args, ("params", "open", "batch"))
+    return trained(loss, params, normal(2, BATCH, 8))
 
 
 def implicit() -> Made:

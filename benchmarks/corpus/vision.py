@@ -6,14 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.corpus.program import (
-    Made,
-    cross_entropy,
-    integers,
-    momentum_state,
-    momentum_step,
-    normal,
-)
+from benchmarks.corpus.program import Made, cross_entropy, integers, normal, trained
 
 BATCH = 8
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -65,8 +58,7 @@ def resnet() -> Made:
         x, _ = lax.scan(block, x, params["blocks"])
         return cross_entropy(x.mean((1, 2)) @ params["head"], labels)
 
-    args = (params, momentum_state(params), normal(4, BATCH, 16, 16, 3), integers(5, 8, BATCH))
-    return Made(momentum_step(loss), args, ("params", "open", "batch", "batch"))
+    return trained(loss, params, normal(4, BATCH, 16, 16, 3), integers(5, 8, BATCH))
 
 
 def unet() -> Made:
@@ -111,5 +103,4 @@ def unet() -> Made:
         return jnp.mean((net(params, noisy, t) - noise) ** 2)
 
     times = jnp.linspace(0.1, 1.5, BATCH)
-    args = (params, momentum_state(params), normal(8, BATCH, 8, 8, 4), times, jax.random.key(0))
-    return Made(momentum_step(loss), args, ("params", "open", "batch", "batch", "open"))
+    return trained(loss, params, normal(8, BATCH, 8, 8, 4), times, random=jax.random.key(0))

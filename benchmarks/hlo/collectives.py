@@ -130,40 +130,55 @@ def _read_elements(
 # The last three belong together: it is one gather, of one channel, that is written in each of them.
 
 
-class Issued(NamedTuple):
-    """A collective that a computation issues."""
+class HloCollective(NamedTuple):
+    """One collective."""
 
-    kind: str  # `all_gather`, `all_reduce`, ...: of what runs, whatever it is written as
-    place: int  # where in the computation; it is under way from behind that
-    end: int | None  # where it is waited for; None if it is synchronous
-    # the instruction that says what is exchanged: that at `place`, or one inside
-    collective: Instruction
-    group: int  # devices that exchange with one another
-    received: int  # bytes that arrive at one device
+    # `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
+    # `collective_broadcast`
+    kind: str
+    # bytes that one device sends in one execution, by the convention of
+    # `spmd.reshard.comm.wire_bytes`; for a combined collective, of all its operands
+    bytes: int
+    # executions in one run (loops multiply)
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    group_size: int  # devices that exchange with one another
+    op_name: str  # the path of name scopes that it came from
+    source: str  # `file.py:line (function)`, empty where XLA does not know
+    place: int = 0  # where its computation issues it
+    end: int | None = None  # where that waits for it; None of a synchronous one
+
+    @property
+    def flight(self) -> range:
+        """The places of what is issued while it is under way."""
+        return range(self.place + 1, self.place + 1 if self.end is None else self.end)
 
 
 class Reader:
-    """Finds the collectives of a module's computations."""
+    """Finds the collectives of a module's computations.
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    Args:
+      scattered: as of `scattered_bytes`; what is scattered in part is two collectives.
+    """
+
+    def __init__(self, module: Module, scattered: Mapping[str, int]) -> None:
+        self.module, self.scattered = module, scattered
         # Names of gathers that start, and the channels of those: whatever else in a fusion has one
         # of these is such a gather on its way.
         self._starts = _marked(module, "AsyncCollectiveStart")
         self._dones = _marked(module, "AsyncCollectiveDone")
         self._channels = set(map(_channel, self._starts.values()))
 
-    def issued(self, computation: Sequence[Instruction]) -> Iterator[Issued]:
-        """Collectives of a computation that is no fusion's, in the order of the text."""
+    def issued(self, computation: Sequence[Instruction]) -> Iterator[HloCollective]:
+        """Collectives of a computation that is no fusion's, in the order of the text, once each."""
         for place, instruction in enumerate(computation):
             to_host = "is_host_transfer=true" in instruction.rest
             if (kind := kind_of(instruction)) is not None and not to_host:
                 end = _done(computation, place)
-                yield self._made(kind, place, end, instruction, payload(instruction))
+                yield from self._made(kind, place, end, instruction, instruction)
             elif instruction.opcode in ("fusion", "async-start"):
                 yield from self._wrapped(computation, place)
 
-    def _wrapped(self, computation: Sequence[Instruction], place: int) -> Iterator[Issued]:
+    def _wrapped(self, computation: Sequence[Instruction], place: int) -> Iterator[HloCollective]:
         """The collectives that a fusion, or the start of a wrapped computation, issues."""
         outer = computation[place]
         end = _done(computation, place) if outer.opcode == "async-start" else None
@@ -175,19 +190,27 @@ class Reader:
                 end = self._fused_done(computation, place, _channel(inner))
             elif outer.opcode == "fusion" and _channel(inner) in self._channels:
                 continue
-            type_ = payload(inner)
             if kind == "all_reduce" and self._keeps_a_share(outer, inner):
                 kind = "reduce_scatter"
-            yield self._made(kind, place, end, inner, type_)
+            yield from self._made(kind, place, end, inner, outer)
 
     def _made(
-        self, kind: str, place: int, end: int | None, collective: Instruction, type_: str
-    ) -> Issued:
+        self, kind: str, place: int, end: int | None, collective: Instruction, outer: Instruction
+    ) -> Iterator[HloCollective]:
+        """One collective, or two: of a combined all-reduce that is scattered in part."""
         group = group_size(collective, kind, self.module)
-        received = sum(array_bytes(*array) for array in arrays(type_))
+        received = sum(array_bytes(*array) for array in arrays(payload(collective)))
         if kind == "reduce_scatter" and kind_of(collective) == "all_reduce":
             received //= group
-        return Issued(kind, place, end, collective, group, received)
+        scatter = self.scattered.get(collective.name, 0)
+        parts = [("reduce_scatter", -(-scatter // group))] if scatter else []
+        if scatter < received or not received:
+            parts.append((kind, received - scatter))
+        named = collective if op_name_of(collective) else outer
+        op_name, source = op_name_of(named), source_of(named, self.module)
+        for part, size in parts:
+            sent = _sent(part, group, size)
+            yield HloCollective(part, sent, 1, group, op_name, source, place, end)
 
     def _keeps_a_share(self, outer: Instruction, reduce: Instruction) -> bool:
         """Whether a fusion returns just one device's share of a sum."""
@@ -292,29 +315,6 @@ def _largest_cycle(pairs: re.Match[str] | None) -> int:
     return max(map(len, connected.values()), default=1)
 
 
-class HloCollective(NamedTuple):
-    """One collective."""
-
-    # `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
-    # `collective_broadcast`
-    kind: str
-    # bytes that one device sends in one execution, by the convention of
-    # `spmd.reshard.comm.wire_bytes`; for a combined collective, of all its operands
-    bytes: int
-    # executions in one run (loops multiply)
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    group_size: int  # devices that exchange with one another
-    op_name: str  # the path of name scopes that it came from
-    source: str  # `file.py:line (function)`, empty where XLA does not know
-    place: int = 0  # where its computation issues it
-    end: int | None = None  # where that waits for it; None of a synchronous one
-
-    @property
-    def flight(self) -> range:
-        """The places of what is issued while it is under way."""
-        return range(self.place + 1, self.place + 1 if self.end is None else self.end)
-
-
 class Account(NamedTuple):
     """The collectives of a module."""
 
@@ -353,34 +353,10 @@ def hlo_collectives(
 def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = False) -> Account:
     """The collectives of each computation, `count` being 1; for arguments see `hlo_collectives`."""
     module = parse_module_text(text)
-    scattered = scattered_bytes(module) if scatter_slices else {}
-    reader = Reader(module)
-    found = {
-        name: [
-            collective
-            for issued in reader.issued(computation)
-            for collective in _collectives(issued, computation[issued.place], module, scattered)
-        ]
-        for name, computation in module.computations.items()
-    }
+    reader = Reader(module, scattered_bytes(module) if scatter_slices else {})
+    found = {name: list(reader.issued(own)) for name, own in module.computations.items()}
     sent = {name: [collective.bytes for collective in own] for name, own in found.items()}
     return Account(module, found, Runs(module, sent, guess_trips=guess_trips))
-
-
-def _collectives(
-    issued: Issued, outer: Instruction, module: Module, scattered: Mapping[str, int]
-) -> Iterator[HloCollective]:
-    """One collective, or two: of a combined all-reduce that is scattered in part."""
-    kind, group, received = issued.kind, issued.group, issued.received
-    scatter = scattered.get(issued.collective.name, 0)
-    parts = [("reduce_scatter", -(-scatter // group))] if scatter else []
-    if scatter < received or not received:
-        parts.append((kind, received - scatter))
-    named = issued.collective if op_name_of(issued.collective) else outer
-    op_name, source = op_name_of(named), source_of(named, module)
-    for part, size in parts:
-        sent = _sent(part, group, size)
-        yield HloCollective(part, sent, 1, group, op_name, source, issued.place, issued.end)
 
 
 def _sent(kind: str, group: int, received: int) -> int:

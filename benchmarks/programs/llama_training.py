@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import spmd
-from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
+from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of, training_step
 from spmd.models.llama import fresh, objective, sharding
 from spmd.models.llama.config import LlamaConfig
 
@@ -90,11 +90,6 @@ def build(
 
     gradients = ACCUMULATE[accumulate](loss_and_grads) if accumulate else loss_and_grads
 
-    def train_step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = gradients(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
     params = structs_of(lambda key: fresh.init(key, config), jax.random.key(0))
     state = structs_of(optimizer.init, params)
     if accumulate:
@@ -103,7 +98,7 @@ def build(
         tokens = marked(mesh, ("data",), (BATCH, LENGTH), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
     args = (sharding.mark_params(params, mesh, config), state, batch)
-    return Built(train_step, args, donate=(0, 1))
+    return Built(training_step(gradients, optimizer), args, donate=(0, 1))
 
 
 def accumulate_in_scan(loss_and_grads: LossAndGrads) -> LossAndGrads:

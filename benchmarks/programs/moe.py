@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import spmd
-from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
+from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of, training_step
 
 GROUPS, TOKENS, MODEL, EXPERTS, PLACES, HIDDEN = 16, 64, 128, 8, 16, 512
 
@@ -61,14 +61,10 @@ def build(mesh: spmd.Mesh, train: bool, expert_axis: str = "data") -> Built:
         return Built(layer, (params, x))
     optimizer = optax.sgd(1e-2, momentum=0.9)
 
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            return jnp.mean((layer(params, x) - y) ** 2)
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((layer(params, x) - y) ** 2)
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    step = training_step(jax.value_and_grad(loss_fn), optimizer)
     return Built(step, (params, structs_of(optimizer.init, params), x, x), donate=(0, 1))
 
 

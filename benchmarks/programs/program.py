@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import spmd
 
@@ -72,6 +73,17 @@ def structs_of(fn: Callable[..., Any], *args: Any) -> Any:
 def whole(mesh: spmd.Mesh, tree: Any) -> Any:
     """Open arguments, marked as not split."""
     return jax.tree.map(lambda s: marked(mesh, (), s.shape, s.dtype), tree)
+
+
+def training_step(value_and_grad: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    """(params, state, *batch) -> (params, state, loss)."""
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        loss, grads = value_and_grad(params, *batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
 
 
 def small_machine() -> spmd.Topology:

@@ -37,27 +37,19 @@ UNEVEN_PAIRS: tuple[tuple[Spec, Spec], ...] = (
 
 def reshard_programs() -> list[Program]:
     """One program for each pair."""
-    pairs: list[tuple[tuple[int, ...], Spec, Spec]] = [
-        (SIZE, src, dst) for src, dst in permutations(matrix_specs(), 2)
+    pairs: list[tuple[str, tuple[int, ...], Spec, Spec]] = [
+        ("reshard", SIZE, src, dst) for src, dst in permutations(matrix_specs(), 2)
     ]
-    pairs += [(BOX, src, dst) for src, dst in BOXES]
-    programs = [
+    pairs += [("reshard", BOX, *pair) for pair in BOXES]
+    pairs += [("reshard-uneven", UNEVEN, *pair) for pair in UNEVEN_PAIRS]
+    return [
         Program(
-            f"reshard/{describe(src)}->{describe(dst)}",
+            f"{family}/{describe(src)}->{describe(dst)}",
             MESHES["4x2"],
-            partial(build, shape=shape, src=src, dst=dst),
+            partial(build, shape=shape, src=src, dst=dst, and_back=shape == UNEVEN),
         )
-        for shape, src, dst in pairs
+        for family, shape, src, dst in pairs
     ]
-    programs += [
-        Program(
-            f"reshard-uneven/{describe(src)}->{describe(dst)}",
-            MESHES["4x2"],
-            partial(build_there_and_back, shape=UNEVEN, src=src, dst=dst),
-        )
-        for src, dst in UNEVEN_PAIRS
-    ]
-    return programs
 
 
 def matrix_specs() -> Iterator[Spec]:
@@ -75,20 +67,13 @@ def describe(spec: Spec) -> str:
     return "(" + ",".join("".join(a[0] for a in axes) or "-" for axes in spec) + ")"
 
 
-def build(mesh: spmd.Mesh, shape: tuple[int, ...], src: Spec, dst: Spec) -> Built:
-    """`mark(mark(x, src), dst)`."""
-
-    def reshard(x: Any) -> Any:
-        return spmd.mark_sharding(spmd.mark_sharding(x, mesh, src), mesh, dst)
-
-    return Built(reshard, (marked(mesh, src, shape),))
-
-
-def build_there_and_back(mesh: spmd.Mesh, shape: tuple[int, ...], src: Spec, dst: Spec) -> Built:
-    """From `src` to `dst` and back: what doesn't divide may not leave a program."""
+def build(
+    mesh: spmd.Mesh, shape: tuple[int, ...], src: Spec, dst: Spec, and_back: bool = False
+) -> Built:
+    """`mark(mark(x, src), dst)`; perhaps and back: what doesn't divide may not leave a program."""
 
     def reshard(x: Any) -> Any:
         there = spmd.mark_sharding(spmd.mark_sharding(x, mesh, src), mesh, dst)
-        return spmd.mark_sharding(jnp.sin(there), mesh, src)
+        return spmd.mark_sharding(jnp.sin(there), mesh, src) if and_back else there
 
     return Built(reshard, (marked(mesh, src, shape),))

@@ -9,7 +9,15 @@ import optax
 from jax import lax
 
 import spmd
-from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of, whole
+from benchmarks.programs.program import (
+    Built,
+    Program,
+    marked,
+    on_meshes,
+    structs_of,
+    training_step,
+    whole,
+)
 
 BATCH, SIZE, WIDTHS, BLOCKS, CLASSES = 32, 32, (32, 64, 128), 2, 10
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -31,15 +39,11 @@ def build(mesh: spmd.Mesh, spec: tuple[Any, ...]) -> Built:
     """A training step with SGD and momentum; parameters are whole, images split by `spec`."""
     optimizer = optax.sgd(1e-2, momentum=0.9)
 
-    def step(params: Any, state: Any, images: Any, labels: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            logits = forward(params, images)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    def loss_fn(params: Any, images: Any, labels: Any) -> Any:
+        logits = forward(params, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    step = training_step(jax.value_and_grad(loss_fn), optimizer)
     params = whole(mesh, structs_of(init))
     images = marked(mesh, spec, (BATCH, SIZE, SIZE, 3))
     labels = marked(mesh, spec[:1], (BATCH,), jnp.int32)

@@ -153,4 +153,4 @@ def test_the_users_flags_come_first() -> None:
     flags = xla_flags("--xla_force_host_platform_device_count=16").split()
     assert flags[0] == "--xla_force_host_platform_device_count=16"
     assert sum(flag.startswith("--xla_force_host") for flag in flags) == 1
-    assert len(flags) == 3
+    assert len(flags) == 4

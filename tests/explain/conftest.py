@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+from benchmarks.programs.program import marked, struct
 from tests.explain.programs import trained
 
 
@@ -34,14 +35,10 @@ def compiled(devices8: Any) -> Any:
     """An MLP's training step on a mesh of data=4, model=2; one argument's name needs escaping."""
     mesh = spmd.make_mesh(data=4, model=2)
 
-    def struct(shape: Any, *spec: Any) -> Any:
-        plain = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return spmd.mark_sharding(plain, mesh, spec) if spec else plain
-
     params = {
-        "w_in": struct((16, 32), "data", "model"),
-        "w_out": struct((32, 8), "model", "data"),
+        "w_in": marked(mesh, ("data", "model"), (16, 32)),
+        "w_out": marked(mesh, ("model", "data"), (32, 8)),
         "<b>&": struct((8,)),
     }
-    batch = {"x": struct((8, 16), "data", None), "y": struct((8, 8), "data", None)}
+    batch = {name: marked(mesh, ("data", None), (8, n)) for name, n in (("x", 16), ("y", 8))}
     return spmd.jit(train_step(mesh), mesh=mesh, donate_argnums=0).compile(params, batch)

@@ -16,6 +16,7 @@ from spmd.frontend.normalize import accumulate, unflatten
 from spmd.ir.description import RESHAPE
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
+from tests.close import partitioned
 from tests.ir.examples import program_of
 
 OPTIONS = spmd.Options(topology=small_machine(), check=True)
@@ -44,9 +45,7 @@ def test_a_split_tensor_is_summed_where_it_is(name: str, mesh: spmd.Mesh) -> Non
     after = unflatten(program_of(fn, X))
     check_program(after)
     x = spmd.mark_sharding(X, mesh, ("data", "model"))
-    compiled = spmd.jit(fn, mesh=mesh, options=OPTIONS).compile(x)
-    got, want = compiled(x), fn(X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    compiled = partitioned(fn, x, mesh=mesh, options=OPTIONS)
     kinds = {c.kind for c in compiled.collectives}
     assert name == "also read" or "all_gather" not in kinds
     if name == "everything":
@@ -73,14 +72,11 @@ def test_each_operand_of_a_barrier_may_have_the_axis() -> None:
 
     mesh = spmd.make_mesh(data=8)
     specs = (("data", None), (None, "data"))
-    jitted = spmd.jit(fn, mesh=mesh, in_specs=specs, options=spmd.Options(check=True))
-    compiled = jitted.compile(ROWS, ROWS.T.copy())
+    compiled = partitioned(fn, ROWS, ROWS.T.copy(), mesh=mesh, in_specs=specs)
     assert not compiled.collectives
     local = compiled.stages.partitioned.program
     barriers = [op for op in local.walk() if op.name == "stablehlo.optimization_barrier"]
     assert [len(op.results) for op in barriers] == [2]
-    for got, want in zip(compiled(ROWS, ROWS.T.copy()), fn(ROWS, ROWS.T), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +145,7 @@ def test_sums_are_made_in_place(name: str) -> None:
     check_program(new)
     assert sums(new) == sums(program) - 1
     mesh = spmd.make_mesh(data=3, devices=jax.devices()[:3])
-    w = spmd.mark_sharding(W, mesh, ("data", None, None))
-    options = spmd.Options(check=True)
-    found = spmd.jit(ADDED[name], mesh=mesh, options=options)(w)
-    np.testing.assert_allclose(found, jax.jit(ADDED[name])(W), rtol=1e-6)
+    partitioned(ADDED[name], W, mesh=mesh, in_specs=(("data", None, None),))
 
 
 @pytest.mark.parametrize("name", APART)

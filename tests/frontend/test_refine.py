@@ -14,6 +14,7 @@ from spmd.errors import FrontendError
 from spmd.frontend.artifact import calls_of, function_artifact
 from spmd.frontend.importer.module import parse_module
 from spmd.frontend.refine import is_dynamic, refine, symbols_of
+from tests.close import close
 from tests.frontend.test_hostile import chain
 
 
@@ -60,8 +61,7 @@ def test_composites_loops_and_calls_at_two_sizes(artifact: bytes, size: int) -> 
     assert calls_of(refined).composites == {"test.doubled": 2}
     x = np.random.default_rng(size).standard_normal((size, 4)).astype(np.float32)
     compiled = spmd.compile_stablehlo(refined, spmd.make_mesh(data=2), [("data",), None])
-    for ours, theirs in zip(compiled(x, 3), everything(x, jnp.int32(3)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    close(compiled(x, 3), everything(x, jnp.int32(3)), 1e-5)
 
 
 def test_the_compilers_own_ops_stay_whole() -> None:
@@ -96,9 +96,7 @@ def test_the_compilers_own_ops_stay_whole() -> None:
     assert sorted(names) == [
         "spmd.attention", "spmd.linear", "spmd.paged_attention", "spmd.paged_update",
     ]  # fmt: skip
-    wanted = jax.jit(layer)(*arrays)
-    for ours, theirs in zip(lowered.compile()(*arrays), wanted, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    close(lowered.compile()(*arrays), jax.jit(layer)(*arrays), 1e-4)
 
 
 CONSTANT_FIRST = """module {

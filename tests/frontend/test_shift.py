@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import spmd
+from tests.close import partitioned
 
 
 def joins_of(fn: Callable[..., Any], x: Any) -> list[int]:
@@ -39,9 +40,7 @@ def test_scans_along_a_split_dim(mesh: spmd.Mesh, size: int, reverse: bool) -> N
         one = lax.associative_scan(linear, (split, b), reverse=reverse)
         return one, lax.associative_scan(combined, b, reverse=reverse)
 
-    jitted = spmd.jit(scan, mesh=mesh, options=spmd.Options(check=True))
-    want = jax.jit(scan)(a, b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), jitted(a, b), want)
+    partitioned(scan, a, b, mesh=mesh, tolerance=1e-5)
 
 
 @pytest.mark.thorough
@@ -51,8 +50,7 @@ def test_gradients_along_a_split_dim(mesh: spmd.Mesh) -> None:
     def loss(a: Any) -> Any:
         return (lax.associative_scan(linear, (a, a + 1))[1] ** 2).sum()
 
-    jitted = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=((("data", "model"), None),))
-    np.testing.assert_allclose(jitted(a), jax.grad(loss)(a), rtol=1e-4)
+    partitioned(jax.grad(loss), a, mesh=mesh, in_specs=((("data", "model"), None),))
 
 
 def test_a_level_sends_one_row() -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import spmd
+from tests.close import partitioned
 
 LAYERS, WIDTH, ROWS = 4, 16, 8
+WRITTEN_OUT = spmd.Options(unroll=LAYERS, check=True)
 
 
 def made(*shape: int) -> jax.Array:
@@ -57,11 +59,9 @@ def test_values_and_gradients(mesh: spmd.Mesh, fn: Any) -> None:
     x, w = made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)
     specs = (("data", None), (None, "data", "model"))
     step = jax.value_and_grad(fn, (0, 1))
-    want = jax.jit(step)(x, w)
-    run = spmd.jit(step, mesh=mesh, in_specs=specs, options=spmd.Options(unroll=LAYERS, check=True))
-    found = run(x, w)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), found, want)
-    text = run.compile(x, w).as_text("program")
+    text = partitioned(step, x, w, mesh=mesh, in_specs=specs, options=WRITTEN_OUT).as_text(
+        "program"
+    )
     loops = 2 if fn is nested else 0  # the outer loop, and its gradient
     assert text.count("stablehlo.while") == loops
     if not loops:
@@ -158,9 +158,8 @@ def test_loops_that_wrap_around_end(start: int, end: int, step: int, trips: int 
     jitted = spmd.jit(counted, mesh=mesh, options=spmd.Options(unroll=64))
     program = jitted.lower(x, topology=spmd.Topology("h200:2")).stages.program
     assert ("stablehlo.while" in [op.name for op in program.walk()]) == (trips is None)
-    here = spmd.jit(counted, mesh=spmd.make_mesh(data=8), options=spmd.Options(unroll=64))
-    for got, want in zip(here(jnp.zeros(8)), jax.jit(counted)(jnp.zeros(8)), strict=True):
-        np.testing.assert_array_equal(got, want)
+    options = spmd.Options(unroll=64)
+    partitioned(counted, jnp.zeros(8), mesh=spmd.make_mesh(data=8), options=options, tolerance=0.0)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +180,7 @@ def test_what_is_computed_again_waits_for_its_turn(recomputed: bool, policy: str
     w, x = 0.1 * np.ones((LAYERS, 16, 16), np.float32), np.ones((32, 16), np.float32)
     mesh = spmd.make_mesh(data=8)
     specs = ((None, None, "data"), ("data", None))
-    run = spmd.jit(step, mesh=mesh, in_specs=specs, options=spmd.Options(unroll=LAYERS, check=True))
-    lowered = run.lower(w, x)
-    text = lowered.as_text("optimized")
+    compiled = partitioned(step, w, x, mesh=mesh, in_specs=specs, options=WRITTEN_OUT)
+    text = compiled.as_text("optimized")
     assert "while" not in text
     assert text.count("optimization_barrier") in ((LAYERS, 2 * LAYERS) if recomputed else (0,))
-    np.testing.assert_allclose(lowered.compile()(w, x), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)

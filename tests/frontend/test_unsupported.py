@@ -7,6 +7,7 @@ import spmd
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.importer.module import import_module, parse_module
 from spmd.frontend.importer.ops import REFUSED
+from tests.frontend.test_hostile import BODY, function
 
 _SUM = """({
   ^bb0(%a: tensor<f32>, %b: tensor<f32>):
@@ -37,11 +38,7 @@ def collectives(groups: str, count: int) -> dict[str, str]:
 
 
 def module(line: str) -> str:
-    return f"""
-    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {{
-      %y = {line}
-      return %x : tensor<8x4xf32>
-    }}"""
+    return function(f"%y = {line}\n{BODY}")
 
 
 TEXTS = collectives("[[0, 1]]", 2)

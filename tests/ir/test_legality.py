@@ -2,12 +2,13 @@
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from spmd.errors import LegalityError
 from spmd.ir.legality import check_program
 from spmd.ir.program import OpKind
-from tests.ir.examples import example
+from tests.ir.examples import program_of
 from tests.ir.text_parse import parse_program
 
 PROGRAM = """
@@ -126,7 +127,7 @@ def test_what_cannot_be_written_as_text_is_refused_too():
 
 
 def test_the_error_names_the_op_and_the_users_line():
-    program = example("train_step")
+    program = program_of(lambda x: jnp.sin(x) * 2, jnp.ones(4))
     index, op = next((i, op) for i, op in enumerate(program.body.ops) if op.loc.source)
     kind = OpKind("other.op", op.kind.operands, op.kind.results, op.kind.attrs)
     with pytest.raises(LegalityError, match="its dialect is none of") as error:

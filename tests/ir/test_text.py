@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.legality import check_program
 from spmd.ir.program import Body, Op, OpKind, Program, Region
 from spmd.ir.text import format_op, format_program
 from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
-from tests.ir.examples import FUNCTIONS, example
+from tests.ir.dialect.cases import CASES
+from tests.ir.examples import program_of
 from tests.ir.text_parse import parse_program, without_locs
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
@@ -37,22 +37,6 @@ def typed(value):
     return type(value), parts
 
 
-def local_program():
-    """A program with collectives, numbers left over, a dead value and a program's odd names."""
-    b = Builder()
-    x = b.value(TensorType((4, 8), "f32"))
-    b.value(TensorType((), "token"))
-    b.begin()
-    (index,) = b.op("spmd.axis_index", (), (TensorType((), "i32"),), {"axes": (0, 2)})
-    attrs = {"axes": (1, 2), "body": reducer_body("add", "f32")}
-    (y,) = b.op("stablehlo.all_reduce", (x,), (b.types[x],), attrs)
-    b.value(F32)
-    pairs = {"axes": (), "pairs": ((0, 1), (1, 0))}
-    (z,) = b.op("stablehlo.collective_permute", (y,), (b.types[x],), pairs)
-    region = b.end((x,), (z, index))
-    return Program('a "name"\n', tuple(b.types), region, ("a\\b",), ("['x']", "é\u2028\x85"))
-
-
 LOCAL_TEXT = r"""
 program @"a \"name\"\n"(
   %0: tensor<4x8xf32> "a\\b"
@@ -69,9 +53,12 @@ program @"a \"name\"\n"(
 """  # noqa: E501 (an op a line)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+IMPORTED = {case.name: case for case in CASES if case.name not in ("callback", "inspected")}
+
+
+@pytest.mark.parametrize("name", IMPORTED)
 def test_imported_programs_read_back(name):
-    program = example(name)
+    program = program_of(IMPORTED[name].fn, *IMPORTED[name].args)
     check_program(program)
     read = parse_program(format_program(program, annotate=lambda v: f"value {v}"))
     assert read == without_locs(program)
@@ -84,9 +71,12 @@ def test_imported_programs_read_back(name):
 
 @pytest.mark.parametrize("mesh", [None, MESH])
 def test_local_programs_read_back(mesh):
-    program = local_program()
+    """With collectives, numbers left over, a dead value and a program's odd names."""
+    program = parse_program(LOCAL_TEXT, MESH)
+    assert [op.kind.attrs["axes"] for op in program.walk()] == [(0, 2), (1, 2), ()]
+    assert (program.name, *program.result_names) == ('a "name"\n', "['x']", "é\u2028\x85")
     text = format_program(program, mesh=mesh)
-    assert parse_program(text, mesh) == without_locs(program)
+    assert parse_program(text, mesh) == program
     assert (text == LOCAL_TEXT.removeprefix("\n")) == (mesh is not None)
 
 
@@ -195,7 +185,7 @@ def test_quantized_types_read_back():
 
 
 def test_annotations_stand_behind_every_definition():
-    program = example("control_flow")
+    program = program_of(IMPORTED["case"].fn, *IMPORTED["case"].args)
     text = format_program(program, annotate=lambda v: f"<{v}>")
     for value in range(len(program.types)):
         assert f"<{value}>" in text

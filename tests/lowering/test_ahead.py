@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from benchmarks.hlo.collectives import hlo_collectives
+from benchmarks.programs.program import marked
 from spmd.errors import ArgumentError, MeshError
 from spmd.lowering.ahead import devices_ahead, is_here
 from tests.compilers import needs_cuda_plugin, needs_libtpu
@@ -22,10 +23,8 @@ def step(x: Any, w: Any) -> Any:
     return jnp.maximum(x @ w, 0)
 
 
-def structs(mesh: spmd.Mesh) -> tuple[Any, Any]:
-    x, w = (jax.ShapeDtypeStruct((512, 512), np.float32) for _ in range(2))
-    marked = spmd.mark_sharding(x, mesh, ("data", None))
-    return marked, spmd.mark_sharding(w, mesh, ("data", "model"))
+def structs(mesh: spmd.Mesh) -> tuple[Any, ...]:
+    return tuple(marked(mesh, ("data", last), (512, 512)) for last in (None, "model"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.mesh.spec import jax_mesh
+from tests.close import partitioned
 from tests.lowering.manual_programs import manual
 from tests.markdown import ROOT, blocks_of
 
@@ -105,11 +106,9 @@ def test_products_of_sparse_rows(mesh: spmd.Mesh) -> None:
     def fn(matrix: Any, x: Any, w: Any) -> Any:
         return matrix @ x, matrix @ x[:, 0], matrix @ (x @ w)
 
-    step = spmd.jit(fn, mesh=mesh, in_specs=(None, (None, "data"), ("data", None)))
-    compiled = step.compile(matrix, x, x[:16])
+    specs = (None, (None, "data"), ("data", None))
+    compiled = partitioned(fn, matrix, x, x[:16], mesh=mesh, in_specs=specs)
     assert "tensor<32x4xf32>) -> tensor<24x4xf32>" in compiled.as_text("local")
-    for ours, theirs in zip(step(matrix, x, x[:16]), jax.jit(fn)(matrix, x, x[:16]), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_memory_that_nobody_wrote_to() -> None:

@@ -17,7 +17,7 @@ import spmd
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect import rule
 from spmd.mesh.sharding import local_shape
-from spmd.ops import attention
+from spmd.ops import attention, zigzag
 from spmd.ops import attention_cudnn as cudnn
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
@@ -160,9 +160,12 @@ class Split(NamedTuple):
 
     Attributes:
       sizes: B, S, N, K.
-      mesh: sizes of the axes.
+      mesh: sizes of the axes x, y and z.
       queries, keys: the specs.
-      local: (B, S, N) and K that one device computes.
+      local: (B, S, N) and K that one device computes, if that is checked.
+      length: of the keys, where it is another one.
+      order: parts of the zigzag order.
+      pieces: of the keys on one device, if that is checked; 0 where it takes them all at once.
     """
 
     name: str
@@ -170,9 +173,41 @@ class Split(NamedTuple):
     mesh: tuple[int, ...]
     queries: Any
     keys: Any
-    local: tuple[tuple[int, int, int], int]
+    local: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
     packed: bool = False
     window: int | None = None
+    causal: bool = True
+    length: int = 0
+    order: int = 1
+    pieces: int = 4
+
+    def ordered(self, x: Any) -> Any:
+        return zigzag(x, self.order) if self.order > 1 else x
+
+    def compiled(self, dtype: Any = None, out_specs: Any = None) -> tuple[spmd.Compiled, Any]:
+        """The program of loss and gradients, and its arguments in their usual order."""
+        mesh = spmd.make_mesh(**dict(zip("xyz", self.mesh, strict=False)))
+        specs = {"q": spread(self.queries), "k": spread(self.keys)}
+        args = tensors(*self.sizes, t=self.length, dtype=dtype)
+        args += (documents(*self.sizes[:2]),) if self.packed else ()
+
+        def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
+            return attention(
+                q, k, v, causal=self.causal, segment_ids=segment_ids, zigzag=self.order,
+                window=self.window,
+            )  # fmt: skip
+
+        step = loss(ours, lambda name, x: spmd.mark_sharding(x, mesh, specs[name]))
+        jitted = spmd.jit(step, mesh=mesh, out_specs=out_specs, options=EVERY_FLOP_COUNTS)
+        return jitted.compile(*map(self.ordered, args)), args
+
+    def wanted(self, *args: Any) -> Any:
+        """Loss and gradients by the textbook."""
+
+        def want(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
+            return plain(q, k, v, self.causal, segments, self.window)
+
+        return jax.jit(loss(want))(*args)
 
 
 SEQUENCE = Split("sequence", (2, 16, 4, 2), (8,), (None, "x"), (), ((2, 2, 4), 2))
@@ -194,21 +229,6 @@ def spread(spec: Any) -> tuple[Any, ...]:
     return (*spec, *(None,) * (4 - len(spec)))
 
 
-def compiled_split(split: Split) -> tuple[spmd.api.Compiled, Any]:
-    """The program of loss and gradients on the mesh, and its arguments."""
-    axes = dict(zip("xyz", split.mesh, strict=False))
-    mesh = spmd.make_mesh(**axes)
-    specs = {"q": spread(split.queries), "k": spread(split.keys)}
-    args = tensors(*split.sizes)
-    args += (documents(*split.sizes[:2]),) if split.packed else ()
-
-    def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
-        return attention(q, k, v, window=split.window, segment_ids=segment_ids)
-
-    step = loss(ours, lambda name, x: spmd.mark_sharding(x, mesh, specs[name]))
-    return spmd.jit(step, mesh=mesh, options=EVERY_FLOP_COUNTS).compile(*args), args
-
-
 def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, ...]]]:
     """The composites as planned: name -> the shapes of the operands on one device."""
     plan = lowered.stages.plan
@@ -225,12 +245,8 @@ def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, 
 @pytest.mark.usefixtures("exact_plans")
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name.replace(" ", "_"))
 def test_split(split: Split) -> None:
-    compiled, args = compiled_split(split)
-
-    def want(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return plain(q, k, v, True, segments, split.window)
-
-    close(compiled(*args), jax.jit(loss(want))(*args))
+    compiled, args = split.compiled()
+    close(compiled(*args), split.wanted(*args))
     for queries, keys, *_ in locally(compiled).values():
         assert (queries[:3], keys[2]) == split.local
         whole = keys[1] == split.sizes[1]
@@ -242,7 +258,7 @@ def test_gradients_of_gathered_keys_are_sums_over_the_parts_of_the_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rule, "MOST_PIECES", 1)  # nothing goes round
-    compiled, args = compiled_split(SEQUENCE)
+    compiled, args = SEQUENCE.compiled()
     sums = [c for c in compiled.collectives if c.kind in ("all_reduce", "reduce_scatter")]
     assert {c.axes for c in sums} == {("x",)}
     k, v = args[1:3]
@@ -252,6 +268,19 @@ def test_gradients_of_gathered_keys_are_sums_over_the_parts_of_the_queries(
     assert compiled.verify(*args)
 
 
+def recomputed(fn: Any, w: Any) -> Any:
+    """Loss and gradients of two layers of the same function, scanned."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, scale: Any) -> Any:
+            return fn(x * scale, k, v), None
+
+        return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
+
+    return jax.value_and_grad(run, (0, 1, 2))
+
+
 def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     q, k, v, w = tensors(6, 8, 4, 2)
@@ -259,20 +288,11 @@ def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     k, v = k[:2], v[:2]
     segments = documents(2, 8)
 
-    def using(fn: Any) -> Any:
-        def run(q: Any, k: Any, v: Any) -> Any:
-            mapped = jax.vmap(lambda q: fn(q, k, v, segments))
+    def mapped(fn: Any) -> Any:
+        return recomputed(jax.vmap(fn, (0, None, None)), w)
 
-            @jax.checkpoint
-            def layer(x: Any, scale: Any) -> Any:
-                return mapped(x * scale), None
-
-            return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
-
-        return jax.value_and_grad(run, (0, 1, 2))
-
-    ours = using(lambda q, k, v, s: attention(q, k, v, segment_ids=s))
-    want = jax.jit(using(lambda q, k, v, s: plain(q, k, v, True, s)))(q, k, v)
+    ours = mapped(lambda q, k, v: attention(q, k, v, segment_ids=segments))
+    want = jax.jit(mapped(lambda q, k, v: plain(q, k, v, True, segments)))(q, k, v)
     specs = ((None, "y", None, "x"), ("y",), ("y",))
     compiled = spmd.jit(ours, mesh=mesh, in_specs=specs, options=CHECKED).compile(q, k, v)
     close(compiled(q, k, v), want)

@@ -1,7 +1,7 @@
 """Attention with a sequence split, gathered and round a ring: values and gradients."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ from spmd.ops import attention, attention_split, from_zigzag, zigzag
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
 from spmd.ops.attention import piece, piece_gradient
-from tests.close import close
+from tests.close import close, partitioned
 from tests.ops.test_attention import (
     EVERY_FLOP_COUNTS,
     SPEC,
+    Split,
     documents,
     loss,
     plain,
+    recomputed,
     spread,
     tensors,
 )
@@ -77,38 +79,21 @@ def test_what_has_no_order_is_said() -> None:
 # Split.
 
 
-class Split(NamedTuple):
-    """Attention on a mesh with the axes x and y.
-
-    Attributes:
-      sizes: B, S, N, K.
-      spec: of queries, keys, values and outputs.
-      order: parts of the zigzag order.
-      keys: how many, where not as many as queries.
-      pieces: of the keys on one device; 0 where it takes them all at once.
-    """
-
-    name: str
-    sizes: tuple[int, int, int, int]
-    spec: tuple[Any, ...]
-    order: int = 1
-    causal: bool = True
-    packed: bool = False
-    keys: int = 0
-    window: int | None = None
-    pieces: int = 4
+def round_two(name: str, sizes: Any, spec: tuple[Any, ...], order: int = 1, **more: Any) -> Split:
+    """With one spec for queries, keys, values and outputs, on a mesh of x=4, y=2."""
+    return Split(name, sizes, (4, 2), spec, spec, order=order, **more)
 
 
-ZIGZAG = Split("zigzag, documents, grouped heads", (2, 16, 4, 2), ("y", "x"), 4, packed=True)
+ZIGZAG = round_two("zigzag, documents, grouped heads", (2, 16, 4, 2), ("y", "x"), 4, packed=True)
 SPLITS = (
     ZIGZAG,
-    Split("heads too", (1, 16, 8, 2), (None, "x", "y"), 4),
-    Split("two axes the other way", (1, 32, 3, 1), (None, ("y", "x")), pieces=8),
-    Split("documents, everything seen", (2, 16, 2, 1), ("y", "x"), causal=False, packed=True),
-    Split("other keys", (1, 8, 2, 2), (None, "x"), causal=False, keys=16),
-    Split("uneven", (1, 18, 2, 2), (None, "x"), pieces=0),
-    Split("a window", (1, 16, 2, 2), (None, "x"), 4, window=5, pieces=0),
-)  # fmt: skip
+    round_two("heads too", (1, 16, 8, 2), (None, "x", "y"), 4),
+    round_two("two axes the other way", (1, 32, 3, 1), (None, ("y", "x")), pieces=8),
+    round_two("documents, everything seen", (2, 16, 2, 1), ("y", "x"), causal=False, packed=True),
+    round_two("other keys", (1, 8, 2, 2), (None, "x"), causal=False, length=16),
+    round_two("uneven", (1, 18, 2, 2), (None, "x"), pieces=0),
+    round_two("a window", (1, 16, 2, 2), (None, "x"), 4, window=5, pieces=0),
+)
 
 
 @pytest.fixture
@@ -121,28 +106,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def ordered(split: Split, x: Any) -> Any:
-    return zigzag(x, split.order) if split.order > 1 else x
-
-
-def compiled_split(split: Split, dtype: Any = None) -> tuple[spmd.api.Compiled, Any]:
-    """The program of loss and gradients on the mesh, and its arguments in their usual order."""
-    mesh = spmd.make_mesh(x=4, y=2)
-    args = tensors(*split.sizes, t=split.keys, dtype=dtype)
-    args += (documents(*split.sizes[:2]),) if split.packed else ()
-
-    def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
-        return attention(
-            q, k, v, causal=split.causal, segment_ids=segment_ids, zigzag=split.order,
-            window=split.window,
-        )  # fmt: skip
-
-    spec = spread(split.spec)
-    step = loss(ours, lambda _, x: spmd.mark_sharding(x, mesh, spec))
-    is_even = split.sizes[1] % 4 == 0 and (split.spec[0] is None or split.sizes[0] % 2 == 0)
-    results = (None, (spec if is_even else ...,) * 3)
-    jitted = spmd.jit(step, mesh=mesh, out_specs=results, options=EVERY_FLOP_COUNTS)
-    return jitted.compile(*(ordered(split, x) for x in args)), args
+def in_rounds(split: Split, dtype: Any = None) -> tuple[Any, Any]:
+    """The compiled program, whose gradients lie as what they are of where that divides."""
+    is_even = split.sizes[1] % 4 == 0 and (split.queries[0] is None or split.sizes[0] % 2 == 0)
+    return split.compiled(dtype, (None, (spread(split.queries) if is_even else ...,) * 3))
 
 
 def permutes(compiled: spmd.api.Compiled) -> list[str]:
@@ -157,14 +124,10 @@ def permutes(compiled: spmd.api.Compiled) -> list[str]:
     ids=lambda given: getattr(given, "name", given).replace(" ", "_"),
 )
 def test_split(split: Split, way: str) -> None:
-    compiled, args = compiled_split(split)
-
-    def want(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return plain(q, k, v, split.causal, segments, split.window)
-
-    value, grads = compiled(*(ordered(split, x) for x in args))
+    compiled, args = in_rounds(split)
+    value, grads = compiled(*map(split.ordered, args))
     found = value, tuple(from_zigzag(g, split.order) if split.order > 1 else g for g in grads)
-    close(found, jax.jit(loss(want))(*args))
+    close(found, split.wanted(*args))
     hops = split.pieces - 1 if way == "round" else 0
     each = 2 + split.packed  # keys, values, segments; in the gradient two sums come along
     assert len(permutes(compiled)) == max(0, hops) * (2 * each + 2)
@@ -173,11 +136,11 @@ def test_split(split: Split, way: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["gathered", "round"], indirect=True)
 def test_sums_keep_the_dtype_of_their_terms(way: str) -> None:
-    compiled, args = compiled_split(ZIGZAG, jnp.bfloat16)
-    _, grads = compiled(*(ordered(ZIGZAG, x) for x in args))
+    compiled, args = in_rounds(ZIGZAG, jnp.bfloat16)
+    _, grads = compiled(*map(ZIGZAG.ordered, args))
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 3
     wide = [x.astype(jnp.float32) for x in args[:4]]
-    want = jax.jit(loss(lambda q, k, v: plain(q, k, v, True, args[4])))(*wide)[1]
+    want = ZIGZAG.wanted(*wide, args[4])[1]
     close(tuple(from_zigzag(g, 4) for g in grads), want, 0.05)
 
 
@@ -199,25 +162,11 @@ def test_rings_inside_scans_and_recomputed_layers() -> None:
     q, k, v, w = tensors(2, 16, 2, 2)
     spec = ("y", "x")
 
-    def using(fn: Any) -> Any:
-        def run(q: Any, k: Any, v: Any) -> Any:
-            @jax.checkpoint
-            def layer(x: Any, scale: Any) -> Any:
-                return fn(x * scale, k, v), None
-
-            return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
-
-        return jax.value_and_grad(run, (0, 1, 2))
-
-    want = jax.jit(using(functools.partial(plain, causal=True)))(q, k, v)
     specs = (spec,) * 3
-    step = spmd.jit(
-        using(attention), mesh=mesh, in_specs=specs, out_specs=(None, specs),
-        options=EVERY_FLOP_COUNTS,
-    )  # fmt: skip
-    compiled = step.compile(q, k, v)
-    assert permutes(compiled)
-    close(compiled(q, k, v), want)
+    textbook = recomputed(functools.partial(plain, causal=True), w)
+    how: dict[str, Any] = {"mesh": mesh, "in_specs": specs, "out_specs": (None, specs)}
+    how["options"] = EVERY_FLOP_COUNTS
+    assert permutes(partitioned(recomputed(attention, w), q, k, v, plain=textbook, **how))
 
 
 # What the planner makes of it, and what is said.

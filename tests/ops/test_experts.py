@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
+from benchmarks.programs.program import marked
 from spmd.errors import ArgumentError
 from spmd.ops import experts, experts_exchange, experts_local
 from tests.close import close
@@ -229,14 +230,12 @@ def planned(batch: int, choices: int = 2) -> Any:
     """A layer of eight experts on an axis of their own, rows split over all devices."""
     mesh = spmd.Mesh(None, (2, 4), ("data", "expert"))
 
-    def struct(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.bfloat16) -> Any:
-        return spmd.mark_sharding(jax.ShapeDtypeStruct(shape, dtype), mesh, spec)
-
     rows, own = (("data", "expert"), None, None), ("expert", None, None)
     args = (
-        struct((batch, 1024, 1024), rows), struct((batch, 1024, choices), rows, jnp.float32),
-        struct((batch, 1024, choices), rows, jnp.int32), struct((8, 1024, 1024), own),
-        struct((8, 1024, 1024), own), struct((8, 1024, 1024), own),
+        marked(mesh, rows, (batch, 1024, 1024), jnp.bfloat16),
+        marked(mesh, rows, (batch, 1024, choices)),
+        marked(mesh, rows, (batch, 1024, choices), jnp.int32),
+        *[marked(mesh, own, (8, 1024, 1024), jnp.bfloat16)] * 3,
     )  # fmt: skip
     fn = lambda *args: spmd.mark_sharding(experts(*args), mesh, rows)  # noqa: E731
     lowered = spmd.jit(fn, mesh=mesh).lower(*args, topology=spmd.Topology("h200:8"))

@@ -14,9 +14,9 @@ import spmd
 from spmd.errors import ArgumentError
 from spmd.models.llama.quantize import dequantize, quantize_weight, weight_types
 from spmd.ops import linear, linears, products_triton
+from tests.close import partitioned
 
 OPERANDS = ("values", "scales", "zeros")
-CHECKED = spmd.Options(check=True)
 LINEAR = importlib.import_module("spmd.ops.linear")  # its name is the function's in spmd.ops
 
 
@@ -103,8 +103,7 @@ def test_linears_are_linear_of_each(outputs: tuple[int, ...], kind: str) -> None
     x = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
     got, want = linears(x, many), [linear(x, weight) for weight in many]
     assert [x.shape for x in got] == [(3, n) for n in outputs]
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, list(got), want)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +215,7 @@ def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
     def both(x: Any, many: Any) -> Any:
         return linear(x, many[0]), *linears(x, many)
 
-    compiled = spmd.jit(both, mesh=mesh, in_specs=(x_spec, [spec] * 3), options=CHECKED)
-    for got, want in zip(compiled(x, many), jax.jit(both)(x, many), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(np.abs(want).max()))
+    partitioned(both, x, many, mesh=mesh, in_specs=(x_spec, [spec] * 3), tolerance=1e-5)
 
 
 def test_linears_shapes_are_checked() -> None:

@@ -62,12 +62,6 @@ class Case(NamedTuple):
     gradient: bool = False
 
 
-def types_of(case: Case) -> dict[str, Type]:
-    """Type of every argument and of every line that is one tensor."""
-    types = {arg.name: arg.type for arg in case.args}
-    return types | {line.target: line.type for line in case.lines if line.type is not None}
-
-
 def without_dead_lines(case: Case) -> Case:
     """The case with only the lines and arguments that its results need."""
     needed = set(case.results)
@@ -220,9 +214,9 @@ def program_text(case: Case) -> str:
 
 def has_gradient(case: Case) -> bool:
     """Whether there is something to differentiate, and by something."""
-    types = types_of(case)
-    is_float = [types[name].dtype in FLOATS for name in case.results]
-    return case.gradient and any(is_float) and any(a.type.dtype in FLOATS for a in case.args)
+    given = {arg.name for arg in case.args if arg.type.dtype in FLOATS}
+    made = {line.target for line in case.lines if line.type and line.type.dtype in FLOATS}
+    return case.gradient and bool(given) and not (given | made).isdisjoint(case.results)
 
 
 def tolerance(case: Case) -> float:

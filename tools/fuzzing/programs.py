@@ -193,36 +193,28 @@ class Maker:
             return self.add(f"{target} * {2.0**-power!r}", [var], 8.0)
         return var
 
-    def define(self, text: str, target: str, reads: Sequence[str], bound: float) -> Var:
-        """A statement that defines one value."""
-        made = self.statement(text, target, reads)
-        assert isinstance(made, Type)
-        self.pool.append(Var(target, made, bound))
-        return self.pool[-1]
+    def define(self, text: str, target: str, reads: Sequence[str], *bounds: float) -> Var:
+        """A statement that defines a value, or a tuple and then a line for each element of it.
 
-    def add_tuple(self, text: str, reads: Sequence[Var], bounds: Sequence[float]) -> None:
-        """A line `t = text`, which is a tuple, and one for each element of it."""
-        target = self.name("t")
-        self.define_tuple(f"{target} = {text}", target, [v.name for v in reads], bounds)
-
-    def define_tuple(
-        self, text: str, target: str, reads: Sequence[str], bounds: Sequence[float]
-    ) -> None:
-        """A statement that defines a tuple, and a line for each element of it."""
-        types = self.statement(text, target, reads)
-        assert isinstance(types, list)
-        for i, (type_, bound) in enumerate(zip(types, bounds, strict=True)):
-            name = self.name()
-            self.lines.append(Line(name, f"{name} = {target}[{i}]", (target,), type_))
-            self.pool.append(Var(name, type_, bound))
-
-    def statement(self, text: str, target: str, reads: Sequence[str]) -> list[Type] | Type:
+        Returns the last value.
+        """
         known = {v.name: v.type for v in self.visible()}
         reads = tuple(dict.fromkeys(reads))
         made = infer(text, target, [(name, known[name]) for name in reads])
-        type_ = made if isinstance(made, Type) else None
-        self.lines.append(Line(target, text, reads, type_))
-        return made
+        types = [made] if isinstance(made, Type) else made
+        self.lines.append(Line(target, text, reads, made if isinstance(made, Type) else None))
+        for i, (type_, bound) in enumerate(zip(types, bounds, strict=True)):
+            name = target
+            if made is types:
+                name = self.name()
+                self.lines.append(Line(name, f"{name} = {target}[{i}]", (target,), type_))
+            self.pool.append(Var(name, type_, bound))
+        return self.pool[-1]
+
+    def add_tuple(self, text: str, reads: Sequence[Var], *bounds: float) -> None:
+        """A line `t = text`, which is a tuple, and one for each element of it."""
+        target = self.name("t")
+        self.define(f"{target} = {text}", target, [v.name for v in reads], *bounds)
 
     def visible(self) -> list[Var]:
         return self.pool + (self.outer.visible() if self.outer else [])
@@ -360,41 +352,30 @@ def reduce(m: Maker, v: Var) -> None:
     kind = m.pick(("sum", "max", "min", "prod", "mean", "init", "argmax", "other"))
     if kind == "init" and count == 1:  # XLA drops the initial value
         kind = "sum"
-    if kind in ("argmax", "other"):
-        _reduce_other(m, v, dims, kind)
+    if kind == "argmax":
+        m.add(f"jnp.{m.pick(('argmax', 'argmin'))}({v.name}, {dims[0]})", [v])
+    elif kind == "other" and is_float(v):
+        m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
+    elif kind == "other" and (m.flag() or count == 1):  # as above
+        w = m.value(v.shape, v.dtype)
+        inits = "(np.int32(1), np.int32(0))"
+        body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
+        text = f"lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dims[0]},))"
+        m.add_tuple(text, [v, w], BOUND, BOUND)
+    elif kind == "other":
+        op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
+        m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
     elif kind == "init":
         op = m.pick(("add", "max", "min", "mul"))
-        m.add(
-            f"lax.reduce({v.name}, np.asarray(2, {v.name}.dtype), lax.{op}, {dims})",
-            [v],
-            _power(max(v.bound, 2), count + 1) if op == "mul" else v.bound * count + 2,
-        )
+        digits = min(30, (count + 1) * math.log10(max(v.bound, 2)))
+        bound = 10**digits if op == "mul" else v.bound * count + 2
+        m.add(f"lax.reduce({v.name}, np.asarray(2, {v.name}.dtype), lax.{op}, {dims})", [v], bound)
     elif kind == "prod" and is_float(v):
         m.add(f"jnp.tanh({v.name}).prod({dims})", [v], 1.0)
     elif kind == "mean" and v.dtype == "int32":
         m.add(f"({v.name} % 3).sum({dims})", [v])
     else:
         m.add(f"{v.name}.{kind}({dims})", [v], v.bound * (count if kind == "sum" else 1))
-
-
-def _power(base: float, exponent: int) -> float:
-    return base**exponent if exponent * math.log10(base) < 30 else 1e30
-
-
-def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
-    if kind == "argmax":
-        m.add(f"jnp.{m.pick(('argmax', 'argmin'))}({v.name}, {dims[0]})", [v])
-    elif is_float(v):
-        m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
-    elif m.flag() or math.prod(v.shape[d] for d in dims) == 1:  # as above
-        w = m.value(v.shape, v.dtype)
-        inits = "(np.int32(1), np.int32(0))"
-        body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
-        text = f"lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dims[0]},))"
-        m.add_tuple(text, [v, w], [BOUND, BOUND])
-    else:
-        op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
-        m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
 
 
 @on(lambda v: is_number(v) and v.rank > 0)
@@ -602,11 +583,11 @@ def sort(m: Maker, v: Var) -> None:
         m.add(f"jnp.argsort({v.name}, {dim}, descending={m.flag()})", [v])
     elif kind == 2:
         text = f"lax.top_k({v.name}, {m.integer(1, v.shape[-1])})"
-        m.add_tuple(text, [v], [v.bound, float(v.shape[-1])])
+        m.add_tuple(text, [v], v.bound, float(v.shape[-1]))
     else:
         w = m.value(v.shape, m.pick(("float32", "int32")))
         text = f"lax.sort(({v.name}, {w.name}), dimension={dim}, num_keys=1)"
-        m.add_tuple(text, [v, w], [v.bound, w.bound])
+        m.add_tuple(text, [v, w], v.bound, w.bound)
 
 
 # Values without elements, and with elements below a byte.
@@ -702,7 +683,7 @@ def scan(m: Maker, init: Var) -> None:
     text += f"{target} = ({target}{stacked})"
     names = [*reads, init.name, *([xs.name] if xs else []), *([y.name] if y else [])]
     bounds = [bound, y.bound] if y else [bound]
-    m.define_tuple(text, target, _reads(m, inner, (c, x), *names), bounds)
+    m.define(text, target, _reads(m, inner, (c, x), *names), *bounds)
 
 
 @on(lambda v: v.rank > 0)

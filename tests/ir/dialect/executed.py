@@ -1,7 +1,4 @@
-"""Which ops the execution tests run, by the names of rules and of canonicalizations.
-
-`python -m tests.ir.dialect.executed` prints them, one a line.
-"""
+"""Which ops the execution tests run, by the names of rules and of canonicalizations."""
 
 import re
 
@@ -56,7 +53,3 @@ def _in_text(text: str) -> set[str]:
     ops = re.findall(r"(?<![#.\w])(?:stablehlo|chlo|sdy)\.[\w-]+", text)
     calls = re.findall(r"custom_call @([\w.$]+)", text)
     return {*ops, *(f"custom_call:{target}" for target in calls)}
-
-
-if __name__ == "__main__":
-    print("\n".join(sorted(executed_ops())))

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg as jsl
 import pytest
 from jax import lax
 
@@ -13,28 +12,19 @@ import spmd
 from spmd.compiler import Request, compile_module
 from spmd.frontend.importer.module import parse_module
 from spmd.mesh.topology import Topology
+from tests.ir.dialect.cases_linalg import LINALG
 
-MATRIX = jax.ShapeDtypeStruct((8, 6, 4), jnp.float32)
-SQUARE = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
-ROW = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-SIDES = jax.ShapeDtypeStruct((8, 4, 2), jnp.float32)
-PIVOTS = jax.ShapeDtypeStruct((8, 4), jnp.int32)
-
+BATCHES = ("cholesky", "qr", "qr_pivoting", "householder", "svd", "eigh", "eig", "lu",
+           "tridiagonal", "tridiagonal_solve")  # fmt: skip
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "cholesky": (jnp.linalg.cholesky, (SQUARE,)),
-    "qr": (lambda x: tuple(jnp.linalg.qr(x)), (MATRIX,)),
-    "qr_pivoting": (lambda x: tuple(jsl.qr(x, pivoting=True)), (MATRIX,)),
-    "householder": (lax.linalg.householder_product, (MATRIX, ROW)),
-    "svd": (lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)), (MATRIX,)),
-    "eigh": (lambda x: tuple(jnp.linalg.eigh(x)), (SQUARE,)),
-    "eig": (lambda x: tuple(jnp.linalg.eig(x)), (SQUARE,)),
-    "lu": (lambda x: tuple(lax.linalg.lu(x)), (SQUARE,)),
-    "lu_pivots": (lambda p: lax.linalg.lu_pivots_to_permutation(p, 6), (PIVOTS,)),
-    "tridiagonal": (lambda x: tuple(lax.linalg.tridiagonal(x)), (SQUARE,)),
-    "tridiagonal_solve": (lax.linalg.tridiagonal_solve, (ROW, ROW, ROW, SIDES)),
-    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
-                         (SQUARE, SIDES)),
-    "symmetric_product": (lax.linalg.symmetric_product, (MATRIX, jnp.zeros((8, 6, 6)))),
+    name.removeprefix("linalg_"): (fn, tuple(a[0] if a.ndim == 4 else a for a in args))
+    for name, fn, args in LINALG
+    if name in ("triangular_left", *(f"linalg_{batch}" for batch in BATCHES))
+} | {
+    "lu_pivots": (lambda p: lax.linalg.lu_pivots_to_permutation(p, 6), (jnp.zeros((8, 4), int),)),
+    "symmetric_product": (
+        lax.linalg.symmetric_product, (jnp.zeros((8, 6, 4)), jnp.zeros((8, 6, 6))),
+    ),
     "threefry": (lambda k: jax.random.bits(jax.random.wrap_key_data(k), (16,)),
                  (jax.ShapeDtypeStruct((2,), jnp.uint32),)),
 }  # fmt: skip
