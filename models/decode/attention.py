@@ -44,7 +44,12 @@ def kv_leaves(
 
 
 def write_and_attend(
-    layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Rows, window: int | None, sinks_KG: Any = None
+    layer: State,
+    q_ARKGD: Any,
+    kv_ARK2D: Any,
+    rows: Rows,
+    window: int | None = None,
+    sinks_KG: Any = None,
 ) -> tuple[Any, State]:
     """Writes each row's key and value, and attends to those up to its position.
 
