@@ -207,7 +207,7 @@ def test_predictions_are_near_what_xla_reports(name: str) -> None:
     assert predicted.is_predicted and not reported.is_predicted
     assert (predicted.arguments, predicted.aliased) == (reported.arguments, reported.aliased)
     assert peak_memory(lowered.stages.optimized.program).aliased == 0
-    assert 0.87 < predicted.peak_bytes / reported.peak_bytes < 1.1
+    assert 0.86 < predicted.peak_bytes / reported.peak_bytes < 1.1
 
 
 def test_halves_may_be_held_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
