@@ -98,10 +98,9 @@ LAYER = {"k": np.random.default_rng(0).standard_normal((8, 4), np.float32)}
 def write_layer(folder, **more):
     """That with a symbolic batch."""
     (b,) = export.symbolic_shape("b")
-    structs, roles = ({"k": struct(8, 4)}, struct(b, 8)), ("weights", "input")
-    write_bundle(
-        folder, [Function("layer", layer, structs, ("w", "x"), roles)], weights=LAYER, **more
-    )
+    structs = {"k": struct(8, 4)}, struct(b, 8)
+    function = Function("layer", layer, structs, ("w", "x"), ("weights", "input"))
+    write_bundle(folder, [function], weights=LAYER, **more)
 
 
 def write_tiny(folder, shape, layers=1, **more):

@@ -121,7 +121,7 @@ def test_cross_entropy_against_numpy_and_z_loss_adds_the_squared_normalizer(z):
     logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
     targets = jnp.array([[0, 1, 2], [3, 4, 0]])
     normalizer = np.log(np.exp(logits).sum(-1))
-    chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     found = jax.jit(functools.partial(objective.cross_entropy, z_loss=z))(logits, targets)
     wanted = np.mean(normalizer - chosen + z * normalizer**2)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)

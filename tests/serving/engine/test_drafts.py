@@ -41,8 +41,9 @@ def test_texts_are_the_same_in_fewer_steps(few: int) -> None:
         backend.alphabet = b"ab"[:few]
         with running(backend) as engine:
             for count in (1, 2, 6):
-                more = ({"stops": ("abba" if i else "aaaaa",)} for i in range(count))
-                deltas = ask(engine, *(job(b"ab" * 5, 50, min_tokens=20, **each) for each in more))
+                stops = ["abba" if i else "aaaaa" for i in range(count)]
+                jobs = [job(b"ab" * 5, 50, stops=(stop,), min_tokens=20) for stop in stops]
+                deltas = ask(engine, *jobs)
                 found += [text_of(deltas, i) for i in range(count)]
             counts = engine.state().counts
         assert bool(counts.accepted) == bool(drafts)

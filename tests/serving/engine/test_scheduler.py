@@ -641,7 +641,8 @@ def test_names_are_forgotten() -> None:
     """While somebody stays; `Run.finish` looks whether any is left where nobody does."""
     run = Run()
     queue = run.scheduler._queue
-    run.submit(request(1000, max_tokens=40, client="stays"))
+    masks = ((0, guided_mask([])),)  # and the next one comes when all else is done
+    run.submit(request(1000, client="stays", guide=Mock(Guide), masks=masks))
     for key in range(2000, 2150):
         more = {"client": f"client {key}"} if key % 2 else {"client": "stays", "user": f"{key}"}
         run.submit(request(key, [key % 256] * 8, 2, **more))
@@ -674,3 +675,14 @@ def test_users_of_a_client_share_what_it_gets() -> None:
         run.submit(request(key, [key] * 8, 8, client="all", user=user))
     run.finish()
     assert run.order().index(39) < 8
+
+
+def test_drafts_leave_room_for_what_prompts_draw() -> None:
+    run = Run(dataclasses.replace(GUESSED, rows=(8, 16), pages=80), budget=16)
+    run.backend.alphabet = range(1)
+    for key in range(4):  # the backend refuses to draw more than it has slots
+        run.submit(request(key, [0] * 6, 40))
+        for _ in range(9):
+            run.step()
+    run.finish()
+    assert run.scheduler.counts.accepted > 9
