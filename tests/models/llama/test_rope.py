@@ -13,6 +13,23 @@ from spmd.models.llama.rope import apply_rope, rope_angles, rope_frequencies
 TINY = CONFIGS["tiny"]
 
 
+def test_powers_of_the_base_and_what_scalings_slow_down():
+    llama31 = CONFIGS["llama3.1-8b"]
+    scalings = None, RopeScaling(rope_type="linear", factor=4), llama31.rope_scaling
+    plain, linear, scaled = (
+        rope_frequencies(dataclasses.replace(llama31, rope_scaling=x)) for x in scalings
+    )
+    np.testing.assert_allclose(plain, 500_000.0 ** (-np.arange(64) / 64), rtol=1e-7)
+    np.testing.assert_allclose(linear, plain / 4, rtol=1e-7)
+    short, long = plain > 8 * np.pi / 8192, plain < 2 * np.pi / 8192
+    np.testing.assert_array_equal(scaled[short], plain[short])
+    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-7)
+    slowed = (plain / scaled)[~short & ~long]
+    assert len(slowed) > 5 and np.all(
+        (slowed > 1) & (slowed < 8) & (np.diff(slowed, prepend=1) > 0)
+    )
+
+
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b"])
 def test_frequencies_are_transformers(name):
     transformers = pytest.importorskip("transformers")
