@@ -25,9 +25,7 @@ def test_powers_of_the_base_and_what_scalings_slow_down():
     np.testing.assert_array_equal(scaled[short], plain[short])
     np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-7)
     slowed = (plain / scaled)[~short & ~long]
-    assert len(slowed) > 5 and np.all(
-        (slowed > 1) & (slowed < 8) & (np.diff(slowed, prepend=1) > 0)
-    )
+    assert len(slowed) > 5 and np.all((slowed < 8) & (np.diff(slowed, prepend=1) > 0))
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b"])
