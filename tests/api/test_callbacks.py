@@ -66,16 +66,6 @@ def check(fn: Callable[..., Any], mesh: spmd.Mesh, seen: Seen, *, in_order: bool
 # Values and counts.
 
 
-def test_debug_print_prints_once(mesh: spmd.Mesh, capsys: pytest.CaptureFixture[str]) -> None:
-    def fn(x: Any) -> Any:
-        jax.debug.print("the sum is {s} of {n}", s=x.sum(), n=x.size)
-        return x * 2
-
-    np.testing.assert_array_equal(jitted(fn, mesh)(X), X * 2)
-    jax.effects_barrier()
-    assert capsys.readouterr().out == "the sum is 496.0 of 32\n"
-
-
 def every_kind(seen: Seen, x: Any) -> Any:
     jax.debug.callback(seen, x)
     y = jax.pure_callback(seen, SAME, x + 1)

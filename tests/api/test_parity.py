@@ -257,15 +257,6 @@ def both_settings_of_64_bits(jit: Jit) -> Any:
 
 
 @case
-def keys(jit: Jit) -> Any:
-    def g(x: Any, key: Any) -> Any:
-        return x + jax.random.normal(key, x.shape), jax.random.key_data(jax.random.split(key))
-
-    jitted = jit(g)
-    return jitted(x(), jax.random.key(0)), jitted(x(), jax.random.key(1))
-
-
-@case
 def arguments_as_results(jit: Jit) -> Any:
     out = jit(lambda w, x: (w, x, w))(w(), x())
     assert out[2].sharding.spec == P(None, "model")
@@ -345,21 +336,6 @@ def tracers_that_leaked(jit: Jit) -> Any:
     with pytest.raises(jax.errors.UnexpectedTracerError, match="leak"):
         jit(lambda x: x + kept[0])(x())
     return ()
-
-
-@case
-def shapes(jit: Jit) -> Any:
-    struct = jax.eval_shape(jit(f), w(), x())
-    assert (struct.shape, struct.dtype) == ((), jnp.float32)
-    return jit(f)(w(), x())
-
-
-@case
-def exported(jit: Jit) -> Any:
-    pytest.importorskip("flatbuffers")
-    module = jax.export.export(jit(f))(w(), x())
-    again = jax.export.deserialize(module.serialize())
-    return again.call(w(), x())
 
 
 # Meshes and types.

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import spmd
 from spmd.models.llama.named import named_config
@@ -84,6 +85,22 @@ def write(folder, **changes):
         "contract": {"eos": [0]}, "goldens": [{"prompt": [1, 2], "tokens": [3]}], **changes,
     }  # fmt: skip
     write_bundle(folder, given.pop("functions", None) or make_functions(), **given)
+
+
+def layer(weights, x):
+    """A model of tensors, whose rows are apart."""
+    return {"y": jnp.tanh(x @ weights["k"]), "most": x.argmax(-1)}
+
+
+LAYER = {"k": np.random.default_rng(0).standard_normal((8, 4), np.float32)}
+
+
+def write_layer(folder, **more):
+    """That with a symbolic batch."""
+    (b,) = export.symbolic_shape("b")
+    structs = {"k": struct(8, 4)}, struct(b, 8)
+    function = Function("layer", layer, structs, ("w", "x"), ("weights", "input"))
+    write_bundle(folder, [function], weights=LAYER, **more)
 
 
 def write_tiny(folder, shape, layers=1, **more):

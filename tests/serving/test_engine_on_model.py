@@ -1,6 +1,5 @@
 """The engine over a real model in a small pool: shared pages and preemptions change no token."""
 
-import asyncio
 import json
 import random
 import threading
@@ -20,12 +19,11 @@ from spmd.serving.bundle.read import load_bundle
 from spmd.serving.engine.actions import Counts, Job
 from spmd.serving.engine.backend import Backend, Sampling
 from spmd.serving.engine.choice import Delta
-from spmd.serving.engine.core import Core
-from spmd.serving.engine.engine import Engine
 from spmd.serving.engine.model_backend import ModelBackend, generate
 from spmd.serving.grammar.compiler import Grammars
 from spmd.serving.language_backend import first_functions, model_backend
 from tests.serving.conftest import write_tiny
+from tests.serving.engine.test_engine import ask, running
 
 SHAPE = ServingShape(4, 64, (16,), (32, 64), 8, 2, 2, "float32", turns=3)
 
@@ -47,19 +45,10 @@ def backend(bundle: Bundle) -> ModelBackend:
 
 def ask_all(backend: Backend, jobs: Sequence[Job]) -> tuple[list[list[Delta]], Counts]:
     """What each of them gets, asked for all at once, and what came of it."""
-    engine = Engine(Core(backend, token_budget=8), ByteTokenizer().decode, b"a")
-    engine.start()
-
-    async def one(job: Job) -> list[Delta]:
-        return [delta async for delta in engine.submit([job])]
-
-    async def go() -> list[list[Delta]]:
-        return await asyncio.gather(*map(one, jobs))
-
-    found = asyncio.run(go())
-    counts = engine.state().counts
-    engine.stop()
-    return found, counts
+    with running(backend, token_budget=8) as engine:
+        deltas = ask(engine, *jobs)
+        counts = engine.state().counts
+    return [[delta for delta in deltas if delta.choice == i] for i in range(len(jobs))], counts
 
 
 @pytest.mark.thorough

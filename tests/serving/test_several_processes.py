@@ -13,18 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 
 from spmd.launch import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
 from spmd.scripts.jobs.local import free_port, with_device_count
-from spmd.serving.bundle.function import Function
-from spmd.serving.bundle.write import write_bundle
 from tests.forked import Forked
+from tests.serving.conftest import LAYER, write_layer
 from tests.serving.http.live import get, post
 from tests.waiting import wait_until
 
@@ -78,21 +74,12 @@ def test_what_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
         assert any("manifest.json" in message for message in pair.last_words())
 
 
-K = np.random.default_rng(0).standard_normal((8, 4), np.float32)
-
-
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory: Any) -> Path:
     """A bundle of tensors; what is compiled of it lies beside it."""
     folder: Path = tmp_path_factory.mktemp("bundles") / "layer"
-    (b,) = export.symbolic_shape("b")
-    function = Function(
-        "layer", lambda w, x: {"y": jnp.tanh(x @ w["k"]), "most": x.argmax(-1)},
-        ({"k": jax.ShapeDtypeStruct((8, 4), "float32")}, jax.ShapeDtypeStruct((b, 8), "float32")),
-        ("w", "x"), ("weights", "input"),
-    )  # fmt: skip
     specs = {"x": ("data",), "weights/k": (None, "model"), "outputs/y": ("data", "model")}
-    write_bundle(folder, [function], weights={"k": K}, specs=specs, platforms=["cpu"])
+    write_layer(folder, specs=specs, platforms=["cpu"])
     return folder
 
 
@@ -116,7 +103,7 @@ def infer(group: Pair, rows: int) -> httpx.Response:
         found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
         assert found["most"] == x.argmax(-1).tolist()
         y = np.reshape(found["y"], (rows, 4))
-        np.testing.assert_allclose(y, np.tanh(x @ K), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(y, np.tanh(x @ LAYER["k"]), rtol=1e-5, atol=1e-6)
     return answer
 
 

@@ -436,18 +436,6 @@ def test_pages_that_held_nan_serve_others():
     assert generate(backend, PROMPT, 12) == wanted
 
 
-def test_all_functions_can_be_warmed_up():
-    """Which changes nothing that a sequence reads."""
-    programs = random_programs()
-    backend = backend_of(programs, FEW)
-    made = Sequences(backend, {2: PROMPT}, DRAWN)
-    made.step({2: 12})()
-    made.step({2: 2})()
-    backend.warm_up()
-    made.decode([2], 19)
-    assert made.tokens[2] == PROMPT + drawn_alone()
-
-
 # Quantization
 
 

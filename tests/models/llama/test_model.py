@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.models.llama import marks, model, objective, parameters
+from spmd.models.llama import marks, model, parameters
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.program import generate, make_next_logits, sample
+from spmd.models.llama.program import generate, sample
 from tests.models.llama.made import forward
 
 TINY = CONFIGS["tiny"]
@@ -70,17 +70,6 @@ def test_rms_norm():
     np.testing.assert_allclose(model.rms_norm(jnp.asarray(x), weight, 0.5), expected, rtol=1e-5)
 
 
-def test_cross_entropy_against_numpy():
-    rng = np.random.default_rng(5)
-    logits = rng.normal(size=(2, 3, 7)).astype(np.float32)
-    targets = rng.integers(0, 7, (2, 3))
-    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    expected = -np.log(np.take_along_axis(probabilities, targets[..., None], -1)).mean()
-    np.testing.assert_allclose(
-        objective.cross_entropy(jnp.asarray(logits), jnp.asarray(targets)), expected, 1e-6
-    )
-
-
 WINDOW = 8
 
 
@@ -88,15 +77,6 @@ def successor(params, tokens_1W, position):
     """Logits that are sure of the token after the last one."""
     del params
     return np.eye(256, dtype=np.float32)[(tokens_1W[0, position] + 1) % 256] * 100
-
-
-def test_next_logits_are_those_of_the_position(tiny_params):
-    tokens_1W = np.arange(WINDOW, dtype=np.int32)[None]
-    next_logits = jax.jit(make_next_logits(TINY))
-    whole = forward(TINY)(tiny_params, tokens_1W)
-    for position in (0, 3, WINDOW - 1):
-        logits = next_logits(tiny_params, tokens_1W, np.int32(position))
-        np.testing.assert_allclose(logits, whole[0, position], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

@@ -11,28 +11,21 @@ from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.rope import apply_rope, rope_angles, rope_frequencies
 
 TINY = CONFIGS["tiny"]
-LLAMA31 = CONFIGS["llama3.1-8b"]
-UNSCALED = dataclasses.replace(LLAMA31, rope_scaling=None)
 
 
-def test_powers_of_the_base_and_linear_scaling_divides_all():
-    frequencies_E = rope_frequencies(UNSCALED)
-    assert frequencies_E.dtype == np.float32
-    expected = [500_000.0 ** (-2 * pair / 128) for pair in range(64)]
-    np.testing.assert_allclose(frequencies_E, expected, rtol=1e-7)
-    linear = dataclasses.replace(UNSCALED, rope_scaling=RopeScaling(rope_type="linear", factor=4))
-    np.testing.assert_allclose(rope_frequencies(linear), rope_frequencies(UNSCALED) / 4, rtol=1e-7)
-
-
-def test_llama3_scaling_by_wavelength():
-    plain, scaled = rope_frequencies(UNSCALED), rope_frequencies(LLAMA31)
-    wavelengths = 2 * np.pi / plain
-    short, long = wavelengths < 8192 / 4, wavelengths > 8192
+def test_powers_of_the_base_and_what_scalings_slow_down():
+    llama31 = CONFIGS["llama3.1-8b"]
+    scalings = None, RopeScaling(rope_type="linear", factor=4), llama31.rope_scaling
+    plain, linear, scaled = (
+        rope_frequencies(dataclasses.replace(llama31, rope_scaling=x)) for x in scalings
+    )
+    np.testing.assert_allclose(plain, 500_000.0 ** (-np.arange(64) / 64), rtol=1e-7)
+    np.testing.assert_allclose(linear, plain / 4, rtol=1e-7)
+    short, long = plain > 8 * np.pi / 8192, plain < 2 * np.pi / 8192
     np.testing.assert_array_equal(scaled[short], plain[short])
     np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-7)
-    between = (plain / scaled)[~short & ~long]
-    assert len(between) > 5
-    assert np.all((between > 1) & (between < 8) & (np.diff(between, prepend=1) > 0))
+    slowed = (plain / scaled)[~short & ~long]
+    assert len(slowed) > 5 and np.all((slowed < 8) & (np.diff(slowed, prepend=1) > 0))
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b"])
@@ -43,7 +36,9 @@ def test_frequencies_are_transformers(name):
 
     config = transformers.LlamaConfig(**to_hf(CONFIGS[name], "float32"))
     theirs = modeling.LlamaRotaryEmbedding(config).inv_freq.numpy()
-    np.testing.assert_allclose(rope_frequencies(CONFIGS[name]), theirs, rtol=3e-7)
+    ours = rope_frequencies(CONFIGS[name])
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, theirs, rtol=3e-7)
 
 
 def test_rope_rotates_pairs_of_complex_numbers():

@@ -17,23 +17,15 @@ from spmd.serving.engine.batches import Batches
 from spmd.serving.engine.statistics import Statistics
 from spmd.serving.engine.workers import JointCall
 from spmd.serving.tensor_backend import BundleInfer
-from tests.serving.conftest import struct
+from tests.serving.conftest import LAYER, layer, struct, write_layer
 
 (B,) = export.symbolic_shape("b")
-WEIGHTS = {"k": np.random.default_rng(0).standard_normal((8, 4), np.float32)}
-
-
-def layer(weights, x):
-    return {"y": jnp.tanh(x @ weights["k"]), "most": x.argmax(-1)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("batch") / "bundle"
-    function = Function(
-        "layer", layer, ({"k": struct(8, 4)}, struct(B, 8)), ("w", "x"), ("weights", "input")
-    )
-    write_bundle(path, [function], weights=WEIGHTS, specs={"x": ("data",)})
+    write_layer(path, specs={"x": ("data",)})
     return path
 
 
@@ -68,9 +60,7 @@ def test_joined_is_as_alone(infer, counts):
     for request, one, other in zip(requests, alone, joined, strict=True):
         np.testing.assert_array_equal(one["most"], other["most"])
         np.testing.assert_allclose(one["y"], other["y"], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(
-            one["y"], layer(WEIGHTS, request["x"])["y"], rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(one["y"], layer(LAYER, request["x"])["y"], rtol=1e-5, atol=1e-6)
     assert (statistics.rows, statistics.calls.count) == (2 * sum(counts), len(counts) + 1)
     assert statistics.batches[sum(counts)].count >= 1
 

@@ -119,16 +119,10 @@ def test_generate(bundle_folder: Path, tmp_path: Path, capsys: Any, monkeypatch:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--temperature=-1", "--temperature: a number from 0 to 100 is needed, not -1.0"),
         ("--temperature=nan", "--temperature: a number from 0 to 100 is needed, not NaN"),
-        ("--top_p=2", "--top_p: a number above 0 and up to 1 is needed, not 2.0"),
         ("--top_p=0", "--top_p: a number above 0 and up to 1 is needed, not 0.0"),
         ("--file=/no/such", "--file: /no/such: No such file or directory"),
         ("--file=/dev/null", "--file: /dev/null has no line with text"),
-        (
-            "--repetition_penalty=0",
-            "--repetition_penalty: a number above 0 and up to 100 is needed",
-        ),
     ],
 )
 def test_generates_errors(flag: str, message: str) -> None:

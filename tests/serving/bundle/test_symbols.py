@@ -24,6 +24,7 @@ from spmd.serving.bundle.placement import spec_for
 from spmd.serving.bundle.programs import plan_functions
 from spmd.serving.bundle.read import Modules, load_bundle
 from spmd.serving.bundle.write import write_bundle
+from tests.serving.bundle.test_hostile_bundles import edit as change_manifest
 from tests.serving.conftest import struct
 
 A, B, M, P, D = 2, 4, 3, 4, 8
@@ -341,9 +342,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("edit", "message"), HOSTILE)
 def test_a_damaged_manifest_is_one_error(folder, tmp_path, mesh_of, edit, message):
     copy = shutil.copytree(folder, tmp_path / "bundle")
-    manifest = json.loads((copy / MANIFEST).read_text())
-    edit(manifest)
-    (copy / MANIFEST).write_text(json.dumps(manifest))
+    change_manifest(copy, edit)
     with pytest.raises(BundleError) as caught:
         load_bundle(copy, mesh_of(2), symbols={"n": 4})
     assert message in str(caught.value)

@@ -1,6 +1,5 @@
 """Modules of other frameworks as bundles, from Python and from the command line."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -11,14 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import spmd
-from spmd.mesh.topology import CHIPS
 from spmd.serving.bundle import wrap
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import Variant
 from spmd.serving.bundle.read import load_bundle
 from spmd.serving.bundle.wrap import matched, wrap_stablehlo
 from spmd.serving.tensor_backend import BundleInfer
+from tests.serving.bundle.test_symbols import on_devices_of
 
 TEXT = """
 module @foreign {
@@ -202,11 +200,9 @@ def test_nothing_is_split_unless_it_pays(tmp_path, mesh_of, flags, capsys):
 @pytest.mark.usefixtures("exact_plans")
 def test_the_compiler_chooses(tmp_path, mesh_of):
     """Large weights are split where they would not fit otherwise."""
-    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=16 << 10)
-    options = spmd.Options(topology=spmd.Topology("cpu:8", chip))
     lowered = jax.jit(layers).lower(PARAMS, ROWS).as_text(debug_info=True)
     wrap_stablehlo(tmp_path / "b", lowered, weights=FILE, auto=True)
-    bundle = load_bundle(tmp_path / "b", mesh_of(8), options=options)
+    bundle = load_bundle(tmp_path / "b", mesh_of(8), options=on_devices_of(16 << 10))
     assert bundle.notes == ()
     w = bundle.weights["weights/params/layers/0/w"]
     assert w.addressable_shards[0].data.nbytes < w.nbytes

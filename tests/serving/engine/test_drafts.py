@@ -1,8 +1,5 @@
 """What a text goes on with is guessed from the text itself, and no guess changes it."""
 
-from __future__ import annotations
-
-import asyncio
 import dataclasses
 from array import array
 
@@ -10,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.serving.engine.actions import Job
-from spmd.serving.engine.core import Core
 from spmd.serving.engine.drafts import Said
-from spmd.serving.engine.engine import Engine
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+from tests.serving.engine.test_engine import ask, job, running, text_of
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(2, 4), st.integers(0, 6))
@@ -40,25 +35,19 @@ def test_the_longest_that_was_said_before_counts() -> None:
 
 @pytest.mark.parametrize("few", [1, 2])
 def test_texts_are_the_same_in_fewer_steps(few: int) -> None:
-    texts = []
-    for drafts in (0, 3):
-        limits = dataclasses.replace(LIMITS, slots=8, rows=(8,), drafts=drafts)
-        backend = FakeBackend(limits, letters=False, few=few)
-        engine = Engine(Core(backend), lambda ids: "".join("ab"[i] for i in ids), (0,))
-        engine.start()
-
-        async def ask(stop: str, of: Engine = engine) -> str:
-            job = Job((0, 1) * 5, 50, stops=(stop,), min_tokens=20)
-            return "".join([delta.text async for delta in of.submit([job])])
-
-        async def ask_all(count: int) -> list[str]:
-            return await asyncio.gather(*(ask("abba" if i else "aaaaa") for i in range(count)))
-
-        texts.append([asyncio.run(ask_all(count)) for count in (1, 2, 6)])
-        engine.stop()
-        counts = engine.state().counts
+    texts: dict[int, list[str]] = {0: [], 3: []}
+    for drafts, found in texts.items():
+        backend = FakeBackend(dataclasses.replace(LIMITS, slots=8, rows=(8,), drafts=drafts))
+        backend.alphabet = b"ab"[:few]
+        with running(backend) as engine:
+            for count in (1, 2, 6):
+                stops = ["abba" if i else "aaaaa" for i in range(count)]
+                jobs = [job(b"ab" * 5, 50, stops=(stop,), min_tokens=20) for stop in stops]
+                deltas = ask(engine, *jobs)
+                found += [text_of(deltas, i) for i in range(count)]
+            counts = engine.state().counts
         assert bool(counts.accepted) == bool(drafts)
         assert counts.accepted <= counts.drafted
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[3]
     if few == 1:  # of the one that is alone, 25 tokens: three steps of four save one each, or more
         assert counts.accepted > 9

@@ -11,7 +11,7 @@ import pytest
 
 from spmd.models.training.data.tokenizer import ByteTokenizer
 from spmd.serving.engine.actions import Counts, Job
-from spmd.serving.engine.backend import Sampling, Stepped
+from spmd.serving.engine.backend import Backend, Sampling, Stepped
 from spmd.serving.engine.choice import Delta
 from spmd.serving.engine.core import Core
 from spmd.serving.engine.engine import LAG, Engine
@@ -50,7 +50,7 @@ class Notes:
 
 
 @contextmanager
-def running(backend: FakeBackend | None = None, **options: Any) -> Iterator[Engine]:
+def running(backend: Backend | None = None, **options: Any) -> Iterator[Engine]:
     observer = {key: options.pop(key) for key in ("observer",) if key in options}
     engine = Engine(Core(backend or FakeBackend(), **options), DECODE, b"a", **observer)
     engine.start()

@@ -16,6 +16,7 @@ from spmd.serving.engine import scheduler
 from spmd.serving.engine.actions import EngineStep, Job
 from spmd.serving.engine.backend import Limits, Sampling, SlotPart, Stepped
 from spmd.serving.engine.draft_model import DraftedBackend
+from spmd.serving.engine.groups import ROOT, Pages
 from spmd.serving.engine.guide import Guide, counted_masks, words_of
 from spmd.serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -317,6 +318,17 @@ class Machine(RuleBasedStateMachine):
             assert group.pages._holders == holders
 
     @invariant()
+    def pools_are_whole(self) -> None:
+        """A page is held, known or free; who comes to a known one finds all before it known."""
+        for pages in (group.pages for group in self.run.scheduler.groups):
+            held = [page for page, count in enumerate(pages._holders) if count]
+            assert sorted([*held, *pages._cached, *pages._free]) == list(range(len(pages)))
+            assert pages.held == len(held) and pages.cached == len(pages._cached)
+            assert pages._places == {page: place for place, page in pages._found.items()}
+            assert pages._places.keys() >= {before for before, _ in pages._found} - {ROOT}
+            assert pages._cached.keys() <= pages._places.keys() <= {*held, *pages._cached}
+
+    @invariant()
     def every_token_is_counted(self) -> None:
         counts, run = self.run.scheduler.counts, self.run
         assert counts.drawn == sum(map(len, run.tokens.values()))
@@ -364,6 +376,24 @@ TestTwoGroups = TwoGroups.TestCase
 TestMachine.settings = settings(max_examples=20, stateful_step_count=25)
 TestSmallPool.settings = TestTwoGroups.settings = TestMachine.settings
 TestGuessed.settings = TestMachine.settings
+
+
+def test_pages_are_forgotten_only_for_others_the_least_recently_used_first() -> None:
+    pages = Pages(6)
+    for keys in ([b"a", b"b"], [b"c"], [b"a", b"b"]):  # the first one is used again
+        found = pages.match(keys)
+        pages.share(found)
+        own = pages.allocate(len(keys) - len(found))
+        for i in range(len(found), len(keys)):
+            before = (found + own)[i - 1] if i else ROOT
+            assert pages.enter(own[i - len(found)], before, keys[i]) == own[i - len(found)]
+        pages.release(found + own)
+    assert (pages.held, pages.cached) == (0, 3)
+    for taken, known in ((3, [1, 2]), (1, [0, 2]), (1, [0, 1])):
+        pages.allocate(taken)
+        assert [len(pages.match(keys)) for keys in ([b"c"], [b"a", b"b"])] == known
+    with pytest.raises(ValueError, match="2 pages are wanted, 1 can be had"):
+        pages.allocate(2)
 
 
 def test_prompts_and_rows_that_draw_share_steps() -> None:
@@ -475,21 +505,6 @@ def test_what_cannot_be_is_refused() -> None:
     assert run.scheduler.idle
 
 
-def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
-    for ahead in (0, 1, 2):
-        for drawn in (2, 4, 11):
-            run = Run(ahead=ahead)
-            alone = run.backend.alone((1, 2, 3), 40)
-            stop = alone[drawn - 1]
-            assert stop not in alone[: drawn - 1]
-            run.submit(request(1, max_tokens=40, stop_ids=frozenset([stop])))
-            run.finish()
-            assert run.tokens[1] == alone[:drawn]
-            assert run.finished[1] == "stop"
-            counts = run.scheduler.counts
-            assert (counts.drawn, counts.wasted) == (drawn, ahead)
-
-
 def test_the_youngest_gives_way_and_goes_on_before_those_that_wait() -> None:
     run = Run(SMALL_POOL)
     run.submit(*(request(key, [key] * 9, 50, client="ab"[key % 2]) for key in range(4)))
@@ -535,18 +550,6 @@ def test_a_pool_takes_only_what_it_could_hold_alone() -> None:
     assert len(run.finished) == 5
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_a_conversation_goes_on_in_its_pages(ahead: int) -> None:
-    run = Run(ahead=ahead)
-    prompt = tuple(range(20))
-    run.submit(request(1, prompt, 9))
-    run.finish()
-    first = run.tokens[1]
-    run.submit(request(2, (*prompt, *first, 9, 9), 5))
-    run.finish()
-    assert run.scheduler.counts.reused == 28
-
-
 @pytest.mark.parametrize(("length", "runs"), [(30, 2), (32, 4), (33, 1)])
 def test_the_same_prompt_again_runs_its_last_page(length: int, runs: int) -> None:
     run = Run()
@@ -558,18 +561,6 @@ def test_the_same_prompt_again_runs_its_last_page(length: int, runs: int) -> Non
     run.submit(request(3, [*range(length), *run.tokens[2]], 1))
     run.finish()
     assert run.chunks(3)[0].start == (length + 8) // 4 * 4
-
-
-def test_prompts_to_be_scored_are_not_reused() -> None:
-    run = Run()
-    run.submit(request(1, range(10), 1))
-    run.finish()
-    run.submit(request(2, range(10), 0, score_prompt=True))
-    run.finish()
-    chunks = run.chunks(2)
-    assert [chunk.targets for chunk in chunks] == [tuple(range(1, 9)), (9, 0)]
-    assert not any(chunk.draws for chunk in chunks)
-    assert run.finished[2] == "length" and run.tokens[2] == []
 
 
 def test_groups_share_the_work_but_go_where_a_beginning_is() -> None:
@@ -647,14 +638,11 @@ def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
 
 
 def test_names_are_forgotten() -> None:
+    """While somebody stays; `Run.finish` looks whether any is left where nobody does."""
     run = Run()
-    for key in range(200):
-        run.submit(request(key, [key % 256] * 8, 2, client=f"client {key}", user=f"user {key}"))
-        if key % 4 == 3:
-            run.finish()
     queue = run.scheduler._queue
-    assert not queue._clients._served and not queue._users and not queue._lines
-    run.submit(request(1000, max_tokens=40, client="stays"))
+    masks = ((0, guided_mask([])),)  # and the next one comes when all else is done
+    run.submit(request(1000, client="stays", guide=Mock(Guide), masks=masks))
     for key in range(2000, 2150):
         more = {"client": f"client {key}"} if key % 2 else {"client": "stays", "user": f"{key}"}
         run.submit(request(key, [key % 256] * 8, 2, **more))

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.models.training.data.tokenizer import ByteTokenizer
+from spmd.models.training.data.tokenizer import ByteTokenizer, load_tokenizer
 from spmd.serving.engine.text import Detokenizer, StopMatcher, TokenTexts
+from tests.models.training.data.test_beginnings import saved, trained_bytes
 
 DECODE = ByteTokenizer().decode
 
@@ -77,13 +77,7 @@ def test_the_space_before_a_word_depends_on_the_prompt() -> None:
 
 def test_a_tokenizer_file(tmp_path: Any) -> None:
     """A byte-level BPE whose tokens cut characters in two."""
-    tokenizers = pytest.importorskip("tokenizers")
-    from spmd.models.training.data.tokenizer import load_tokenizer
-
-    made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator(["the quick brown fox"] * 9, vocab_size=300, special_tokens=["</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(str(saved(trained_bytes(special=["</s>"]), tmp_path)))
     text = "the quick 😀 brown — fox é"
     (ids,) = tokenizer.encode_batch([text])
     pieces = push_all(Detokenizer(tokenizer.decode, ids.tolist()[:3]), ids.tolist())

@@ -6,11 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from spmd.models.training.data.tokenizer import ByteTokenizer, load_tokenizer
-from spmd.serving.engine.backend import Words
 from spmd.serving.grammar.compiler import Grammars
 from spmd.serving.grammar.guide import GrammarError, GrammarGuide, TooHard
 from spmd.serving.grammar.place import find_problem
@@ -18,6 +16,7 @@ from spmd.serving.http.fields import Fields
 from spmd.serving.http.tools.ask import parse_tools
 from spmd.serving.http.tools.formats import FORMATS
 from spmd.serving.http.tools.grammar import calls_grammar
+from tests.serving.engine.test_guides import ids
 
 MOST = 64 * 2**10
 
@@ -25,10 +24,6 @@ MOST = 64 * 2**10
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(ByteTokenizer(), 300, {0, 290}, MOST)
-
-
-def ids(mask: Words) -> list[int]:
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def after(guide: GrammarGuide, tokens: Any) -> list[int]:

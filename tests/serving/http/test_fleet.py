@@ -119,15 +119,14 @@ def test_models_come_and_go(fleet_at: tuple[Fleet, str], tmp_path: Path) -> None
     assert [one.id for one in client.models.list()] == ["a", "b"]
     for name in "yx":
         (tmp_path / name).touch()
-    texts = {
-        m: client.completions.create(model=m, prompt="hello", max_tokens=8, seed=1).choices[0].text
-        for m in "ab"
-    }
+
+    def text(model: str) -> str:
+        told = client.completions.create(model=model, prompt="hello", max_tokens=8, seed=1)
+        return told.choices[0].text
+
+    texts = {model: text(model) for model in "ab"}
     assert all(texts.values())
-    refused = {
-        404: {"model": "c", "prompt": "x"}, 400: {"prompt": "x"},
-    }  # fmt: skip
-    for status, body in refused.items():
+    for status, body in ((404, {"model": "c", "prompt": "x"}), (400, {"prompt": "x"})):
         answer = post(f"{url}/v1/completions", json=body, headers=KEY)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, "model")
     assert post(f"{url}/v1/completions", json={"model": "a"}).status_code == 401
@@ -149,10 +148,7 @@ def test_models_come_and_go(fleet_at: tuple[Fleet, str], tmp_path: Path) -> None
     write(tmp_path, {**MODELS, "a": {**MODELS["a"], "bundle": "y"}})
     triton = InferenceServerClient(url.removeprefix("http://"))
     triton.load_model("a", headers=KEY)
-    assert (
-        client.completions.create(model="a", prompt="hello", max_tokens=8, seed=1).choices[0].text
-        == texts["a"]
-    )
+    assert text("a") == texts["a"]
     assert not found
     (tmp_path / "x").touch()
     asking.join(PATIENCE)
@@ -162,17 +158,12 @@ def test_models_come_and_go(fleet_at: tuple[Fleet, str], tmp_path: Path) -> None
     write(tmp_path, {**MODELS, "b": {**MODELS["b"], "broken": True}})
     with pytest.raises(InferenceServerException, match="the bundle is broken"):
         triton.load_model("b", headers=KEY)
-    assert (
-        client.completions.create(model="b", prompt="hello", max_tokens=8, seed=1).choices[0].text
-        == texts["b"]
-    )
+    assert text("b") == texts["b"]
     write(tmp_path, MODELS)
     triton.unload_model("b", headers=KEY)
     assert [one["name"] for one in triton.get_model_repository_index(headers=KEY)] == ["a"]
-    assert (
-        "there is no 'b' here"
-        in post(f"{url}/v1/completions", json={"model": "b", "prompt": ""}, headers=KEY).text
-    )
+    gone = post(f"{url}/v1/completions", json={"model": "b", "prompt": ""}, headers=KEY)
+    assert "there is no 'b' here" in gone.text
     assert get(f"{url}/health").status_code == 200
 
 

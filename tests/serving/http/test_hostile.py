@@ -1,7 +1,6 @@
 """Whatever is thrown at the server: a clear error, and it lives on with all its slots."""
 
 import json
-import random
 import socket
 import time
 from collections.abc import Iterator
@@ -197,13 +196,6 @@ def test_hosts(local: Live, hosts: str, status: int) -> None:
 def test_what_proxies_might_read_otherwise(live: Live, lines: bytes) -> None:
     answer = talk(live, b"POST /v1/completions HTTP/1.1\r\n" + lines + b"GET / HTTP/1.1\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
-
-
-def test_random_bytes(live: Live) -> None:
-    rng = random.Random(0)
-    for _ in range(20):
-        talk(live, rng.randbytes(rng.randint(1, 3000)), close_ours=True)
-    is_well(live)
 
 
 def test_a_body_that_does_not_say_how_large_it_is(live: Live, hasty: Live) -> None:

@@ -165,26 +165,6 @@ def test_streams_say_the_same(format: str) -> None:
         assert any(c.logprobs for c in mine)
 
 
-def test_a_text_before_calls_and_calls_that_are_none() -> None:
-    backend = Scripted()
-    with chatting(backend, chat_template=TEMPLATES["hermes"]) as (_, client):
-        call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-        backend.script = f"Let me see.\n{call}\n{call.replace('add', 'mul')}".encode()
-        message = chat(client).choices[0].message
-        assert message.content == "Let me see."
-        assert [call.function.name for call in message.tool_calls] == ["add", "mul"]
-        message = chat(client, parallel_tool_calls=False).choices[0].message
-        assert [call.function.name for call in message.tool_calls] == ["add"]
-        backend.script = call.replace("1", "}").encode()
-        for stream in (False, True):
-            answer = chat(client, stream=stream)
-            if not stream:
-                assert answer.choices[0].message.content == backend.script.decode()
-                assert answer.choices[0].finish_reason == "stop"
-            else:
-                assert list(answer)[-1].choices[0].finish_reason
-
-
 def test_strict_tools_bind_calls_as_soon_as_they_begin() -> None:
     """What the model would write in a call is not what it may: so it writes something else."""
     backend = Scripted()

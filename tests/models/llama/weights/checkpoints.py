@@ -19,6 +19,11 @@ _LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
 _LATENT = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
@@ -96,15 +101,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "q_lora_rank": 24,
         "n_group": 4,
         "topk_group": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 8.0,
-            "mscale": 2.0,
-            "mscale_all_dim": 1.0,
-            "beta_fast": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        "rope_parameters": {**_YARN, "mscale": 2.0, "mscale_all_dim": 1.0},
     },
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -116,22 +113,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "swiglu_limit": 1.5,
         "initializer_range": 0.2,
         "router_aux_loss_coef": 0.1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 8.0,
-            "beta_fast": 4.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
+        "rope_parameters": {**_YARN, "truncate": False},
     },
 }
 """Name -> what differs from a small Llama 2."""
 
-FAMILIES = (
-    *("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe", "gemma3_text"),
-    *("deepseek_v2", "deepseek_v3", "gpt_oss"),
-)
+FAMILIES = tuple(name for name, given in VARIANTS.items() if "model_type" in given)
 """The variants that are Llama with a difference."""
 
 SHARDED = "grouped"

@@ -68,11 +68,6 @@ def same_files(one, other):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-@pytest.mark.thorough
-def test_the_fresh_one_is_models_init(whole):
-    assert_close(weights.load(whole, CONFIG), fresh_params(CONFIG), rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("n", "m"),
     [

@@ -127,27 +127,19 @@ def test_dtype(tmp_path):
         weights.save(params, TINY, tmp_path / "other", dtype="int8")
 
 
-def test_tokenizer_files_come_along(tmp_path):
-    (tmp_path / "from").mkdir()
-    (tmp_path / "from/tokenizer.json").write_text("{}")
-    (tmp_path / "from/model.safetensors").write_text("not this")
-    weights.save(fresh(TINY), TINY, tmp_path / "to", tokenizer_from=tmp_path / "from")
-    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
-
-
-def test_what_a_model_knows_of_tokens_comes_along(tmp_path):
+def test_what_belongs_to_tokens_comes_along(tmp_path):
     known: dict[str, dict[str, float]] = {
-        "config.json": {"pad_token_id": 7},
-        "generation_config.json": {"temperature": 0.6},
-    }
-    for name, content in known.items():
+        "config.json": {"pad_token_id": 7}, "generation_config.json": {"temperature": 0.6},
+        "tokenizer.json": {},
+    }  # fmt: skip
+    for name, content in {**known, "model.safetensors": "not this"}.items():
         (tmp_path / name).write_text(json.dumps(content))
-    params, config = fresh(TINY), dataclasses.replace(TINY, eos_token_id=2)
-    weights.save(params, config, tmp_path / "to", tokenizer_from=tmp_path)
+    config = dataclasses.replace(TINY, eos_token_id=2)
+    weights.save(fresh(TINY), config, tmp_path / "to", tokenizer_from=tmp_path)
+    assert {path.name for path in (tmp_path / "to").iterdir()} == {*known, "model.safetensors"}
     for name, content in known.items():
         assert content.items() <= json.loads((tmp_path / "to" / name).read_text()).items()
+    assert_equal_trees(weights.load(tmp_path / "to", read_config(tmp_path / "to")), fresh(TINY))
 
 
 # Failures

@@ -1,6 +1,7 @@
 """Texts begin as transformers begins them, or as in training; their tokens have a bound."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def template(single: str) -> Any:
     )
 
 
+def trained_bytes(
+    text: str = "the quick brown fox   jumps over é ΐ the lazy dog " * 9,
+    size: int = 400,
+    special: Sequence[str] = ("<|end|>",),
+) -> Tokenizer:
+    """Byte-level, with tokens of what stands in a text."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=[*special], show_progress=False
+    )
+    made.train_from_iterator([text], trainer)
+    return made
+
+
 def saved(tokenizer: Tokenizer, folder: Path, **more: Any) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES, **more}
@@ -143,19 +161,6 @@ def test_what_is_no_tokenizer_of_that_training_is_shipped_as_it_is(tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text("{}")
     with as_trained(tmp_path, ByteTokenizer()) as folder:
         assert folder == tmp_path
-
-
-def trained_bytes() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-        show_progress=False,
-    )
-    made.train_from_iterator(["the quick brown fox   jumps over é ΐ the lazy dog"] * 9, trainer)
-    return made
 
 
 def change(**changes: Any) -> Tokenizer:

@@ -8,6 +8,7 @@ import pytest
 
 import spmd
 from spmd.models.training.run.optimizer import (
+    OPTIMIZERS,
     OptimizerConfig,
     make_optimizer,
     make_schedule,
@@ -137,12 +138,14 @@ def test_gradients_or_updates_alone_may_be_infinite(rule, slope, broken, on_nonf
         assert not np.isfinite(moved).all()
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_the_learning_rate_is_that_of_the_update(params, name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_descends_at_the_learning_rate_of_the_schedule(params, name):
     config = OptimizerConfig(name=name, total_steps=10, learning_rate=1e-2, warmup_steps=4)
     optimizer, schedule = make_optimizer(config), make_schedule(config)
     step = jax.jit(make_train_step(loss_fn, optimizer, schedule=schedule))
-    state = optimizer.init(params)
+    state, losses = optimizer.init(params), []
     for number in range(3):
         params, state, metrics = step(params, state, make_batch())
         np.testing.assert_allclose(metrics["learning_rate"], schedule(number), rtol=1e-6)
+        losses.append(metrics["loss"])
+    assert losses[2] < losses[1] < losses[0]
