@@ -58,7 +58,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print("\n".join([f"{given.program} became worse than {given.plan}:", *worse]))
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

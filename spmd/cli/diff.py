@@ -48,7 +48,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     figures = [(x.timeline.seconds, x.sent_bytes, x.peak_bytes) for x in (a, b)]
     return 0 if text.rstrip().endswith("nothing changed") and figures[0] == figures[1] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -99,11 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(given.json).write_text(data, encoding="utf-8")
         if given.out:
             Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
-    except ModuleNotFoundError as error:
-        print(f'error: {error}; named models take pip install "spmd[train,serve]"', file=sys.stderr)
-        return 2
-    except (SpmdError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ModuleNotFoundError, SpmdError, OSError, ValueError) as error:
+        is_missing = type(error) is ModuleNotFoundError
+        hint = '; named models take pip install "spmd[train,serve]"' if is_missing else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 2
     return 0 if found.best.verdict != "does not fit" else 1
 
@@ -168,7 +167,3 @@ def prices(text: str) -> dict[str, float]:
     """Parses "v5p=4.2,h200=3.5" as {"v5p": 4.2, "h200": 3.5}."""
     pairs = (part.partition("=") for part in text.split(","))
     return {name.strip(): float(price) for name, _, price in pairs}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

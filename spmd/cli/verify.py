@@ -73,7 +73,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SpmdError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -145,8 +145,28 @@ class Prices:
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The marks that obviously cost much, or None: what the function `costly_mark` returns."""
-        return costly_mark(self.plan, self.options)
+        """The marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
+
+        Marks that save memory for arguments do not count. A group is tried only if a run takes
+        `LEAST_SECONDS`, and what may be due to it is over `OBVIOUS_SHARE` of the plan's costs.
+        """
+        plan, most = self.plan, (1 - LEAST_SHARE) * self.plan.run_seconds
+        if plan.run_seconds < LEAST_SECONDS:
+            return None
+        if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
+            return None
+        found = []
+        for group in mark_groups(plan)[:MOST_SUSPECTS]:
+            if group.seconds <= OBVIOUS_SHARE * plan.seconds:
+                break
+            try:
+                relief = relief_of(plan, group, self.options)
+            except PlanError:  # without the mark nothing fits into the memory
+                continue
+            more = relief.price.argument_bytes
+            if relief.without < most and more <= MOST_MORE * held_bytes(plan):
+                found.append(relief)
+        return max(found, key=lambda relief: relief.share, default=None)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Returns other shardings of a value with their prices, the cheapest first.
@@ -298,9 +318,9 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
     )
     asked = [] if prices is None else groups[: prices.most_conflicts]
     priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
-    items = []
+    items, arguments = [], dict(zip(program.body.args, program.arg_names, strict=True))
     for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
-        names = [numberless(w.value_name(program, v)) for _, v, _ in alike[0][1].claims]
+        names = [numberless(arguments.get(v, f"%{v}")) for _, v, _ in alike[0][1].claims]
         rows = list(zip(names, wishes, strict=True))
         for axes, price in priced[i] if i < len(asked) else ():
             rows.append((f"{w.axes_text(axes, mesh) or NO_AXIS} instead", price.text))
@@ -311,10 +331,6 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
         said += f", of {len(items)} kinds; what the claims that lost would cost"
         said += "" if len(asked) == len(items) else f" (the first {len(asked)})"
     return w.Section("conflicts", said, items)
-
-
-# ---------------------------------------------------------------------------------------------
-# Marks.
 
 
 class MarkGroup(NamedTuple):
@@ -381,31 +397,6 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
     first = next((v for v in group.values if lies(v) != shardings[v]), group.values[0])
     group = group._replace(sharding=shardings[first])
     return Relief(group, price_of(plan, other), plan.run_seconds, lies(first))
-
-
-def costly_mark(plan: Plan, options: Options) -> Relief | None:
-    """Returns the marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
-
-    Marks that save memory for arguments do not count. A group is tried only if a run takes
-    `LEAST_SECONDS`, and what may be due to it is more than `OBVIOUS_SHARE` of the plan's costs.
-    """
-    if plan.run_seconds < LEAST_SECONDS:
-        return None
-    most = (1 - LEAST_SHARE) * plan.run_seconds
-    if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
-        return None
-    found = []
-    for group in mark_groups(plan)[:MOST_SUSPECTS]:
-        if group.seconds <= OBVIOUS_SHARE * plan.seconds:
-            break
-        try:
-            relief = relief_of(plan, group, options)
-        except PlanError:  # without the mark nothing fits into the memory
-            continue
-        more = relief.price.argument_bytes
-        if relief.without < most and more <= MOST_MORE * held_bytes(plan):
-            found.append(relief)
-    return max(found, key=lambda relief: relief.share, default=None)
 
 
 def _repeated(plan: Plan) -> dict[Value, float]:

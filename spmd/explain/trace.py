@@ -59,16 +59,15 @@ def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, An
 
 def _predicted(slots: Sequence[PlanSlot], whole: bool) -> Iterator[Slice]:
     """Yields rectangles of slots: all iterations of loops if `whole`, else one, stretched."""
-    for slot, start, seconds in occurrences(slots, whole):
-        end = start + seconds
+    for slot in occurrences(slots, whole):
         if slot.opens:
             lane = "loops" if slot.depth == 0 else f"loops in {plural(slot.depth, 'loop')}"
-            yield Slice(lane, loop_text(slot), start, end, {"source": slot.source})
+            yield Slice(lane, loop_text(slot), slot.start, slot.end, {"source": slot.source})
             continue
         more = {"source": slot.source, "layer": slot.layer, "kind": slot.work}
         if slot.reason:
             more["reason"] = slot.reason
-        yield Slice(slot.lane, slot.label, start, end, more)
+        yield Slice(slot.lane, slot.label, slot.start, slot.end, more)
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:

@@ -35,7 +35,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import TO_MANUAL
 from spmd.ir.program import Body, Op, Program, Value, has_effect
 from spmd.ir.rewrite import Now, append_ops, edit_ops
-from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
+from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
 
 
 class Site(NamedTuple):
@@ -43,16 +43,8 @@ class Site(NamedTuple):
 
     b: Builder
     op: Op
-
-    @property
-    def operands(self) -> tuple[Value, ...]:
-        """Returns the op's operands, in the new program."""
-        return self.op.operands
-
-    @property
-    def attrs(self) -> Mapping[str, Attribute]:
-        """Returns the op's attributes by name."""
-        return self.op.kind.attrs
+    operands: tuple[Value, ...]  # the op's
+    attrs: Mapping[str, Attribute]  # likewise
 
     @property
     def result(self) -> TensorType:
@@ -113,17 +105,13 @@ def _rewritten(program: Program, function_of: Callable[[Op], Canonical | None]) 
         function = function_of(op)
         if function is None:
             return None
-        results = function(Site(b, op))
+        results = function(Site(b, op, op.operands, op.kind.attrs))
         for value, wanted in zip(results, op.kind.results, strict=True):
             if b.types[value] != wanted:
                 raise SpmdError(f"{op.name} was rewritten to {b.types[value]}, not {wanted}")
         return results
 
     return edit_ops(program, edit)
-
-
-# ---------------------------------------------------------------------------------------------
-# CHLO's scans.
 
 
 @canonical("chlo.scan")
@@ -269,30 +257,22 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
 
 @canonical("stablehlo.fft")
 def _fft(site: Site) -> Sequence[Value]:
-    b, attrs, rank = site.b, site.attrs, site.result.rank
-    lengths, kind = attrs["fft_length"], attrs["fft_type"]
+    lengths, kind = site.attrs["fft_length"], site.attrs["fft_type"].text
     if len(lengths) == 1:
-        return b.repeat(site.op.kind, site.operands)
-    # Real values become complex along the last dim, which is the first to be transformed, and
-    # complex values real along the last one, too, at the end.
-    complex_kind = Opaque(kind.text.replace("RFFT", "FFT"))
-    dims = range(rank - len(lengths), rank)
-    (x,) = site.operands
-    for dim in dims if "IRFFT" in kind.text else reversed(dims):
-        length = (lengths[dim - rank],)
-        if dim == rank - 1:
-            type_ = (
-                b.types[x].with_dim(dim, site.result.shape[dim])._replace(dtype=site.result.dtype)
-            )
-            (x,) = b.op(site.op.name, (x,), (type_,), {"fft_length": length, "fft_type": kind})
-            continue
-        swap = [*range(rank)]
-        swap[dim], swap[-1] = rank - 1, dim
-        x = b.transpose(x, swap)
-        made = {"fft_length": length, "fft_type": complex_kind}
-        (x,) = b.op(site.op.name, (x,), (b.types[x],), made)
-        x = b.transpose(x, swap)
-    return (x,)
+        return site.b.repeat(site.op.kind, site.operands)
+    (real,) = re.findall(r"I?R?FFT", kind)
+
+    def in_turn(x: Any) -> Any:
+        # Real values become complex along the last dim, which is the first to be transformed, and
+        # complex values real along the last one, too, at the end.
+        dims = range(-len(lengths), 0)
+        for dim in dims if real == "IRFFT" else reversed(dims):
+            which = real if dim == -1 else real.replace("RFFT", "FFT")
+            made = lax.fft(x.swapaxes(dim, -1), lax.FftType[which], (lengths[dim],))
+            x = made.swapaxes(dim, -1)
+        return x
+
+    return site.computed(in_turn)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -353,8 +353,6 @@ mlir.register_lowering(_uneven_mark, _lower_mark)
 # after:  `spmd_callback[number=0 ...] x`, with callback 0 in the table beside the program
 
 INSPECTS = "jax.debug.inspect_array_sharding"
-_KERNELS = ("pallas_call",)
-"""Primitives whose bodies cannot call Python: callbacks in them stay as they are."""
 
 _callback = Primitive("spmd_callback")
 _callback.multiple_results = True
@@ -417,7 +415,8 @@ class _OwnCallbacks:
                 return ()
             own["results"] = tuple(v.aval for v in eqn.outvars)
             return (eqn.replace(primitive=_callback, params=own, effects=effects),)
-        inside = [] if eqn.primitive.name in _KERNELS else list(jaxprs_in_params(eqn.params))
+        is_kernel = eqn.primitive.name == "pallas_call"  # whose body cannot call Python
+        inside = [] if is_kernel else list(jaxprs_in_params(eqn.params))
         if effects == eqn.effects and all(self.rewritten(i) is i for i in inside):
             return (eqn,)
         params = {name: self.rewritten(value) for name, value in eqn.params.items()}

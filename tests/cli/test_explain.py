@@ -127,7 +127,7 @@ def test_flags_that_cannot_be_read_end_it(module: str, capsys: Any) -> None:
 def test_it_needs_no_devices(module: str) -> None:
     """A process of its own, with one CPU device, plans for 256 chips."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "spmd.cli.explain", module, "--mesh=data=16,model=16"]
+    command = [sys.executable, "-m", "spmd.cli.main", "explain", module, "--mesh=data=16,model=16"]
     command += ["--topology=v5e:16x16", "--arg-spec=2=data,None"]
     found = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE

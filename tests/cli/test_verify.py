@@ -26,7 +26,7 @@ func.func @main(%x: tensor<8x4xf32>, %i: tensor<4xi32>, %p: tensor<4xi1>) -> ten
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "spmd.cli.verify", *arguments],
+        [sys.executable, "-m", "spmd.cli.main", "verify", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,

@@ -1,10 +1,10 @@
 """Makes HTML and SVG as strings: elements, and the shapes, tables and legends of the report."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 
-from spmd.explain.words import Cell, Item, Look, Section, Table, source_text
+from spmd.explain.words import Cell, Item, Look, Section, Table, seconds_text, source_text
 
 
 class Html(str):
@@ -129,9 +129,27 @@ def _td(head: str, cell: Cell) -> Html:
     return tag(f"td.{style}", shown, note, data_v=str(key), data_head=head)
 
 
-def folded(title: str, body: Html) -> Html:
-    """Returns an element that shows `title`, and shows `body` after a click on it."""
-    return tag("details", tag("summary", title), body)
+def cards(rows: Iterable[tuple[str, str, str]]) -> Html:
+    """Returns (label, value, remark) triples as cards beside each other."""
+    shown = (
+        (tag("span.label", label), tag("b", value), tag("span", rest))
+        for label, value, rest in rows
+    )
+    return tag("div.cards", *(tag("div.card", *card) for card in shown))
+
+
+def stretches(spent: Mapping[str, float], colours: Mapping[str, str]) -> list[Html]:
+    """Returns the parts of a bar, as wide as the seconds `spent`, by name, in CSS `colours`."""
+    whole = sum(spent.values())
+    return [
+        tag(
+            "span",
+            style=f"flex:{took / whole:.4f};background:{colours[name]}",
+            title=f"{name}: {seconds_text(took)}",
+        )
+        for name, took in spent.items()
+        if whole
+    ]
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Html:

@@ -32,7 +32,6 @@ def render(
     rows: Sequence[Sequence[str]],
 ) -> str:
     """Returns the page: (label, value, remark) of the best as cards, bars, and the whole table."""
-    shown = [tag("div.card", *map(_span, ("label", "", "soft"), card)) for card in cards]
     lanes = list(dict.fromkeys(lane for bar in bars for lane in bar.spent))
     colours = {
         lane: f"var(--{COMPUTE if lane == COMPUTE else PALETTE[i % len(PALETTE)]})"
@@ -44,7 +43,7 @@ def render(
     return whole(
         title,
         lead,
-        tag("div.cards", *shown),
+        h.cards(cards),
         tag("p.head", tag("b", "Predicted time and memory of each candidate")),
         h.legend(names),
         tag("ol.costs plans", *(_bar(bar, colours, longest) for bar in bars)),
@@ -53,21 +52,9 @@ def render(
     )
 
 
-def _span(look: str, text: str) -> Html:
-    return tag("b", text) if not look else tag(f"span.{look}", text)
-
-
 def _bar(bar: PlanBar, colours: Mapping[str, str], longest: float) -> Html:
     seconds = sum(bar.spent.values())
-    parts = [
-        tag(
-            "span",
-            style=f"flex:{took / seconds:.4f};background:{colours[lane]}",
-            title=f"{lane}: {w.seconds_text(took)}",
-        )
-        for lane, took in bar.spent.items()
-        if seconds
-    ]
+    parts = h.stretches(bar.spent, colours)
     share = min(bar.bytes / bar.limit, 1.0)
     colour = {"fits": "--saved", "tight": "--collective_permute"}.get(bar.verdict, "--bad")
     held = f"{w.bytes_text(bar.bytes)} of {w.bytes_text(bar.limit)}: {bar.verdict}"

@@ -332,14 +332,14 @@ class Contents:
             return None
         # Axes that are said to be replicated split no open dim. Where these are all that is left,
         # as on jax's explicit axes, nothing is open.
-        found = axes_of(sharding)
+        parts = [sdy.DimensionShardingAttr(dim) for dim in sharding.dimension_shardings]
+        found = tuple(refs_of(dim.axes, sdy) for dim in parts)
         replicated = refs_of(sharding.replicated_axes, sdy)
         used = {name for refs in (*found, replicated) for name, _, size in refs if not size}
         is_closed = bool(replicated) and all(
             n in used for n, size in mesh.shape.items() if size > 1
         )
-        dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
-        opened = tuple(not (dim.is_closed or is_closed) for dim in dims)
+        opened = tuple(not (dim.is_closed or is_closed) for dim in parts)
         return Stated(mesh, found, opened, refs_of(sharding.unreduced_axes, sdy))
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
@@ -488,12 +488,6 @@ def shardings_of(attr: Any) -> list[Any]:
     return list(sdy.TensorShardingPerValueAttr(attr).shardings)
 
 
-def axes_of(attr: Any) -> tuple[Refs, ...]:
-    """Returns for each dim the axes that split it, by an `sdy.sharding`."""
-    dims = map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(attr).dimension_shardings)
-    return tuple(refs_of(dim.axes, sdy) for dim in dims)
-
-
 def refs_of(refs: Any, dialect: Any) -> Refs:
     """Returns MLIR's references to axes as `AxisRef`s; `dialect` is Shardy's or StableHLO's."""
     found = []
@@ -502,16 +496,6 @@ def refs_of(refs: Any, dialect: Any) -> Refs:
         sub = None if info is None else dialect.SubAxisInfoAttr(info)
         found.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
     return tuple(found)
-
-
-def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
-    """Returns the atoms that make up axes and parts of axes of `mesh`, in the order of `refs`."""
-    return tuple(
-        a
-        for name, pre, size in refs
-        for a in mesh.axis_atoms[name]
-        if not size or pre <= mesh.atoms[a].pre < pre * size
-    )
 
 
 class Scope(NamedTuple):

@@ -20,7 +20,6 @@ from spmd.frontend.importer.contents import (
     MARKS,
     Contents,
     Scope,
-    atoms_of_refs,
     attribute,
     cloned,
     defining_op,
@@ -200,7 +199,7 @@ class Importer:
             return value
         if self.scopes:
             mesh, manual = self.scopes[-1].mesh, self.scopes[-1].held
-            used = {a for refs in sharding.dims for a in atoms_of_refs(refs, mesh)}
+            used = {a for refs in sharding.dims for a in self.contents.atoms(mesh, refs)}
             if held := used & set(manual):
                 raise SpecError(
                     "a mark inside a jax.shard_map splits over an axis that is manual there",
