@@ -165,8 +165,6 @@ def from_json(data: Any) -> PlanReport:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, TensorType):
-        return {"dtype": value.dtype, "shape": list(value.shape)}
     if isinstance(value, Sharding):
         dims = [list(axes) for axes in value.dims]
         return {"dims": dims, "partial": list(value.partial), "kind": value.kind}
@@ -197,8 +195,6 @@ def _read(kind: Any, value: Any) -> Any:
         of_list = (t for t in inner if typing.get_origin(t))
         by_name = (t for t in inner if set(getattr(t, "_fields", ())) == fields)
         return _read(next(of_list if fields is None else by_name), value)
-    if kind is TensorType:
-        return TensorType(tuple(value["shape"]), value["dtype"])
     if kind is Sharding:
         dims = tuple(map(tuple, value["dims"]))
         return Sharding(dims, tuple(value["partial"]), value["kind"])

@@ -120,7 +120,7 @@ class Prices:
     def marks(self) -> w.Section:
         """What a run would save without the marks that may cost the most, one group at a time."""
         groups = [group for group in mark_groups(self.plan) if group.seconds]
-        tried = groups[: self._most(MOST_TRIES, TIMED_FOR_MARK)]
+        tried = groups[: self.most(MOST_TRIES, TIMED_FOR_MARK)]
         reliefs = worthwhile(self.plan, tried, self.options)
         rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in reliefs]
         if groups and not rows:
@@ -132,13 +132,7 @@ class Prices:
         title = "marks that forbid something cheaper"
         return w.Section(title, said, [w.Item("", "", rows)] if rows else [])
 
-    @property
-    def most_conflicts(self) -> int:
-        """How many of a report's conflicts get prices: fewer in large programs."""
-        again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
-        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
-
-    def _most(self, most: int, timed: int) -> int:
+    def most(self, most: int, timed: int) -> int:
         """Returns how many decisions to price, 1 to `most`, if each times `timed` programs."""
         ops = sum(1 for _ in self.plan.program.walk())
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
@@ -316,7 +310,8 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
             -len(group[1]) * max(types[value].bytes for _, value, _ in group[1][0][1].claims)
         ),
     )
-    asked = [] if prices is None else groups[: prices.most_conflicts]
+    programs = TIMED_FOR_CONFLICT * (2 if plan.byte_price else 1)  # whole, and with remat
+    asked = [] if prices is None else groups[: prices.most(MOST_CONFLICTS, programs)]
     priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
     items, arguments = [], dict(zip(program.body.args, program.arg_names, strict=True))
     for i, ((op, trail, wishes, taken), alike) in enumerate(groups):

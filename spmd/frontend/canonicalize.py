@@ -70,27 +70,6 @@ class Site(NamedTuple):
 
 Canonical = Callable[[Site], Sequence[Value]]
 
-CANONICAL: dict[str, Canonical] = {
-    "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
-    # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
-    "stablehlo.dynamic_broadcast_in_dim": lambda s: (
-        s.b.broadcast(s.operands[0], s.result.shape, s.attrs["broadcast_dimensions"]),
-    ),
-    "stablehlo.dynamic_iota": lambda s: (s.b.iota(s.result, s.attrs["iota_dimension"]),),
-    "stablehlo.dynamic_reshape": lambda s: (s.b.reshape(s.operands[0], s.result.shape),),
-}
-"""Name of an op (or `custom_call:` and its target) -> the function that rewrites such an op."""
-
-
-def canonical(*names: str) -> Callable[[Canonical], Canonical]:
-    """Returns a decorator that enters a function in `CANONICAL`, to rewrite the ops `names`."""
-
-    def register(function: Canonical) -> Canonical:
-        CANONICAL.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
 
 def canonicalize(program: Program) -> Program:
     """Rewrites ops in `CANONICAL` and values without elements; UnsupportedOpError if it cannot."""
@@ -114,7 +93,6 @@ def _rewritten(program: Program, function_of: Callable[[Op], Canonical | None]) 
     return edit_ops(program, edit)
 
 
-@canonical("chlo.scan")
 def _scan(site: Site) -> Sequence[Value]:
     """Rewrites an associative scan of n elements as log2(n) elementwise steps on shifted slices.
 
@@ -159,7 +137,6 @@ def _scan(site: Site) -> Sequence[Value]:
 # they are imported (`LEGALIZED` of `importer/ops.py`).
 
 
-@canonical("stablehlo.einsum", "stablehlo.unary_einsum")
 def _einsum(site: Site) -> Sequence[Value]:
     """Rewrites an einsum as `jnp.einsum` does: as sums, one `dot_general` and a transpose.
 
@@ -177,7 +154,6 @@ def _einsum(site: Site) -> Sequence[Value]:
     return site.computed(einsum)
 
 
-@canonical("stablehlo.torch_index_select")
 def _torch_index_select(site: Site) -> Sequence[Value]:
     """Rewrites an index select as a `gather` along `dim`, with `batch_dims` leading batch dims."""
     batch = site.attrs["batch_dims"]
@@ -187,7 +163,6 @@ def _torch_index_select(site: Site) -> Sequence[Value]:
     return site.computed(select)
 
 
-@canonical("stablehlo.map")
 def _map(site: Site) -> Sequence[Value]:
     """Rewrites a `map` as the ops of its body, on whole tensors instead of on single elements.
 
@@ -206,13 +181,11 @@ def _map(site: Site) -> Sequence[Value]:
 _UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
 
 
-@canonical(*(f"custom_call:mhlo.{name}" for name in _UNARY))
 def _unary(site: Site) -> Sequence[Value]:
     name = str(site.attrs["call_target_name"]).replace("mhlo.", "chlo.")
     return site.b.op(name, site.operands, site.op.kind.results)
 
 
-@canonical("custom_call:TopK", "custom_call:mhlo.topk")
 def _top_k(site: Site) -> Sequence[Value]:
     """Rewrites a custom call for a top-k as `chlo.top_k`; UnsupportedOpError for the smallest k."""
     given = (site.attrs.get(f"mhlo.{name}") for name in ("attributes", "backend_config"))
@@ -222,7 +195,6 @@ def _top_k(site: Site) -> Sequence[Value]:
     return site.b.op("chlo.top_k", site.operands[:1], site.op.kind.results, attrs)
 
 
-@canonical("custom_call:ApproxTopK")
 def _approx_top_k(site: Site) -> Sequence[Value]:
     """Rewrites an approximate top-k as an exact one: the first elements of a sort.
 
@@ -255,7 +227,6 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
 # (`spmd.lowering.rewrites.simplify`).
 
 
-@canonical("stablehlo.fft")
 def _fft(site: Site) -> Sequence[Value]:
     lengths, kind = site.attrs["fft_length"], site.attrs["fft_type"].text
     if len(lengths) == 1:
@@ -283,7 +254,6 @@ def _fft(site: Site) -> Sequence[Value]:
 # after:  `%mean = sum(%x) / n; %var = sum((%x - %mean)^2) / n; %y = (%x - %mean) * ...`
 
 
-@canonical(*(f"stablehlo.batch_norm_{name}" for name in ("grad", "inference", "training")))
 def _norm(site: Site) -> Sequence[Value]:
     type_ = site.op.kind.operands[0]
     feature: int = site.attrs["feature_index"]
@@ -356,3 +326,24 @@ _READERS: dict[str, Canonical] = {
     "stablehlo.select_and_scatter": lambda s: (s.b.broadcast(s.operands[2], s.result.shape),),
 }
 """Op -> what it is where an operand has no elements and the results have."""
+
+
+CANONICAL: Mapping[str, Canonical] = {
+    "chlo.scan": _scan,
+    "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
+    "custom_call:ApproxTopK": _approx_top_k,
+    **dict.fromkeys(("custom_call:TopK", "custom_call:mhlo.topk"), _top_k),
+    **{f"custom_call:mhlo.{name}": _unary for name in _UNARY},
+    **{f"stablehlo.batch_norm_{name}": _norm for name in ("grad", "inference", "training")},
+    # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
+    "stablehlo.dynamic_broadcast_in_dim": lambda s: (
+        s.b.broadcast(s.operands[0], s.result.shape, s.attrs["broadcast_dimensions"]),
+    ),
+    "stablehlo.dynamic_iota": lambda s: (s.b.iota(s.result, s.attrs["iota_dimension"]),),
+    "stablehlo.dynamic_reshape": lambda s: (s.b.reshape(s.operands[0], s.result.shape),),
+    **dict.fromkeys(("stablehlo.einsum", "stablehlo.unary_einsum"), _einsum),
+    "stablehlo.fft": _fft,
+    "stablehlo.map": _map,
+    "stablehlo.torch_index_select": _torch_index_select,
+}
+"""Name of an op (or `custom_call:` and its target) -> the function that rewrites such an op."""
