@@ -121,8 +121,11 @@ class Prices:
         """What a run would save without the marks that may cost the most, one group at a time."""
         groups = [group for group in mark_groups(self.plan) if group.seconds]
         tried = groups[: self.most(MOST_TRIES, TIMED_FOR_MARK)]
-        reliefs = worthwhile(self.plan, tried, self.options)
-        rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in reliefs]
+        reliefs = [relief_of(self.plan, group, self.options) for group in tried]
+        least = WORTH * sum(move.seconds for move in self.plan.moves)
+        worth = [relief for relief in reliefs if 0 < -relief.price.seconds >= least]
+        worth.sort(key=lambda relief: relief.price.seconds)
+        rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in worth]
         if groups and not rows:
             rows = [("none of them", f"costs {WORTH:.0%} of the collectives' time or more")]
         which = f"the {len(groups)} kinds of marks that time may be due to"
@@ -360,16 +363,6 @@ class Relief(NamedTuple):
     def share(self) -> float:
         """The share of a run's time that would be saved without the marks: 0.25 is a quarter."""
         return 1 - self.without / self.seconds
-
-
-def worthwhile(
-    plan: Plan, groups: Sequence[MarkGroup], options: Options | None = None
-) -> list[Relief]:
-    """Prices groups of marks; returns those that cost enough to mention, the costliest first."""
-    least = WORTH * sum(move.seconds for move in plan.moves)
-    found = [relief_of(plan, group, options) for group in groups]
-    worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
-    return sorted(worth, key=lambda relief: relief.price.seconds)
 
 
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:

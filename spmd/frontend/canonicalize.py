@@ -175,9 +175,6 @@ def _map(site: Site) -> Sequence[Value]:
     return inline_elementwise(site.b, body, site.operands, site.result.shape)
 
 
-# ---------------------------------------------------------------------------------------------
-# Custom calls that stand for ops.
-
 _UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
 
 
@@ -291,10 +288,6 @@ def _norm(site: Site) -> Sequence[Value]:
     functions: dict[str, Callable[..., Any]]
     functions = {"inference": normalize, "training": train, "grad": grad}
     return site.computed(functions[site.op.name.removeprefix("stablehlo.batch_norm_")])
-
-
-# ---------------------------------------------------------------------------------------------
-# Values without elements.
 
 
 def _of_nothing(op: Op) -> Canonical | None:

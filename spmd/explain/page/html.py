@@ -95,7 +95,8 @@ def item(given: Item) -> Html:
         return tag("p", source_text(given.title))
     at = (" at ", source(given.source)) if given.source else ()
     title = tag("p.item", tag("b", given.title), *at) if given.title else ""
-    return joined(title, pairs(given.rows))
+    rows = (joined(tag("dt", what), tag("dd", text)) for what, text in given.rows)
+    return joined(title, tag("dl.facts", *rows))
 
 
 def table(given: Table) -> Html:
@@ -150,11 +151,6 @@ def stretches(spent: Mapping[str, float], colours: Mapping[str, str]) -> list[Ht
         for name, took in spent.items()
         if whole
     ]
-
-
-def pairs(rows: Iterable[tuple[str, str]]) -> Html:
-    """Returns (term, description) pairs as an HTML description list."""
-    return tag("dl.facts", *(joined(tag("dt", what), tag("dd", text)) for what, text in rows))
 
 
 def source(trail: str) -> Html:

@@ -429,10 +429,6 @@ def named_ops(module: Any, kind: str) -> dict[str, Any]:
     return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
 
 
-# ---------------------------------------------------------------------------------------------
-# The boundary of a function.
-
-
 def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
     """Returns the attributes of each argument (`arg_attrs`) or result (`res_attrs`), as dicts."""
     if name not in function.attributes:
@@ -453,10 +449,6 @@ def result_names(function: Any) -> tuple[str, ...]:
 def path_of(name: str) -> str:
     """Returns a pytree path in slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
     return "/".join(a or b for a, b in _PATH_PART.findall(name))
-
-
-# ---------------------------------------------------------------------------------------------
-# Its shardings, on the mesh that it is compiled for.
 
 
 class Stated(NamedTuple):
