@@ -497,10 +497,9 @@ def with_keywords(
     that the user's argument numbers and names stay valid.
     """
     signature = inspect.signature(fn)
+    own = signature.parameters
     free = tuple(
-        next(
-            each for n in itertools.count() if (each := "_" * n + name) not in signature.parameters
-        )
+        next(each for n in itertools.count() if (each := "_" * n + name) not in own)
         for name in names
     )
 
@@ -509,7 +508,7 @@ def with_keywords(
         return call(*map(kwargs.pop, free), *args, **kwargs)
 
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in free]
-    every = [*signature.parameters.values(), *more]
+    every = [*own.values(), *more]
     every.sort(key=lambda parameter: parameter.kind)
     with_values.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
     return with_values, free

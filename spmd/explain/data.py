@@ -179,9 +179,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = cache(typing.get_type_hints)
 
 
 def _read(kind: Any, value: Any) -> Any:

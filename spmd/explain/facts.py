@@ -53,25 +53,15 @@ class Facts:
     collectives: Sequence[Collective]  # what one run of the program exchanges
     use: MemoryUse  # the memory that one device is predicted to use
     name: str  # what the program is called
-    file: str  # where its function is written, if known
+    title: str  # the same and, if known, its file: `train_step of train.py`
     compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
     prices: Prices | None = None  # of decisions that the plan did not take
     measured: Measured | None = None  # what steps of it took
 
     @property
-    def title(self) -> str:
-        """The program's name and, if known, its file: `train_step of train.py`."""
-        return f"{self.name} of {self.file}" if self.file else self.name
-
-    @property
     def plan(self) -> Plan:
         """The plan that the report is about."""
         return self.stages.plan
-
-    @property
-    def timeline(self) -> Timeline:
-        """When each op is predicted to run; collectives may overlap arithmetic."""
-        return self.stages.timeline
 
     @cached_property
     def least_seconds(self) -> float:
@@ -79,13 +69,13 @@ class Facts:
         # Rewrites do equal ops once, so a program may have less to do than was written.
         return min(
             least_seconds(self.plan.problem.index, self.plan.mesh, self.plan.topology),
-            self.timeline.seconds,
+            self.stages.timeline.seconds,
         )
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """What the run's time is spent on, by source line and kind, most seconds first."""
-        return costs(self.timeline, self.plan.mesh, self.plan.topology)
+        return costs(self.stages.timeline, self.plan.mesh, self.plan.topology)
 
     @cached_property
     def inside(self) -> list[Inside]:
@@ -137,11 +127,10 @@ class Facts:
     @property
     def time_text(self) -> str:
         """The predicted time, in words: `1.2 ms a run, bound by compute (...)`."""
-        seconds, compute, comm = map(
-            w.seconds_text,
-            (self.timeline.seconds, self.timeline.compute_seconds, self.timeline.comm_seconds),
-        )
-        is_sending = self.timeline.comm_seconds > self.timeline.compute_seconds
+        line = self.stages.timeline
+        times = (line.seconds, line.compute_seconds, line.comm_seconds)
+        seconds, compute, comm = map(w.seconds_text, times)
+        is_sending = line.comm_seconds > line.compute_seconds
         bound = "communication" if is_sending else "compute"
         return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
@@ -169,7 +158,8 @@ class Facts:
     def report(self) -> PlanReport:
         """Returns all that is shown of the program, as data."""
         plan, topology = self.plan, self.plan.topology
-        line, machine = self.timeline, Machine(topology.name, topology.platform, topology.hbm_bytes)
+        line = self.stages.timeline
+        machine = Machine(topology.name, topology.platform, topology.hbm_bytes)
         times = (*line[1:], line.scheduled_seconds)
         return PlanReport(
             self.name,
@@ -220,7 +210,7 @@ class Facts:
             *([self.prices.marks] if self.prices is not None else []),
             conflicts(self.stages, self.prices),
             rings(plan),
-            recomputed(plan, self.timeline),
+            recomputed(self.stages),
             w.Section("pipelines", "", [row.item for row in pipeline_rows(self.stages)]),
             w.Section("forms", "", [w.Item(form.text) for form in plan.forms]),
             w.Section("notes", "", [w.Item(text + n) for text, n in times.items()]),

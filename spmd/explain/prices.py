@@ -169,11 +169,16 @@ class Prices:
         """Returns other shardings of a value with their prices, the cheapest first.
 
         For an argument the program is planned again with those that its uses want, each dim over
-        each mesh axis, and replicated; `MOST_OTHERS` at most. For other values see `of_value`.
+        each mesh axis, and replicated; `MOST_OTHERS` at most. For other values they are what the
+        planner weighed: nothing for cheap ones, of which each use makes its own copy.
         """
         plan = self.plan
         if value not in plan.program.body.args:
-            return self.of_value(value)
+            number, index = self._built.units.of[value]
+            if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
+                return ()
+            left = self._built.domains.left[number][index]
+            return self._priced(number, left, plan.states[value], (number,))
         type_, have = plan.program.types[value], plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
         # One dim over one axis of the mesh, larger axes first; then whole.
@@ -200,18 +205,6 @@ class Prices:
         costs = weighed(self.plan.problem)[1]
         exposed, by_slack = self.plan.exposed, self.plan.by_slack
         return costs if exposed == costs.exposed else costs.with_exposed(exposed, by_slack)
-
-    def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
-        """Returns a value's other states that the planner weighed, with prices, cheapest first.
-
-        There are none for arguments, and for cheap values, of which each use makes its own copy:
-        the network does not choose their sharding.
-        """
-        number, index = self._built.units.of[value]
-        if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
-            return ()
-        left = self._built.domains.left[number][index]
-        return self._priced(number, left, self.plan.states[value], (number,))
 
     def of_conflicts(
         self, conflicts: Sequence[Conflict]

@@ -72,7 +72,7 @@ def summarize(facts: Facts, costly: Relief | None = None) -> str:
         ("time", facts.time_text),
         *([("plan", "as an earlier start made it")] if facts.stages.is_read else []),
         *([("measured", facts.measured.title)] if facts.measured is not None else []),
-        *([("made again", recomputed(plan, facts.timeline).remark)] if plan.recomputed else []),
+        *([("made again", recomputed(facts.stages).remark)] if plan.recomputed else []),
         *(("pipeline", f"{x.title}: {x.item.rows[0][1]}") for x in pipeline_rows(facts.stages)),
         *(("form", form.text) for form in plan.forms if not form.refusal),
     ]
@@ -100,7 +100,7 @@ def brief(what: str, facts: Facts) -> str:
         w.plural(len(facts.collectives), "collective"),
         f"{w.bytes_text(facts.sent_bytes)} sent per device",
         f"{w.bytes_text(facts.use.peak)} memory per device",
-        f"predicted {w.seconds_text(facts.timeline.seconds)}",
+        f"predicted {w.seconds_text(facts.stages.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
 

@@ -12,6 +12,7 @@ import pytest
 
 import spmd
 from spmd.cli import explain
+from spmd.cli.main import main
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_report(module: str, capsys: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said(module: str, capsys: Any, arguments: Any, words: str) -> None:
-    assert explain.main([module, *FLAGS[:1], *arguments]) == 2
+    assert main(["explain", module, *FLAGS[:1], *arguments]) == 2
     assert words in capsys.readouterr().err
 
 

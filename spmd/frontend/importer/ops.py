@@ -77,8 +77,6 @@ class Importer:
         self._loc_cache: dict[Any, Loc] = {}
         self._kind_cache: dict[Any, OpKind] = {}
 
-    # Values and locations.
-
     def bind(self, env: Env, value: Any) -> Value:
         """Returns a new value of the program for a module's value, and enters it into `env`."""
         env[value] = self.b.value(self.type(value.type))
@@ -109,8 +107,6 @@ class Importer:
             found = self._loc_cache[key] = Loc(scope, tuple(frames))
         return found
 
-    # Blocks.
-
     def region(self, block: Any, env: Env) -> Region:
         """Imports a block, and its arguments, as a region."""
         args = [self.bind(env, arg) for arg in block.arguments]
@@ -137,8 +133,6 @@ class Importer:
                 error.at(self.loc(op.location).source)
                 raise
         raise FrontendError("a block of the module has no terminator")
-
-    # Ops.
 
     def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> None:
         """Appends one op for an op of the module; none for control flow without results or effects.
@@ -248,8 +242,6 @@ class Importer:
         else:
             neutral = is_neutral(inputs[len(inputs) // 2 :], self._producers, kind.attrs["body"])
         return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
-
-    # Scalar bodies.
 
     def bodies(self, op: Any) -> dict[str, Attribute]:
         """Returns attributes: an op's scalar regions by name, and what the last one reduces by.
