@@ -116,8 +116,13 @@ def run_steps(
                 given = prepare()
                 with jax.profiler.TraceAnnotation(STEP):
                     step(given)
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        return Run(times, read_steps(jax.profiler.ProfileData.from_file(str(file))))
+        return Run(times, read_folder(Path(folder)))
+
+
+def read_folder(folder: Path) -> tuple[Step, ...]:
+    """Returns the steps of the profile that jax wrote into a folder, in order."""
+    (file,) = folder.rglob("*.xplane.pb")
+    return read_steps(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def read_steps(profile: Any) -> tuple[Step, ...]:

@@ -332,14 +332,14 @@ class Contents:
             return None
         # Axes that are said to be replicated split no open dim. Where these are all that is left,
         # as on jax's explicit axes, nothing is open.
-        parts = [sdy.DimensionShardingAttr(dim) for dim in sharding.dimension_shardings]
-        found = tuple(refs_of(dim.axes, sdy) for dim in parts)
+        found = axes_of(sharding)
         replicated = refs_of(sharding.replicated_axes, sdy)
         used = {name for refs in (*found, replicated) for name, _, size in refs if not size}
         is_closed = bool(replicated) and all(
             n in used for n, size in mesh.shape.items() if size > 1
         )
-        opened = tuple(not (dim.is_closed or is_closed) for dim in parts)
+        dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
+        opened = tuple(not (dim.is_closed or is_closed) for dim in dims)
         return Stated(mesh, found, opened, refs_of(sharding.unreduced_axes, sdy))
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
@@ -478,6 +478,12 @@ def shardings_of(attr: Any) -> list[Any]:
     if sdy.TensorShardingAttr.isinstance(attr):
         return [attr]
     return list(sdy.TensorShardingPerValueAttr(attr).shardings)
+
+
+def axes_of(attr: Any) -> tuple[Refs, ...]:
+    """Returns for each dim the axes that split it, by an `sdy.sharding`."""
+    dims = map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(attr).dimension_shardings)
+    return tuple(refs_of(dim.axes, sdy) for dim in dims)
 
 
 def refs_of(refs: Any, dialect: Any) -> Refs:
