@@ -41,7 +41,6 @@ CLOSE = 5e-4  # relative difference of two times that a report does not show
 MOST_VALUES = 12  # intermediate values that a report shows, the largest
 MOST_STAGES = 4  # stages of the compiler that a report names, those that took longest
 
-
 Leaves = tuple[Leaf, ...]
 
 
