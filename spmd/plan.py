@@ -225,7 +225,7 @@ class Plans:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes a page that compares the candidates: times by axis, memory, all figures."""
-        from spmd.explain.page.plans import PlanBar, render
+        from spmd.explain.page.page import PlanBar, render_plans
 
         best, heads_rows = self.best, self.table(len(self.rows))
         each = f"{best.rate / best.lowered.mesh.size:,.0f} tokens/s a device"
@@ -242,7 +242,7 @@ class Plans:
         ]
         title, _, tried = self.title.partition(": ")
         said = [f"{line[:1].upper()}{line[1:]}." for line in (tried, *self.advice())]
-        page = render(title, said, cards, bars, *heads_rows)
+        page = render_plans(title, said, cards, bars, *heads_rows)
         Path(path).write_text(page, encoding="utf-8")
 
     @property

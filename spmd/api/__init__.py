@@ -2,14 +2,12 @@
 
 A call passes through `marks` (shardings that users give) -> `arguments` (names, donation and specs
 of arguments) -> `tracing` (the compiler's input) -> `planned` (reports about a plan) -> `compiled`
-(running it); users call `jitted` and `stablehlo`, and
-`fronts` by way of `spmd.nnx` and `spmd.eqx`. Other packages import from here alone.
+(running it); users call `jitted` and `stablehlo`. Other packages import from here alone.
 """
 
 from spmd.api.arguments import Selected, like_parameters
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.fronts import Front, with_keywords
-from spmd.api.jitted import Jitted, jit
+from spmd.api.jitted import Front, Jitted, jit, with_keywords
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
 from spmd.api.pipelined import pipeline
 from spmd.api.planned import STAGES

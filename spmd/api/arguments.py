@@ -367,11 +367,6 @@ def is_in_host(spec: Any) -> bool:
     return isinstance(spec, NamedSharding) and spec.memory_kind == HOST
 
 
-def is_open(spec: PartitionSpec) -> bool:
-    """Whether a spec leaves every dim open."""
-    return bool(spec.partitions) and set(spec.partitions) == {PartitionSpec.UNCONSTRAINED}
-
-
 def check_memory(sharding: NamedSharding, what: str) -> None:
     """Raises SpecError, about `what`, if a sharding's memory is none of a device or its host."""
     if sharding.memory_kind not in (None, "device", "unpinned_host", HOST):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -445,3 +447,68 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(mark, leaves, specs))
+
+
+# ---------------------------------------------------------------------------------------------
+# What it is made of for frameworks that take a user's objects apart into arrays.
+
+
+class Front:
+    """Base of `nnx.ModuleJit` and `eqx.FilterJit`: a compiled function of objects with arrays.
+
+    ArgumentError, with the advice `fix`, if `options` has one of the names in `lacks`.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], options: Mapping[str, Any], lacks: Sequence[str], fix: str
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        given = [name for name in lacks if options.get(name) is not None]
+        if given:
+            raise ArgumentError(f"the jit of {type(self).__module__} has no {given[0]}", fix=fix)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled function and returns its result."""
+        raise NotImplementedError
+
+    def compile(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
+        """Returns the `Compiled` program for these arguments, for its reports; nothing runs."""
+        return self._run(functools.partial(Jitted.compile, topology=topology), args, kwargs)
+
+    def lower(self, *args: Any, topology: Topology | str | None = None, **kwargs: Any) -> Any:
+        """Returns the `Lowered` program for these arguments, without XLA; no device is needed."""
+        return self._run(functools.partial(Jitted.lower, topology=topology), args, kwargs)
+
+    def _run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns what `method` of the inner `Jitted` returns for the arrays of these arguments."""
+        raise NotImplementedError
+
+
+def with_keywords(
+    call: Callable[..., Any], fn: Any, names: Sequence[str]
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Returns (function, names): a function like `fn` that has more keywords and calls `call`.
+
+    The call is `call(*values, *args, **kwargs)`, with the values of these keywords. Their names are
+    `names`, with `_` in front where `fn` has such a parameter. They are last in the signature, so
+    that the user's argument numbers and names stay valid.
+    """
+    signature = inspect.signature(fn)
+    own = signature.parameters
+    free = tuple(
+        next(each for n in itertools.count() if (each := "_" * n + name) not in own)
+        for name in names
+    )
+
+    @functools.wraps(fn, updated=())
+    def with_values(*args: Any, **kwargs: Any) -> Any:
+        return call(*map(kwargs.pop, free), *args, **kwargs)
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in free]
+    every = [*own.values(), *more]
+    every.sort(key=lambda parameter: parameter.kind)
+    with_values.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    return with_values, free

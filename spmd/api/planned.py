@@ -98,12 +98,13 @@ class Planned:
     def _facts(self, prices: bool = False) -> Facts:
         from spmd.explain.facts import Facts
 
+        file = os.path.basename(self.request.function[0]) if self.request.function else ""
         return Facts(
             self.stages,
             self.collectives,
             self.predicted_memory,
             self.name,
-            os.path.basename(self.request.function[0]) if self.request.function else "",
+            f"{self.name} of {file}" if file else self.name,
             None if self.memory.is_predicted else self.memory,
             self.prices if prices else None,
             self.measured,

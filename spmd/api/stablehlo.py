@@ -13,7 +13,7 @@ from spmd.errors import ArgumentError
 from spmd.frontend import refine
 from spmd.frontend.importer.module import argument_names, boundary_names, parse_module, signature
 from spmd.frontend.sizes import size_of, symbols_in
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.ir.types import numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
 from spmd.progress import progress
@@ -102,16 +102,27 @@ def module_request(
     It is as if a function of as many arrays had been traced, which returns a tuple.
     """
     own = as_mesh(mesh)
-    _check_updates(updates, *signature(module))
+    taken, given = signature(module)
+    replaced, replacing = [a for _, a in updates], [r for r, _ in updates]
+    for result, argument in updates:
+        known = 0 <= result < len(given) and 0 <= argument < len(taken)
+        is_once = replaced.count(argument) == replacing.count(result) == 1
+        if not known or not is_once or given[result] != taken[argument]:
+            raise ArgumentError(
+                f"result {result} cannot take the place of argument {argument}",
+                actual=f"{given[result]} for {taken[argument]}" if known else "there is none",
+                required="a result and an argument of one shape and dtype, each in one update",
+                fix="correct `updates`",
+            )
     names = boundary_names(module)
     args, results = (
         tuple(jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype)) for type_ in types)
-        for types in signature(module)
+        for types in (taken, given)
     )
 
-    def entries(given: Specs, structs: Sequence[Any], names: Sequence[str], what: str) -> Any:
-        specs = one_for_each(given, names, f"{what}_specs", what)
-        parts = zip(specs, structs, names, strict=True)
+    def entries(specs: Specs, structs: Sequence[Any], names: Sequence[str], what: str) -> Any:
+        each = one_for_each(specs, names, f"{what}_specs", what)
+        parts = zip(each, structs, names, strict=True)
         return tuple(leaf_entries(spec, s, f"{what} {name}", own) for spec, s, name in parts)
 
     return Request(
@@ -128,22 +139,6 @@ def module_request(
         out=results,
         axis_types=axis_types_of(own, [mesh]),
     )
-
-
-def _check_updates(
-    updates: Sequence[tuple[int, int]], args: Sequence[TensorType], results: Sequence[TensorType]
-) -> None:
-    replaced, replacing = [a for _, a in updates], [r for r, _ in updates]
-    for result, argument in updates:
-        known = 0 <= result < len(results) and 0 <= argument < len(args)
-        is_once = replaced.count(argument) == replacing.count(result) == 1
-        if not known or not is_once or results[result] != args[argument]:
-            raise ArgumentError(
-                f"result {result} cannot take the place of argument {argument}",
-                actual=f"{results[result]} for {args[argument]}" if known else "there is none",
-                required="a result and an argument of one shape and dtype, each in one update",
-                fix="correct `updates`",
-            )
 
 
 def static_module(

@@ -24,7 +24,6 @@ from spmd.api.arguments import (
     function_name,
     function_place,
     is_in_host,
-    is_open,
     leaf_entries,
     leaf_names,
     like_parameters,
@@ -233,7 +232,6 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
             static_argnums=[key for key, _ in call.static if isinstance(key, int)],
             static_argnames=[key for key, _ in call.static if isinstance(key, str)],
             on_callbacks=recipe.options.callbacks,
-            mesh=known,
         )
     mesh_given = mesh_given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if mesh_given is None:
@@ -266,7 +264,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
         for leaf, spec in zip(taken, specs, strict=True)
     ]
     hosts = [i for i, spec in enumerate(specs) if is_in_host(spec)]
-    specs = [None if is_in_host(spec) and is_open(spec.spec) else spec for spec in specs]
+    every = {PartitionSpec.UNCONSTRAINED}  # dim is open
+    specs = [None if is_in_host(s) and {*s.spec.partitions} == every else s for s in specs]
     own_entries = [
         leaf_entries(spec, leaf, f"argument {name}", mesh)
         for leaf, spec, name in zip(taken, specs, names, strict=True)

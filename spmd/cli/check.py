@@ -13,7 +13,6 @@ Exit status: 0 if the plan is within its budget, 1 if not, 2 for files that cann
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from spmd.cli.diff import read_plan
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.plan import program, read_choices
 from spmd.cli.specs import default_to_cpus
-from spmd.errors import SpmdError
 from spmd.explain.contract import BUDGET, Budget, breaches
 
 
@@ -38,27 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--write", action=Switch, help="keep the plan as it is now")
     given, rest = parser.parse_known_args(arguments)
     default_to_cpus()
-    try:
-        kept = read_plan(given.plan)
-        build, _ = program(given.program)
-        choices: dict[str, Any] = read_choices(build, rest)
-        # To the end: what a slow computer would leave out must not look like a worse plan.
-        choices |= {"meshes": [dict(kept.mesh.shape)], "most_seconds": math.inf}
-        now = spmd.plan(build, kept.machine.name, **choices).best.lowered._report()
-        if given.write:
-            Path(given.plan).write_text(json.dumps(now.to_json()), encoding="utf-8")
-            return 0
-        budget = Budget(given.seconds, given.sent, given.memory)
-        worse = breaches(kept, now, budget)
-    except (SpmdError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    kept = read_plan(given.plan)
+    build, _ = program(given.program)
+    choices: dict[str, Any] = read_choices(build, rest)
+    # To the end: what a slow computer would leave out must not look like a worse plan.
+    choices |= {"meshes": [dict(kept.mesh.shape)], "most_seconds": math.inf}
+    now = spmd.plan(build, kept.machine.name, **choices).best.lowered._report()
+    if given.write:
+        Path(given.plan).write_text(json.dumps(now.to_json()), encoding="utf-8")
+        return 0
+    budget = Budget(given.seconds, given.sent, given.memory)
+    worse = breaches(kept, now, budget)
     if not worse:
         print(f"{given.program} keeps to {given.plan}")
         return 0
     print("\n".join([f"{given.program} became worse than {given.plan}:", *worse]))
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,6 @@ from pathlib import Path
 import spmd
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import add_module_flags, default_to_cpus, read_module
-from spmd.errors import SpmdError
 
 STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
@@ -61,34 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `spmd explain` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus()
-    try:
-        module, arg_specs, result_specs = read_module(given)
-        topology = spmd.Topology(given.topology) if given.topology else None
-        lowered = spmd.lower_stablehlo(
-            module,
-            spmd.Mesh(None, tuple(given.mesh.values()), tuple(given.mesh)),
-            arg_specs,
-            result_specs,
-            spmd.Options(planner=given.planner, topology=topology),
-        )
-        if given.stage:
-            text = lowered.as_text(given.stage)
-        elif given.value:
-            text = "\n".join(lowered.explain(name, prices=given.prices) for name in given.value)
-        else:
-            text = lowered.explain(prices=given.prices)
-        print(text.rstrip())
-        if given.json:
-            data = json.dumps(lowered.to_json(prices=given.prices))
-            Path(given.json).write_text(data, encoding="utf-8")
-        if given.report:
-            lowered.report(given.report, prices=given.prices)
-            print(f"\nreport: {given.report}", file=sys.stderr)
-    except (SpmdError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    module, arg_specs, result_specs = read_module(given)
+    topology = spmd.Topology(given.topology) if given.topology else None
+    lowered = spmd.lower_stablehlo(
+        module,
+        spmd.Mesh(None, tuple(given.mesh.values()), tuple(given.mesh)),
+        arg_specs,
+        result_specs,
+        spmd.Options(planner=given.planner, topology=topology),
+    )
+    if given.stage:
+        text = lowered.as_text(given.stage)
+    elif given.value:
+        text = "\n".join(lowered.explain(name, prices=given.prices) for name in given.value)
+    else:
+        text = lowered.explain(prices=given.prices)
+    print(text.rstrip())
+    if given.json:
+        data = json.dumps(lowered.to_json(prices=given.prices))
+        Path(given.json).write_text(data, encoding="utf-8")
+    if given.report:
+        lowered.report(given.report, prices=given.prices)
+        print(f"\nreport: {given.report}", file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

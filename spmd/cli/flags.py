@@ -7,7 +7,7 @@ with exit code 2.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from spmd.installed import as_called
@@ -122,15 +122,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=100)
 
-    def add_usage(
-        self,
-        usage: str | None,
-        actions: Iterable[argparse.Action],
-        groups: Iterable[Any],
-        prefix: str | None = None,
-    ) -> None:
+    def add_usage(self, usage: str | None, actions: Any, *more: Any, **named: Any) -> None:
         rest = [str(a.metavar or a.dest) for a in actions if not a.option_strings]
-        super().add_usage(usage or " ".join(["%(prog)s [flags]", *rest]), actions, groups, prefix)
+        super().add_usage(usage or " ".join(["%(prog)s [flags]", *rest]), actions, *more, **named)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         names = {"int": "N", "positive": "N", "float": "X", "Path": "PATH"}

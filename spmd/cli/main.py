@@ -18,18 +18,27 @@ import sys
 from collections.abc import Sequence
 
 from spmd.cli.flags import Parser
+from spmd.errors import SpmdError
 
 COMMANDS = ("plan", "explain", "verify", "diff", "check")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command with its flags (None: `sys.argv`) and returns its exit status."""
+    """Runs one command with its flags (None: `sys.argv`); returns its exit status, 2 for errors."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser("spmd", __doc__)
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     given = parser.parse_args(words[:1] or ["--help"])
-    made = importlib.import_module(f"spmd.cli.{given.command}").main(words[1:])
-    return int(made)
+    try:
+        return int(importlib.import_module(f"spmd.cli.{given.command}").main(words[1:]))
+    except (SpmdError, OSError, ModuleNotFoundError, ValueError) as error:
+        # Only these two run a program of the user's, and what it needs.
+        if not isinstance(error, SpmdError | OSError) and given.command not in ("plan", "check"):
+            raise
+        is_missing = type(error) is ModuleNotFoundError
+        hint = '; named models take pip install "spmd[train,serve]"' if is_missing else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from spmd.api import static_module
 from spmd.auto import auto_specs
 from spmd.cli.flags import Parser, Switch, words
 from spmd.cli.specs import default_to_cpus, mesh_axes
-from spmd.errors import ArgumentError, SpmdError
+from spmd.errors import ArgumentError
 from spmd.frontend.importer.module import boundary_names
 from spmd.plan import choices_of, read_choice
 
@@ -69,42 +69,35 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `spmd plan` with these flags (None: `sys.argv`) and returns its exit status."""
     flags = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if "--serve" in flags:
-            flags.remove("--serve")
-            return int(importlib.import_module(SERVING).main(flags))
-        given, rest = make_parser().parse_known_args(flags)
-        default_to_cpus()
-        build, axes = program(given.program)
-        choices = read_choices(build, rest)
-        found = spmd.plan(
-            build,
-            given.machines,
-            axes=given.axes or axes,
-            meshes=given.mesh,
-            prices=given.price,
-            most_seconds=given.seconds,
-            **choices,
-        )
-        print(found.text(given.top))
-        for row in found.rows[: given.compile]:
-            print(row.compiled_text())
-        if given.report:
-            found.report(given.report)
-            print(f"\nreport: {given.report}", file=sys.stderr)
-        if given.json:
-            best = found.best
-            more = {"choices": best.chosen, "settings": best.work.settings}
-            data = json.dumps(best.lowered.to_json() | more, default=str)
-            Path(given.json).write_text(data, encoding="utf-8")
-        if given.out:
-            Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
-    except ModuleNotFoundError as error:
-        print(f'error: {error}; named models take pip install "spmd[train,serve]"', file=sys.stderr)
-        return 2
-    except (SpmdError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if "--serve" in flags:
+        flags.remove("--serve")
+        return int(importlib.import_module(SERVING).main(flags))
+    given, rest = make_parser().parse_known_args(flags)
+    default_to_cpus()
+    build, axes = program(given.program)
+    choices = read_choices(build, rest)
+    found = spmd.plan(
+        build,
+        given.machines,
+        axes=given.axes or axes,
+        meshes=given.mesh,
+        prices=given.price,
+        most_seconds=given.seconds,
+        **choices,
+    )
+    print(found.text(given.top))
+    for row in found.rows[: given.compile]:
+        print(row.compiled_text())
+    if given.report:
+        found.report(given.report)
+        print(f"\nreport: {given.report}", file=sys.stderr)
+    if given.json:
+        best = found.best
+        more = {"choices": best.chosen, "settings": best.work.settings}
+        data = json.dumps(best.lowered.to_json() | more, default=str)
+        Path(given.json).write_text(data, encoding="utf-8")
+    if given.out:
+        Path(given.out).write_text(found.best.recipe(Path(given.out).suffix), encoding="utf-8")
     return 0 if found.best.verdict != "does not fit" else 1
 
 
@@ -168,7 +161,3 @@ def prices(text: str) -> dict[str, float]:
     """Parses "v5p=4.2,h200=3.5" as {"v5p": 4.2, "h200": 3.5}."""
     pairs = (part.partition("=") for part in text.split(","))
     return {name.strip(): float(price) for name, _, price in pairs}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

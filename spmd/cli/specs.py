@@ -8,12 +8,8 @@ from typing import Any
 import jax
 
 from spmd.api import static_module
-from spmd.errors import SpmdError
+from spmd.errors import ArgumentError
 from spmd.frontend.importer.module import boundary_names
-
-
-class UsageError(SpmdError):
-    """Raised for a flag unlike NUMBER=SPEC or NAME=SPEC, a NUMBER too large, or a NAME twice."""
 
 
 def add_module_flags(parser: ArgumentParser) -> None:
@@ -74,30 +70,32 @@ def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """Parses `0=data,None` or `w=data,None` into specs by name; UsageError for other forms.
+    """Parses `0=data,None` or `w=data,None` into specs by name; ArgumentError for other forms.
 
-    With `names` ["x"], `["0=data,None"]` is {"x": (("data",), None)}. UsageError also for
+    With `names` ["x"], `["0=data,None"]` is {"x": (("data",), None)}. ArgumentError also for
     a number too large or two specs of one name; a name need not be in `names`. Errors name `flag`.
     """
     specs: dict[str, Any] = {}
     for text in texts:
         name, equals, spec = text.rpartition("=")
         if not equals or not name.strip():
-            raise UsageError(
+            raise ArgumentError(
                 f"--{flag}: {text!r} is not of the form NUMBER=SPEC or NAME=SPEC, as in 0=data,None"
             )
         name = name.strip()
         if name.isdecimal():
             if int(name) >= len(names):
-                raise UsageError(f"--{flag}: there is no {name} among {len(names)}, from 0")
+                raise ArgumentError(f"--{flag}: there is no {name} among {len(names)}, from 0")
             name = names[int(name)]
         # `data+model,None,...` is (("data", "model"), None, ...).
         known = {"-": None, "None": None, "...": ...}
         spec = spec.strip().removesuffix(",")
         entries = [entry.strip() for entry in spec.split(",")] if spec else []
         if "" in entries:
-            raise UsageError(f"--{flag}: {text!r} leaves a dim out: write None for one not split")
+            raise ArgumentError(
+                f"--{flag}: {text!r} leaves a dim out: write None for one not split"
+            )
         if name in specs:
-            raise UsageError(f"--{flag}: {name!r} has two specs")
+            raise ArgumentError(f"--{flag}: {name!r} has two specs")
         specs[name] = tuple(known.get(entry, tuple(entry.split("+"))) for entry in entries)
     return specs

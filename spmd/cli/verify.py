@@ -13,7 +13,6 @@ Exit status: 0 if every result agrees, 1 if one differs, 2 if the file or a flag
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ import numpy as np
 import spmd
 from spmd.cli.flags import Parser, Switch, positive
 from spmd.cli.specs import add_module_flags, default_to_cpus, read_module
-from spmd.errors import SpmdError
 from spmd.frontend.importer.module import signature
 from spmd.ir.types import TensorType, numpy_dtype
 
@@ -55,25 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `spmd verify` with these flags (None: `sys.argv`) and returns its exit status."""
     given = make_parser().parse_args(arguments)
     default_to_cpus(math.prod(given.mesh.values()))
-    try:
-        module, arg_specs, result_specs = read_module(given)
-        compiled = spmd.compile_stablehlo(
-            module,
-            spmd.make_mesh(devices=None, **given.mesh),
-            arg_specs,
-            result_specs,
-            spmd.Options(check=True),
-        )
-        print(compiled.explain() if given.verbose else compiled.summary())
-        rng = np.random.default_rng(given.seed)
-        arrays = [random_argument(type_, rng, given.high) for type_ in signature(module)[0]]
-        found = compiled.verify(*arrays, rtol=given.rtol, atol=given.atol)
-        print(found)
-        return 0 if found.ok else 1
-    except (SpmdError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    module, arg_specs, result_specs = read_module(given)
+    compiled = spmd.compile_stablehlo(
+        module,
+        spmd.make_mesh(devices=None, **given.mesh),
+        arg_specs,
+        result_specs,
+        spmd.Options(check=True),
+    )
+    print(compiled.explain() if given.verbose else compiled.summary())
+    rng = np.random.default_rng(given.seed)
+    arrays = [random_argument(type_, rng, given.high) for type_ in signature(module)[0]]
+    found = compiled.verify(*arrays, rtol=given.rtol, atol=given.atol)
+    print(found)
+    return 0 if found.ok else 1

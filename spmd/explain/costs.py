@@ -17,6 +17,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.program import Frame, Op, Region, numberless
 from spmd.lowering.partition import Partitioned
 from spmd.measure.labels import layer_of
+from spmd.measure.profile import shares
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
@@ -122,11 +123,10 @@ def collective_section(collectives: Sequence[Collective]) -> w.Section:
     return w.Section("collectives", said, table, "none")
 
 
-def traffic_section(collectives: Iterable[Collective]) -> w.Section:
+def traffic_table(collectives: Iterable[Collective]) -> w.Table:
     """Lists what collectives do in one run, those of one kind and axes together."""
     rows = [(like.kind, ", ".join(like.axes), *sums) for like, *sums in traffic(collectives)]
-    table = w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)
-    return w.Section("totals by kind and axes", "", table)
+    return w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)
 
 
 class Spent(NamedTuple):
@@ -145,24 +145,11 @@ def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
     at the same time each counts for its share.
     """
     slots = [slot for slot in timeline.slots if not slot.op.regions]
-    ends = [(slot.end, False, i) for i, slot in enumerate(slots)]
-    edges = sorted([*ends, *((slot.start, True, i) for i, slot in enumerate(slots))])
-    exposed, beside = [0.0] * len(slots), [0.0] * len(slots)
-    sending, busy, last = set[int](), 0, 0.0
-    for moment, begins, i in edges:
-        for other in sending if moment > last else ():
-            (beside if busy else exposed)[other] += (moment - last) / len(sending)
-        last = moment
-        if slots[i].lane == COMPUTE:
-            busy += 1 if begins else -1
-        elif begins:
-            sending.add(i)
-        else:
-            sending.discard(i)
     made = []
-    for i, slot in enumerate(slots):
-        saved = topology.chip.overlap * beside[i]
-        own = slot.seconds if slot.lane == COMPUTE else exposed[i] + beside[i] - saved
+    parts = shares([(slot.lane != COMPUTE, slot.start, slot.end) for slot in slots])
+    for slot, (exposed, beside) in zip(slots, parts, strict=True):
+        saved = topology.chip.overlap * beside
+        own = slot.seconds if slot.lane == COMPUTE else exposed + beside - saved
         made.append(Spent(slot, own * slot.trips, saved * slot.trips))
     return made
 

@@ -34,9 +34,6 @@ class Machine(NamedTuple):
     platform: str | None  # `tpu`, `cuda`, `rocm` or `cpu`
     hbm_bytes: int  # the memory of a device
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class Leaf(NamedTuple):
     """How one leaf of the arguments, results or constants is sharded, and why."""
@@ -83,22 +80,23 @@ class PlanSlot(NamedTuple):
         return self.start + self.seconds
 
 
-def occurrences(slots: Sequence[PlanSlot], whole: bool) -> Iterator[tuple[PlanSlot, float, float]]:
-    """Yields (slot, start, seconds) each time that an op runs; a loop comes before what it runs.
+def occurrences(slots: Sequence[PlanSlot], whole: bool) -> Iterator[PlanSlot]:
+    """Yields a slot for each time that an op runs; a loop comes before what it runs.
 
     Unless `whole`, only the first iteration of a loop is there, stretched to the time of all.
     """
     heads = [at for at, slot in enumerate(slots) if slot.depth == slots[0].depth]
     for at, end in pairwise([*heads, len(slots)]):
         slot, inside = slots[at], slots[at + 1 : end]
-        yield slot, slot.start, slot.seconds
+        yield slot
         runs = UNKNOWN_TRIPS if slot.runs is None else slot.runs
         for turn in range(runs if whole else min(runs, 1)):
-            for inner, start, seconds in occurrences(inside, whole):
+            for inner in occurrences(inside, whole):
                 if whole:
-                    yield inner, start + turn * slot.seconds / runs, seconds
+                    yield inner._replace(start=inner.start + turn * slot.seconds / runs)
                 else:
-                    yield inner, slot.start + (start - slot.start) * runs, seconds * runs
+                    start = slot.start + (inner.start - slot.start) * runs
+                    yield inner._replace(start=start, seconds=inner.seconds * runs)
 
 
 def loop_text(slot: PlanSlot) -> str:
@@ -167,8 +165,6 @@ def from_json(data: Any) -> PlanReport:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, TensorType):
-        return {"dtype": value.dtype, "shape": list(value.shape)}
     if isinstance(value, Sharding):
         dims = [list(axes) for axes in value.dims]
         return {"dims": dims, "partial": list(value.partial), "kind": value.kind}
@@ -183,9 +179,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = cache(typing.get_type_hints)
 
 
 def _read(kind: Any, value: Any) -> Any:
@@ -199,8 +193,6 @@ def _read(kind: Any, value: Any) -> Any:
         of_list = (t for t in inner if typing.get_origin(t))
         by_name = (t for t in inner if set(getattr(t, "_fields", ())) == fields)
         return _read(next(of_list if fields is None else by_name), value)
-    if kind is TensorType:
-        return TensorType(tuple(value["shape"]), value["dtype"])
     if kind is Sharding:
         dims = tuple(map(tuple, value["dims"]))
         return Sharding(dims, tuple(value["partial"]), value["kind"])

@@ -18,7 +18,7 @@ from spmd.explain.costs import (
     code_of,
     collective_section,
     costs,
-    traffic_section,
+    traffic_table,
 )
 from spmd.explain.data import Inside, Leaf, Machine, PlanReport, PlanSlot, PlanTimeline
 from spmd.explain.measured import Measured
@@ -41,6 +41,8 @@ CLOSE = 5e-4  # relative difference of two times that a report does not show
 MOST_VALUES = 12  # intermediate values that a report shows, the largest
 MOST_STAGES = 4  # stages of the compiler that a report names, those that took longest
 
+Leaves = tuple[Leaf, ...]
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -50,25 +52,15 @@ class Facts:
     collectives: Sequence[Collective]  # what one run of the program exchanges
     use: MemoryUse  # the memory that one device is predicted to use
     name: str  # what the program is called
-    file: str  # where its function is written, if known
+    title: str  # the same and, if known, its file: `train_step of train.py`
     compiled: Memory | None = None  # what XLA reports of memory, once it has compiled the program
     prices: Prices | None = None  # of decisions that the plan did not take
     measured: Measured | None = None  # what steps of it took
 
     @property
-    def title(self) -> str:
-        """The program's name and, if known, its file: `train_step of train.py`."""
-        return f"{self.name} of {self.file}" if self.file else self.name
-
-    @property
     def plan(self) -> Plan:
         """The plan that the report is about."""
         return self.stages.plan
-
-    @property
-    def timeline(self) -> Timeline:
-        """When each op is predicted to run; collectives may overlap arithmetic."""
-        return self.stages.timeline
 
     @cached_property
     def least_seconds(self) -> float:
@@ -76,20 +68,42 @@ class Facts:
         # Rewrites do equal ops once, so a program may have less to do than was written.
         return min(
             least_seconds(self.plan.problem.index, self.plan.mesh, self.plan.topology),
-            self.timeline.seconds,
+            self.stages.timeline.seconds,
         )
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """What the run's time is spent on, by source line and kind, most seconds first."""
-        return costs(self.timeline, self.plan.mesh, self.plan.topology)
+        return costs(self.stages.timeline, self.plan.mesh, self.plan.topology)
 
     @cached_property
-    def _leaves(self) -> list[Leaf]:
+    def inside(self) -> list[Inside]:
+        """Op results, and resharded copies, by op, global type, sharding and source line."""
+        plan, types = self.plan, self.plan.program.types
+        found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
+        copies: set[tuple[Value, Sharding]] = set()
+        for op in plan.program.walk():
+            for value in op.results:
+                if (state := plan.states[value]) is not None:
+                    found[op.label, types[value], state, op.loc.trail] += 1
+            choice = plan.choices.get(op.results[0]) if op.results else None
+            for value, wanted in zip(op.operands, choice.operands if choice else (), strict=False):
+                is_copy = plan.states[value] not in (None, wanted)
+                if is_copy and (value, wanted) not in copies:
+                    copies.add((value, wanted))
+                    found[f"copy for {op.label}", types[value], wanted, op.loc.trail] += 1
+        return [
+            Inside(op, type_, w.spec_text(s, plan.mesh), local_type(type_, s, plan.mesh), trail, n)
+            for (op, type_, s, trail), n in found.items()
+        ]
+
+    @cached_property
+    def leaves(self) -> tuple[Leaves, Leaves, Leaves]:
+        """The leaves of arguments, of large constants, which may be split, and of results."""
         plan, types = self.plan, self.plan.program.types
         moved = hosted(plan.program)
         away = moved.arguments | moved.results
-        return [
+        every = tuple(
             Leaf(
                 name,
                 types[v],
@@ -99,22 +113,10 @@ class Facts:
                 _origin(plan, v, s),
             )
             for _, name, v, s in boundary(plan)
-        ]
-
-    @property
-    def arguments(self) -> Sequence[Leaf]:
-        """The leaves of the arguments, in order, each with its sharding."""
-        return self._leaves[: len(self.plan.arguments) - len(self.plan.program.constants)]
-
-    @property
-    def constants(self) -> Sequence[Leaf]:
-        """The large constants, which may be split; smaller ones are whole on every device."""
-        return self._leaves[len(self.arguments) : len(self.plan.arguments)]
-
-    @property
-    def results(self) -> Sequence[Leaf]:
-        """The leaves of the results, in order, each with its sharding."""
-        return self._leaves[len(self.plan.arguments) :]
+        )
+        taken = len(plan.arguments)
+        own = taken - len(plan.program.constants)
+        return every[:own], every[own:taken], every[taken:]
 
     @property
     def sent_bytes(self) -> int:
@@ -124,11 +126,10 @@ class Facts:
     @property
     def time_text(self) -> str:
         """The predicted time, in words: `1.2 ms a run, bound by compute (...)`."""
-        seconds, compute, comm = map(
-            w.seconds_text,
-            (self.timeline.seconds, self.timeline.compute_seconds, self.timeline.comm_seconds),
-        )
-        is_sending = self.timeline.comm_seconds > self.timeline.compute_seconds
+        line = self.stages.timeline
+        times = (line.seconds, line.compute_seconds, line.comm_seconds)
+        seconds, compute, comm = map(w.seconds_text, times)
+        is_sending = line.comm_seconds > line.compute_seconds
         bound = "communication" if is_sending else "compute"
         return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
@@ -156,12 +157,9 @@ class Facts:
     def report(self) -> PlanReport:
         """Returns all that is shown of the program, as data."""
         plan, topology = self.plan, self.plan.topology
-        line, machine = self.timeline, Machine(topology.name, topology.platform, topology.hbm_bytes)
+        line = self.stages.timeline
+        machine = Machine(topology.name, topology.platform, topology.hbm_bytes)
         times = (*line[1:], line.scheduled_seconds)
-        inside = [
-            Inside(op, type_, w.spec_text(s, plan.mesh), local_type(type_, s, plan.mesh), trail, n)
-            for (op, type_, s, trail), n in values_inside(plan).items()
-        ]
         return PlanReport(
             self.name,
             self.title,
@@ -174,10 +172,8 @@ class Facts:
             room_for(self.use.peak, topology),
             self.sent_bytes,
             self.measured.seconds if self.measured is not None else None,
-            tuple(self.arguments),
-            tuple(self.constants),
-            tuple(self.results),
-            tuple(inside),
+            *self.leaves,
+            tuple(self.inside),
             tuple(self.collectives),
             self.costs,
             code_of(self.costs[:MOST]),
@@ -191,17 +187,29 @@ class Facts:
         """Returns all parts of the report but the largest costs, in order."""
         plan, notes = self.plan, Counter(map(w.source_text, self.plan.notes))
         times = {text: f" ({n} times)" * (n > 1) for text, n in notes.items()}
+        inside = [
+            (local.bytes, count, w.type_text(type_), spec, w.type_text(local), op, source)
+            for op, type_, spec, local, source, count in self.inside
+        ]
+        heads = ("per device", "n", "type", "sharding", "local", "op", "source")
+        largest = w.Table(heads, inside).by("per device")
+        arguments, constants, results = self.leaves
+        ends = {"arguments": arguments, "results": results}
+        ends |= {"constants": constants} if constants else {}
         return (
             self.program,
             *(self.measured.sections() if self.measured is not None else ()),
-            *self.leaves,
-            w.Section("largest values inside", "", largest_table(plan)),
+            *(
+                w.Section(what, split_text(leaves), _leaf_table(leaves), "none")
+                for what, leaves in ends.items()
+            ),
+            w.Section("largest values inside", "", largest.first(MOST_VALUES)),
             collective_section(self.collectives),
-            traffic_section(self.collectives),
+            w.Section("totals by kind and axes", "", traffic_table(self.collectives)),
             *([self.prices.marks] if self.prices is not None else []),
             conflicts(self.stages, self.prices),
             rings(plan),
-            recomputed(plan, self.timeline),
+            recomputed(self.stages),
             w.Section("pipelines", "", [row.item for row in pipeline_rows(self.stages)]),
             w.Section("forms", "", [w.Item(form.text) for form in plan.forms]),
             w.Section("notes", "", [w.Item(text + n) for text, n in times.items()]),
@@ -211,32 +219,22 @@ class Facts:
     @property
     def memory(self) -> tuple[tuple[str, str], ...]:
         """Rows (what for, bytes as text) of a device: as predicted, and XLA's peak if compiled."""
-        use = self.use
+        use, (arguments, constants, results) = self.use, self.leaves
         limit = w.bytes_text(self.plan.topology.hbm_bytes)
         room: str = room_for(use.peak, self.plan.topology)
         if self.compiled is not None and self.compiled.peak_bytes:
             room += f"; XLA allocates {w.bytes_text(self.compiled.peak_bytes)}"
         rows = [
-            ("arguments", _against(self.arguments)),
-            ("results", _against(self.results)),
+            ("arguments", _against(arguments)),
+            ("results", _against(results)),
             ("results in donated arguments", w.bytes_text(use.aliased)),
             ("temporary", w.bytes_text(use.temporary)),
             ("peak, predicted", f"{w.bytes_text(use.peak)} of {limit}"),
             ("on the device", room),
         ]
         if use.constants:
-            rows.insert(2, ("constants", _against(self.constants, use.constants)))
+            rows.insert(2, ("constants", _against(constants, use.constants)))
         return tuple(rows)
-
-    @property
-    def leaves(self) -> list[w.Section]:
-        """Tables of the arguments, of the results and, if there are any, of the constants."""
-        ends = {"arguments": self.arguments, "results": self.results}
-        ends |= {"constants": self.constants} if self.constants else {}
-        return [
-            w.Section(what, split_text(leaves), _leaf_table(leaves), "none")
-            for what, leaves in ends.items()
-        ]
 
 
 def plan_slots(timeline: Timeline, mesh: Mesh) -> Iterator[PlanSlot]:
@@ -373,31 +371,3 @@ def pattern(names: Iterable[str]) -> str:
         return "*" if is_any else "{" + ",".join(parts) + "}"
 
     return "".join(common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
-
-
-def values_inside(plan: Plan) -> Counter[tuple[str, TensorType, Sharding, str]]:
-    """Counts op results, and resharded copies, by (op, global type, sharding, source line)."""
-    found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
-    copies: set[tuple[Value, Sharding]] = set()
-    for op in plan.program.walk():
-        for value in op.results:
-            if (state := plan.states[value]) is not None:
-                found[op.label, plan.program.types[value], state, op.loc.trail] += 1
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        for value, wanted in zip(op.operands, choice.operands if choice else (), strict=False):
-            is_copy = plan.states[value] not in (None, wanted)
-            if is_copy and (value, wanted) not in copies:
-                copies.add((value, wanted))
-                found[f"copy for {op.label}", plan.program.types[value], wanted, op.loc.trail] += 1
-    return found
-
-
-def largest_table(plan: Plan) -> w.Table:
-    """Returns a table of the largest intermediate values per device, equal ones in one row."""
-    rows = []
-    for (what, type_, sharding, trail), values in values_inside(plan).items():
-        local, spec = local_type(type_, sharding, plan.mesh), w.spec_text(sharding, plan.mesh)
-        types = w.type_text(type_), spec, w.type_text(local)
-        rows.append((local.bytes, values, *types, what, trail))
-    heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    return w.Table(heads, rows).by("per device").first(MOST_VALUES)

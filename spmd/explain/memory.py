@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from spmd.compiler import Stages
 from spmd.explain import words as w
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import Program, numberless
 from spmd.lowering.recompute.again import AGAIN
-from spmd.planning.plan import Plan
 from spmd.predict.memory import Buffer, MemoryUse
-from spmd.predict.timeline import COMPUTE, Timeline
+from spmd.predict.timeline import COMPUTE
 
 ARGUMENTS, RESULTS, SAVED, TEMPORARY = "arguments", "results", "saved for the gradient", "temporary"
 KINDS = (ARGUMENTS, RESULTS, SAVED, TEMPORARY)
@@ -111,17 +111,17 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
 
 
-def recomputed(plan: Plan, timeline: Timeline) -> w.Section:
+def recomputed(stages: Stages) -> w.Section:
     """Returns a table of the values that a program recomputes (remat), by op and source line."""
-    alike = w.grouped(plan.recomputed, lambda value: (value.name, value.loc.trail))
+    found, every = stages.plan.recomputed, stages.timeline.slots
+    alike = w.grouped(found, lambda value: (value.name, value.loc.trail))
     rows = [(sum(v.bytes for v in values), len(values), *key) for key, values in alike.items()]
-    slots = [slot for slot in timeline.slots if AGAIN in slot.op.loc.note and not slot.op.regions]
+    slots = [slot for slot in every if AGAIN in slot.op.loc.note and not slot.op.regions]
     arithmetic = sum(slot.seconds * slot.trips for slot in slots if slot.lane == COMPUTE)
     exchanges = sum(slot.seconds * slot.trips for slot in slots if slot.lane != COMPUTE)
     sent = f" and {w.seconds_text(exchanges)} of collectives" if exchanges else ""
     said = (
-        f"{w.plural(len(plan.recomputed), 'value')} of "
-        f"{w.bytes_text(sum(v.bytes for v in plan.recomputed))}, "
+        f"{w.plural(len(found), 'value')} of {w.bytes_text(sum(v.bytes for v in found))}, "
         f"in {w.seconds_text(arithmetic)} of arithmetic{sent}"
     )
     table = w.Table(("per device", "n", "op", "source"), rows).by("per device")

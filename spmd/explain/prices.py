@@ -120,9 +120,12 @@ class Prices:
     def marks(self) -> w.Section:
         """What a run would save without the marks that may cost the most, one group at a time."""
         groups = [group for group in mark_groups(self.plan) if group.seconds]
-        tried = groups[: self._most(MOST_TRIES, TIMED_FOR_MARK)]
-        reliefs = worthwhile(self.plan, tried, self.options)
-        rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in reliefs]
+        tried = groups[: self.most(MOST_TRIES, TIMED_FOR_MARK)]
+        reliefs = [relief_of(self.plan, group, self.options) for group in tried]
+        least = WORTH * sum(move.seconds for move in self.plan.moves)
+        worth = [relief for relief in reliefs if 0 < -relief.price.seconds >= least]
+        worth.sort(key=lambda relief: relief.price.seconds)
+        rows = [(f"without {r.marks.text(self.plan.mesh)}", r.price.text) for r in worth]
         if groups and not rows:
             rows = [("none of them", f"costs {WORTH:.0%} of the collectives' time or more")]
         which = f"the {len(groups)} kinds of marks that time may be due to"
@@ -132,31 +135,50 @@ class Prices:
         title = "marks that forbid something cheaper"
         return w.Section(title, said, [w.Item("", "", rows)] if rows else [])
 
-    @property
-    def most_conflicts(self) -> int:
-        """How many of a report's conflicts get prices: fewer in large programs."""
-        again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
-        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
-
-    def _most(self, most: int, timed: int) -> int:
+    def most(self, most: int, timed: int) -> int:
         """Returns how many decisions to price, 1 to `most`, if each times `timed` programs."""
         ops = sum(1 for _ in self.plan.program.walk())
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
     def costly_mark(self) -> Relief | None:
-        """The marks that obviously cost much, or None: what the function `costly_mark` returns."""
-        return costly_mark(self.plan, self.options)
+        """The marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
+
+        Marks that save memory for arguments do not count. A group is tried only if a run takes
+        `LEAST_SECONDS`, and what may be due to it is over `OBVIOUS_SHARE` of the plan's costs.
+        """
+        plan, most = self.plan, (1 - LEAST_SHARE) * self.plan.run_seconds
+        if plan.run_seconds < LEAST_SECONDS:
+            return None
+        if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
+            return None
+        found = []
+        for group in mark_groups(plan)[:MOST_SUSPECTS]:
+            if group.seconds <= OBVIOUS_SHARE * plan.seconds:
+                break
+            try:
+                relief = relief_of(plan, group, self.options)
+            except PlanError:  # without the mark nothing fits into the memory
+                continue
+            more = relief.price.argument_bytes
+            if relief.without < most and more <= MOST_MORE * held_bytes(plan):
+                found.append(relief)
+        return max(found, key=lambda relief: relief.share, default=None)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Returns other shardings of a value with their prices, the cheapest first.
 
         For an argument the program is planned again with those that its uses want, each dim over
-        each mesh axis, and replicated; `MOST_OTHERS` at most. For other values see `of_value`.
+        each mesh axis, and replicated; `MOST_OTHERS` at most. For other values they are what the
+        planner weighed: nothing for cheap ones, of which each use makes its own copy.
         """
         plan = self.plan
         if value not in plan.program.body.args:
-            return self.of_value(value)
+            number, index = self._built.units.of[value]
+            if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
+                return ()
+            left = self._built.domains.left[number][index]
+            return self._priced(number, left, plan.states[value], (number,))
         type_, have = plan.program.types[value], plan.arguments[plan.program.body.args.index(value)]
         wanted = [move.wanted.full() for move in plan.moves if move.value == value]
         # One dim over one axis of the mesh, larger axes first; then whole.
@@ -183,18 +205,6 @@ class Prices:
         costs = weighed(self.plan.problem)[1]
         exposed, by_slack = self.plan.exposed, self.plan.by_slack
         return costs if exposed == costs.exposed else costs.with_exposed(exposed, by_slack)
-
-    def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
-        """Returns a value's other states that the planner weighed, with prices, cheapest first.
-
-        There are none for arguments, and for cheap values, of which each use makes its own copy:
-        the network does not choose their sharding.
-        """
-        number, index = self._built.units.of[value]
-        if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
-            return ()
-        left = self._built.domains.left[number][index]
-        return self._priced(number, left, self.plan.states[value], (number,))
 
     def of_conflicts(
         self, conflicts: Sequence[Conflict]
@@ -296,11 +306,12 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
             -len(group[1]) * max(types[value].bytes for _, value, _ in group[1][0][1].claims)
         ),
     )
-    asked = [] if prices is None else groups[: prices.most_conflicts]
+    programs = TIMED_FOR_CONFLICT * (2 if plan.byte_price else 1)  # whole, and with remat
+    asked = [] if prices is None else groups[: prices.most(MOST_CONFLICTS, programs)]
     priced = prices.of_conflicts([alike[0][1] for _, alike in asked]) if prices is not None else ()
-    items = []
+    items, arguments = [], dict(zip(program.body.args, program.arg_names, strict=True))
     for i, ((op, trail, wishes, taken), alike) in enumerate(groups):
-        names = [numberless(w.value_name(program, v)) for _, v, _ in alike[0][1].claims]
+        names = [numberless(arguments.get(v, f"%{v}")) for _, v, _ in alike[0][1].claims]
         rows = list(zip(names, wishes, strict=True))
         for axes, price in priced[i] if i < len(asked) else ():
             rows.append((f"{w.axes_text(axes, mesh) or NO_AXIS} instead", price.text))
@@ -311,10 +322,6 @@ def conflicts(stages: Stages, prices: Prices | None = None) -> w.Section:
         said += f", of {len(items)} kinds; what the claims that lost would cost"
         said += "" if len(asked) == len(items) else f" (the first {len(asked)})"
     return w.Section("conflicts", said, items)
-
-
-# ---------------------------------------------------------------------------------------------
-# Marks.
 
 
 class MarkGroup(NamedTuple):
@@ -351,16 +358,6 @@ class Relief(NamedTuple):
         return 1 - self.without / self.seconds
 
 
-def worthwhile(
-    plan: Plan, groups: Sequence[MarkGroup], options: Options | None = None
-) -> list[Relief]:
-    """Prices groups of marks; returns those that cost enough to mention, the costliest first."""
-    least = WORTH * sum(move.seconds for move in plan.moves)
-    found = [relief_of(plan, group, options) for group in groups]
-    worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
-    return sorted(worth, key=lambda relief: relief.price.seconds)
-
-
 def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
     """Plans again without a group of marks; returns the price and a sharding that this changes."""
     other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
@@ -381,31 +378,6 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
     first = next((v for v in group.values if lies(v) != shardings[v]), group.values[0])
     group = group._replace(sharding=shardings[first])
     return Relief(group, price_of(plan, other), plan.run_seconds, lies(first))
-
-
-def costly_mark(plan: Plan, options: Options) -> Relief | None:
-    """Returns the marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
-
-    Marks that save memory for arguments do not count. A group is tried only if a run takes
-    `LEAST_SECONDS`, and what may be due to it is more than `OBVIOUS_SHARE` of the plan's costs.
-    """
-    if plan.run_seconds < LEAST_SECONDS:
-        return None
-    most = (1 - LEAST_SHARE) * plan.run_seconds
-    if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
-        return None
-    found = []
-    for group in mark_groups(plan)[:MOST_SUSPECTS]:
-        if group.seconds <= OBVIOUS_SHARE * plan.seconds:
-            break
-        try:
-            relief = relief_of(plan, group, options)
-        except PlanError:  # without the mark nothing fits into the memory
-            continue
-        more = relief.price.argument_bytes
-        if relief.without < most and more <= MOST_MORE * held_bytes(plan):
-            found.append(relief)
-    return max(found, key=lambda relief: relief.share, default=None)
 
 
 def _repeated(plan: Plan) -> dict[Value, float]:

@@ -25,10 +25,6 @@ MOST_VALUES = 8  # values that one pattern or source line shows
 MOST_CHANGES = 12  # rows of each part of a difference that are shown, the largest
 
 
-# ---------------------------------------------------------------------------------------------
-# A program.
-
-
 def explain_program(report: PlanReport) -> str:
     """Returns the long report on a program: what costs most, shardings and why, traffic, memory."""
     whole = report.timeline.seconds
@@ -55,29 +51,28 @@ def _joined(lines: Sequence[str], *meshes: Mesh) -> str:
 
 def summarize(facts: Facts, costly: Relief | None = None) -> str:
     """Returns the short report on a program; a note warns of the marks `costly`, if given."""
-    plan, rows, constants = facts.plan, dict(facts.memory), facts.constants
-    split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
+    plan, rows, (arguments, constants, _) = facts.plan, dict(facts.memory), facts.leaves
+    split = [leaf for leaf in arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     # The shardings of which each device holds the most, with how many arguments have them.
-    alike = w.grouped(facts.arguments, lambda leaf: leaf.spec)
+    alike = w.grouped(arguments, lambda leaf: leaf.spec)
     sized = [(sum(x.local.bytes for x in leaves), spec, leaves) for spec, leaves in alike.items()]
     shardings = [
         (spec, f"{len(leaves)} arguments", f"{w.bytes_text(held)} per device")
         for held, spec, leaves in sorted(sized, key=lambda row: -row[0])[:6]
     ]
-    traffic = costs.traffic_section(facts.collectives)
     memory = f"{rows['peak, predicted']} predicted, {rows['temporary']} of it temporary: "
     found = [
-        ("arguments", f"{split_text(facts.arguments)} ({inferred} inferred); {rows['arguments']}"),
+        ("arguments", f"{split_text(arguments)} ({inferred} inferred); {rows['arguments']}"),
         *(("", line) for line in w.aligned(shardings)),
         *([("constants", f"{split_text(constants)}; {rows['constants']}")] if constants else []),
         ("collectives", costs.collective_section(facts.collectives).remark),
-        *(("", line) for line in traffic.table.first(8).lines()),
+        *(("", line) for line in costs.traffic_table(facts.collectives).first(8).lines()),
         ("memory", memory + rows["on the device"]),
         ("time", facts.time_text),
         *([("plan", "as an earlier start made it")] if facts.stages.is_read else []),
         *([("measured", facts.measured.title)] if facts.measured is not None else []),
-        *([("made again", recomputed(plan, facts.timeline).remark)] if plan.recomputed else []),
+        *([("made again", recomputed(facts.stages).remark)] if plan.recomputed else []),
         *(("pipeline", f"{x.title}: {x.item.rows[0][1]}") for x in pipeline_rows(facts.stages)),
         *(("form", form.text) for form in plan.forms if not form.refusal),
     ]
@@ -105,7 +100,7 @@ def brief(what: str, facts: Facts) -> str:
         w.plural(len(facts.collectives), "collective"),
         f"{w.bytes_text(facts.sent_bytes)} sent per device",
         f"{w.bytes_text(facts.use.peak)} memory per device",
-        f"predicted {w.seconds_text(facts.timeline.seconds)}",
+        f"predicted {w.seconds_text(facts.stages.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
 
@@ -319,7 +314,7 @@ def diff_text(a: PlanReport, b: PlanReport) -> str:
 
 def _changed_costs(a: PlanReport, b: PlanReport) -> w.Lines:
     named = (("a", a), ("b", b))
-    about = [(key, f.title, f"{f.mesh} on {f.machine}") for key, f in named]
+    about = [(key, f.title, f"{f.mesh} on {f.machine.name}") for key, f in named]
     rows = [("", "a", "b", "b - a")]
 
     def compare(what: str, old: float, new: float, text: Callable[[float], str]) -> None:

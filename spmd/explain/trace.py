@@ -5,7 +5,7 @@ are processes of the trace; compute, links and loops (lanes) are threads.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmd.explain.data import PlanReport, PlanSlot, loop_text, occurrences
 from spmd.explain.measured import Worked
@@ -18,14 +18,8 @@ MOST_SLOTS = 100_000
 PREDICTED, MEASURED = 1, 2  # numbers of the trace's two processes
 
 
-class Slice(NamedTuple):
-    """Holds one rectangle of a trace, in a row `lane`; `more` is shown when it is selected."""
-
-    lane: str
-    name: str
-    start: float  # seconds
-    end: float
-    more: dict[str, Any]
+Slice = tuple[str, str, float, float, dict[str, Any]]
+"""A rectangle: (lane, name, start and end in seconds, what is shown when it is selected)."""
 
 
 def trace_of(report: PlanReport, step: Sequence[Worked] = ()) -> dict[str, Any]:
@@ -42,33 +36,32 @@ def trace_of(report: PlanReport, step: Sequence[Worked] = ()) -> dict[str, Any]:
 
 
 def _process(pid: int, title: str, slices: Sequence[Slice]) -> list[dict[str, Any]]:
-    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(s.lane for s in slices), 1)}
+    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(lane for lane, *_ in slices), 1)}
     names = [("process_name", 0, title), *(("thread_name", n, lane) for lane, n in lanes.items())]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
         for what, tid, name in names
     ]
-    for s in slices:
+    for lane, name, begin, stop, more in slices:
         # Whole nanoseconds, so that neighbours still touch and do not overlap.
-        start, end = round(s.start * 1e9), round(s.end * 1e9)
+        start, end = round(begin * 1e9), round(stop * 1e9)
         times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-        row = {"ph": "X", "pid": pid, "tid": lanes[s.lane]}
-        events.append({**row, "name": s.name, **times, "args": s.more})
+        row = {"ph": "X", "pid": pid, "tid": lanes[lane]}
+        events.append({**row, "name": name, **times, "args": more})
     return events
 
 
 def _predicted(slots: Sequence[PlanSlot], whole: bool) -> Iterator[Slice]:
     """Yields rectangles of slots: all iterations of loops if `whole`, else one, stretched."""
-    for slot, start, seconds in occurrences(slots, whole):
-        end = start + seconds
+    for slot in occurrences(slots, whole):
         if slot.opens:
             lane = "loops" if slot.depth == 0 else f"loops in {plural(slot.depth, 'loop')}"
-            yield Slice(lane, loop_text(slot), start, end, {"source": slot.source})
+            yield lane, loop_text(slot), slot.start, slot.end, {"source": slot.source}
             continue
         more = {"source": slot.source, "layer": slot.layer, "kind": slot.work}
         if slot.reason:
             more["reason"] = slot.reason
-        yield Slice(slot.lane, slot.label, start, end, more)
+        yield slot.lane, slot.label, slot.start, slot.end, more
 
 
 def _measured(step: Sequence[Worked]) -> Iterator[Slice]:
@@ -83,4 +76,4 @@ def _measured(step: Sequence[Worked]) -> Iterator[Slice]:
         if label.collective:
             more["hidden"] = seconds_text(work.hidden)
         row = f"{lane} {free + 1}" if free else lane
-        yield Slice(row, label.collective or event.name, event.start, event.end, more)
+        yield row, label.collective or event.name, event.start, event.end, more

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from spmd.errors import bytes_text as bytes_text
 from spmd.errors import seconds_text as seconds_text
-from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axes_text as axes_text
@@ -56,13 +55,6 @@ def source_text(text: str) -> str:
     return re.sub(r"\([^\s()]*<locals>\.([^\s()]+)\)", r"(\1)", text)
 
 
-def value_name(program: Program, value: Value) -> str:
-    """Returns an argument's name, else the value's number as the printed program has it: `%12`."""
-    if value in program.body.args:
-        return program.arg_names[program.body.args.index(value)]
-    return f"%{value}"
-
-
 def idle_text(axes: Sequence[str]) -> str:
     """Returns a sentence: nothing is split over these axes of the mesh, so devices repeat work."""
     which = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}"
@@ -103,13 +95,11 @@ COLUMNS: dict[str, Callable[[Any], Cell]] = {
     **dict.fromkeys(("name", "made by"), partial(Cell, look="name")),
     **dict.fromkeys(("origin", "what"), partial(Cell, look="path")),
     # a source line, or (source line, note)
-    "source": lambda said: Cell(said, "source") if isinstance(said, str) else _noted(*said),
+    "source": lambda said: (
+        Cell(said, "source") if isinstance(said, str) else Cell(said[0], "source", note=said[1])
+    ),
 }
 """Maps a column's head to the function that makes a cell of a value; others are plain text."""
-
-
-def _noted(trail: str, note: str) -> Cell:
-    return Cell(trail, "source", note=note)
 
 
 class Table(NamedTuple):
@@ -169,12 +159,6 @@ class Section(NamedTuple):
     remark: str
     body: Table | list[Item]
     empty: str = ""  # what is said if there is nothing; if empty, the section is left out
-
-    @property
-    def table(self) -> Table:
-        """The table of a section that has one."""
-        assert isinstance(self.body, Table)
-        return self.body
 
     def lines(self) -> Lines:
         """Yields title and body as lines of text; for an empty body `empty`, or nothing at all."""

@@ -35,7 +35,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import TO_MANUAL
 from spmd.ir.program import Body, Op, Program, Value, has_effect
 from spmd.ir.rewrite import Now, append_ops, edit_ops
-from spmd.ir.types import Attribute, Opaque, TensorType, needs_x64, numpy_dtype
+from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
 
 
 class Site(NamedTuple):
@@ -43,16 +43,8 @@ class Site(NamedTuple):
 
     b: Builder
     op: Op
-
-    @property
-    def operands(self) -> tuple[Value, ...]:
-        """Returns the op's operands, in the new program."""
-        return self.op.operands
-
-    @property
-    def attrs(self) -> Mapping[str, Attribute]:
-        """Returns the op's attributes by name."""
-        return self.op.kind.attrs
+    operands: tuple[Value, ...]  # the op's
+    attrs: Mapping[str, Attribute]  # likewise
 
     @property
     def result(self) -> TensorType:
@@ -78,27 +70,6 @@ class Site(NamedTuple):
 
 Canonical = Callable[[Site], Sequence[Value]]
 
-CANONICAL: dict[str, Canonical] = {
-    "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
-    # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
-    "stablehlo.dynamic_broadcast_in_dim": lambda s: (
-        s.b.broadcast(s.operands[0], s.result.shape, s.attrs["broadcast_dimensions"]),
-    ),
-    "stablehlo.dynamic_iota": lambda s: (s.b.iota(s.result, s.attrs["iota_dimension"]),),
-    "stablehlo.dynamic_reshape": lambda s: (s.b.reshape(s.operands[0], s.result.shape),),
-}
-"""Name of an op (or `custom_call:` and its target) -> the function that rewrites such an op."""
-
-
-def canonical(*names: str) -> Callable[[Canonical], Canonical]:
-    """Returns a decorator that enters a function in `CANONICAL`, to rewrite the ops `names`."""
-
-    def register(function: Canonical) -> Canonical:
-        CANONICAL.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
 
 def canonicalize(program: Program) -> Program:
     """Rewrites ops in `CANONICAL` and values without elements; UnsupportedOpError if it cannot."""
@@ -113,7 +84,7 @@ def _rewritten(program: Program, function_of: Callable[[Op], Canonical | None]) 
         function = function_of(op)
         if function is None:
             return None
-        results = function(Site(b, op))
+        results = function(Site(b, op, op.operands, op.kind.attrs))
         for value, wanted in zip(results, op.kind.results, strict=True):
             if b.types[value] != wanted:
                 raise SpmdError(f"{op.name} was rewritten to {b.types[value]}, not {wanted}")
@@ -122,11 +93,6 @@ def _rewritten(program: Program, function_of: Callable[[Op], Canonical | None]) 
     return edit_ops(program, edit)
 
 
-# ---------------------------------------------------------------------------------------------
-# CHLO's scans.
-
-
-@canonical("chlo.scan")
 def _scan(site: Site) -> Sequence[Value]:
     """Rewrites an associative scan of n elements as log2(n) elementwise steps on shifted slices.
 
@@ -171,7 +137,6 @@ def _scan(site: Site) -> Sequence[Value]:
 # they are imported (`LEGALIZED` of `importer/ops.py`).
 
 
-@canonical("stablehlo.einsum", "stablehlo.unary_einsum")
 def _einsum(site: Site) -> Sequence[Value]:
     """Rewrites an einsum as `jnp.einsum` does: as sums, one `dot_general` and a transpose.
 
@@ -189,7 +154,6 @@ def _einsum(site: Site) -> Sequence[Value]:
     return site.computed(einsum)
 
 
-@canonical("stablehlo.torch_index_select")
 def _torch_index_select(site: Site) -> Sequence[Value]:
     """Rewrites an index select as a `gather` along `dim`, with `batch_dims` leading batch dims."""
     batch = site.attrs["batch_dims"]
@@ -199,7 +163,6 @@ def _torch_index_select(site: Site) -> Sequence[Value]:
     return site.computed(select)
 
 
-@canonical("stablehlo.map")
 def _map(site: Site) -> Sequence[Value]:
     """Rewrites a `map` as the ops of its body, on whole tensors instead of on single elements.
 
@@ -212,19 +175,14 @@ def _map(site: Site) -> Sequence[Value]:
     return inline_elementwise(site.b, body, site.operands, site.result.shape)
 
 
-# ---------------------------------------------------------------------------------------------
-# Custom calls that stand for ops.
-
 _UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
 
 
-@canonical(*(f"custom_call:mhlo.{name}" for name in _UNARY))
 def _unary(site: Site) -> Sequence[Value]:
     name = str(site.attrs["call_target_name"]).replace("mhlo.", "chlo.")
     return site.b.op(name, site.operands, site.op.kind.results)
 
 
-@canonical("custom_call:TopK", "custom_call:mhlo.topk")
 def _top_k(site: Site) -> Sequence[Value]:
     """Rewrites a custom call for a top-k as `chlo.top_k`; UnsupportedOpError for the smallest k."""
     given = (site.attrs.get(f"mhlo.{name}") for name in ("attributes", "backend_config"))
@@ -234,7 +192,6 @@ def _top_k(site: Site) -> Sequence[Value]:
     return site.b.op("chlo.top_k", site.operands[:1], site.op.kind.results, attrs)
 
 
-@canonical("custom_call:ApproxTopK")
 def _approx_top_k(site: Site) -> Sequence[Value]:
     """Rewrites an approximate top-k as an exact one: the first elements of a sort.
 
@@ -267,32 +224,23 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
 # (`spmd.lowering.rewrites.simplify`).
 
 
-@canonical("stablehlo.fft")
 def _fft(site: Site) -> Sequence[Value]:
-    b, attrs, rank = site.b, site.attrs, site.result.rank
-    lengths, kind = attrs["fft_length"], attrs["fft_type"]
+    lengths, kind = site.attrs["fft_length"], site.attrs["fft_type"].text
     if len(lengths) == 1:
-        return b.repeat(site.op.kind, site.operands)
-    # Real values become complex along the last dim, which is the first to be transformed, and
-    # complex values real along the last one, too, at the end.
-    complex_kind = Opaque(kind.text.replace("RFFT", "FFT"))
-    dims = range(rank - len(lengths), rank)
-    (x,) = site.operands
-    for dim in dims if "IRFFT" in kind.text else reversed(dims):
-        length = (lengths[dim - rank],)
-        if dim == rank - 1:
-            type_ = (
-                b.types[x].with_dim(dim, site.result.shape[dim])._replace(dtype=site.result.dtype)
-            )
-            (x,) = b.op(site.op.name, (x,), (type_,), {"fft_length": length, "fft_type": kind})
-            continue
-        swap = [*range(rank)]
-        swap[dim], swap[-1] = rank - 1, dim
-        x = b.transpose(x, swap)
-        made = {"fft_length": length, "fft_type": complex_kind}
-        (x,) = b.op(site.op.name, (x,), (b.types[x],), made)
-        x = b.transpose(x, swap)
-    return (x,)
+        return site.b.repeat(site.op.kind, site.operands)
+    (real,) = re.findall(r"I?R?FFT", kind)
+
+    def in_turn(x: Any) -> Any:
+        # Real values become complex along the last dim, which is the first to be transformed, and
+        # complex values real along the last one, too, at the end.
+        dims = range(-len(lengths), 0)
+        for dim in dims if real == "IRFFT" else reversed(dims):
+            which = real if dim == -1 else real.replace("RFFT", "FFT")
+            made = lax.fft(x.swapaxes(dim, -1), lax.FftType[which], (lengths[dim],))
+            x = made.swapaxes(dim, -1)
+        return x
+
+    return site.computed(in_turn)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -303,7 +251,6 @@ def _fft(site: Site) -> Sequence[Value]:
 # after:  `%mean = sum(%x) / n; %var = sum((%x - %mean)^2) / n; %y = (%x - %mean) * ...`
 
 
-@canonical(*(f"stablehlo.batch_norm_{name}" for name in ("grad", "inference", "training")))
 def _norm(site: Site) -> Sequence[Value]:
     type_ = site.op.kind.operands[0]
     feature: int = site.attrs["feature_index"]
@@ -343,10 +290,6 @@ def _norm(site: Site) -> Sequence[Value]:
     return site.computed(functions[site.op.name.removeprefix("stablehlo.batch_norm_")])
 
 
-# ---------------------------------------------------------------------------------------------
-# Values without elements.
-
-
 def _of_nothing(op: Op) -> Canonical | None:
     """Returns what rewrites an op on values without elements; None if the op stays as it is."""
     if op.name in (TO_MANUAL, FROM_MANUAL) or has_effect(op):
@@ -376,3 +319,24 @@ _READERS: dict[str, Canonical] = {
     "stablehlo.select_and_scatter": lambda s: (s.b.broadcast(s.operands[2], s.result.shape),),
 }
 """Op -> what it is where an operand has no elements and the results have."""
+
+
+CANONICAL: Mapping[str, Canonical] = {
+    "chlo.scan": _scan,
+    "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
+    "custom_call:ApproxTopK": _approx_top_k,
+    **dict.fromkeys(("custom_call:TopK", "custom_call:mhlo.topk"), _top_k),
+    **{f"custom_call:mhlo.{name}": _unary for name in _UNARY},
+    **{f"stablehlo.batch_norm_{name}": _norm for name in ("grad", "inference", "training")},
+    # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
+    "stablehlo.dynamic_broadcast_in_dim": lambda s: (
+        s.b.broadcast(s.operands[0], s.result.shape, s.attrs["broadcast_dimensions"]),
+    ),
+    "stablehlo.dynamic_iota": lambda s: (s.b.iota(s.result, s.attrs["iota_dimension"]),),
+    "stablehlo.dynamic_reshape": lambda s: (s.b.reshape(s.operands[0], s.result.shape),),
+    **dict.fromkeys(("stablehlo.einsum", "stablehlo.unary_einsum"), _einsum),
+    "stablehlo.fft": _fft,
+    "stablehlo.map": _map,
+    "stablehlo.torch_index_select": _torch_index_select,
+}
+"""Name of an op (or `custom_call:` and its target) -> the function that rewrites such an op."""

@@ -54,9 +54,6 @@ from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Edit, Now, edit_ops, remove_dead
 from spmd.ir.types import Dense, DotDims, TensorType
 
-# ---------------------------------------------------------------------------------------------
-# Unflatten.
-
 
 def unflatten(program: Program) -> Program:
     """Rewrites reductions and inner products of flattened tensors, to run over unflattened dims."""
@@ -127,10 +124,6 @@ def _dims_before(
     return tuple(found) if is_flattened else None
 
 
-# ---------------------------------------------------------------------------------------------
-# Accumulate.
-
-
 def accumulate(program: Program) -> Program:
     """Rewrites `x + scatter_add(zeros, i, u)`, with unique indices, as `scatter_add(x, i, u)`."""
     index = Index(program)
@@ -157,10 +150,6 @@ def accumulate(program: Program) -> Program:
     return _edited(program, edit)
 
 
-# ---------------------------------------------------------------------------------------------
-# Separate.
-
-
 def separate(program: Program) -> Program:
     """Splits each optimization barrier into one for each operand."""
 
@@ -170,10 +159,6 @@ def separate(program: Program) -> Program:
         return [b.barrier([value])[0] for value in op.operands]
 
     return edit_ops(program, edit)
-
-
-# ---------------------------------------------------------------------------------------------
-# Start.
 
 
 def start_neutral(program: Program) -> Program:
@@ -205,9 +190,6 @@ def start_neutral(program: Program) -> Program:
 
     return edit_ops(program, edit)
 
-
-# ---------------------------------------------------------------------------------------------
-# Lift.
 
 LARGE = 64 << 10
 """Bytes above which a constant becomes an argument. To pass an argument costs each call some

@@ -148,10 +148,6 @@ def _refined(number: int, type_: Any, shape: Sequence[int]) -> str:
     return str(ir.RankedTensorType.get(list(shape), ranked.element_type, ranked.encoding))
 
 
-# ---------------------------------------------------------------------------------------------
-# What modules say of the dims of their arguments.
-
-
 def exported_dims(exported: Any) -> list[ArgumentDims]:
     """Returns the dims of each argument of a `jax.export.Exported`'s module, symbolic as text."""
     shapes = [exported.in_avals[i].shape for i in exported.module_kept_var_idx]

@@ -97,15 +97,14 @@ def trace(
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
     on_callbacks: OnCallbacks | None = None,
-    mesh: Mesh | None = None,
 ) -> Trace:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
     `args` and `kwargs` are `jax.ShapeDtypeStruct`s, but static arguments are passed as they are;
     `platform` is `cpu`, `cuda` or `tpu`. `on_callbacks` ("run" or "drop") is for debug callbacks.
     If it is None, jax's callbacks stay, and a module that has any cannot be imported, since it
-    points to Python objects. `mesh` is the mesh to compile for, or if left out that of the first
-    mark or `shard_map`. The module numbers devices by their position in it.
+    points to Python objects. The module numbers devices by their position in the first mesh that
+    `seen_meshes` around has, or if it has none that of the first `shard_map` or constraint.
 
     Raises:
       FrontendError: over Explicit axes, a `shard_map`'s argument is not split as its in_specs say.
@@ -145,7 +144,7 @@ def trace(
         elif eqn.primitive.name == "sharding_constraint":
             meshes[False, getattr(eqn.params["sharding"], "mesh", None)] = None
     jax_meshes = [m for _, m in meshes if isinstance(m, JaxMesh)]
-    first = mesh or next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
+    first = next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
     positions = first.device_ids if first else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
@@ -353,8 +352,6 @@ mlir.register_lowering(_uneven_mark, _lower_mark)
 # after:  `spmd_callback[number=0 ...] x`, with callback 0 in the table beside the program
 
 INSPECTS = "jax.debug.inspect_array_sharding"
-_KERNELS = ("pallas_call",)
-"""Primitives whose bodies cannot call Python: callbacks in them stay as they are."""
 
 _callback = Primitive("spmd_callback")
 _callback.multiple_results = True
@@ -417,7 +414,8 @@ class _OwnCallbacks:
                 return ()
             own["results"] = tuple(v.aval for v in eqn.outvars)
             return (eqn.replace(primitive=_callback, params=own, effects=effects),)
-        inside = [] if eqn.primitive.name in _KERNELS else list(jaxprs_in_params(eqn.params))
+        is_kernel = eqn.primitive.name == "pallas_call"  # whose body cannot call Python
+        inside = [] if is_kernel else list(jaxprs_in_params(eqn.params))
         if effects == eqn.effects and all(self.rewritten(i) is i for i in inside):
             return (eqn,)
         params = {name: self.rewritten(value) for name, value in eqn.params.items()}

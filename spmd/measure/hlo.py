@@ -26,7 +26,7 @@ class Module(NamedTuple):
     entry: str  # the name of the computation that is run
     computations: Mapping[str, list[Instruction]]  # by name
     devices: int  # partitions times replicas
-    frames: Mapping[int, tuple[str, int]]  # number -> `file:line (function)`, parent (0: none)
+    frames: Mapping[int, tuple[str, int]]  # number -> `file:line`, parent (0: none)
 
 
 COLLECTIVES = {
@@ -113,15 +113,10 @@ def items(text: str, start: int = 1) -> tuple[list[str], int]:
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int]]:
     files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
-    functions = {k: v.strip('"') for k, v in tables.get("FunctionNames", {}).items()}
-    locations = {}
+    locations, frames = {}, {}
     for number, row in tables.get("FileLocations", {}).items():
-        file, function, line = (
-            integer(rf"\b{key}=(\d+)", row) for key in ("file_name_id", "function_name_id", "line")
-        )
-        name = functions.get(function, "").rsplit("/", 1)[-1]
-        locations[number] = f"{files.get(file, '')}:{line}" + (f" ({name})" if name else "")
-    frames = {}
+        file, line = integer(r"\bfile_name_id=(\d+)", row), integer(r"\bline=(\d+)", row)
+        locations[number] = f"{files.get(file, '')}:{line}"
     for number, row in tables.get("StackFrames", {}).items():
         where = locations.get(integer(r"file_location_id=(\d+)", row), "")
         # XLA counts parents from 1 on top of counting frames from 1, so that 1 means none.
@@ -197,6 +192,6 @@ def places_of(instruction: Instruction, module: Module) -> list[str]:
     found, frame = [], integer(r"stack_frame_id=(\d+)", instruction.rest)
     while frame in module.frames:
         where, parent = module.frames[frame]
-        found.append(where.partition(" (")[0])
+        found.append(where)
         frame = parent if parent < frame else 0
     return found

@@ -197,10 +197,6 @@ class Labels:
         return ""
 
 
-# ---------------------------------------------------------------------------------------------
-# Kernels for which the profile names no op.
-
-
 class Order:
     """Finds the op of the optimized module that each kernel belongs to, by the order of launches.
 

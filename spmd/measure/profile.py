@@ -15,6 +15,7 @@ import time
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,19 +59,15 @@ class Run(NamedTuple):
         return statistics.median(self.times)
 
 
+@dataclass
 class Feed:
     """Runs a program again and again, without donating the arrays that it was given first."""
 
-    def __init__(
-        self,
-        executable: Any,
-        arguments: Sequence[Any],
-        donated: Sequence[int],  # positions among the arguments
-        links: Sequence[tuple[int, int]],  # (result, argument that it replaces in the next step)
-    ) -> None:
-        self.executable, self.arguments, self.donated = executable, arguments, donated
-        self.links = [(result, argument) for result, argument in links if argument in donated]
-        self.updates: dict[int, Any] = {}
+    executable: Any
+    arguments: Sequence[Any]
+    donated: Sequence[int]  # positions among the arguments
+    links: Sequence[tuple[int, int]]  # (result, argument that it replaces in the next step)
+    updates: dict[int, Any] = field(default_factory=dict)  # argument -> what replaces it
 
     def prepare(self) -> list[Any]:
         """Returns the next step's arguments; donated ones are results of the last, or copies."""
@@ -88,7 +85,8 @@ class Feed:
     def run(self, arguments: list[Any]) -> None:
         """Runs a step, and waits until its results are there."""
         results = jax.block_until_ready(self.executable(*arguments))
-        self.updates = {argument: results[result] for result, argument in self.links}
+        own = ((r, argument) for r, argument in self.links if argument in self.donated)
+        self.updates = {argument: results[r] for r, argument in own}
 
 
 def run_steps(

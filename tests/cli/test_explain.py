@@ -12,6 +12,7 @@ import pytest
 
 import spmd
 from spmd.cli import explain
+from spmd.cli.main import main
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_report(module: str, capsys: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said(module: str, capsys: Any, arguments: Any, words: str) -> None:
-    assert explain.main([module, *FLAGS[:1], *arguments]) == 2
+    assert main(["explain", module, *FLAGS[:1], *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -127,7 +128,7 @@ def test_flags_that_cannot_be_read_end_it(module: str, capsys: Any) -> None:
 def test_it_needs_no_devices(module: str) -> None:
     """A process of its own, with one CPU device, plans for 256 chips."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "spmd.cli.explain", module, "--mesh=data=16,model=16"]
+    command = [sys.executable, "-m", "spmd.cli.main", "explain", module, "--mesh=data=16,model=16"]
     command += ["--topology=v5e:16x16", "--arg-spec=2=data,None"]
     found = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE

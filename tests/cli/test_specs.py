@@ -4,7 +4,8 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from spmd.cli.specs import UsageError, mesh_axes, parse_named_specs
+from spmd.cli.specs import mesh_axes, parse_named_specs
+from spmd.errors import ArgumentError
 
 NAMES = ("params/w", "x")
 
@@ -20,13 +21,13 @@ def test_specs_by_number_name_and_pattern_one_for_each_argument():
         "params/w": (),
         "x": (("data",),),
     }
-    with pytest.raises(UsageError, match="--arg_spec: 'x' has two specs"):
+    with pytest.raises(ArgumentError, match="--arg_spec: 'x' has two specs"):
         parse_named_specs("arg_spec", ["1=data", "x=model"], NAMES)
 
 
 @pytest.mark.parametrize("wrong", ["data", "=data", "2=data", "0=,model", "0=data,,model"])
 def test_specs_that_cannot_be_read(wrong: str):
-    with pytest.raises(UsageError, match="--arg_spec: "):
+    with pytest.raises(ArgumentError, match="--arg_spec: "):
         parse_named_specs("arg_spec", [wrong], NAMES)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spmd.cli import verify
+from spmd.cli.main import main
 from spmd.ir.types import TensorType, numpy_dtype
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ func.func @main(%x: tensor<8x4xf32>, %i: tensor<4xi32>, %p: tensor<4xi1>) -> ten
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "spmd.cli.verify", *arguments],
+        [sys.executable, "-m", "spmd.cli.main", "verify", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
@@ -53,7 +54,7 @@ def test_the_script(tmp_path: Path) -> None:
 )
 def test_it_says_what_is_wrong(arguments: tuple[str, ...], words: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
-        sys.exit(verify.main(arguments))
+        sys.exit(main(["verify", *arguments]))
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
 

@@ -97,7 +97,7 @@ def test_a_notebook_shows_the_first_screen_and_escapes_names(lowered: Any) -> No
     selectors = [s.strip() for rule in rules for s in rule.split(",")]
     assert selectors
     assert all(s.startswith((".spmd ", ".spmd-cell", ".spmd")) for s in selectors), selectors
-    lambdas = notebook_cell(replace(lowered._facts(), name="<lambda>").report())
+    lambdas = notebook_cell(replace(lowered._facts(), title="<lambda>").report())
     assert "<lambda>" not in lambdas
     assert "&lt;lambda&gt;" in lambdas
 

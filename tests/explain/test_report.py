@@ -55,7 +55,7 @@ def test_bytes_add_up_and_compute_has_no_exchange_for_its_reason(compiled: Any) 
     assert sum(row.bytes for row in traffic(compiled.collectives)) == total
     figures = compiled._facts()
     assert figures.sent_bytes == total
-    assert sum(leaf.local.bytes for leaf in figures.arguments) == compiled.memory.arguments
+    assert sum(leaf.local.bytes for leaf in figures.leaves[0]) == compiled.memory.arguments
     costs = compiled._facts().costs
     assert {cost.reason for cost in costs if cost.kind == "compute"} == {""}
     assert all(cost.reason for cost in costs if cost.kind != "compute")

@@ -1,10 +1,10 @@
 """Makes HTML and SVG as strings: elements, and the shapes, tables and legends of the report."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 
-from spmd.explain.words import Cell, Item, Look, Section, Table, source_text
+from spmd.explain.words import Cell, Item, Look, Section, Table, seconds_text, source_text
 
 
 class Html(str):
@@ -95,7 +95,8 @@ def item(given: Item) -> Html:
         return tag("p", source_text(given.title))
     at = (" at ", source(given.source)) if given.source else ()
     title = tag("p.item", tag("b", given.title), *at) if given.title else ""
-    return joined(title, pairs(given.rows))
+    rows = (joined(tag("dt", what), tag("dd", text)) for what, text in given.rows)
+    return joined(title, tag("dl.facts", *rows))
 
 
 def table(given: Table) -> Html:
@@ -129,14 +130,27 @@ def _td(head: str, cell: Cell) -> Html:
     return tag(f"td.{style}", shown, note, data_v=str(key), data_head=head)
 
 
-def folded(title: str, body: Html) -> Html:
-    """Returns an element that shows `title`, and shows `body` after a click on it."""
-    return tag("details", tag("summary", title), body)
+def cards(rows: Iterable[tuple[str, str, str]]) -> Html:
+    """Returns (label, value, remark) triples as cards beside each other."""
+    shown = (
+        (tag("span.label", label), tag("b", value), tag("span", rest))
+        for label, value, rest in rows
+    )
+    return tag("div.cards", *(tag("div.card", *card) for card in shown))
 
 
-def pairs(rows: Iterable[tuple[str, str]]) -> Html:
-    """Returns (term, description) pairs as an HTML description list."""
-    return tag("dl.facts", *(joined(tag("dt", what), tag("dd", text)) for what, text in rows))
+def stretches(spent: Mapping[str, float], colours: Mapping[str, str]) -> list[Html]:
+    """Returns the parts of a bar, as wide as the seconds `spent`, by name, in CSS `colours`."""
+    whole = sum(spent.values())
+    return [
+        tag(
+            "span",
+            style=f"flex:{took / whole:.4f};background:{colours[name]}",
+            title=f"{name}: {seconds_text(took)}",
+        )
+        for name, took in spent.items()
+        if whole
+    ]
 
 
 def source(trail: str) -> Html:

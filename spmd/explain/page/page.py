@@ -1,7 +1,8 @@
 """Writes the report as one self-contained HTML page: the largest costs, then sections to unfold."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import NamedTuple
 
 from spmd.explain import costs
 from spmd.explain import words as w
@@ -33,7 +34,7 @@ def render(report: PlanReport) -> str:
             parts.append(tag("section", tag("details.part", summary, shown, open=is_open)))
     devices = w.plural(report.mesh.size, "device")
     title = f"{report.title} on {devices}"
-    lead = f"Mesh {report.mesh} on {report.machine}. The solver: {report.solver}. "
+    lead = f"Mesh {report.mesh} on {report.machine.name}. The solver: {report.solver}. "
     if report.machine.platform == "cpu":
         lead += f"Times are predicted for {devices} of their own. CPU devices are threads that "
         lead += "share one machine, and take longer."
@@ -44,8 +45,10 @@ def render(report: PlanReport) -> str:
 
 def diff_page(a: PlanReport, b: PlanReport, text: str) -> str:
     """Returns a page with what differs between two plans, `text`, and how each takes its time."""
-    pictures_ = [joined(tag("p.head", tag("b", f"{of.mesh} on {of.machine}")), _first_screen(of),
-                        _timeline(of)) for of in (a, b)]  # fmt: skip
+    pictures_ = []
+    for of in (a, b):
+        head = tag("p.head", tag("b", f"{of.mesh} on {of.machine.name}"))
+        pictures_.append(joined(head, _first_screen(of), _timeline(of)))
     said = tag("div.scroll", tag("pre", tag("code", text)))
     return whole(f"{a.title} and {b.title}", (), said, *pictures_)
 
@@ -67,7 +70,7 @@ def whole(title: str, lead: Sequence[str], *parts: Html) -> str:
 
 def notebook_cell(report: PlanReport) -> Html:
     """Returns the figures that the page begins with, and their CSS, for a notebook's cell."""
-    on = f" on {report.mesh}, {report.machine}"
+    on = f" on {report.mesh}, {report.machine.name}"
     return tag(
         "div.spmd spmd-cell",
         tag("style", _resource("first.css")),
@@ -103,22 +106,19 @@ def _first_screen(report: PlanReport) -> Html:
     if report.measured_seconds is not None:
         waiting += f"; measured {w.seconds_text(report.measured_seconds)}"
     senders = f"in one run, by {len(report.collectives)} collective ops"
-    cards = [
-        tag("div.card", tag("span.label", label), tag("b", value), tag("span", remark))
-        for label, value, remark in (
-            ("devices", str(mesh.size), str(mesh)),
-            ("predicted time of one run", w.seconds_text(report.timeline.seconds), waiting),
-            ("sent by each device", w.bytes_text(report.sent_bytes), senders),
-            ("memory of each device", w.bytes_text(report.peak_bytes), held),
-        )
-    ]
+    cards = (
+        ("devices", str(mesh.size), str(mesh)),
+        ("predicted time of one run", w.seconds_text(report.timeline.seconds), waiting),
+        ("sent by each device", w.bytes_text(report.sent_bytes), senders),
+        ("memory of each device", w.bytes_text(report.peak_bytes), held),
+    )
     whole, totals = report.timeline.seconds, costs.seconds_by_kind(report.costs)
-    parts, kinds = [], []
-    for kind, seconds in totals.items():
-        colour = f"background:var(--{kind})"
-        share = f"flex:{seconds / sum(totals.values()):.4f};{colour}"
-        parts.append(tag("span", style=share, title=f"{kind}: {w.seconds_text(seconds)}"))
-        kinds.append(tag("span", tag("i", style=colour), f"{kind} {w.seconds_text(seconds)}"))
+    colours = {kind: f"var(--{kind})" for kind in totals}
+    parts = h.stretches(totals, colours)
+    kinds = [
+        tag("span", tag("i", style=f"background:{colours[kind]}"), f"{kind} {w.seconds_text(took)}")
+        for kind, took in totals.items()
+    ]
     title, most = costs.largest(report.costs, whole)
     rows = []
     for cost in most:
@@ -134,7 +134,7 @@ def _first_screen(report: PlanReport) -> Html:
         rows.append(tag("li", figures, tag("div", *said, tag("div.code", *lines))))
     spent = (tag("div.spent", *parts), tag("p.kinds", *kinds)) if parts else ()
     costly = (tag("p.head", tag("b", title.capitalize())), tag("ol.costs", *rows)) if rows else ()
-    return joined(tag("div.cards", *cards), *spent, *costly)
+    return joined(h.cards(cards), *spent, *costly)
 
 
 def _timeline(report: PlanReport) -> Html:
@@ -164,7 +164,7 @@ def _timeline(report: PlanReport) -> Html:
         tag("p", intro),
         h.legend((kind, f"var(--{kind})") for kind in kinds),
         pictures.timeline_svg(timeline),
-        h.folded("all costs, by source line", h.table(every)),
+        tag("details", tag("summary", "all costs, by source line"), h.table(every)),
     )
 
 
@@ -181,5 +181,69 @@ def _memory(report: PlanReport) -> Html:
         intro,
         h.legend(zip(KINDS, pictures.MEMORY_COLOURS, strict=True)),
         pictures.memory_svg(curve, report.machine.hbm_bytes),
-        h.folded("the largest at the peak", h.table(largest)),
+        tag("details", tag("summary", "the largest at the peak"), h.table(largest)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The candidates of a search beside each other.
+
+PALETTE = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
+"""Names of the page's colours, which stand for mesh axes here."""
+
+
+class PlanBar(NamedTuple):
+    """What the pictures show of one candidate."""
+
+    name: str
+    spent: Mapping[str, float]  # `compute`, and mesh axes -> seconds
+    bytes: int  # of one device, at the peak
+    limit: int  # of the device
+    verdict: str
+
+
+def render_plans(
+    title: str,
+    lead: Sequence[str],
+    cards: Sequence[tuple[str, str, str]],
+    bars: Sequence[PlanBar],
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> str:
+    """Returns a page with a search's candidates: cards of the best, their bars, and all figures."""
+    lanes = list(dict.fromkeys(lane for bar in bars for lane in bar.spent))
+    colours = {
+        lane: f"var(--{COMPUTE if lane == COMPUTE else PALETTE[i % len(PALETTE)]})"
+        for i, lane in enumerate(sorted(lanes, key=lambda lane: lane != COMPUTE))
+    }
+    longest = max((sum(bar.spent.values()) for bar in bars), default=1.0)
+    names = [(lane if lane == COMPUTE else f"waiting for {lane}", colours[lane]) for lane in lanes]
+    table = w.Table(tuple(heads), [tuple(row) for row in rows], search="a mesh or a choice")
+    return whole(
+        title,
+        lead,
+        h.cards(cards),
+        tag("p.head", tag("b", "Predicted time and memory of each candidate")),
+        h.legend(names),
+        tag("ol.costs plans", *(_bar(bar, colours, longest) for bar in bars)),
+        tag("p.head", tag("b", "All figures")),
+        tag("main", h.table(table)),
+    )
+
+
+def _bar(bar: PlanBar, colours: Mapping[str, str], longest: float) -> Html:
+    seconds = sum(bar.spent.values())
+    parts = h.stretches(bar.spent, colours)
+    share = min(bar.bytes / bar.limit, 1.0)
+    colour = {"fits": "--saved", "tight": "--collective_permute"}.get(bar.verdict, "--bad")
+    held = f"{w.bytes_text(bar.bytes)} of {w.bytes_text(bar.limit)}: {bar.verdict}"
+    filled = tag("i", style=f"width:{share:.1%};background:var({colour})")
+    return tag(
+        "li",
+        tag("div", tag("b", w.seconds_text(seconds)), tag("div.soft", held), filled),
+        tag(
+            "div",
+            tag("span", bar.name),
+            tag("div.spent", *parts, style=f"width:{seconds / longest:.1%};margin:4px 0 0"),
+        ),
     )

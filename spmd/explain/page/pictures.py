@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.explain import words as w
-from spmd.explain.data import PlanReport, PlanTimeline, loop_text, occurrences
+from spmd.explain.data import PlanReport, PlanSlot, PlanTimeline, loop_text, occurrences
 from spmd.explain.facts import group_leaves, pattern
 from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page import html as h
@@ -36,51 +36,29 @@ MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--t
 # The timeline: a lane for compute, and one for each set of mesh axes whose links are used together.
 
 
-class Bar(NamedTuple):
-    """Holds one bar of a timeline: an op or collective, or several that are drawn as one."""
-
-    lane: str  # as in `Slot`
-    kind: str  # `compute`, or the collective's kind
-    label: str  # what it is: an op, or a collective and what it moves; empty of different ones
-    place: str  # the user's source line and its caller's; empty of several lines
-    start: float  # seconds after the run began
-    seconds: float  # how long it takes
-    ops: int = 1  # how many ops are drawn as this one
-
-    @property
-    def end(self) -> float:
-        """When the bar ends, in seconds from the same moment as `start`."""
-        return self.start + self.seconds
+def bars_of(timeline: PlanTimeline) -> list[PlanSlot]:
+    """Returns the slots of a timeline's ops; of a loop those of the first iteration, stretched."""
+    return [slot for slot in occurrences(timeline.slots, whole=False) if not slot.opens]
 
 
-def bars_of(timeline: PlanTimeline) -> list[Bar]:
-    """Returns the bars of a timeline; of a loop those of the first iteration, stretched."""
-    bars = []
-    for slot, start, seconds in occurrences(timeline.slots, whole=False):
-        if not slot.opens:
-            bars.append(Bar(slot.lane, slot.kind, slot.label, slot.source, start, seconds))
-    return bars
-
-
-def merged(bars: Sequence[Bar], least: float) -> list[Bar]:
-    """Joins bars of one kind that follow each other in a lane, so that fewer are drawn.
+def merged(bars: Sequence[PlanSlot], least: float) -> list[tuple[PlanSlot, int]]:
+    """Joins bars of one kind that follow each other in a lane; returns (bar, how many it is).
 
     They are at most `least / 4` seconds apart, and one of the two takes less than `least` seconds.
+    Of different ones label and source are empty.
     """
-    made: list[Bar] = []
+    made: list[tuple[PlanSlot, int]] = []
     for bar in sorted(bars, key=lambda bar: (bar.lane, bar.start)):
-        before = made[-1] if made else bar
-        is_alike = before is not bar and (before.lane, before.kind) == (bar.lane, bar.kind)
+        before, ops = made[-1] if made else (bar, 0)
+        is_alike = ops > 0 and (before.lane, before.kind) == (bar.lane, bar.kind)
         is_short = min(before.seconds, bar.seconds) < least
         if is_alike and is_short and bar.start - before.end <= least / 4:
-            made[-1] = before._replace(
-                label=before.label if before.label == bar.label else "",
-                place=before.place if before.place == bar.place else "",
-                seconds=bar.end - before.start,
-                ops=before.ops + bar.ops,
-            )
+            label = before.label if before.label == bar.label else ""
+            source = before.source if before.source == bar.source else ""
+            joint = before._replace(label=label, source=source, seconds=bar.end - before.start)
+            made[-1] = joint, ops + 1
         else:
-            made.append(bar)
+            made.append((bar, 1))
     return made
 
 
@@ -112,17 +90,17 @@ def timeline_svg(timeline: PlanTimeline) -> Html:
             words(0, y + 26, f"busy {busy / total:.0%}", "soft"),
             rect("lane", (LEFT, y, ACROSS, _LANE)),
         ]
-        for bar in (bar for bar in shown if bar.lane == lane):
+        for bar, ops in ((bar, ops) for bar, ops in shown if bar.lane == lane):
             x, width = LEFT + bar.start * scale, max(bar.seconds * scale, 0.5)
             width -= 0.6 if width > 3 else 0.0  # tells it from the next one
             what = bar.label or bar.kind
-            what += f" ({bar.ops} ops)" if bar.ops > 1 else ""
-            where = f" at {w.source_text(bar.place)}" if bar.place else ""
+            what += f" ({ops} ops)" if ops > 1 else ""
+            where = f" at {w.source_text(bar.source)}" if bar.source else ""
             times = f"{w.seconds_text(bar.seconds)}, from {w.seconds_text(bar.start)}"
             box = (x, y, width, _LANE)
             parts.append(rect("seg", box, f"{what}{where}: {times}", fill=f"var(--{bar.kind})"))
             # The caller says more than a helper.
-            name = (re.findall(r"\(([^()]*)\)", bar.place) or [""])[-1].rpartition(".")[2]
+            name = (re.findall(r"\(([^()]*)\)", bar.source) or [""])[-1].rpartition(".")[2]
             if name and bar.kind == COMPUTE and width > 7.2 * len(name) + 8:
                 parts.append(words(x + 5, y + 19, name, "in"))
     for k in range(9):

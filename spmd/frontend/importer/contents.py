@@ -429,10 +429,6 @@ def named_ops(module: Any, kind: str) -> dict[str, Any]:
     return {op.attributes["sym_name"].value: op for op in operations if op.name == kind}
 
 
-# ---------------------------------------------------------------------------------------------
-# The boundary of a function.
-
-
 def stated_of(function: Any, name: str) -> list[dict[str, Any]]:
     """Returns the attributes of each argument (`arg_attrs`) or result (`res_attrs`), as dicts."""
     if name not in function.attributes:
@@ -453,10 +449,6 @@ def result_names(function: Any) -> tuple[str, ...]:
 def path_of(name: str) -> str:
     """Returns a pytree path in slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
     return "/".join(a or b for a, b in _PATH_PART.findall(name))
-
-
-# ---------------------------------------------------------------------------------------------
-# Its shardings, on the mesh that it is compiled for.
 
 
 class Stated(NamedTuple):
@@ -502,16 +494,6 @@ def refs_of(refs: Any, dialect: Any) -> Refs:
         sub = None if info is None else dialect.SubAxisInfoAttr(info)
         found.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
     return tuple(found)
-
-
-def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
-    """Returns the atoms that make up axes and parts of axes of `mesh`, in the order of `refs`."""
-    return tuple(
-        a
-        for name, pre, size in refs
-        for a in mesh.axis_atoms[name]
-        if not size or pre <= mesh.atoms[a].pre < pre * size
-    )
 
 
 class Scope(NamedTuple):

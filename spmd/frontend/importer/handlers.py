@@ -18,7 +18,6 @@ from spmd.frontend.importer.contents import (
     Contents,
     Scope,
     Stated,
-    atoms_of_refs,
     composite_attribute,
     entries_of,
     items_of,
@@ -35,7 +34,7 @@ from spmd.ir.pipelines import SHIFT
 from spmd.ir.program import Loc, Value, has_effect
 from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes
+from spmd.mesh.sharding import Axes, part_atoms
 
 CHLO_COMPOSITES = {
     f"chlo.{name}"
@@ -345,7 +344,8 @@ def _groups(stated: Any, contents: Contents) -> Groups:
     mesh = contents.meshes[named.value] if is_named else mesh_of(named, hlo)
     if mesh is None:
         return ((0,),)
-    groups = mesh.groups(atoms_of_refs(refs_of(ir.ArrayAttr(over.axes), hlo), mesh))
+    refs = refs_of(ir.ArrayAttr(over.axes), hlo)
+    groups = mesh.groups([a for ref in refs for a in part_atoms(mesh, mesh, *ref)])
     return tuple(tuple(mesh.device_ids[p] for p in group) for group in groups)
 
 

@@ -20,7 +20,6 @@ from spmd.frontend.importer.contents import (
     MARKS,
     Contents,
     Scope,
-    atoms_of_refs,
     attribute,
     cloned,
     defining_op,
@@ -78,8 +77,6 @@ class Importer:
         self._loc_cache: dict[Any, Loc] = {}
         self._kind_cache: dict[Any, OpKind] = {}
 
-    # Values and locations.
-
     def bind(self, env: Env, value: Any) -> Value:
         """Returns a new value of the program for a module's value, and enters it into `env`."""
         env[value] = self.b.value(self.type(value.type))
@@ -110,8 +107,6 @@ class Importer:
             found = self._loc_cache[key] = Loc(scope, tuple(frames))
         return found
 
-    # Blocks.
-
     def region(self, block: Any, env: Env) -> Region:
         """Imports a block, and its arguments, as a region."""
         args = [self.bind(env, arg) for arg in block.arguments]
@@ -138,8 +133,6 @@ class Importer:
                 error.at(self.loc(op.location).source)
                 raise
         raise FrontendError("a block of the module has no terminator")
-
-    # Ops.
 
     def op(self, op: Any, env: Env, name: str = "", attrs: Attrs | None = None) -> None:
         """Appends one op for an op of the module; none for control flow without results or effects.
@@ -200,7 +193,7 @@ class Importer:
             return value
         if self.scopes:
             mesh, manual = self.scopes[-1].mesh, self.scopes[-1].held
-            used = {a for refs in sharding.dims for a in atoms_of_refs(refs, mesh)}
+            used = {a for refs in sharding.dims for a in self.contents.atoms(mesh, refs)}
             if held := used & set(manual):
                 raise SpecError(
                     "a mark inside a jax.shard_map splits over an axis that is manual there",
@@ -249,8 +242,6 @@ class Importer:
         else:
             neutral = is_neutral(inputs[len(inputs) // 2 :], self._producers, kind.attrs["body"])
         return OpKind(name, kind.operands, kind.results, {**kind.attrs, NEUTRAL: neutral})
-
-    # Scalar bodies.
 
     def bodies(self, op: Any) -> dict[str, Attribute]:
         """Returns attributes: an op's scalar regions by name, and what the last one reduces by.
