@@ -183,7 +183,7 @@ def known_flags(words: list[str]) -> str:
     if words[0] == "scripts/quickstart":
         return (ROOT / words[0]).read_text(encoding="utf-8") + help_of("spmd.scripts.train_llama")
     module, rest = module_of(words)
-    kind = rest[:1] if rest and rest[0] in JOBS else []
+    kind = rest[:1] if module == "spmd.cli.main" or (rest and rest[0] in JOBS) else []
     return help_of(module, *kind)
 
 
@@ -205,8 +205,6 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
         module, _, name = project()["scripts"][program].partition(":")
         if module == "spmd.cli.main" and rest[1] == "--serve":
             return "spmd.serving.planned", rest[2:]
-        if module == "spmd.cli.main":
-            return f"spmd.cli.{rest[0]}", rest[1:]
         if module != "spmd.scripts.commands":
             return module, rest
         program = f"scripts/{name}"
