@@ -17,6 +17,7 @@ from tests.models.llama.weights import checkpoints
 
 @pytest.mark.parametrize(("variant", "kind"), [("biased", "none"), ("mixtral", "fp8")])
 def test_what_was_exported_is_read(variant: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     hf, bundle = tmp_path / "hf", tmp_path / "bundle"
     checkpoints.write(variant, hf, num_hidden_layers=1, hidden_size=64, head_dim=16)
     (hf / "tokenizer.json").write_text("{}")

@@ -16,6 +16,7 @@ from tests.models.llama.weights import checkpoints
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("gpt_oss")
     checkpoints.write("gpt_oss", path, intermediate_size=64, num_hidden_layers=2)
     return path
