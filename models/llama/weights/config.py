@@ -125,6 +125,8 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
         )
     given = {**SIZES, **_TOKENS, **family.defaults, **values}
     sizes = {key: typed(key, given[key], default) for key, default in SIZES.items()}
+    if not any(map(given.get, ROPE_KEYS[1:3])):
+        given["rope_scaling"] = family.rope_scaling
     theta, scaling = parse_rope(given, family.theta)
     eos = given["eos_token_id"]
     if isinstance(eos, list):

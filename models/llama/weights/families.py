@@ -61,7 +61,9 @@ class Family:
     fields: tuple[tuple[str, tuple[str, ...]], ...] = ()
     # other keys -> the values that we support
     fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    theta: float = 10_000.0  # transformers' default of the base of rotary frequencies
+    # transformers' defaults of rotary frequencies: the base, and how they are scaled
+    theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
 
     @property
     def keys(self) -> frozenset[str]:
@@ -256,6 +258,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             fixed=(("attention_bias", (True, None)), ("swiglu_alpha", (1.702, None))),
             theta=150_000.0,
+            rope_scaling=PUBLISHED["gpt-oss-120b"]["rope_scaling"],
         ),
     }
 )

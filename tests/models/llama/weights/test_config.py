@@ -64,6 +64,7 @@ def test_what_a_file_leaves_out_is_transformers_default():
     assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.rope_theta) == (8, 2, 1e6)
     assert (mixtral.norm_topk_prob, mixtral.sliding_window) == (True, None)
     assert (experts.num_experts, experts.expert_width, experts.norm_topk_prob) == (128, 768, False)
+    assert explicit(parse_config({"model_type": "gpt_oss"})) == explicit(CONFIGS["gpt-oss-120b"])
 
 
 def test_windows_are_in_the_last_layers():
