@@ -25,6 +25,7 @@ ROPE_NUMBERS: Mapping[RopeType, tuple[str, ...]] = {
 }  # fmt: skip
 """Type -> the numbers of `RopeScaling` that it has beside the factor."""
 ROPE_TYPES = tuple(ROPE_NUMBERS)
+OPTIONAL = {"mscale", "mscale_all_dim", "truncate"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ class RopeScaling:
     beta_fast: float | None = None  # of `yarn` only
     mscale: float | None = None  # of `yarn`, which may lack it and the next; see `magnitude`
     mscale_all_dim: float | None = None
-    truncate: bool | None = None  # of `yarn`: whether pairs are counted in whole numbers; None too
+    # of `yarn`: False lets the slowing begin and end between two pairs of entries, as in gpt-oss;
+    # else it does at whole ones
+    truncate: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -63,7 +66,7 @@ class RopeScaling:
         own = ROPE_NUMBERS[self.rope_type]
         every = {name for names in ROPE_NUMBERS.values() for name in names}
         given = {name for name in every if getattr(self, name) is not None}
-        if not set(own) - set(own[2:5]) <= given <= set(own):
+        if not set(own) - OPTIONAL <= given <= set(own):
             needed = f"{', '.join(own[:-1])} and {own[-1]}," if own else "a factor"
             raise ConfigError(f"{self.rope_type} rope scaling needs {needed} and nothing else")
         if not own:

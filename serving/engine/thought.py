@@ -22,6 +22,11 @@ class Marks(NamedTuple):
     opened: bool  # whether the prompt has `begin` already, so that a completion begins as a thought
     plain: str = ""  # what stands before an answer without a thought, if anything does
 
+    @property
+    def texts(self) -> list[str]:
+        """What of a completion is neither thought nor answer."""
+        return [text for text in (self.begin, self.end, self.plain) if text]
+
 
 Kind = Literal["mark", "thought", "answer"]
 

@@ -145,7 +145,7 @@ class ChatTemplate:
         ours = {*OURS, *TOKENS, *self._special, *environment.globals}
         self.arguments = frozenset(names - ours)
         self._thought = next(
-            (m for m in THOUGHTS if {m.begin in text, (m.plain or m.end) in text} == {True}), None
+            (m for m in THOUGHTS if m.begin in text and (m.plain or m.end) in text), None
         )
         self._format: Format | None = PLAIN if source is None else None
         self._wants_text = False

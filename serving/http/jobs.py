@@ -173,10 +173,7 @@ def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) 
     prompt = _prompt(text, language, special=template.is_default)
     stops = (*ask.stops, *template.stops)
     thought = template.thought(text, begun)
-    marks = [
-        *(format.marks if format else ()),
-        *(x for x in thought or () if isinstance(x, str) and x),
-    ]
+    marks = [*(format.marks if format else ()), *(thought.texts if thought else ())]
     work = _work(ask, language, [prompt], stops, False, grammar, thought, marks)
     return work._replace(notes=(*notes, *work.notes), format=format, thought=thought)
 

@@ -171,8 +171,8 @@ class Compiled(Planned):
         self.input_shardings = jax.tree.map(_SHARDING, self.input_formats)
         self.out_shardings = self.output_shardings = jax.tree.map(_SHARDING, self.out_formats)
         self.out_info = jax.tree.map(_placed, self.out_info, self.out_formats)
-        # The runtime of CPUs starts programs in any order, and has threads for one: where devices
-        # of two programs wait for each other, in this process or in several, neither ends.
+        # XLA's runtime for CPUs starts programs in any order, on as many threads as devices: those
+        # of two programs that wait for their other devices leave none to these, and neither ends.
         self.runs_alone = self.request.platform == "cpu" and self.mesh.size > 1
         self._moved = 0
         doing("XLA")

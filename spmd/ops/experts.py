@@ -149,7 +149,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _run(name: str, function: str, limit: float | None, *operands: Any) -> Any:
-    attributes: dict[str, Any] = {"count": operands[3].shape[0]}
+    attributes: dict[str, Any] = {"count": operands[NUMBERS].shape[0]}
     attributes |= {} if limit is None else {"limit": limit}
     return _composite(name, function, attributes)(*operands)
 
@@ -157,8 +157,8 @@ def _run(name: str, function: str, limit: float | None, *operands: Any) -> Any:
 def _composite(name: str, function: str, attributes: dict[str, Any]) -> Any:
     """Returns a function as composite `name`; under `jax.vmap` one whose operands have a dim more.
 
-    So does every pipeline: the stages that are on a device are one dim of all operands but of the
-    experts' numbers.
+    All operands have it but the experts' numbers. `spmd.pipeline` maps over stages: split over
+    them, a device has its own stage's rows and experts.
     """
 
     @custom_vmap
@@ -195,9 +195,8 @@ _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 
 def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule:
     owed, _, made = results.partition(" -> ")
-    more = len(kind.operands) - (8 if owed else 7)
-    biases = _BIASES if more in (2, 5) else ""
-    scales = _SCALES if more in (3, 5) else ""
+    has_biases, has_scales = experts_local.more_of(len(kind.operands) - (8 if owed else 7))
+    biases, scales = _BIASES * has_biases, _SCALES * has_scales
     text = f"{_OPERANDS}{biases}{scales}{owed} -> {made}{biases if owed else ''}"
     mapped = int(arguments_of(kind).get("mapped", 0))
     if mapped:

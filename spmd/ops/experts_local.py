@@ -180,11 +180,16 @@ def added(x_RH: Any, gates_R: Any, part: Turn, weights: Sequence[Any], mlp: Expe
     return out_RH * gates_R[:, None].astype(out_RH.dtype)
 
 
+def more_of(count: int) -> tuple[bool, bool]:
+    """Returns whether so many operands behind the weights have (2) biases, and (3) scales."""
+    return count in (2, 5), count in (3, 5)
+
+
 def said(x_RH: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
     """Returns (R, H): the output of each row's expert, 0 for padding; rows are sorted by expert."""
     *into, down_EHM = weights[:3]
-    more = list(weights[3:])
-    biases = [more.pop(0) for _ in range(2 if len(more) in (2, 5) else 0)]
+    has_biases, has_scales = more_of(len(weights) - 3)
+    biases, scales = weights[3 : 3 + 2 * has_biases], weights[3 + 2 * has_biases :]
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
     x_RH = jnp.where(part.is_here_R1, x_RH, 0)
@@ -197,7 +202,7 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
             out_RO = (out_RO * scale_EO.at[expert_R].get(mode="clip")).astype(out_RO.dtype)
         return out_RO
 
-    of_gate, of_up, of_down = ([x] for x in more) if more else ([], [], [])
+    of_gate, of_up, of_down = ([x] for x in scales) if has_scales else ([], [], [])
     gate_RM, up_RM = times(x_RH, into[0], of_gate), times(x_RH, into[1], of_up)
     if biases:
         # A product takes each row's bias: its gradient has a fixed order, that of a gather has not.

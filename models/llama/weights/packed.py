@@ -178,9 +178,10 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
     is_bundle = bundled.is_bundle(path)
     with open_folder(path / bundled.FOLDER if is_bundle else path) as stored:
         try:
-            given = json.loads((path / "config.json").read_text(encoding="utf-8")).get(KEY)
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            given, kind = config.get(KEY), config.get("model_type")
         except (OSError, ValueError, AttributeError):
-            given = None  # who needs the file says what is wrong with it
+            given = kind = None  # who needs the file says what is wrong with it
         check_quantization(given)
         modules: dict[str, dict[str, StoredTensor]] = {}
         left, matrices = {}, {}
@@ -197,8 +198,12 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
                 matrix = matrices[f"{module}.weight"] = read(whole, given)
             first = next(iter(parts.values()))
             left[f"{module}.weight"] = dataclasses.replace(first, shape=matrix.shape, dtype="F32")
-        views = bundled.views(stored, path) if is_bundle else stacked.apart(stored)
-        left = {name: x for name, x in left.items() if not (is_bundle or stacked.is_stacked(name))}
+        views: Mapping[str, HeldTensor] = {}
+        if is_bundle:
+            left, views = {}, bundled.views(stored, path)
+        elif kind in stacked.FAMILIES:
+            left = {name: x for name, x in left.items() if not stacked.is_stacked(name)}
+            views = stacked.apart(stored)
         left |= {name: view.tensor for name, view in views.items()}
         fields = {f.name: getattr(stored, f.name) for f in dataclasses.fields(stored)}
         yield Weights(**fields | {"tensors": left}, matrices=matrices, views=views)
