@@ -4,7 +4,8 @@ A Llama with random weights, tensor parallel over `--model_axis` devices; every 
 `--context` tokens, in pages anywhere. With `--chunk` so many tokens of one more prompt are run
 beside them. The floor is weight bytes (all but the embedding table) and cached bytes of one device
 over `--bandwidth`. A call makes one token of each slot; `--ahead` more are under way when the host
-reads the tokens of one, as in the engine.
+reads the tokens of one, as in the engine. With `--adapters 0,8` steps without room for low-rank
+adapters stand beside those in which each slot has one of eight.
 
 Example:
     benchmarks/run decode --model llama2-7b --batches 1,64,256 --quantize none,int8
@@ -73,24 +74,31 @@ def timed(given: argparse.Namespace, backend: ModelBackend, batch: int) -> float
     if given.chunk:
         chunk = (0,) * given.chunk
         beside = [SlotPart(batch, given.context - given.chunk, chunk, pages[batch], True)]
+    count = limits.adapters
     under_way: collections.deque[Any] = collections.deque()
     times = []
     calls = given.tokens + WARM_UP
     for position in range(given.context - calls - given.ahead, given.context):
         decoding = [SlotPart(slot, position, None, pages[slot], True) for slot in range(batch)]
-        under_way.append(backend.step([*decoding, *beside], alternatives=False))
+        parts = [*decoding, *beside]
+        if count:
+            parts = [part._replace(adapter=part.slot % count) for part in parts]
+        under_way.append(backend.step(parts, alternatives=False))
         if len(under_way) > given.ahead:
             under_way.popleft()()
             times.append(time.perf_counter())
     return statistics.median(np.diff(times[WARM_UP - 1 :]))
 
 
-def row(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: int) -> list[str]:
+def row(
+    given: argparse.Namespace, config: LlamaConfig, quantize: str, adapters: int, batch: int
+) -> list[str]:
     """A row of the table."""
     slots, rows = batch + (given.chunk > 0), batch + given.chunk
     shape = decode.ServingShape(
-        slots, given.context, (rows,), (given.context,), given.page, cache_dtype=given.cache_dtype
-    )
+        slots, given.context, (rows,), (given.context,), given.page, cache_dtype=given.cache_dtype,
+        adapters=adapters,
+    )  # fmt: skip
     pages = slots * shape.pages_of_slot
     types = quantized_types(config, quantize)
     functions, state, specs, primary = decode.functions(LlamaRows(config), shape, types)
@@ -112,17 +120,25 @@ def row(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: in
     facts = info(bundle)
     read = facts["read_weight_bytes"] + facts["token_bytes"] * slots * given.context
     limits = Limits(
-        slots, given.context, (rows,), 1, given.page, pages, shape.top_logprobs, config.vocab_size
-    )
+        slots, given.context, (rows,), 1, given.page, pages, shape.top_logprobs, config.vocab_size,
+        adapters=adapters,
+    )  # fmt: skip
 
     seconds, least = timed(given, ModelBackend(bundle, limits), batch), read / given.bandwidth
-    cells = [quantize, given.cache_dtype, f"{batch}", f"{given.chunk}", f"{given.model_axis}"]
+    cells = [
+        quantize,
+        given.cache_dtype,
+        f"{adapters}",
+        f"{batch}",
+        f"{given.chunk}",
+        f"{given.model_axis}",
+    ]
     cells += [f"{seconds * 1e3:.2f}", f"{least * 1e3:.2f}", f"{seconds / least:.2f}"]
     return [*cells, f"{least / seconds:.0%}", f"{batch / seconds:,.0f}", f"{compile_seconds:.0f}"]
 
 
 HEADER = (
-    "weights", "cache", "batch", "chunk", "devices", "ms/step", "floor, ms", "x floor",
+    "weights", "cache", "adapters", "batch", "chunk", "devices", "ms/step", "floor, ms", "x floor",
     "roofline", "tokens/s", "compile s",
 )  # fmt: skip
 
@@ -139,6 +155,7 @@ def make_parser() -> Parser:
     add("--page", type=positive, default=64, help="tokens of a page")
     add("--chunk", type=int, default=0, help="tokens of a prompt that are run beside all slots")
     add("--quantize", type=words, default="none", help="of " + ", ".join(QUANTIZATIONS))
+    add("--adapters", type=words, default="0", help="places for low-rank ones of rank 16; 0: none")
     add("--cache_dtype", default="bfloat16", help="of keys and values")
     add("--dtype", default="bfloat16", help="of activations, and weights not quantized")
     add("--ahead", type=int, default=1, help="calls that are issued before the last one is read")
@@ -159,5 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {given.model_axis} x {device.device_kind}; {given.model}, "
           f"context {given.context}, greedy")  # fmt: skip
-    cases = itertools.product(given.quantize, map(int, given.batches))
+    cases = itertools.product(
+        given.quantize, *(map(int, x) for x in (given.adapters, given.batches))
+    )
     print_table(HEADER, (row(given, config, *case) for case in cases))

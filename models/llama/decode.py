@@ -23,6 +23,7 @@ from spmd.models.llama.config import DENSE, LlamaConfig
 from spmd.models.llama.experts import mixture
 from spmd.models.llama.model import activated, add_bias, embeddings, latents, norm, normed_heads
 from spmd.models.llama.rope import apply_rope, rope_angles
+from spmd.ops.linear import add_adapters
 
 TABLES = ("table", "slots", "positions", "first")
 """What attention takes of `spmd.models.decode.model.Rows`."""
@@ -277,24 +278,8 @@ def _linears(x_XI: Any, weights: Sequence[Weights], places_X: Any = None) -> tup
     orders = [w.get("order") for w in weights]
     inputs = [x_XI if o is None else jnp.take(x_XI, o, axis=1, mode="clip") for o in orders]
     given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
+    pairs = [(w["lora_A"], w["lora_B"]) for w in weights if "lora_A" in w]
     if all(order is None for order in orders):
-        found = list(spmd.ops.linears(x_XI, given))
-    else:
-        found = list(map(spmd.ops.linear, inputs, given))
-    if "lora_A" not in weights[0]:
-        return tuple(found)
-    # Two thin products with the adapters of all places. What is of others is multiplied by 0, and
-    # not chosen: so sums that devices have parts of are added up once, behind it. Of a single row
-    # its own are read alone.
-    pairs = [(w["lora_A"], w["lora_B"]) for w in weights]
-    is_alone = len(x_XI) == 1
-    if is_alone:
-        own = jnp.maximum(places_X[0], 0)
-        pairs = [tuple(jax.lax.dynamic_index_in_dim(x, own) for x in pair) for pair in pairs]
-    thin = spmd.ops.linears(x_XI, [a_NRI.reshape(-1, x_XI.shape[1]) for a_NRI, _ in pairs])
-    for i, (thin_XP, (_, b_NRO)) in enumerate(zip(thin, pairs, strict=True)):
-        of_column = jnp.arange(thin_XP.shape[1]) // b_NRO.shape[1]
-        is_own_XP = places_X[:, None] >= 0 if is_alone else of_column == places_X[:, None]
-        own_XP = thin_XP * is_own_XP.astype(x_XI.dtype)
-        found[i] += own_XP @ b_NRO.reshape(thin_XP.shape[1], -1)
-    return tuple(found)
+        return spmd.ops.linears(x_XI, given, pairs, places_X)
+    found = tuple(map(spmd.ops.linear, inputs, given))
+    return add_adapters(x_XI, found, pairs, places_X) if pairs else found

@@ -3,6 +3,7 @@
 Shapes are in the names:
 
     B rows    I, O in and out    Q groups of I    P halves of a group    W half a group's width
+    N places of adapters    R their rank
 
 The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows its
 time is that of reading weights. For one row, GPUs run a multiplication and a sum, which XLA makes
@@ -13,6 +14,7 @@ too, each with a scale of its own; 4-bit weights are written in the dtype of `x`
 are if groups are not of 128. Everywhere else weights are converted to it on their way.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -22,12 +24,15 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.composites import PREFIX
 from spmd.ir.dialect.rule import REDUCE, REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
-from spmd.ops import products_triton
+from spmd.ops import adapters_triton, products_triton
 
-NAME = "spmd.linear"
+NAME, ADAPTED = "spmd.linear", "spmd.adapted_linear"
+
+COUNT = PREFIX + "count"  # of weights with adapters, as the compiler's IR has it
 
 FP8, MLIR_FP8 = jnp.float8_e4m3fn, "f8E4M3FN"
 
@@ -65,7 +70,9 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
     return linears(x_BI, [weight])[0]
 
 
-def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
+def linears(
+    x_BI: Any, weights: Sequence[Any], adapters: Sequence[Any] = (), place_B: Any = None
+) -> tuple[jax.Array, ...]:
     """Returns the product of the same rows with each of several weights, as one op if possible.
 
     It is one op, whose outputs are split over the same axes, if all have the same groups, or none,
@@ -74,6 +81,9 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     Args:
       x_BI: rows.
       weights: several, each as for `linear`.
+      adapters: of each weight low-rank ones, in the dtype of `x`: (A (N, R, I), B (N, R, O)). A row
+        x gets x A^T B more, of its own place of the N.
+      place_B: that place, int32; -1 for none.
 
     Returns:
       A tuple of (B, O) for each weight.
@@ -100,8 +110,10 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     outputs = [part[0].shape[0] for part in parts]
     are_alike = all(n % max(1, min(outputs)) == 0 for n in outputs)
     if len({(v.shape[1:], _in_a_number(v)) for v, *_ in parts}) != 1 or not are_alike:
-        return tuple(_composite(x_BI, [part])[0] for part in parts)
-    return _composite(x_BI, parts)
+        own: Sequence[Sequence[Any]] = [[pair] for pair in adapters] or [()] * len(parts)
+        each = zip(parts, own, strict=True)
+        return tuple(_composite(x_BI, [part], pair, place_B)[0] for part, pair in each)
+    return _composite(x_BI, parts, adapters, place_B)
 
 
 def _in_a_number(values: Any) -> int:
@@ -109,20 +121,65 @@ def _in_a_number(values: Any) -> int:
     return NIBBLES if values.ndim == 3 and values.dtype == jnp.uint8 else 1
 
 
-def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ...]:
+def _composite(
+    x_BI: Any, parts: Sequence[Sequence[Any]], pairs: Sequence[Any], place_B: Any
+) -> tuple[Any, ...]:
     # A byte of packed weights has an element of each half of its group: x gets the same dims,
     # (B, Q, 2, W), so that a split over groups splits both operands alike.
-    values = parts[0][0]
+    values, operands = parts[0][0], [x for part in parts for x in part]
+    dims: tuple[int, ...] = (x_BI.shape[1],)
     if values.ndim == 3:
-        _, groups, width = values.shape
-        x_BI = x_BI.reshape(x_BI.shape[0], groups, _in_a_number(values), width)
-    found = jax.lax.composite(_decomposition, NAME)(x_BI, *(x for part in parts for x in part))
-    return tuple(found)
+        dims = values.shape[1], _in_a_number(values), values.shape[2]
+    x = x_BI.reshape(-1, *dims)
+    if not pairs:
+        return tuple(jax.lax.composite(_decomposition, NAME)(x, *operands))
+    thin = [y for a, b in pairs for y in (a.reshape(*a.shape[:2], *dims), b)]
+    made = jax.lax.composite(_adapted, ADAPTED)(x, place_B, *thin, *operands, count=len(pairs))
+    return tuple(made)
 
 
 def _decomposition(x: Any, *operands: Any) -> tuple[Any, ...]:
     """Returns `x` times each weight: times its values in x's dtype, then times its scales."""
     return tuple(_product(x, *part) for part in _parts(operands))
+
+
+def _adapted(
+    x: Any, place_B: Any, *operands: Any, count: int, multiply: Any = _decomposition
+) -> tuple[Any, ...]:
+    pairs, weights = _pairs(operands, count)
+    return add_adapters(x, _made(multiply, x, weights), pairs, place_B)
+
+
+def _pairs(operands: Sequence[Any], count: int) -> tuple[list[Any], Sequence[Any]]:
+    both = operands[: 2 * count]
+    return list(zip(both[::2], both[1::2], strict=True)), operands[2 * count :]
+
+
+def _made(multiply: Any, x: Any, weights: Sequence[Any]) -> Any:
+    found = multiply(x, *weights)
+    return _decomposition(x, *weights) if found is NotImplemented else found
+
+
+def add_adapters(
+    x: Any, found: Sequence[Any], pairs: Sequence[Any], place_B: Any
+) -> tuple[jax.Array, ...]:
+    """Returns products of rows, and to each those with an adapter of the row added; see `linears`.
+
+    What is of other places is multiplied by 0, and not left out: so sums that devices have parts of
+    are added up once, behind it. Of a single row its own adapter is read alone.
+    """
+    results, x_BI = [], x.reshape(x.shape[0], -1)
+    for out_BO, (a, b_NRO) in zip(found, pairs, strict=True):
+        of_column, a_NRI = jnp.arange(len(b_NRO)), a.reshape(*a.shape[:2], -1)
+        if len(x_BI) == 1:
+            own = jnp.maximum(place_B[0], 0)
+            a_NRI, b_NRO, of_column = (
+                jax.lax.dynamic_index_in_dim(y, own) for y in (a_NRI, b_NRO, of_column)
+            )
+        thin_BNR = jnp.einsum("bi,nri->bnr", x_BI, a_NRI)
+        thin_BNR *= (of_column == place_B[:, None]).astype(x.dtype)[..., None]
+        results.append(out_BO + jnp.einsum("bnr,nro->bo", thin_BNR, b_NRO))
+    return tuple(results)
 
 
 def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -159,6 +216,17 @@ def _kernel(x: Any, *operands: Any) -> Any:
     if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):
         return _eight_bits(x, parts)
     return NotImplemented
+
+
+def _adapted_kernel(x: Any, place_B: Any, *operands: Any, count: int) -> Any:
+    pairs, weights = _pairs(operands, count)
+    flat = [(a.reshape(*a.shape[:2], -1), b) for a, b in pairs]
+    multiply = functools.partial(_made, _kernel, x, weights)
+    x_BI, parts = x.reshape(x.shape[0], -1), list(_parts(weights))
+    found = adapters_triton.adapted(x_BI, parts, flat, place_B, multiply)
+    if found is NotImplemented:
+        return _adapted(x, place_B, *operands, count=count, multiply=_kernel)
+    return found
 
 
 def _on_tpu(x: Any, *operands: Any) -> Any:
@@ -238,40 +306,48 @@ def _rule(kind: OpKind) -> Rule:
     # An axis splits one factor of an op: all outputs have a factor in common, as many as the fewest
     # are, and the others a rest. With queries (12), keys (4) and values (4) of 8 inputs:
     #     b i, (o r0) i, o i, o i -> b (o r0), b o, b o
-    parts = list(_parts(kind.operands[1:]))
+    # Of adapters ranks are whole, and outputs and inputs are split as the weights'.
+    parts, count = list(_parts(_weights_of(kind))), kind.attrs.get(COUNT, 0)
     least = min(part[0].shape[0] for part in parts)
     is_grouped = parts[0][0].rank == 3
-    terms, results = ["b q p w" if is_grouped else "b i"], []
+    inputs = "q p w" if is_grouped else "i"
+    thin, terms, results = [f"b {inputs}", *["b"] * bool(count)], [], []
     for n, part in enumerate(parts):
         outputs = "o" if part[0].shape[0] == least else f"(o r{n})"
         inner = ("q w", "q", "q") if is_grouped else ("i", "")
+        thin += [f"n k {inputs}", f"n k {outputs}"] if count else []
         terms += [f"{outputs} {dims}" for dims in inner[: len(part)]]
         results.append(f"b {outputs}")
+    kinds = {"i": REDUCE, "q": REDUCE, **dict.fromkeys("pwnk", REPLICATE)}
     return parse_rule(
-        f"{', '.join(terms)} -> {', '.join(results)}", kind.operands, kind.results,
-        kinds={"i": REDUCE, "q": REDUCE, "p": REPLICATE, "w": REPLICATE},
-        reduction="add", linear=[(0,)],
+        f"{', '.join(thin + terms)} -> {', '.join(results)}", kind.operands, kind.results,
+        kinds=kinds, reduction="add", linear=[(0,)],
     )  # fmt: skip
 
 
+def _weights_of(kind: OpKind) -> Sequence[Any]:
+    return kind.operands[2 + 2 * kind.attrs[COUNT] :] if COUNT in kind.attrs else kind.operands[1:]
+
+
 def _flops(kind: OpKind) -> float:
-    x, *weights = kind.operands
-    outputs = int(sum(part[0].shape[0] for part in _parts(weights)))
-    return 2.0 * outputs * math.prod(x.shape)
+    x, *_ = kind.operands
+    count = kind.attrs.get(COUNT, 0)
+    rows, inputs = x.shape[0], math.prod(x.shape[1:])
+    products = sum(inputs * part[0].shape[0] for part in _parts(_weights_of(kind)))
+    columns = math.prod(kind.operands[2].shape[:2]) if count else 0
+    products += columns * (count * inputs + sum(y.shape[1] for y in kind.results[:count]))
+    return 2.0 * float(rows * products)
 
 
 def _multiplies(kind: OpKind, platform: str | None) -> str:
-    x, *weights = kind.operands
-    values = {part[0].dtype for part in _parts(weights)}
+    x, values = kind.operands[0], {part[0].dtype for part in _parts(_weights_of(kind))}
     is_rounded = platform == "cuda" and x.shape[0] >= EIGHT_BIT_ROWS and values == {MLIR_FP8}
     return MLIR_FP8 if is_rounded else x.dtype
 
 
-register_composite(
-    NAME,
-    _rule,
-    decomposition=_decomposition,
-    kernels={"cuda": _kernel, "tpu": _on_tpu},
-    flops=_flops,
-    multiplies=_multiplies,
-)
+_how: dict[str, Any] = {"flops": _flops, "multiplies": _multiplies}
+_platforms: dict[str, Any] = {"cuda": _kernel, "tpu": _on_tpu}
+register_composite(NAME, _rule, decomposition=_decomposition, kernels=_platforms, **_how)
+
+_platforms = {"cuda": _adapted_kernel, "tpu": functools.partial(_adapted, multiply=_on_tpu)}
+register_composite(ADAPTED, _rule, decomposition=_adapted, kernels=_platforms, **_how)

@@ -38,7 +38,8 @@ def places(row_R: Any, begin: Any, size: int) -> tuple[Any, Any]:
     return jnp.broadcast_to(row_R[:, None], shape), column_RC
 
 
-def _of_16_bits(x: Any) -> bool:
+def of_16_bits(x: Any) -> bool:
+    """Whether an array is of 16-bit floats."""
     return bool(x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating))
 
 
@@ -125,24 +126,38 @@ def products(
     tiles = tiles_for(x_BI, weights)
     if tiles is None:
         return NotImplemented
+    dtype = x_BI.dtype if dtype is None else dtype
+    sums = partial_products(x_BI, weights, tiles, dtype, interpret=interpret)
+    return tuple(jnp.sum(x[:, :rows], axis=0).astype(dtype) for x in sums)
+
+
+def partial_products(
+    x_BI: Any, weights: Sequence[Any], tiles: LinearTiles, dtype: Any, thin: Sequence[Any] = (),
+    begin: Any = None, size: int = 0, *, interpret: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Returns the sums of `tiles.splits` programs, (S, B', O) each, for rows padded to whole tiles.
+
+    They are in float32, or in `dtype` if S is 1. Behind those of `weights` are those of `thin` ones
+    (N, I): of the `size` outputs from `begin` on, and copies of the last that fill up a block.
+    """
     # Where one row of x stood for all of a tile, the kernel took twice as long.
-    x_BI = jnp.pad(x_BI, ((0, -rows % tiles.rows), (0, 0)))
+    x_BI = jnp.pad(x_BI, ((0, -x_BI.shape[0] % tiles.rows), (0, 0)))
     parts = [
         (values.reshape(values.shape[0], -1), *(scales.astype(jnp.float32) for scales in rest))
         for values, *rest in weights
     ]
-    dtype = x_BI.dtype if dtype is None else dtype
     kept = dtype if tiles.splits == 1 else jnp.float32
-    shapes = [(tiles.splits, x_BI.shape[0], part[0].shape[0]) for part in parts]
-    blocks = sum(shape[2] for shape in shapes) // tiles.outputs
-    sums = pl.pallas_call(
-        functools.partial(_kernel, tiles=tiles, interpret=interpret),
+    counts = [part[0].shape[0] // tiles.outputs for part in parts]
+    counts += [-(-size // tiles.outputs)] * len(thin)
+    widths = [count * tiles.outputs for count in counts]
+    found: list[Any] = pl.pallas_call(
+        functools.partial(_kernel, counts=counts, size=size, tiles=tiles, interpret=interpret),
         name="linears",
-        grid=(blocks * (x_BI.shape[0] // tiles.rows), tiles.splits),
-        out_shape=[jax.ShapeDtypeStruct(shape, kept) for shape in shapes],
+        grid=(sum(counts) * (x_BI.shape[0] // tiles.rows), tiles.splits),
+        out_shape=[jax.ShapeDtypeStruct((tiles.splits, len(x_BI), n), kept) for n in widths],
         **compiled_with(tiles.warps, tiles.stages, interpret),
-    )(_pairs(x_BI) if tiles.is_paired else [x_BI], parts)
-    return tuple(jnp.sum(x[:, :rows], axis=0).astype(dtype) for x in sums)
+    )(_pairs(x_BI) if tiles.is_paired else [x_BI], parts, list(thin), begin)
+    return found
 
 
 def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
@@ -154,8 +169,8 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
         return None
     (kind,) = kinds
     if kind == (x_BI.dtype.name, 0):
-        is_taken = 1 < rows <= MOST_ROWS and _of_16_bits(x_BI)
-        return _plain_tiles(rows, inputs, outputs, x_BI.dtype.itemsize) if is_taken else None
+        is_taken = 1 < rows <= MOST_ROWS and of_16_bits(x_BI)
+        return plain_tiles(rows, inputs, outputs, x_BI.dtype.itemsize) if is_taken else None
     # Pallas counts so many bytes with 32 bits, one of which is the sign.
     is_taken = x_BI.dtype == jnp.bfloat16 and max(outputs) * inputs < 1 << 31
     found = [choice for choice in BY_ROWS.get(kind, ()) if is_taken and rows <= choice[0]]
@@ -171,7 +186,8 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> LinearTiles | None:
     return tiles._replace(inputs=size, splits=splits)
 
 
-def _plain_tiles(rows: int, inputs: int, each: Sequence[int], item: int) -> LinearTiles | None:
+def plain_tiles(rows: int, inputs: int, each: Sequence[int], item: int) -> LinearTiles | None:
+    """Returns tiles for weights of 16-bit floats with `each` of outputs; None if there are none."""
     if any(n % OUTPUTS for n in each):
         return None
     blocks = sum(each) // OUTPUTS
@@ -201,10 +217,12 @@ def _pairs(x_BI: Any) -> list[Any]:
     return [high_BI.astype(jnp.int8), (whole_BI - HIGH * high_BI).astype(jnp.int8), factor_B]
 
 
-def _kernel(given: Any, weights: Any, *results: Any, tiles: LinearTiles, interpret: bool) -> None:
+def _kernel(
+    given: Any, weights: Any, thin: Any, thin_begin: Any, *results: Any,
+    counts: Sequence[int], size: int, tiles: LinearTiles, interpret: bool,
+) -> None:  # fmt: skip
     x, *low, factors = given if tiles.is_paired else (*given, None)
     width, groups = GROUP // 2, tiles.inputs // GROUP
-    counts = [values.shape[0] // tiles.outputs for values, *_ in weights]
     block, tile = _place(pl.program_id(0), sum(counts), x.shape[0] // tiles.rows)
     rows, split = pl.ds(tile * tiles.rows, tiles.rows), pl.program_id(1)
     total = x.shape[1] // tiles.inputs
@@ -214,12 +232,18 @@ def _kernel(given: Any, weights: Any, *results: Any, tiles: LinearTiles, interpr
         begin, end = split * each, jnp.minimum(split * each + each, total)
     nothing_OR = jnp.zeros((tiles.outputs, tiles.rows), jnp.int32 if low else jnp.float32)
 
-    def run(values: Any, scales: Any, result: Any, first: int) -> None:
+    def run(values: Any, scales: Any, result: Any, first: int, is_thin: bool) -> None:
         outputs = pl.ds((block - first) * tiles.outputs, tiles.outputs)
+        if is_thin:
+            past = (block - first) * tiles.outputs + jnp.arange(tiles.outputs)
+            row_O = thin_begin[0] + jnp.minimum(past, size - 1)
 
         def add(i: Any, sums: Any) -> Any:
             where = pl.ds(i * tiles.inputs, tiles.inputs)
-            weight_OI = values[outputs, where]
+            if is_thin:
+                weight_OI = _rows(values, row_O, i * tiles.inputs, tiles.inputs)
+            else:
+                weight_OI = values[outputs, where]
             if weight_OI.dtype == jnp.int8 and not low:
                 weight_OI = _converted(weight_OI, interpret)
             each = zip(sums, (x, *low), strict=True)
@@ -256,10 +280,10 @@ def _kernel(given: Any, weights: Any, *results: Any, tiles: LinearTiles, interpr
                 sum_OR *= scales[0][outputs][:, None]
         result[split, rows, outputs] = sum_OR.T.astype(result.dtype)
 
-    first = 0
-    for (values, *scales), result, count in zip(weights, results, counts, strict=True):
-        mine = functools.partial(run, values, scales, result, first)
-        if len(weights) == 1:
+    first, every = 0, [(*part, False) for part in weights] + [(values, True) for values in thin]
+    for (values, *scales, is_thin), result, count in zip(every, results, counts, strict=True):
+        mine = functools.partial(run, values, scales, result, first, is_thin)
+        if len(every) == 1:
             mine()
         else:
             pl.when((block >= first) & (block < first + count))(mine)
@@ -338,7 +362,7 @@ def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool
     `sizes_E[e]`. Results and gradients of rows after the last group are undefined. Sums are in
     float32. `interpret` runs the kernel step by step in jax: for tests.
     """
-    fits = _of_16_bits(x_RI) and 0 not in x_RI.shape
+    fits = of_16_bits(x_RI) and 0 not in x_RI.shape
     fits = fits and (x_RI.dtype == weights_EOI.dtype or weights_EOI.dtype.itemsize == 1)
     fits = fits and all(n and n % LEAST == 0 for n in weights_EOI.shape[1:])
     # No array is too large: Pallas counts with 64 bits what has more than 2^32 bytes.

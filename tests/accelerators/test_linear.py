@@ -71,3 +71,26 @@ def test_linears_of_few_rows(rows: int) -> None:
     x = jnp.asarray(rng.standard_normal((rows, 1024)), jnp.bfloat16)
     many = [jnp.asarray(rng.standard_normal((n, 1024)), jnp.bfloat16) for n in (512, 1024, 19456)]
     compare(lambda x, many: jnp.concatenate(linears(x, many), axis=1), x, many)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+def test_adapters(rows: int, kind: str) -> None:
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16)
+
+    outputs = (256, 512, 256)
+    whole: list[Any] = [drawn(n, 512) for n in outputs]
+    if kind != "none":
+        whole = [quantize_weight(np.asarray(w, np.float32), kind) for w in whole]
+        whole = jax.tree.map(jnp.asarray, whole)
+    pairs = [(drawn(8, 16, 512), drawn(8, 16, n)) for n in outputs]
+    place = jnp.asarray(rng.integers(-1, 8, rows) if rows > 1 else [7], jnp.int32)
+
+    def concatenated(x: Any, weights: Any, pairs: Any, place: Any) -> Any:
+        return jnp.concatenate(linears(x, weights, pairs, place), axis=1)
+
+    compiled = compare(concatenated, 8 * drawn(rows, 512), whole, pairs, place)
+    assert "adapters" in compiled.as_text("hlo") or COUNT > 1
