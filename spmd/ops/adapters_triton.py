@@ -33,7 +33,6 @@ from spmd.ops.products_triton import (
     triton,
 )
 
-MOST_SUMS = 512  # rows times partial sums that a program adds up
 MOST_COLUMNS = 128  # that a program keeps of a tile of rows; of more it reads them again and again
 BLOCK = 64
 
@@ -68,7 +67,8 @@ def adapted(
     else:
         found = [out_BO[None] for out_BO in product()]
         tiles = _thin_tiles(rows, inputs, size * len(pairs))
-        thin = many(x_BI, [], tiles, x_BI.dtype, thin, begin_1, size)
+        sums = many(x_BI, [], tiles, x_BI.dtype, thin, begin_1, size)
+        thin = [jnp.sum(x, axis=0, keepdims=True).astype(x_BI.dtype) for x in sums]
     flat = [b_NRO.reshape(-1, b_NRO.shape[2]) for _, b_NRO in pairs]
     return _added(x_BI, found, thin, flat, (place_B, begin_1, size, rank), interpret)
 
@@ -78,7 +78,7 @@ def _thin_tiles(rows: int, inputs: int, outputs: int) -> LinearTiles:
     tile = min(LEAST, max(LEAST_ROWS, pl.next_power_of_2(rows)))
     at_once = 2 * LEAST if inputs % (2 * LEAST) == 0 else LEAST
     blocks = -(-outputs // OUTPUTS) * -(-rows // tile)
-    wanted = min(-(-PROGRAMS // blocks), MOST_SUMS // tile, inputs // at_once // 2)
+    wanted = min(-(-PROGRAMS // blocks), inputs // at_once // 2)
     return LinearTiles(tile, OUTPUTS, at_once, max(1, wanted), 4)
 
 
