@@ -14,7 +14,7 @@ Delta Networks*; Yang et al. 2024, *Parallelizing Linear Transformers with the D
     S' = a_C S + sum over j of a_C / a_j k_j u_j
 
 Without `beta`, `u` is `v`: the dual form of Mamba-2 (Dao, Gu 2024). All is affine in `S`, so that
-the last line alone is a scan. Where a document starts, what lies before it has no weight.
+only the last line, as `S' = a_C S + H - M S`, is a scan. What lies before a document has no weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def forward(
     """
     q_BSKD, _, v_BSNP, *_, state_BNDP = operands
     chunks = _Chunks.of(*operands[1:-1], delta=delta, segments=segments, chunk=chunk)
-    states, last_BNDP = chunks.states(state_BNDP)
+    last_BNDP, states = chunks.states(state_BNDP)
     q = jnp.moveaxis(_cut(q_BSKD, chunks.size), 2, 3).astype(chunks.k.dtype)
     scores = (q @ jnp.swapaxes(chunks.k, -1, -2))[:, :, :, None] * chunks.pairs
     reads = q[:, :, :, None] * chunks.before[..., None]
@@ -54,8 +54,7 @@ def gradient(*operands: Any, **said: Any) -> tuple[Any, ...]:
     forward pass: it is run again, and holds a state for each chunk.
     """
     *given, dout_BSNP, dlast_BNDP = operands
-    pull = jax.vjp(partial(forward, **said), *given)[1]
-    found = pull((dout_BSNP, dlast_BNDP))
+    found = jax.vjp(partial(forward, **said), *given)[1]((dout_BSNP, dlast_BNDP))
     return tuple(x for x in found if x.dtype != jax.dtypes.float0)  # that of starts
 
 
@@ -72,12 +71,11 @@ def part(*operands: Any, delta: bool, segments: bool, chunk: int) -> tuple[Any, 
     (batch, _, _, depth), (*_, heads, width) = operands[0].shape, operands[1].shape
     zeros = jnp.zeros((batch, heads, depth, width), chunks.k.dtype)
     if not delta:
-        decay_BKG = jnp.prod(chunks.whole, axis=0)
-        return decay_BKG.reshape(batch, heads, 1, 1), chunks.states(zeros)[1]
+        return jnp.prod(chunks.whole, 0).reshape(batch, heads, 1, 1), chunks.states(zeros)[0]
     # M is what the part makes of the identity where nothing is added: D more columns of the state.
     one = jnp.broadcast_to(jnp.eye(depth, dtype=zeros.dtype), (*zeros.shape[:3], depth))
     wide = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(0, depth)]))
-    last = wide.states(jnp.concatenate([zeros, one], axis=-1))[1]
+    last = wide.states(jnp.concatenate([zeros, one], axis=-1))[0]
     return last[..., width:], last[..., :width]
 
 
@@ -86,11 +84,10 @@ def owed(*operands: Any, **said: Any) -> Any:
 
     Operands are those of `forward` without v, with the outputs' gradient in the place of the state.
     """
-    *given, dout_BSNP = operands
-    q_BSKD, (*_, heads, width) = given[0], dout_BSNP.shape
+    (q_BSKD, *given, dout_BSNP), (*_, heads, width) = operands, operands[-1].shape
     zeros = jnp.zeros((len(q_BSKD), heads, q_BSKD.shape[-1], width), _wide(q_BSKD))
-    given[2:2] = [jnp.zeros_like(dout_BSNP)]
-    return gradient(*given, zeros, dout_BSNP, zeros, **said)[-1]
+    given[1:1] = [jnp.zeros_like(dout_BSNP)]
+    return gradient(q_BSKD, *given, zeros, dout_BSNP, zeros, **said)[-1]
 
 
 def step(m: Any, h: Any, state_BNDP: Any, *, back: bool = False) -> Any:
@@ -108,9 +105,8 @@ class _Chunks(NamedTuple):
     u: Any  # (Z, B, K, G, C, P): what is written if the state before the chunk is zero
     w: Any  # (Z, B, K, G, C, D): less so many times the state; None without beta
     pairs: Any  # (Z, B, K, G, C, C): the decay from position j to i, 0 where j is not seen
-    # before, after (Z, B, K, G, C): decays from before the chunk to a position, and to its end
-    before: Any
-    after: Any
+    before: Any  # (Z, B, K, G, C): the decay from before the chunk to a position
+    after: Any  # (Z, B, K, G, C): that from a position to the chunk's end
     whole: Any  # (Z, B, K, G): that of the chunk
 
     @staticmethod
@@ -126,8 +122,8 @@ class _Chunks(NamedTuple):
 
         k, v = jnp.moveaxis(_cut(k_BSKD, size), 2, 3).astype(dtype), heads(v_BSNP)
         sums = jnp.cumsum(heads(decay_BSN), axis=-1)
-        starts = _cut(rest[-1], size) if segments else jnp.zeros((*k.shape[:2], size))
-        number = jnp.cumsum(starts, axis=-1)[:, :, None, None]
+        starts = _cut(rest[-1], size)[:, :, None, None] if segments else jnp.zeros(size)
+        number = jnp.cumsum(starts, axis=-1)
         seen = (number[..., :, None] == number[..., None, :]) & jnp.tri(size, dtype=bool)
         # Decays that are not seen are growth, without bound: so `where` twice, for the gradient.
         pairs = jnp.where(seen, sums[..., :, None] - sums[..., None, :], 0)
@@ -144,44 +140,43 @@ class _Chunks(NamedTuple):
         return made._replace(u=inverse @ (beta * v), w=w)
 
     def states(self, state_BNDP: Any) -> tuple[Any, Any]:
-        """Returns the state before each chunk (Z, B, K, G, D, P), and the last (B, N, D, P)."""
-        first = state_BNDP.reshape(*self.whole.shape[1:], *state_BNDP.shape[2:])
-        first = first.astype(self.k.dtype)
+        """Returns the last state (B, N, D, P), and that before each chunk (Z, B, K, G, D, P)."""
+        first = state_BNDP.astype(self.k.dtype)
+        first = first.reshape(*self.whole.shape[1:], *first.shape[2:])
         kept = jnp.swapaxes(self.k[:, :, :, None] * self.after[..., None], -1, -2)
         if len(self.whole) == 1:  # as when decoding: a D x D matrix would be more than all else
             u = self.u if self.w is None else self.u - self.w @ first
-            states, last = first[None], (self.whole[..., None, None] * first + kept @ u)[0]
+            last, states = self.whole[0, ..., None, None] * first + (kept @ u)[0], first[None]
         else:
             less = None if self.w is None else kept @ self.w
-            states, last = _walk(kept @ self.u, less, self.whole, first, False)
-        return states, last.reshape(state_BNDP.shape)
+            last, states = _walk(kept @ self.u, less, self.whole, first, False)
+        return last.reshape(state_BNDP.shape), states
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _walk(more: Any, less: Any, whole: Any, first: Any, back: bool) -> tuple[Any, Any]:
-    """Returns each S of `S' = whole S + more - less S`, and the last; gradients go `back`."""
+    """Returns the last S of `S' = whole S + more - less S`, and all before; gradients go `back`."""
 
     def step(state: Any, chunk: Any) -> tuple[Any, Any]:
         more, less, whole = chunk
-        new = whole[..., None, None] * state + more
         if less is not None:
-            new -= (jnp.swapaxes(less, -1, -2) if back else less) @ state
-        return new, state
+            more -= (jnp.swapaxes(less, -1, -2) if back else less) @ state
+        return whole[..., None, None] * state + more, state
 
-    # Kernels of a turn are short: several turns at once share those that cut and collect.
-    last, states = jax.lax.scan(step, first, (more, less, whole), reverse=back, unroll=4)
-    return states, last
+    # A turn's kernels are short, and several turns share those that cut operands and collect S.
+    return jax.lax.scan(step, first, (more, less, whole), reverse=back, unroll=4)
 
 
 def _walk_forward(more: Any, less: Any, whole: Any, first: Any, back: bool) -> tuple[Any, Any]:
     found = _walk(more, less, whole, first, back)
-    return found, (less, whole, found[0])
+    return found, (less, whole, found[1])
 
 
-def _walk_backward(_: bool, kept: Any, given: Any) -> tuple[Any, ...]:
+def _walk_backward(back: bool, kept: Any, given: Any) -> tuple[Any, ...]:
     less, whole, states = kept
-    owed, dfirst = _walk(given[0], less, whole, given[1], True)
-    dless = None if less is None else -(owed @ jnp.swapaxes(states, -1, -2))
+    dfirst, owed = _walk(given[1], less, whole, given[0], not back)
+    one, other = (states, owed) if back else (owed, states)
+    dless = None if less is None else -(one @ jnp.swapaxes(other, -1, -2))
     return owed, dless, jnp.sum(owed * states, axis=(-2, -1)), dfirst
 
 
@@ -195,10 +190,8 @@ def _wide(x: Any) -> Any:
 
 def _cut(x_BS: Any, size: int) -> Any:
     """(B, S, ...) -> (Z, B, C, ...), padded by zeros, which write nothing and decay nothing."""
-    padding = [(0, 0), (0, -x_BS.shape[1] % size), *((0, 0) for _ in x_BS.shape[2:])]
-    x_BS = jnp.pad(x_BS, padding)
-    x = x_BS.reshape(len(x_BS), x_BS.shape[1] // size, size, *x_BS.shape[2:])
-    return jnp.swapaxes(x, 0, 1)
+    x = jnp.pad(x_BS, [(0, 0), (0, -x_BS.shape[1] % size), *[(0, 0)] * (x_BS.ndim - 2)])
+    return jnp.swapaxes(x.reshape(len(x), x.shape[1] // size, size, *x.shape[2:]), 0, 1)
 
 
 @jax.custom_vjp
@@ -213,13 +206,11 @@ def _inverse(lower: Any) -> Any:
         half = count // 2
         a, b = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
         return jnp.block([[a, jnp.zeros_like(a)], [-(b @ lower[..., half:, :half] @ a), b]])
-    at = jnp.arange(count)
     inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=lower.dtype), lower.shape), 1
     while size < count:
-        block = at // size
+        block = jnp.arange(count) // size
         is_left = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
-        left = jnp.where(is_left, lower, 0)
-        inverse -= left if size == 1 else inverse @ left @ inverse
+        inverse -= inverse @ jnp.where(is_left, lower, 0) @ inverse
         size *= 2
     return inverse
 
