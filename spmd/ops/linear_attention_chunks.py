@@ -122,8 +122,7 @@ class _Chunks(NamedTuple):
 
         k, v = jnp.moveaxis(_cut(k_BSKD, size), 2, 3).astype(dtype), heads(v_BSNP)
         sums = jnp.cumsum(heads(decay_BSN), axis=-1)
-        starts = _cut(rest[-1], size)[:, :, None, None] if segments else jnp.zeros(size)
-        number = jnp.cumsum(starts, axis=-1)
+        number = _cut(rest[-1], size).cumsum(2)[:, :, None, None] if segments else jnp.zeros(size)
         seen = (number[..., :, None] == number[..., None, :]) & jnp.tri(size, dtype=bool)
         # Decays that are not seen are growth, without bound: so `where` twice, for the gradient.
         pairs = jnp.where(seen, sums[..., :, None] - sums[..., None, :], 0)
