@@ -17,6 +17,7 @@ Example:
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -28,9 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kinds
+import numpy as np
+
+from benchmarks.kinds import HEADER as KINDS
+from benchmarks.kinds import Kernel, kinds_of, longest, of_first_device, of_torch
 from benchmarks.tables import print_head, print_line, print_table
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.explain.memory import Memory
+from spmd.measure.profile import PROFILED, run_steps
 
 PROGRAMS = ("peer", "jax", "spmd")
 HEADER = ("program", "windows", "tokens/s", "ms/step", "GiB", "XLA GiB", "compile s", "loss")
@@ -47,8 +53,6 @@ def sizes_of(given: argparse.Namespace) -> dict[str, Any]:
 
 def random_tokens(given: argparse.Namespace) -> Any:
     """Inputs and targets without meaning, (2, batch, tokens)."""
-    import numpy as np
-
     shape = (2, given.batch, given.tokens)
     return np.random.RandomState(0).randint(0, given.ids, shape).astype(np.int32)
 
@@ -62,29 +66,28 @@ def run_ours(given: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     import spmd
-    from examples import nanochat
-    from spmd.explain.memory import Memory
-    from spmd.measure.profile import run_steps
 
+    example: Any = importlib.import_module("examples.nanochat")
     device, is_plain = jax.devices()[0], given.name == "jax"
     if is_plain and device.platform == "gpu":  # `jax.jit` would get the reference
         spmd.ops.attention = partial(spmd.ops.attention, implementation="cudnn")
-    c, dtype = nanochat.Config(**sizes_of(given)), jnp.dtype(given.dtype)
+    c = example.Config(**sizes_of(given))
 
     def step(params: Any, state: Any, ids: Any, targets: Any) -> Any:
-        return nanochat.train_step(params, state, ids, targets, c, dtype=dtype)
+        return example.train_step(params, state, ids, targets, c, dtype=jnp.bfloat16)
 
     @jax.jit
     def fresh(key: Any) -> Any:
-        params = nanochat.init(key, c)
-        return params, nanochat.start(params)
+        params = example.init(key, c)
+        return params, example.start(params)
 
     batch, held = jax.device_put(random_tokens(given), device), [*fresh(jax.random.key(0))]
     parameters = sum(x.size for x in jax.tree.leaves(held[0]))
-    jit = jax.jit if is_plain else partial(spmd.jit, mesh=spmd.make_mesh(data=1, devices=[device]))
+    mesh = spmd.make_mesh(data=1, devices=[device])
+    jit: Any = jax.jit if is_plain else partial(spmd.jit, mesh=mesh)
     start = time.perf_counter()
     compiled = jit(step, donate_argnums=(0, 1)).lower(*held, *batch).compile()
-    compile_seconds = time.perf_counter() - start
+    compiled_in = time.perf_counter() - start
     losses = []
 
     def run(_: None) -> None:
@@ -92,39 +95,27 @@ def run_ours(given: argparse.Namespace) -> dict[str, Any]:
         losses.append(float(loss))
 
     ran = run_steps(run, lambda: None, given.steps, given.profiled)
-    steps = [kinds.of_first_device(step) for step in ran.steps]
+    steps = [of_first_device(step) for step in ran.steps]
     planned = Memory.of(compiled.memory_analysis()) if is_plain else compiled.memory
-    return {
-        "program": f"{given.name}.jit",
-        "about": f"jax {jax.__version__}, {device.device_kind}, {parameters / 1e6:.0f}M parameters",
-        "seconds": ran.seconds,
-        "bytes": (device.memory_stats() or {}).get("peak_bytes_in_use", 0),
-        "planned": planned.peak_bytes,
-        "compile_seconds": compile_seconds,
-        "loss": losses[-1],
-        **where(given, steps),
-    }
+    sizes = ((device.memory_stats() or {}).get("peak_bytes_in_use", 0), planned.peak_bytes)
+    about = f"jax {jax.__version__}, {device.device_kind}, {parameters / 1e6:.0f}M parameters"
+    return told(given, f"{given.name}.jit", about, ran, sizes, compiled_in, losses, steps)
 
 
 def run_peer(given: argparse.Namespace) -> dict[str, Any]:
     """Runs nanochat's step as its `scripts/base_train.py` does on one GPU."""
-    os.environ["NANOCHAT_DTYPE"] = given.dtype
+    os.environ["NANOCHAT_DTYPE"] = "bfloat16"
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if given.eager:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.path.insert(0, given.peer)
     import torch
-    from nanochat.common import compute_init
-    from nanochat.flash_attention import USE_FA3
-    from nanochat.gpt import GPT, GPTConfig
 
-    from spmd.measure.profile import run_steps
-
+    names = ("common", "flash_attention", "gpt")
+    common, attention, gpt = (importlib.import_module(f"nanochat.{name}") for name in names)
     has_gpu, c = torch.cuda.is_available(), argparse.Namespace(**sizes_of(given))
-    device = compute_init("cuda" if has_gpu else "cpu")[-1]
+    device = common.compute_init("cuda" if has_gpu else "cpu")[-1]
     with torch.device("meta"):
-        sizes = (c.tokens, c.ids, c.layers, c.heads, c.heads, c.width, c.windows)
-        module = GPT(GPTConfig(*sizes))
+        fields = (c.tokens, c.ids, c.layers, c.heads, c.heads, c.width, c.windows)
+        module = gpt.GPT(gpt.GPTConfig(*fields))
     module.to_empty(device=device)
     module.init_weights()
     optimizer, model = module.setup_optimizer(), torch.compile(module, dynamic=False)
@@ -142,49 +133,42 @@ def run_peer(given: argparse.Namespace) -> dict[str, Any]:
 
     start = time.perf_counter()
     run(None)
-    compile_seconds = time.perf_counter() - start
+    compiled_in = time.perf_counter() - start
     ran, steps = run_steps(run, lambda: None, given.steps, 0), []
     for _ in range(given.profiled * has_gpu):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run(None)
-        steps.append(kinds.of_torch(profile))
-    attention = "FlashAttention 3" if USE_FA3 else "PyTorch's attention"
+        steps.append(of_torch(profile))
+    used = "FlashAttention 3" if attention.USE_FA3 else "PyTorch's attention"
     parameters = sum(p.numel() for p in module.parameters())
-    return {
-        "program": "nanochat",
-        "about": f"torch {torch.__version__}, {attention}, {parameters / 1e6:.0f}M parameters",
-        "seconds": ran.seconds,
-        "bytes": torch.cuda.max_memory_allocated() if has_gpu else 0,
-        "planned": 0,
-        "compile_seconds": compile_seconds,
-        "loss": losses[-1],
-        **where(given, steps),
-    }
+    about = f"torch {torch.__version__}, {used}, {parameters / 1e6:.0f}M parameters"
+    sizes = (torch.cuda.max_memory_allocated() if has_gpu else 0, 0)
+    return told(given, "nanochat", about, ran, sizes, compiled_in, losses, steps)
 
 
-def where(given: argparse.Namespace, steps: Sequence[Sequence[kinds.Kernel]]) -> dict[str, Any]:
-    """Where the time of profiled steps went, as the tables have it."""
-    cells = kinds.kinds_of(steps).cells() if any(steps) else []
-    return {"kinds": cells, "top": kinds.longest(steps, given.top)}
+def told(
+    given: Any, program: str, about: str, run: Any, sizes: Any, seconds: float, losses: Any,
+    steps: Sequence[Sequence[Kernel]],
+) -> dict[str, Any]:  # fmt: skip
+    """What a program's process tells: cells of the tables. Sizes that nothing counts are 0."""
+    held = (f"{size / 2**30:.1f}" if size else "-" for size in sizes)
+    times = (f"{given.batch * given.tokens / run.seconds:,.0f}", f"{run.seconds * 1e3:.1f}")
+    cells = (*times, *held, f"{seconds:.1f}", f"{losses[-1]:.4f}")
+    spent = kinds_of(steps).cells() if any(steps) else []
+    found = {"names": (program, given.window), "about": about, "cells": cells}
+    return {**found, "kinds": spent, "top": longest(steps, given.top)}
 
 
 def measure(given: argparse.Namespace, window: str, name: str) -> dict[str, Any]:
     """What a program found in a process of its own; RuntimeError with what it said if it failed."""
-    asked = {**vars(given), "window": window, "name": name, "profiled": 2 * given.is_profiled}
+    asked = {**vars(given), "window": window, "name": name}
+    asked["profiled"] = PROFILED if given.kinds or given.top else 0
     command = [sys.executable, "-m", "benchmarks.nanochat", json.dumps(asked, default=str)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"program"')]
+    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"names"')]
     if ran.returncode or not lines:
         raise RuntimeError(f"{name}, {window} failed:\n{(ran.stdout + ran.stderr)[-3000:]}")
-    return {**json.loads(lines[-1]), "window": window}
-
-
-def cells_of(given: argparse.Namespace, found: dict[str, Any]) -> list[str]:
-    """As `HEADER` has them."""
-    times = (given.batch * given.tokens / found["seconds"], found["seconds"] * 1e3)
-    sizes = [f"{found[name] / 2**30:.1f}" if found[name] else "-" for name in ("bytes", "planned")]
-    last = (f"{found['compile_seconds']:.1f}", f"{found['loss']:.4f}")
-    return [found["program"], found["window"], f"{times[0]:,.0f}", f"{times[1]:.1f}", *sizes, *last]
+    return dict(json.loads(lines[-1]))
 
 
 def make_parser() -> Parser:
@@ -199,8 +183,6 @@ def make_parser() -> Parser:
     add("--tokens", type=positive, default=2048, help="tokens in a sequence")
     add("--ids", type=positive, default=32768, help="size of the vocabulary")
     add("--steps", type=positive, default=20, help="timed steps")
-    add("--dtype", default="bfloat16", help="compute dtype")
-    add("--eager", action=Switch, help="nanochat without torch.compile")
     add("--kinds", action=Switch, help="where the time went, by kind of kernel")
     add("--top", type=int, default=0, help="also so many kernels that took longest")
     return parser
@@ -210,7 +192,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table, and below it where the time went; returns 1 if a program failed."""
     parser = make_parser()
     given = parser.parse_args(arguments)
-    given.is_profiled = bool(given.kinds or given.top)
     if unknown := set(given.only) - set(PROGRAMS):
         parser.error(f"--only: there is no {min(unknown)}, only {', '.join(PROGRAMS)}")
     if wrong := [text for text in given.windows if text != "full" and set(text) - set("SL")]:
@@ -219,26 +200,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"{given.peer} has no nanochat/gpt.py" if given.peer else "it is missing"
         fix = "or leave peer out of --only"
         parser.error(f"--peer takes a checkout of github.com/karpathy/nanochat: {problem}; {fix}")
-    print(f"{given.layers} layers, {given.batch} x {given.tokens} tokens, {given.dtype}\n")
+    print(f"{given.layers} layers, {given.batch} x {given.tokens} tokens, bfloat16\n")
     print_head(HEADER)
-    done: list[dict[str, Any]] = []
     asked = list(itertools.product(given.windows, given.only))
+    done: list[dict[str, Any]] = []
     for window, name in asked:
         print(f"{name}, {window} ...", file=sys.stderr, flush=True)
         try:
             done.append(measure(given, window, name))
-            print_line(cells_of(given, done[-1]))
+            print_line([*done[-1]["names"], *done[-1]["cells"]])
         except RuntimeError as error:  # the others are worth having
             print(f"error: {error}", file=sys.stderr, flush=True)
-    print("\n" + "\n".join(dict.fromkeys(found["about"] for found in done)))
-    profiled = [found for found in done if found["kinds"]]
-    if profiled:
-        lines = ([found["program"], found["window"], *found["kinds"]] for found in profiled)
+    print("\n" + "\n".join(dict.fromkeys(each["about"] for each in done)) + "\n")
+    if profiled := [each for each in done if each["kinds"]]:
+        lines = ([*each["names"], *each["kinds"]] for each in profiled)
+        print_table(("milliseconds", "windows", *KINDS), lines)
+    for each in profiled if given.top else ():
         print()
-        print_table(("milliseconds", "windows", *kinds.HEADER), lines)
-    for found in profiled if given.top else ():
-        print()
-        print_table((f"{found['program']}, {found['window']}", "ms", "runs"), found["top"])
+        print_table((", ".join(each["names"]), "ms", "runs"), each["top"])
     return int(len(done) < len(asked))
 
 
