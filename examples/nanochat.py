@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import spmd
 
@@ -89,6 +88,15 @@ def linear(x, w_OI):
     return x @ w_OI.T.astype(x.dtype)
 
 
+@jax.custom_vjp
+def squared_relu(x):
+    return jnp.square(jax.nn.relu(x))
+
+
+# Its root is all that the gradient needs, so that `x` need not be kept beside it.
+squared_relu.defvjp(lambda x: (squared_relu(x),) * 2, lambda y, dy: (2 * jnp.sqrt(y) * dy,))
+
+
 def rotated(x_BTHD):
     half = x_BTHD.shape[-1] // 2
     angles = jnp.arange(x_BTHD.shape[1])[:, None] / BASE ** (jnp.arange(half) / half)
@@ -106,6 +114,33 @@ def attend(w, x_BTM, values_BTM, window, heads):
     return linear(spmd.ops.attention(q, k, v, window=window).reshape(x_BTM.shape), w["o"])
 
 
+def capped(x):
+    return CAP * jnp.tanh(x.astype(jnp.float32) / CAP)
+
+
+@jax.custom_vjp
+def losses(logits_BTV, targets_BT):
+    return with_kept(logits_BTV, targets_BT)[0]
+
+
+def with_kept(logits_BTV, targets_BT):
+    sums_BT = jnp.log(jnp.sum(jnp.exp(capped(logits_BTV)), -1))  # none is too large for `exp`
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
+    return sums_BT - capped(target_BT), (logits_BTV, targets_BT, sums_BT)
+
+
+def backward(kept, d_BT):
+    # Where all logits are, XLA keeps no float32 ones from the forward pass.
+    logits_BTV, targets_BT, sums_BT = jax.lax.optimization_barrier(kept)
+    x_BTV = capped(logits_BTV)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(x_BTV.shape[-1])
+    d_BTV = d_BT[..., None] * (jnp.exp(x_BTV - sums_BT[..., None]) - is_target_BTV)
+    return (d_BTV * (1 - (x_BTV / CAP) ** 2)).astype(logits_BTV.dtype), None
+
+
+losses.defvjp(with_kept, backward)
+
+
 def loss_of(params, ids_BT, targets_BT, c, dtype=jnp.float32):
     x = norm(params["embed"].astype(dtype)[ids_BT])
     gate = params["smear"] * jax.nn.sigmoid(linear(x[:, 1:, :SMEAR], params["smear_gate"]))
@@ -114,12 +149,11 @@ def loss_of(params, ids_BT, targets_BT, c, dtype=jnp.float32):
         x = params["scale"][n].astype(dtype) * x + params["first"][n].astype(dtype) * first
         values = params["values"][str(n)].astype(dtype)[ids_BT] if c.has_values(n) else None
         x += attend(w, norm(x), values, c.window(n), c.heads)
-        x += linear(jnp.square(jax.nn.relu(linear(norm(x), w["up"]))), w["down"])
+        x += linear(squared_relu(linear(norm(x), w["up"])), w["down"])
         if n == c.layers // 2:
             middle = x
     x = norm(x - params["backout"].astype(dtype) * middle)
-    logits_BTV = CAP * jnp.tanh(linear(x, params["head"]).astype(jnp.float32) / CAP)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
+    return losses(linear(x, params["head"]), targets_BT).mean()
 
 
 # The optimizer
