@@ -5,7 +5,7 @@
     jax    the example's step under `jax.jit`, with jax's own cuDNN attention
     spmd   the same step under `spmd.jit`
 
-Matrices are float32 and computed with in bfloat16; tokens are random, the same for all. Each
+Embeddings are bfloat16, other parameters float32, and compute is bfloat16; tokens are random. Each
 program runs in a process of its own, one after another, so that none holds memory of another.
 `ms/step` is the median of steps that are waited for, as in nanochat's trainer; `GiB` the most that
 was allocated, `XLA GiB` what XLA planned for.
@@ -78,7 +78,7 @@ def run_ours(given: argparse.Namespace) -> dict[str, Any]:
 
     @jax.jit
     def fresh(key: Any) -> Any:
-        params = example.init(key, c)
+        params = example.init(key, c, jnp.bfloat16)
         return params, example.start(params)
 
     batch, held = jax.device_put(random_tokens(given), device), [*fresh(jax.random.key(0))]

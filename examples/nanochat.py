@@ -51,7 +51,8 @@ class Config(NamedTuple):
         return None if kind == "L" or layer == self.layers - 1 else short
 
 
-def init(key, c):
+def init(key, c, dtype=jnp.float32):
+    """Float32 parameters, but for embeddings of this dtype."""
     keys = iter(jax.random.split(key, 99 + 9 * c.layers))
     width = c.width
 
@@ -68,9 +69,9 @@ def init(key, c):
     share = jnp.arange(c.layers) / max(c.layers - 1, 1)
     owners = [n for n in range(c.layers) if c.has_values(n)]
     return {
-        "embed": 0.8 * jax.random.normal(next(keys), (c.ids, width)),
+        "embed": (0.8 * jax.random.normal(next(keys), (c.ids, width))).astype(dtype),
         "head": 0.001 * jax.random.normal(next(keys), (c.ids, width)),
-        "values": {str(n): uniform((3 / width) ** 0.5, c.ids, width) for n in owners},
+        "values": {str(n): uniform((3 / width) ** 0.5, c.ids, width).astype(dtype) for n in owners},
         "layers": [layer(n) for n in range(c.layers)],
         "scale": 1.15 - 0.10 * share,
         "first": 0.20 - 0.15 * share,
@@ -175,10 +176,12 @@ def rates(c):
 def adamw(p, g, state, count, rate, share):
     lr, beta1, beta2, decay = rate
     lr *= share
-    mean = state["mean"] + (1 - beta1) * (g - state["mean"])
-    square = state["square"] + (1 - beta2) * (g * g - state["square"])
+    wide, g, mean, square = (x.astype(jnp.float32) for x in (p, g, state["mean"], state["square"]))
+    mean += (1 - beta1) * (g - mean)
+    square += (1 - beta2) * (g * g - square)
     step = lr / (1 - beta1**count) * mean / (jnp.sqrt(square / (1 - beta2**count)) + 1e-10)
-    return p * (1 - lr * decay) - step, {"mean": mean, "square": square}
+    kept = {"mean": mean.astype(p.dtype), "square": square.astype(p.dtype)}
+    return (wide * (1 - lr * decay) - step).astype(p.dtype), kept
 
 
 def size(x, axis=(-2, -1)):
