@@ -101,9 +101,10 @@ squared_relu.defvjp(lambda x: (squared_relu(x),) * 2, lambda y, dy: (2 * jnp.sqr
 def rotated(x_BTHD):
     half = x_BTHD.shape[-1] // 2
     angles = jnp.arange(x_BTHD.shape[1])[:, None] / BASE ** (jnp.arange(half) / half)
-    cos, sin = (f(angles)[:, None].astype(x_BTHD.dtype) for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x_BTHD, 2, -1)
-    return jnp.concatenate([a * cos + b * sin, b * cos - a * sin], -1)
+    cos, sin = (f(angles)[:, None, None].astype(x_BTHD.dtype) for f in (jnp.cos, jnp.sin))
+    halves = x_BTHD.reshape(*x_BTHD.shape[:-1], 2, half)
+    other = jnp.flip(halves, -2) * jnp.concatenate([sin, -sin], -2)
+    return (halves * cos + other).reshape(x_BTHD.shape)
 
 
 def attend(w, x_BTM, values_BTM, window, heads):
