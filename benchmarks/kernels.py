@@ -1,8 +1,11 @@
 """Microseconds of the project's kernels on one device, beside what plain jax has for the same.
 
-    attention    causal, of whole sequences; of four documents in each where it is packed
+    attention    causal, of whole sequences; of four documents in each where it is packed; with
+                 heads of 192 as DeepSeek's, whose values are 128 wide
     experts      a layer's mixture, with routers that choose experts about alike; `dense` is an MLP
                  of one expert's weights for as many rows as there are choices
+    linear_attention  the gated delta rule at Qwen3-Next's sizes; `scan` is its definition, position
+                 by position
     pages        attention over a cache in pages anywhere: 64 slots of 512 positions decode, alone
                  or beside a chunk of one more slot's prompt; and whole prompts
     products     with the weights of a 7B's layer: queries, keys and values; the attention's output;
@@ -32,7 +35,7 @@ from spmd.cli.flags import Parser, positive
 from spmd.measure.profile import run_steps
 from spmd.mesh.topology import Topology
 from spmd.models.llama.quantize import quantize_weight
-from spmd.ops import attention, experts, linears, paged_attention
+from spmd.ops import attention, experts, linear_attention, linears, paged_attention
 from spmd.ops.linear import EIGHT_BIT_ROWS
 
 OURS = "ours"
@@ -70,8 +73,11 @@ def with_gradient(case: Case, of: tuple[int, ...]) -> Iterator[Case]:
     yield case
     # Of each product of the forward pass there are two more; attention has five of its two.
     more = 3.5 if case.name.startswith("attention") else 3
-    name = f"{case.name}, with gradient"
-    yield case._replace(name=name, fn=jax.value_and_grad(loss, of), flops=more * case.flops)
+    name, size = f"{case.name}, with gradient", case.bytes
+    if case.name.startswith("linear_attention"):  # operands are read again, and gradients written
+        size *= 3
+    fn = jax.value_and_grad(loss, of)
+    yield case._replace(name=name, fn=fn, flops=more * case.flops, bytes=size)
 
 
 def attention_cases(tokens: int = 16384, heads: int = 32, width: int = 128) -> Iterator[Case]:
@@ -98,6 +104,80 @@ def attention_cases(tokens: int = 16384, heads: int = 32, width: int = 128) -> I
             ),
             (0, 1, 2),
         )
+
+
+def latent_attention_cases(tokens: int = 8192, heads: int = 16) -> Iterator[Case]:
+    """Keys of 192, values of 128: as DeepSeek's; padded for who takes one width alone."""
+
+    def padded(attend: Callable[..., Any], q: Any, k: Any, v: Any) -> Any:
+        wide = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[3] - v.shape[3])])
+        return attend(q, k, wide)[..., : v.shape[3]]
+
+    def by_jax(implementation: str) -> Callable[..., Any]:
+        attend = jax.nn.dot_product_attention
+        return functools.partial(attend, is_causal=True, implementation=implementation)
+
+    def cudnn(q: Any, k: Any, v: Any) -> Any:
+        from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+        scale = q.shape[-1] ** -0.5
+        return dot_product_attention(q, k, v, scale=scale, mask_type=MaskType.CAUSAL)
+
+    def args(batch: int, length: int) -> list[Any]:
+        shapes = enumerate((192, 192, 128))
+        return [normal(seed, batch, length, heads, width) for seed, width in shapes]
+
+    bys: dict[str, Callable[..., Any]] = {
+        OURS: functools.partial(padded, attention),
+        "xla": functools.partial(padded, by_jax("xla")),
+    }
+    if jax.default_backend() == "gpu":
+        bys |= {"cudnn, padded": functools.partial(padded, by_jax("cudnn")), "cudnn": cudnn}
+    for length, (by, fn) in itertools.product((2048, 8192), bys.items()):
+        batch = tokens // length
+        name, given = f"attention, {batch} x {length}, 192", functools.partial(args, batch, length)
+        flops = 1.0 * batch * heads * length**2 * (192 + 128)
+        yield from with_gradient(Case(name, by, fn, given, flops), (0, 1, 2))
+
+
+def linear_attention_cases(
+    keys: int = 16, heads: int = 32, width: int = 128, chunk: int = 64
+) -> Iterator[Case]:
+    """Our chunks, and the definition where it does not take all day."""
+
+    def ours(*args: Any) -> Any:
+        return linear_attention(*args, chunk=chunk)[0]
+
+    def scan(q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
+        q, k = (jnp.repeat(x, heads // keys, axis=2) for x in (q, k))
+
+        def step(state: Any, at: Any) -> Any:
+            q, k, v, decay, beta = (x.astype(jnp.float32) for x in at)
+            state *= jnp.exp(decay)[..., None, None]
+            new = beta[..., None] * (v - jnp.einsum("bnd,bndp->bnp", k, state))
+            state += k[..., None] * new[..., None, :]
+            return state, jnp.einsum("bnd,bndp->bnp", q, state) * width**-0.5
+
+        xs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, beta)]
+        out = jax.lax.scan(step, jnp.zeros((len(v), heads, width, width)), xs)[1]
+        return jnp.moveaxis(out, 0, 1).astype(v.dtype)
+
+    def args(batch: int, length: int) -> list[Any]:
+        q, k, v = (normal(i, batch, length, n, width) for i, n in enumerate((keys, keys, heads)))
+        k /= jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True).astype(k.dtype)
+        decay, beta = (normal(i, batch, length, heads, dtype="float32") for i in (3, 4))
+        return [q, k, v, jax.nn.log_sigmoid(decay + 3), jax.nn.sigmoid(beta)]
+
+    # Of a position and a head of values: triangles of a chunk by two products of a key head's, two
+    # with the inverse and one with values; and three products with a state.
+    each = chunk * (2 * keys / heads * width + 3 * width) + 3 * 2 * width**2
+    size = 2 * 2 * (keys + heads) * width + 2 * 4 * heads  # of a position: gates are float32
+    for batch, length in ((1, 2048), (4, 2048), (1, 8192), (4, 8192), (1, 32768)):
+        tokens, given = batch * length, functools.partial(args, batch, length)
+        for by, fn in ((OURS, ours), ("scan", scan))[: 2 if tokens == 2048 else 1]:
+            name = f"linear_attention, {batch} x {length}"
+            case = Case(name, by, fn, given, each * heads * tokens, size * tokens)
+            yield from with_gradient(case, (0, 1, 2, 3, 4))
 
 
 MIXTURES = {"Mixtral 8x7B": (4096, 14336, 8, 2), "Qwen 3 30B-A3B": (2048, 768, 128, 8)}
@@ -278,7 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     topology = Topology.for_devices([device])
     print(f"jax {jax.__version__}, {device.device_kind}")
-    cases = itertools.chain(attention_cases(), expert_cases(), page_cases(), product_cases())
+    cases = itertools.chain(
+        attention_cases(), latent_attention_cases(), expert_cases(), linear_attention_cases(),
+        page_cases(), product_cases(),
+    )  # fmt: skip
     wanted = (case for case in cases if re.search(given.only, case.name))
     header = ("kernel", "by", "us", "floor, us", "x floor", "TFLOP/s", "GB/s")
     print_table(header, (line(case, topology, given.steps) for case in wanted))

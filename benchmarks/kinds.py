@@ -1,12 +1,14 @@
 """A step of any peer: events of a profile -> milliseconds by kind of kernel; and joules."""
 
+import itertools
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.measure.labels import ATTENTION, COLLECTIVES, COPIES, MATRIX, OTHER, kernel_kind
-from spmd.measure.profile import shares
+from spmd.measure.profile import Step, shares
 
 KINDS = (MATRIX, ATTENTION, OTHER, COPIES)
 HEADER = ("GPU busy", *KINDS, "exposed communication", "hidden communication")
@@ -34,10 +36,40 @@ class Kinds(NamedTuple):
         return [f"{value:.1f}" for value in (self.busy, *self.kinds, self.exposed, self.hidden)]
 
 
+def of_first_device(step: Step) -> list[Kernel]:
+    """What the first GPU did in a step of jax's profiler."""
+    first = min((event.device for event in step.events), default=0)
+    return [
+        Kernel(event.name, event.start, event.end) for event in step.events if event.device == first
+    ]
+
+
+def of_torch(profile: Any) -> list[Kernel]:
+    """What the GPU of a process did under `torch.profiler.profile`."""
+    import torch
+
+    return [
+        Kernel(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
 def kinds_of(steps: Iterable[Sequence[Kernel]]) -> Kinds:
     """The mean of some steps of one device."""
     busy, *kinds, exposed, hidden = map(statistics.fmean, zip(*map(_step, steps), strict=True))
     return Kinds(busy, tuple(kinds), exposed, hidden)
+
+
+def longest(steps: Sequence[Sequence[Kernel]], count: int) -> list[tuple[str, str, str]]:
+    """(name, ms of a step, runs) of kernels that differ in numbers only, longest first."""
+    found: dict[str, list[float]] = {}
+    for kernel in itertools.chain.from_iterable(steps):
+        name = re.sub(r"[._]\d+", "", kernel.name)
+        found.setdefault(name, []).append(kernel.end - kernel.start)
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:count]
+    of = len(steps)
+    return [(n, f"{sum(t) * 1e3 / of:.2f}", f"{len(t) / of:.0f}") for n, t in ordered]
 
 
 def _step(kernels: Sequence[Kernel]) -> list[float]:

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from benchmarks.kinds import SECONDS, Kernel, Kinds, joules, kinds_of
+from benchmarks.kinds import SECONDS, Kinds, joules, kinds_of, of_torch
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import named_config
 
@@ -194,14 +194,7 @@ def _run(given: argparse.Namespace) -> Result | None:
     for _ in range(PROFILED):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             timed(1)
-        steps.append(
-            [
-                Kernel(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
-                for event in profile.events()
-                if event.device_type == torch.autograd.DeviceType.CUDA
-                and not event.is_user_annotation
-            ]
-        )
+        steps.append(of_torch(profile))
     loss, held = step().item(), torch.cuda.max_memory_allocated()
     dist.destroy_process_group()
     if not is_first:

@@ -33,12 +33,11 @@ import optax
 import spmd
 from benchmarks import compiled_ahead as ahead
 from benchmarks import kinds, torch_fsdp
-from benchmarks.kinds import SECONDS, Kernel, Kinds, joules, kinds_of
+from benchmarks.kinds import SECONDS, Kinds, joules, kinds_of, of_first_device
 from benchmarks.tables import print_table
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
 from spmd.measure.profile import PROFILED, Run, run_steps
-from spmd.measure.profile import Step as ProfiledStep
 from spmd.models.llama.config import ATTENTIONS, MATMULS, LlamaConfig
 from spmd.models.llama.flops import flops_per_token
 from spmd.models.llama.fresh import init
@@ -171,7 +170,7 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
         ahead = loop.ahead(max(given.steps, math.ceil(SECONDS / run.seconds)))
         row = Row(name, text, run.seconds, *ahead, compile_seconds, 0, loop.loss)
         if given.kinds and jax.devices()[0].platform == "gpu":
-            row.kinds = kinds_of(map(_first_device, run.steps))
+            row.kinds = kinds_of(map(of_first_device, run.steps))
         return row, run
 
     row, run = measured("spmd.jit", compiled, compiled.in_formats, compile_seconds)
@@ -191,14 +190,6 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
         memory: Any = peer.memory_analysis()
         row.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         yield row
-
-
-def _first_device(step: ProfiledStep) -> list[Kernel]:
-    """What the first GPU did in a step."""
-    first = min((event.device for event in step.events), default=0)
-    return [
-        Kernel(event.name, event.start, event.end) for event in step.events if event.device == first
-    ]
 
 
 def torch_row(given: argparse.Namespace, text: str) -> Row:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import spmd
 
@@ -52,7 +51,8 @@ class Config(NamedTuple):
         return None if kind == "L" or layer == self.layers - 1 else short
 
 
-def init(key, c):
+def init(key, c, dtype=jnp.float32):
+    """Float32 parameters, but for embeddings of this dtype."""
     keys = iter(jax.random.split(key, 99 + 9 * c.layers))
     width = c.width
 
@@ -69,9 +69,9 @@ def init(key, c):
     share = jnp.arange(c.layers) / max(c.layers - 1, 1)
     owners = [n for n in range(c.layers) if c.has_values(n)]
     return {
-        "embed": 0.8 * jax.random.normal(next(keys), (c.ids, width)),
+        "embed": (0.8 * jax.random.normal(next(keys), (c.ids, width))).astype(dtype),
         "head": 0.001 * jax.random.normal(next(keys), (c.ids, width)),
-        "values": {str(n): uniform((3 / width) ** 0.5, c.ids, width) for n in owners},
+        "values": {str(n): uniform((3 / width) ** 0.5, c.ids, width).astype(dtype) for n in owners},
         "layers": [layer(n) for n in range(c.layers)],
         "scale": 1.15 - 0.10 * share,
         "first": 0.20 - 0.15 * share,
@@ -89,12 +89,22 @@ def linear(x, w_OI):
     return x @ w_OI.T.astype(x.dtype)
 
 
+@jax.custom_vjp
+def squared_relu(x):
+    return jnp.square(jax.nn.relu(x))
+
+
+# Its root is all that the gradient needs, so that `x` need not be kept beside it.
+squared_relu.defvjp(lambda x: (squared_relu(x),) * 2, lambda y, dy: (2 * jnp.sqrt(y) * dy,))
+
+
 def rotated(x_BTHD):
     half = x_BTHD.shape[-1] // 2
     angles = jnp.arange(x_BTHD.shape[1])[:, None] / BASE ** (jnp.arange(half) / half)
-    cos, sin = (f(angles)[:, None].astype(x_BTHD.dtype) for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x_BTHD, 2, -1)
-    return jnp.concatenate([a * cos + b * sin, b * cos - a * sin], -1)
+    cos, sin = (f(angles)[:, None, None].astype(x_BTHD.dtype) for f in (jnp.cos, jnp.sin))
+    halves = x_BTHD.reshape(*x_BTHD.shape[:-1], 2, half)
+    other = jnp.flip(halves, -2) * jnp.concatenate([sin, -sin], -2)
+    return (halves * cos + other).reshape(x_BTHD.shape)
 
 
 def attend(w, x_BTM, values_BTM, window, heads):
@@ -106,6 +116,33 @@ def attend(w, x_BTM, values_BTM, window, heads):
     return linear(spmd.ops.attention(q, k, v, window=window).reshape(x_BTM.shape), w["o"])
 
 
+def capped(x):
+    return CAP * jnp.tanh(x.astype(jnp.float32) / CAP)
+
+
+@jax.custom_vjp
+def losses(logits_BTV, targets_BT):
+    return with_kept(logits_BTV, targets_BT)[0]
+
+
+def with_kept(logits_BTV, targets_BT):
+    sums_BT = jnp.log(jnp.sum(jnp.exp(capped(logits_BTV)), -1))  # none is too large for `exp`
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
+    return sums_BT - capped(target_BT), (logits_BTV, targets_BT, sums_BT)
+
+
+def backward(kept, d_BT):
+    # Where all logits are, XLA keeps no float32 ones from the forward pass.
+    logits_BTV, targets_BT, sums_BT = jax.lax.optimization_barrier(kept)
+    x_BTV = capped(logits_BTV)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(x_BTV.shape[-1])
+    d_BTV = d_BT[..., None] * (jnp.exp(x_BTV - sums_BT[..., None]) - is_target_BTV)
+    return (d_BTV * (1 - (x_BTV / CAP) ** 2)).astype(logits_BTV.dtype), None
+
+
+losses.defvjp(with_kept, backward)
+
+
 def loss_of(params, ids_BT, targets_BT, c, dtype=jnp.float32):
     x = norm(params["embed"].astype(dtype)[ids_BT])
     gate = params["smear"] * jax.nn.sigmoid(linear(x[:, 1:, :SMEAR], params["smear_gate"]))
@@ -114,12 +151,11 @@ def loss_of(params, ids_BT, targets_BT, c, dtype=jnp.float32):
         x = params["scale"][n].astype(dtype) * x + params["first"][n].astype(dtype) * first
         values = params["values"][str(n)].astype(dtype)[ids_BT] if c.has_values(n) else None
         x += attend(w, norm(x), values, c.window(n), c.heads)
-        x += linear(jnp.square(jax.nn.relu(linear(norm(x), w["up"]))), w["down"])
+        x += linear(squared_relu(linear(norm(x), w["up"])), w["down"])
         if n == c.layers // 2:
             middle = x
     x = norm(x - params["backout"].astype(dtype) * middle)
-    logits_BTV = CAP * jnp.tanh(linear(x, params["head"]).astype(jnp.float32) / CAP)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
+    return losses(linear(x, params["head"]), targets_BT).mean()
 
 
 # The optimizer
@@ -141,10 +177,12 @@ def rates(c):
 def adamw(p, g, state, count, rate, share):
     lr, beta1, beta2, decay = rate
     lr *= share
-    mean = state["mean"] + (1 - beta1) * (g - state["mean"])
-    square = state["square"] + (1 - beta2) * (g * g - state["square"])
+    wide, g, mean, square = (x.astype(jnp.float32) for x in (p, g, state["mean"], state["square"]))
+    mean += (1 - beta1) * (g - mean)
+    square += (1 - beta2) * (g * g - square)
     step = lr / (1 - beta1**count) * mean / (jnp.sqrt(square / (1 - beta2**count)) + 1e-10)
-    return p * (1 - lr * decay) - step, {"mean": mean, "square": square}
+    kept = {"mean": mean.astype(p.dtype), "square": square.astype(p.dtype)}
+    return (wide * (1 - lr * decay) - step).astype(p.dtype), kept
 
 
 def size(x, axis=(-2, -1)):

@@ -187,8 +187,8 @@ def _flops(kind: OpKind, runs: int) -> float:
     (batch, length, _, depth), (_, _, heads, width) = (kind.operands[i].shape for i in (0, 2))
     said = arguments_of(kind)
     size = min(said["chunk"], max(length, 1))
-    inside = size * (2 * depth + width) + said["delta"] * size * (depth + width + 10 * size)
-    state = (2 + said["delta"]) * depth * width
+    inside = size * (2 * depth + width) + said["delta"] * size * (2 * depth + width + size)
+    state = (2 * width + said["delta"] * (depth + depth * width // size)) * depth
     is_part = length < said["length"]
     more = is_part * (state + said["delta"] * 2 * depth * depth + inside)
     return float(2 * batch * length * heads * (runs * (inside + state) + more))

@@ -14,11 +14,12 @@ Delta Networks*; Yang et al. 2024, *Parallelizing Linear Transformers with the D
     S' = a_C S + sum over j of a_C / a_j k_j u_j
 
 Without `beta`, `u` is `v`: the dual form of Mamba-2 (Dao, Gu 2024). All is affine in `S`, so that
-the last line alone is a scan. Where a document starts, what lies before it has no weight.
+only the last line, as `S' = a_C S + H - M S`, is a scan. What lies before a document has no weight.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,14 +36,15 @@ def forward(
     """
     q_BSKD, _, v_BSNP, *_, state_BNDP = operands
     chunks = _Chunks.of(*operands[1:-1], delta=delta, segments=segments, chunk=chunk)
-    states, last_BNDP = chunks.states(state_BNDP)
-    u = chunks.written(states)
-    q = _cut(q_BSKD, chunks.size).astype(u.dtype)
-    scores = jnp.einsum("bzikd,bzjkd->bzkij", q, chunks.k)[:, :, :, None] * chunks.pairs
-    out = jnp.einsum("bzkgij,bzjkgp->bzikgp", scores, u)
-    out += jnp.einsum("bzikd,bzikg,bzkgdp->bzikgp", q, chunks.before, states)
-    out_BSNP = jax.lax.collapse(scale * out, 1, 3)[:, : v_BSNP.shape[1]].reshape(v_BSNP.shape)
-    return out_BSNP.astype(v_BSNP.dtype), last_BNDP.astype(state_BNDP.dtype)
+    last_BNDP, states = chunks.states(state_BNDP)
+    q = jnp.moveaxis(_cut(q_BSKD, chunks.size), 2, 3).astype(chunks.k.dtype)
+    scores = (q @ jnp.swapaxes(chunks.k, -1, -2))[:, :, :, None] * chunks.pairs
+    reads = q[:, :, :, None] * chunks.before[..., None]
+    if delta:  # what is written less because of the state is read of it right away
+        reads -= scores @ chunks.w
+    out = scale * (scores @ chunks.u + reads @ states)
+    out_BSNP = jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(len(v_BSNP), -1, *v_BSNP.shape[2:])
+    return out_BSNP[:, : v_BSNP.shape[1]].astype(v_BSNP.dtype), last_BNDP.astype(state_BNDP.dtype)
 
 
 def gradient(*operands: Any, **said: Any) -> tuple[Any, ...]:
@@ -52,18 +54,8 @@ def gradient(*operands: Any, **said: Any) -> tuple[Any, ...]:
     forward pass: it is run again, and holds a state for each chunk.
     """
     *given, dout_BSNP, dlast_BNDP = operands
-    floats = [i for i, x in enumerate(given) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-    def run(*chosen: Any) -> Any:
-        return forward(*_with(given, floats, chosen), **said)
-
-    pull = jax.vjp(run, *(given[i] for i in floats))[1]
-    return tuple(pull((dout_BSNP, dlast_BNDP)))
-
-
-def _with(given: Any, places: Any, chosen: Any) -> list[Any]:
-    new = dict(zip(places, chosen, strict=True))
-    return [new.get(i, x) for i, x in enumerate(given)]
+    found = jax.vjp(partial(forward, **said), *given)[1]((dout_BSNP, dlast_BNDP))
+    return tuple(x for x in found if x.dtype != jax.dtypes.float0)  # that of starts
 
 
 # What a part of a sequence does to any state before it, and to any gradient of the state behind it.
@@ -79,12 +71,11 @@ def part(*operands: Any, delta: bool, segments: bool, chunk: int) -> tuple[Any, 
     (batch, _, _, depth), (*_, heads, width) = operands[0].shape, operands[1].shape
     zeros = jnp.zeros((batch, heads, depth, width), chunks.k.dtype)
     if not delta:
-        decay_BKG = jnp.prod(chunks.whole, axis=1)
-        return decay_BKG.reshape(batch, heads, 1, 1), chunks.states(zeros)[1]
+        return jnp.prod(chunks.whole, 0).reshape(batch, heads, 1, 1), chunks.states(zeros)[0]
     # M is what the part makes of the identity where nothing is added: D more columns of the state.
     one = jnp.broadcast_to(jnp.eye(depth, dtype=zeros.dtype), (*zeros.shape[:3], depth))
     wide = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(0, depth)]))
-    last = wide.states(jnp.concatenate([zeros, one], axis=-1))[1]
+    last = wide.states(jnp.concatenate([zeros, one], axis=-1))[0]
     return last[..., width:], last[..., :width]
 
 
@@ -93,15 +84,10 @@ def owed(*operands: Any, **said: Any) -> Any:
 
     Operands are those of `forward` without v, with the outputs' gradient in the place of the state.
     """
-    *given, dout_BSNP = operands
-    q_BSKD, (*_, heads, width) = given[0], dout_BSNP.shape
+    (q_BSKD, *given, dout_BSNP), (*_, heads, width) = operands, operands[-1].shape
     zeros = jnp.zeros((len(q_BSKD), heads, q_BSKD.shape[-1], width), _wide(q_BSKD))
-
-    def run(state_BNDP: Any) -> Any:
-        nothing = jnp.zeros_like(dout_BSNP)
-        return forward(*given[:2], nothing, *given[2:], state_BNDP, **said)[0]
-
-    return jax.vjp(run, zeros)[1](dout_BSNP)[0]
+    given[1:1] = [jnp.zeros_like(dout_BSNP)]
+    return gradient(q_BSKD, *given, zeros, dout_BSNP, zeros, **said)[-1]
 
 
 def step(m: Any, h: Any, state_BNDP: Any, *, back: bool = False) -> Any:
@@ -115,14 +101,13 @@ class _Chunks(NamedTuple):
     """What chunks make of keys and decays before any state is known."""
 
     size: int  # C
-    k: Any  # (B, Z, C, K, D)
-    u: Any  # (B, Z, C, K, G, P): what is written if the state before the chunk is zero
-    w: Any  # (B, Z, C, K, G, D): less so many times the state; None without beta
-    pairs: Any  # (B, Z, K, G, C, C): the decay from position j to i, 0 where j is not seen
-    # before, after (B, Z, C, K, G): decays from before the chunk to a position, and to its end
-    before: Any
-    after: Any
-    whole: Any  # (B, Z, K, G): that of the chunk
+    k: Any  # (Z, B, K, C, D)
+    u: Any  # (Z, B, K, G, C, P): what is written if the state before the chunk is zero
+    w: Any  # (Z, B, K, G, C, D): less so many times the state; None without beta
+    pairs: Any  # (Z, B, K, G, C, C): the decay from position j to i, 0 where j is not seen
+    before: Any  # (Z, B, K, G, C): the decay from before the chunk to a position
+    after: Any  # (Z, B, K, G, C): that from a position to the chunk's end
+    whole: Any  # (Z, B, K, G): that of the chunk
 
     @staticmethod
     def of(*operands: Any, delta: bool, segments: bool, chunk: int) -> _Chunks:
@@ -131,56 +116,70 @@ class _Chunks(NamedTuple):
         dtype, size = _wide(k_BSKD), max(1, min(chunk, k_BSKD.shape[1]))
 
         def heads(x_BSN: Any) -> Any:
+            keys, of_one = k_BSKD.shape[2], v_BSNP.shape[2] // k_BSKD.shape[2]
             x = _cut(x_BSN, size).astype(dtype)
-            groups = x.shape[3] // k_BSKD.shape[2]
-            return x.reshape(*x.shape[:3], k_BSKD.shape[2], groups, *x_BSN.shape[3:])
+            return jnp.moveaxis(x.reshape(*x.shape[:3], keys, of_one, *x.shape[4:]), 2, 4)
 
-        k, v = _cut(k_BSKD, size).astype(dtype), heads(v_BSNP)
-        sums = jnp.cumsum(heads(decay_BSN), axis=2)
-        sums_j = jnp.moveaxis(sums, 2, -1)
-        number = jnp.cumsum(_cut(rest[-1], size), axis=2) if segments else jnp.zeros(k.shape[:3])
+        k, v = jnp.moveaxis(_cut(k_BSKD, size), 2, 3).astype(dtype), heads(v_BSNP)
+        sums = jnp.cumsum(heads(decay_BSN), axis=-1)
+        number = _cut(rest[-1], size).cumsum(2)[:, :, None, None] if segments else jnp.zeros(size)
         seen = (number[..., :, None] == number[..., None, :]) & jnp.tri(size, dtype=bool)
-        seen = seen[:, :, None, None]
         # Decays that are not seen are growth, without bound: so `where` twice, for the gradient.
-        pairs = jnp.where(seen, sums_j[..., :, None] - sums_j[..., None, :], 0)
+        pairs = jnp.where(seen, sums[..., :, None] - sums[..., None, :], 0)
         pairs = jnp.where(seen, jnp.exp(pairs), 0)
-        is_first, is_last = (
-            (number == x)[..., None, None] for x in (jnp.zeros_like(number), number[:, :, -1:])
-        )
-        before = jnp.where(is_first, jnp.exp(sums), 0)
-        after = jnp.where(is_last, jnp.moveaxis(pairs[..., -1, :], -1, 2), 0)
-        made = _Chunks(size, k, v, None, pairs, before, after, before[:, :, -1])
+        before = jnp.where(number == 0, jnp.exp(sums), 0)
+        after = jnp.where(number == number[..., -1:], pairs[..., -1, :], 0)
+        made = _Chunks(size, k, v, None, pairs, before, after, before[..., -1])
         if not delta:
             return made
-        beta = heads(rest[0])
-        products = jnp.einsum("bzikd,bzjkd->bzkij", k, k)[:, :, :, None] * pairs
-        lower = jnp.tril(products * jnp.moveaxis(beta, 2, -1)[..., None], -1)
-        inverse = _inverse(lower)
-        u = jnp.einsum("bzkgij,bzjkg,bzjkgp->bzikgp", inverse, beta, v)
-        w = jnp.einsum("bzkgij,bzjkg,bzjkd->bzikgd", inverse, beta * before, k)
-        return made._replace(u=u, w=w)
+        beta = heads(rest[0])[..., None]
+        products = (k @ jnp.swapaxes(k, -1, -2))[:, :, :, None] * pairs
+        inverse = _inverse(jnp.tril(beta * products, -1))
+        w = inverse @ (beta * before[..., None] * k[:, :, :, None])
+        return made._replace(u=inverse @ (beta * v), w=w)
 
     def states(self, state_BNDP: Any) -> tuple[Any, Any]:
-        """Returns the state before each chunk (B, Z, K, G, D, P), and the last (B, N, D, P)."""
-        first = state_BNDP.reshape(len(self.k), *self.whole.shape[2:], *state_BNDP.shape[2:])
+        """Returns the last state (B, N, D, P), and that before each chunk (Z, B, K, G, D, P)."""
+        first = state_BNDP.astype(self.k.dtype)
+        first = first.reshape(*self.whole.shape[1:], *first.shape[2:])
+        kept = jnp.swapaxes(self.k[:, :, :, None] * self.after[..., None], -1, -2)
+        if len(self.whole) == 1:  # as when decoding: a D x D matrix would be more than all else
+            u = self.u if self.w is None else self.u - self.w @ first
+            last, states = self.whole[0, ..., None, None] * first + (kept @ u)[0], first[None]
+        else:
+            less = None if self.w is None else kept @ self.w
+            last, states = _walk(kept @ self.u, less, self.whole, first, False)
+        return last.reshape(state_BNDP.shape), states
 
-        def next_state(state: Any, chunk: Any) -> tuple[Any, Any]:
-            k, u, w, after, whole = chunk
-            if w is not None:
-                u = u - jnp.einsum("bikgd,bkgdp->bikgp", w, state)
-            added = jnp.einsum("bikd,bikg,bikgp->bkgdp", k, after, u)
-            return whole[..., None, None] * state + added, state
 
-        xs = (self.k, self.u, self.w, self.after, self.whole)
-        xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
-        last, states = jax.lax.scan(next_state, first.astype(self.k.dtype), xs)
-        return jnp.moveaxis(states, 0, 1), last.reshape(state_BNDP.shape)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _walk(more: Any, less: Any, whole: Any, first: Any, back: bool) -> tuple[Any, Any]:
+    """Returns the last S of `S' = whole S + more - less S`, and all before; gradients go `back`."""
 
-    def written(self, states: Any) -> Any:
-        """Returns what is written at each position (B, Z, C, K, G, P), from `states`."""
-        if self.w is None:
-            return self.u
-        return self.u - jnp.einsum("bzikgd,bzkgdp->bzikgp", self.w, states)
+    def step(state: Any, chunk: Any) -> tuple[Any, Any]:
+        more, less, whole = chunk
+        if less is not None:
+            more -= (jnp.swapaxes(less, -1, -2) if back else less) @ state
+        return whole[..., None, None] * state + more, state
+
+    # A turn's kernels are short, and several turns share those that cut operands and collect S.
+    return jax.lax.scan(step, first, (more, less, whole), reverse=back, unroll=4)
+
+
+def _walk_forward(more: Any, less: Any, whole: Any, first: Any, back: bool) -> tuple[Any, Any]:
+    found = _walk(more, less, whole, first, back)
+    return found, (less, whole, found[1])
+
+
+def _walk_backward(back: bool, kept: Any, given: Any) -> tuple[Any, ...]:
+    less, whole, states = kept
+    dfirst, owed = _walk(given[1], less, whole, given[0], not back)
+    one, other = (states, owed) if back else (owed, states)
+    dless = None if less is None else -(one @ jnp.swapaxes(other, -1, -2))
+    return owed, dless, jnp.sum(owed * states, axis=(-2, -1)), dfirst
+
+
+_walk.defvjp(_walk_forward, _walk_backward)
 
 
 def _wide(x: Any) -> Any:
@@ -189,10 +188,9 @@ def _wide(x: Any) -> Any:
 
 
 def _cut(x_BS: Any, size: int) -> Any:
-    """(B, S, ...) -> (B, Z, C, ...), padded by zeros, which write nothing and decay nothing."""
-    padding = [(0, 0), (0, -x_BS.shape[1] % size), *((0, 0) for _ in x_BS.shape[2:])]
-    x_BS = jnp.pad(x_BS, padding)
-    return x_BS.reshape(len(x_BS), x_BS.shape[1] // size, size, *x_BS.shape[2:])
+    """(B, S, ...) -> (Z, B, C, ...), padded by zeros, which write nothing and decay nothing."""
+    x = jnp.pad(x_BS, [(0, 0), (0, -x_BS.shape[1] % size), *[(0, 0)] * (x_BS.ndim - 2)])
+    return jnp.swapaxes(x.reshape(len(x), x.shape[1] // size, size, *x.shape[2:]), 0, 1)
 
 
 @jax.custom_vjp
@@ -203,11 +201,13 @@ def _inverse(lower: Any) -> Any:
     #               [L B]                  [-B^-1 L A^-1    B^-1]
     # A series of powers of `lower` would need fewer, but equal keys make its terms 1e17.
     count = lower.shape[-1]
-    at = jnp.arange(count)
-    inverse = jnp.broadcast_to(jnp.eye(count, dtype=lower.dtype), lower.shape)
-    size = 1
+    if count > 16 and count % 2 == 0:  # what is left of small blocks is not computed
+        half = count // 2
+        a, b = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+        return jnp.block([[a, jnp.zeros_like(a)], [-(b @ lower[..., half:, :half] @ a), b]])
+    inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=lower.dtype), lower.shape), 1
     while size < count:
-        block = at // size
+        block = jnp.arange(count) // size
         is_left = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
         inverse -= inverse @ jnp.where(is_left, lower, 0) @ inverse
         size *= 2
