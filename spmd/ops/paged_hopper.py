@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from spmd.ops.attention_cudnn import HOPPER, capability
+
 QUERIES = 64  # of a warpgroup: as many rows as tensor cores multiply at once
 WARPGROUPS = 2  # that compute
 TILE = QUERIES * WARPGROUPS
@@ -52,12 +54,9 @@ def takes(q_ARKGD: Any, pool_ANPK2D: Any) -> bool:
     return fits and size >= 16 and size & (size - 1) == 0 and is_here()
 
 
-@functools.cache
 def is_here() -> bool:
     """Whether the default device is a GPU of Hopper, and jax is a release that the kernel knows."""
-    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
-        return False
-    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+    return capability() == HOPPER and jax.__version_info__ >= (0, 11)
 
 
 def attend_tiles(

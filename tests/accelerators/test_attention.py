@@ -212,6 +212,20 @@ def test_jax_has_the_same_on_one_gpu() -> None:
     close(loss("cudnn")(q, k, v), loss("xla")(q, k, v), "gradients")
 
 
+@pytest.mark.skipif(
+    PLATFORM != "gpu" or attention_cudnn.capability() < attention_cudnn.HOPPER,
+    reason="cuDNN on Hopper",
+)
+@pytest.mark.parametrize("width", [192, 256])
+def test_wide_heads(width: int) -> None:
+    q, k, v, w = ours.tensors(2, 256, 4, 2, width, 256, jnp.bfloat16)
+    run = lambda q, k, v: jnp.sum(attention(q, k, v).astype(jnp.float32) * w)  # noqa: E731
+    mesh = spmd.make_mesh(devices=DEVICES[:1], x=1)
+    compiled = spmd.jit(jax.grad(run, (0, 1, 2)), mesh=mesh).compile(q, k, v)
+    close(compiled(q, k, v), jax.jit(jax.grad(run, (0, 1, 2)))(q, k, v), "gradients")
+    assert "fmhaSoftmaxBackward" in compiled.as_text("hlo")
+
+
 def test_what_no_kernel_takes_is_computed_by_the_reference() -> None:
     q, k, v, _ = (x.astype(jnp.float16)[..., :36] for x in tensors(2, 64, 4, 2, 64))
     mesh = spmd.make_mesh(devices=DEVICES[:1], x=1)

@@ -410,6 +410,12 @@ def test_which_programs_get_cudnn() -> None:
     assert "cudnn" in kernel_calls("h200:4", length=9)
 
 
+def test_cudnn_gets_wide_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "capability", lambda: cudnn.HOPPER)
+    assert "fmhaSoftmaxBackward(" in kernel_calls("h200:4", width=192)
+    assert "cudnn" not in kernel_calls("h200:4", width=264)
+
+
 def windows_of(text: str) -> set[int]:
     """The windows that calls of cuDNN's kernels are given; 0 is none."""
     return {int(n) for n in re.findall(r"sliding_window_length\W+22: (\d+)", text)}

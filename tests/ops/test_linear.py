@@ -13,7 +13,7 @@ import pytest
 import spmd
 from spmd.errors import ArgumentError
 from spmd.models.llama.quantize import dequantize, quantize_weight, weight_types
-from spmd.ops import linear, linears, products_triton
+from spmd.ops import adapters_triton, linear, linears, products_triton
 from tests.close import partitioned
 
 OPERANDS = ("values", "scales", "zeros")
@@ -138,6 +138,78 @@ def test_linears_kernel(kind: str, rows: int, inputs: int, outputs: tuple[int, .
         assert error < 2.5e-3  # results are rounded to 8 bits, and nothing else
 
 
+PLACES = (0, 7, -1, 3)  # of rows, in turns
+
+
+def adapters(
+    rows: int, outputs: tuple[int, ...], inputs: int, dtype: Any, ids: Any = PLACES
+) -> Any:
+    """(A, B) for each weight, the place of each row, and what they add to products of `x`."""
+    rng = np.random.default_rng(3)
+    pairs = [
+        tuple(jnp.asarray(rng.standard_normal((8, 16, n)) / 8, dtype) for n in (inputs, outer))
+        for outer in outputs
+    ]
+    place = np.resize(ids, rows).astype(np.int32)
+    one_hot = np.asarray(place[:, None] == np.arange(8), np.float32)
+
+    def added(x: Any) -> list[Any]:
+        return [
+            np.einsum("bi,bn,nri,nro->bo", x, one_hot, *(np.asarray(y, np.float32) for y in pair))
+            for pair in pairs
+        ]
+
+    return pairs, jnp.asarray(place), added
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "ids"), [(1, (7,)), (1, (-1,)), (5, PLACES), (100, (2,)), (150, [4] * 70 + [-1, 5])]
+)
+def test_adapters_kernel(rows: int, ids: Any, kind: str) -> None:
+    """Of rows that are alone, mixed, all of one adapter as a prompt's are, and of none."""
+    outputs, inputs = (64, 192), 256
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, inputs)), jnp.bfloat16)
+    made = [weights(kind, n, inputs) for n in outputs]
+    parts: list[Any] = [
+        (jnp.asarray(w, x.dtype),) if kind == "none" else (w["values"], w["scales"])
+        for w, _ in made
+    ]
+    pairs, place, added = adapters(rows, outputs, inputs, x.dtype, ids)
+    wide = np.asarray(x, np.float32)
+    whole = [
+        np.asarray(jnp.asarray(w, x.dtype) if kind == "none" else w, np.float32) for _, w in made
+    ]
+
+    def product() -> Any:
+        return [jnp.asarray(wide @ w.T, x.dtype) for w in whole]
+
+    found = adapters_triton.adapted(x, parts, pairs, place, product, interpret=True)
+    for got, w, more in zip(found, whole, added(wide), strict=True):
+        want = wide @ w.T + more
+        assert np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+def test_adapters_split(kind: str, mesh: spmd.Mesh) -> None:
+    """Over outputs, inputs and rows; adapters are split as their weights, ranks are whole."""
+    outputs = (24, 72, 24)
+    many = [weights(kind, n)[0] for n in outputs]
+    x = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+    pairs, place, added = adapters(4, outputs, 512, np.float32)
+    for got, want, more in zip(
+        linears(x, many, pairs, place), linears(x, many), added(x), strict=True
+    ):
+        np.testing.assert_allclose(got, want + more, rtol=0, atol=1e-3)
+    for b, i, o in ((None, None, "x"), (None, "y", None), ("y", None, None)):
+        spec: Any = (o, i)
+        if kind != "none":
+            spec = {"values": (o, i), "scales": (o, i)[: 1 + (kind == "int4")]}
+        specs = ((b, i), [spec] * 3, [((None, None, i), (None, None, o))] * 3, (b,))
+        given = x, many, pairs, place
+        partitioned(linears, *given, mesh=mesh, in_specs=specs, tolerance=1e-5)
+
+
 def test_zeros_are_taken_off_the_kernels_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is larger by far, so only the difference is rounded to 8 bits."""
     in_jax = functools.partial(products_triton.products, interpret=True)
@@ -167,6 +239,16 @@ def test_tiles_of_the_kernel() -> None:
     assert tiles(700, 2752, 4096, kind="int8") == (128, 128, 64, 1, 3)
     assert tiles(705, 4096, 4096, kind="int8") is tiles(257, 4096, 4096, kind="int4") is None
     assert tiles(3, 4096, 4096, kind="fp8") is tiles(3, 4096, 48, kind="int8") is None
+
+
+def test_gpus_get_two_kernels_for_adapters() -> None:
+    outputs = (256, 128)
+    structs = [jax.ShapeDtypeStruct((n, 1024), jnp.bfloat16) for n in outputs]
+    pairs, place, _ = adapters(40, outputs, 1024, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((40, 1024), jnp.bfloat16)
+    jitted = spmd.jit(linears, mesh=spmd.Mesh(None, (1,), ("x",)))
+    lowered = jitted.lower(x, structs, pairs, place, topology=spmd.Topology("h200:1"))
+    assert lowered.as_text("emitted").count("@__gpu$xla.gpu.triton") == 2
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4 zeros"])
