@@ -15,16 +15,16 @@ from spmd.serving import planned
 
 MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "llama2-7b": {
-        "streams": (5097, 52, 411), "wide": (7254, 154, 2540),
-        "long": (64 * 32 / 7.84, 460, 3361), "prefix": (3665, 102, 186),
+        "streams": (5188, 51, 502), "wide": (7411, 154, 2594),
+        "long": (64 * 32 / 7.73, 460, 3289), "prefix": (3664, 92, 319),
     },
     "llama2-7b fp8": {
-        "streams": (5755, 39, 251), "wide": (9040, 113, 1618),
-        "long": (64 * 32 / 5.73, 322, 2218), "prefix": (3869, 64, 149),
+        "streams": (5771, 40, 388), "wide": (9027, 115, 1521),
+        "long": (64 * 32 / 5.81, 324, 2437), "prefix": (3865, 77, 175),
     },
     "llama3.2-1b": {
-        "streams": (15621, 27, 92), "wide": (26301, 230, 2453),
-        "long": (64 * 32 / 1.87, 165, 627),
+        "streams": (20077, 28, 94), "wide": (26858, 219, 2458),
+        "long": (64 * 32 / 1.71, 253, 464),
     },
 }  # fmt: skip
 """Model, and quantization if any -> load -> tokens/s and, where known, p50 and p99 of the first
