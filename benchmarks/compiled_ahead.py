@@ -1,9 +1,11 @@
 """A training step of a Llama on a mesh, of devices that are here or of a slice that is not."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 import spmd
@@ -11,6 +13,7 @@ from spmd.models.llama import sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import named_config
 from spmd.models.llama.step import Step, argument_types, train_step
+from spmd.models.training.program import in_host
 
 
 class Case(NamedTuple):
@@ -23,6 +26,7 @@ class Case(NamedTuple):
     table: sharding.SpecTable = sharding.TWO_D
     optimizer: optax.GradientTransformation = optax.adamw(1e-4)
     options: spmd.Options = spmd.Options()
+    offload_optimizer: bool = False  # to the host's memory
 
     def step(self) -> Step:
         """The step, with the usual marks of activations."""
@@ -31,7 +35,11 @@ class Case(NamedTuple):
 
     def types(self) -> tuple[Any, Any, Any]:
         """The types of its arguments: parameters and batch are marked."""
-        return argument_types(self.config, self.optimizer, self.mesh, self.shape, self.table)
+        given = self.config, self.optimizer, self.mesh, self.shape, self.table
+        params, state, batch = argument_types(*given)
+        if self.offload_optimizer:
+            state = jax.tree.map(functools.partial(in_host, self.mesh), state)
+        return params, state, batch
 
     def lower(self) -> spmd.Lowered:
         """Plans the step."""

@@ -152,7 +152,9 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     """The programs of jax, over one mesh."""
     mesh, config = spmd.make_mesh(**parse_axes(text)), config_of(given)
     optimizer = getattr(optax, given.optimizer)(1e-4)
-    case = ahead.Case(config, mesh, None, (given.global_batch, given.seq_len), optimizer=optimizer)
+    shape = given.global_batch, given.seq_len
+    offload = {"offload_optimizer": given.offload_optimizer}
+    case = ahead.Case(config, mesh, None, shape, optimizer=optimizer, **offload)
     start = time.perf_counter()
     compiled = case.lower().compile()
     compile_seconds = time.perf_counter() - start
@@ -177,7 +179,7 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     row.bytes = compiled.memory.peak_bytes
     row.parts = compiled.compared(run).kinds if given.kinds else ()
     yield row
-    if "jax" in given.peers:
+    if "jax" in given.peers and not given.offload_optimizer:
         start = time.perf_counter()
         plain = jax.jit(
             case._replace(config=peer_config(config)).step(),
@@ -215,6 +217,7 @@ def make_parser() -> Parser:
     add("--dtype", default="bfloat16", help="compute dtype")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
+    add("--offload_optimizer", action=Switch, help="in the host's memory; without jax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
     add("--matmul", choices=MATMULS, default="dtype", help="of the layers' projections")
     add("--remat", default="none", help="activations to keep, as in scripts/train_llama.py")

@@ -105,7 +105,7 @@ class TrainingProgram:
         self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
         if offload_optimizer:
-            self._opt_state = jax.tree.map(functools.partial(_in_host, mesh), self._opt_state)
+            self._opt_state = jax.tree.map(functools.partial(in_host, mesh), self._opt_state)
         self._step = step
         self._jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
         self._steps: dict[Any, spmd.Compiled] = {}
@@ -268,7 +268,7 @@ def _rows(batch: Any) -> tuple[int, ...]:
     return tuple(leaf.shape[0] for leaf in jax.tree.leaves(batch))
 
 
-def _in_host(mesh: spmd.Mesh, struct: Any) -> jax.ShapeDtypeStruct:
+def in_host(mesh: spmd.Mesh, struct: Any) -> jax.ShapeDtypeStruct:
     """The struct, in the host's memory, however it is split; numbers stay on the devices."""
     if not struct.shape:
         return struct  # type: ignore[no-any-return]
