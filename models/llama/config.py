@@ -121,7 +121,7 @@ Shapes = dict[str, tuple[int, ...]]
 MAY_BE_ZERO = (
     "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
     "sliding_window_pattern", "norm_offset", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "n_shared_experts", "first_k_dense_replace",
+    "v_head_dim", "n_shared_experts", "first_k_dense_replace", "hot_experts",
 )  # fmt: skip
 SCORINGS = ("softmax", "sigmoid")
 
@@ -214,6 +214,8 @@ class LlamaConfig:
     stages: int = 1
     stage_microbatches: int = 1  # into how many microbatches a batch is cut for the pipeline
     stage_schedule: str = "auto"  # the pipeline's schedule; `auto` takes the fastest
+    # so many experts that most tokens of a batch take are computed in training where the tokens are
+    hot_experts: int = 0
     # what computes it: an implementation of `spmd.ops.attention`, or `einsum`, which has all
     # attention weights in memory, open to marks and to any partitioner
     attention: str = "auto"
@@ -326,6 +328,8 @@ class LlamaConfig:
         if self.n_group > 1:
             fits = fits and self.num_experts_per_tok * self.n_group <= chosen
             fits = fits and self.num_experts >= 2 * self.n_group
+        if self.hot_experts > self.num_experts:
+            raise ConfigError(f"hot_experts {self.hot_experts}: there are {self.num_experts}")
         if not fits or dense >= self.num_hidden_layers:
             raise ConfigError(
                 f"n_shared_experts {self.n_shared_experts}, first_k_dense_replace {dense} and "

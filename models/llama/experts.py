@@ -10,6 +10,7 @@ a bias for each expert counts in the choice, and experts of some groups alone ar
 expert has a capacity, and no token is dropped: see `spmd.ops.experts`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,16 +23,19 @@ Loads = jax.Array
 """(2, E) of some tokens: how often each expert was taken and its probability, in the mean."""
 
 
-def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, Loads]:
+def mixture(
+    weights: Any, x_BSH: jax.Array, config: LlamaConfig, hot: int = 0
+) -> tuple[jax.Array, Loads]:
     """The sum of each token's experts, weighted by the router.
 
     Args:
         weights: `gate` and `experts` of a layer's `mlp`.
         x_BSH: the layer's normalized input.
+        hot: so many experts, those that most tokens of the batch take, are computed apart: each
+            device gets them, for its own tokens. The others wait less for the devices they are on.
     """
     gates_BSC, chosen_BSC, loads = route(weights["gate"], x_BSH, config)
-    names = ("gate_proj", "up_proj", "down_proj")
-    of = [weights["experts"][name] for name in names]
+    of = [weights["experts"][name] for name in ("gate_proj", "up_proj", "down_proj")]
     more: dict[str, Any] = {}
     if "values" in of[0]:  # see `quantize.py`
         given = [each["values"] for each in of]
@@ -40,8 +44,15 @@ def mixture(weights: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Ar
         given = [each["weight"].astype(x_BSH.dtype) for each in of]
     if config.swiglu_limit:
         more["biases"] = tuple(each["bias"].astype(x_BSH.dtype) for each in of)
-        more["limit"] = config.swiglu_limit
-    return spmd.ops.experts(x_BSH, gates_BSC, chosen_BSC, *given, **more), loads
+    run = functools.partial(spmd.ops.experts, x_BSH, gates_BSC, limit=config.swiglu_limit or None)
+    if not hot:
+        return run(chosen_BSC, *given, **more), loads
+    hottest_D = jax.lax.top_k(loads[0], hot)[1]
+    is_hot_BSCD = chosen_BSC[..., None] == hottest_D
+    near_BSC = jnp.where(jnp.any(is_hot_BSCD, -1), jnp.argmax(is_hot_BSCD, -1), -1)
+    taken, more_taken = jax.tree.map(lambda w: jnp.take(w, hottest_D, axis=0), (given, more))
+    out_BSH = run(near_BSC, *taken, **more_taken)
+    return out_BSH + run(jnp.where(near_BSC < 0, chosen_BSC, -1), *given, **more), loads
 
 
 def route(gate: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, Loads]:

@@ -196,7 +196,7 @@ def decoder_layer(
     before = "pre_feedforward" if config.post_norms else "post_attention"
     normed_BSH = norm(x_BSH, layer[f"{before}_layernorm"], config)
     if "experts" in layer["mlp"]:
-        added_BSH, loads = mixture(layer["mlp"], normed_BSH, config)
+        added_BSH, loads = mixture(layer["mlp"], normed_BSH, config, config.hot_experts)
         if config.n_shared_experts:
             added_BSH += mlp(layer["mlp"]["shared_experts"], normed_BSH, config)
         added_BSH = mark("mlp_output", added_BSH)

@@ -41,6 +41,7 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
         param_dtype=given.param_dtype,
         remat=given.remat,
         remat_every=given.remat_every,
+        hot_experts=given.hot_experts,
         stages=given.mesh.get("stage", 1),
         stage_microbatches=given.stage_microbatches,
         stage_schedule=given.stage_schedule,

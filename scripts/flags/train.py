@@ -63,6 +63,10 @@ def _model(add: Add) -> None:
     )
     of_model("--remat_every", help="recompute in every n-th layer only")
     of_model(
+        "--hot_experts",
+        help="so many experts of a layer that most tokens take are computed where the tokens are",
+    )
+    of_model(
         "--stage_microbatches",
         help="with --mesh stage=S: parts of a batch that go through a pipeline of S stages",
     )

@@ -66,7 +66,7 @@ def experts(
     Args:
       x_BSH: rows.
       gates_BSC: the factor of each choice in the sum, in any float dtype.
-      chosen_BSC: the C experts of each row, integers from 0 to E - 1, all C different.
+      chosen_BSC: the C experts of each row, integers from 0 to E - 1, all C different; -1 is none.
       gate_EMH: each expert's weights of `gate`, in the dtype of the rows.
       up_EMH: each expert's weights of `up`, in the dtype of the rows.
       down_EHM: each expert's weights of `down`, in the dtype of the rows.

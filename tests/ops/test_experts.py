@@ -40,11 +40,12 @@ def plain(
 def operands(
     biases: int = 0, b: int = 4, s: int = 6, count: int = EXPERTS, h: int = 8, m: int = 12
 ) -> Any:
-    """Rows, gates, choices, weights and biases; one expert is chosen by nobody."""
+    """Rows, gates, choices, weights and biases; an expert has no rows, a row one choice too few."""
     rng = np.random.default_rng(b * s + count)
     chosen = np.stack([
         rng.permutation(max(count - 1, CHOICES))[:CHOICES] for _ in range(b * s)
     ]).reshape(b, s, CHOICES)  # fmt: skip
+    chosen[-1, -1, 0] = -1
     shapes: Any = ((b, s, h), (b, s, CHOICES), (count, m, h), (count, m, h), (count, h, m))
     shapes += ((count, m), (count, m), (count, h))[:biases]
     x, gates, *weights = (0.5 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)

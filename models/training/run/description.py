@@ -27,7 +27,7 @@ FREE_TO_CHANGE = frozenset(
     f"model.{name}"
     for name in (
         *("scan_layers", "remat", "remat_every", "dtype", "attention", "zigzag"),
-        *("stages", "stage_microbatches", "stage_schedule"),
+        *("stages", "stage_microbatches", "stage_schedule", "hot_experts"),
     )
 )
 """How a model is run, not what it computes: a resumed run may have other values."""
