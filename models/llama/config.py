@@ -120,6 +120,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 MAY_BE_ZERO = (
     "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
+    "router_bias_rate",
     "sliding_window_pattern", "norm_offset", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "n_shared_experts", "first_k_dense_replace", "hot_experts",
 )  # fmt: skip
@@ -180,6 +181,8 @@ class LlamaConfig:
     # experts and their router have biases, and gates are cut off there (`spmd.ops.experts`)
     swiglu_limit: float | None = None
     router_aux_loss_coef: float = 0.0  # the load-balancing loss is so many times added in training
+    # in a step of training, each bias of a sigmoid router goes so far towards even loads
+    router_bias_rate: float = 0.0
     # an MLP beside the experts that all tokens go through, as wide as so many of them
     n_shared_experts: int = 0
     first_k_dense_replace: int = 0  # the first so many layers have one MLP in the experts' place
@@ -280,6 +283,13 @@ class LlamaConfig:
             raise ConfigError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
                 f"{self.num_experts} of num_experts {self.num_experts}"
+            )
+        router = (self.num_experts > 0, self.scoring_func, self.param_dtype)
+        if self.router_bias_rate and router != (True, "sigmoid", "float32"):
+            raise ConfigError(
+                "router_bias_rate moves the biases by which a sigmoid router chooses experts, in "
+                f"float32; here are {self.num_experts} experts, {self.scoring_func} and "
+                f"param_dtype {self.param_dtype}: set it to 0, or the dtype to float32"
             )
         self._check_parts()
         uneven = [str(len(s)) for s, turns in self.spans if len(s) % self.group_size(turns)]

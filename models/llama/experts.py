@@ -77,8 +77,31 @@ def route(gate: Any, x_BSH: jax.Array, config: LlamaConfig) -> tuple[jax.Array, 
     if config.routed_scaling_factor != 1:
         gates_BSC *= config.routed_scaling_factor
     is_chosen_BSCE = chosen_BSC[..., None] == jnp.arange(config.num_experts)
+    if config.router_bias_rate:
+        counts_E = jnp.sum(is_chosen_BSCE, axis=(0, 1, 2), dtype=jnp.int32).astype(jnp.float32)
+        bias_E = gate["e_score_correction_bias"]
+        gates_BSC = counted(gates_BSC, bias_E, counts_E, config.stages > 1)
     taken_E = jnp.mean(jnp.sum(is_chosen_BSCE, axis=2, dtype=jnp.float32), axis=(0, 1))
     return gates_BSC, chosen_BSC, jnp.stack([taken_E, jnp.mean(shares_BSE, axis=(0, 1))])
+
+
+def counted(
+    gates_BSC: jax.Array, bias_E: jax.Array, counts_E: jax.Array, in_pipeline: bool
+) -> jax.Array:
+    """The gates; whatever the loss, the gradient of the bias is `counts_E`.
+
+    So counts reach the step as gradients do: from scans, recomputed layers and stages. A stage of
+    a pipeline that is idle gets gradients of 0, and counts nothing.
+    """
+
+    def backward(counts_E: jax.Array, grad_BSC: jax.Array) -> Any:
+        loads_E = jnp.where(jnp.any(grad_BSC != 0), counts_E, 0) if in_pipeline else counts_E
+        return grad_BSC, loads_E, jnp.zeros_like(counts_E)
+
+    same = jax.custom_vjp(lambda gates_BSC, *_: gates_BSC)
+    same.defvjp(lambda *given: (given[0], given[2]), backward)
+    found: jax.Array = same(gates_BSC, bias_E, counts_E)
+    return found
 
 
 def in_groups(favored_BSE: jax.Array, config: LlamaConfig) -> jax.Array:

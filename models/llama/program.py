@@ -34,6 +34,7 @@ from spmd.models.training.data import source as data
 from spmd.models.training.data.loader import place
 from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.program import TrainingProgram
+from spmd.models.training.run.balance import Balance
 from spmd.models.training.run.description import RunConfig
 from spmd.models.training.run.metrics import StepCost, peak_flops
 
@@ -173,6 +174,7 @@ class LlamaProgram(TrainingProgram):
             eval_loss=losses[1],
             frozen=frozen,
             offload_optimizer=run.options.offload_optimizer,
+            balance=Balance(self.model.router_bias_rate),
             cost=StepCost(
                 tokens=run.global_batch * run.seq_len,
                 devices=mesh.size,

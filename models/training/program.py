@@ -17,6 +17,7 @@ from spmd.models.training.checkpoints import tables
 from spmd.models.training.data.loader import Dataset, place, structs_of
 from spmd.models.training.errors import DataError
 from spmd.models.training.run.audit import step_elsewhere
+from spmd.models.training.run.balance import OFF, Balance
 from spmd.models.training.run.frozen import Frozen
 from spmd.models.training.run.loop import TrainState
 from spmd.models.training.run.metrics import StepCost
@@ -62,6 +63,7 @@ class TrainingProgram:
         frozen: patterns over the paths of parameters that are not trained.
         offload_optimizer: whether the optimizer's state lies in the host's memory; each part of it
             is on the devices while it is updated.
+        balance: as for `make_train_step`.
 
     Attributes:
         frozen: tells what is trained.
@@ -83,6 +85,7 @@ class TrainingProgram:
         cost: StepCost | None = None,
         frozen: Sequence[str] = (),
         offload_optimizer: bool = False,
+        balance: Balance = OFF,
     ) -> None:
         self.mesh, self._init, self._eval_loss = mesh, init, eval_loss or loss
         structs = jax.eval_shape(init, jax.random.key(0))
@@ -101,8 +104,12 @@ class TrainingProgram:
             on_nonfinite=on_nonfinite,
             schedule=schedule,
             frozen=self.frozen,
+            balance=balance,
         )
-        self._init_optimizer = lambda params: initial_state(optimizer, self.frozen.split(params)[0])
+        self._balance = balance
+        self._init_optimizer = lambda params: initial_state(
+            optimizer, balance.split(self.frozen.split(params)[0])[0]
+        )
         self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
         if offload_optimizer:
             self._opt_state = jax.tree.map(functools.partial(in_host, mesh), self._opt_state)
@@ -207,14 +214,16 @@ class TrainingProgram:
         """
         if rule is None:
             return lambda state: state.params
-        formats = weights_of(self.trained(self.step.in_formats[0]))
+        balance, trained = self._balance, self.trained(self.step.in_formats[0])
+        formats = weights_of(balance.split(trained)[0])
         compiled = jax.jit(rule, out_shardings=formats)
 
         def found(state: TrainState) -> Any:
             trained, kept = self.frozen.split(state.params)
             opt_state = jax.device_put(state.opt_state, jax.memory.Space.Device)
-            weights = compiled(weights_of(trained), opt_state)
-            return self.frozen.merge(with_weights(trained, weights), kept)
+            rest, biases = balance.split(trained)
+            weights = compiled(weights_of(rest), opt_state)
+            return self.frozen.merge(balance.merge(with_weights(rest, weights), biases), kept)
 
         return found
 

@@ -45,6 +45,7 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
         stages=given.mesh.get("stage", 1),
         stage_microbatches=given.stage_microbatches,
         stage_schedule=given.stage_schedule,
+        router_bias_rate=given.router_bias_rate,
         **changes,
     )
     rate = given.learning_rate

@@ -141,6 +141,10 @@ def _training(add: Add) -> None:
         help="train low-rank adapters of the projections alone (default: alpha twice the rank, all "
         f"targets: {', '.join(TARGETS)})",
     )
+    of_fields(add, LlamaConfig)(
+        "--router_bias_rate",
+        help="how far biases of DeepSeek-V3's experts go towards even loads in a step; 0: none",
+    )
     of_options("--steps", default=200, help="training steps, counted from the very first")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="which optimizer")
     of_optimizer(

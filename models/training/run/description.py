@@ -27,7 +27,7 @@ FREE_TO_CHANGE = frozenset(
     f"model.{name}"
     for name in (
         *("scan_layers", "remat", "remat_every", "dtype", "attention", "zigzag"),
-        *("stages", "stage_microbatches", "stage_schedule", "hot_experts"),
+        *("stages", "stage_microbatches", "stage_schedule", "hot_experts", "router_bias_rate"),
     )
 )
 """How a model is run, not what it computes: a resumed run may have other values."""
@@ -71,6 +71,8 @@ class RunConfig:
                     f"{name}: gradients are too small for float16, as losses are not scaled; train "
                     "in bfloat16 (--export_dtype float16 is possible)"
                 )
+        if self.lora and getattr(self.model, "router_bias_rate", 0):
+            raise RunError("router_bias_rate: with lora adapters alone are trained; set it to 0")
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
         ways = math.prod(self.mesh.get(axis, 1) for axis in split)

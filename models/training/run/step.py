@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.models.training.run.balance import OFF, Balance, largest_load
 from spmd.models.training.run.frozen import Frozen
 from spmd.models.training.run.optimizer import updated, updates_taken, weights_of
 from spmd.models.training.run.stateful import joined, loss_and_state, parted
@@ -32,6 +33,7 @@ def make_train_step(
     on_nonfinite: OnNonfinite = "stop",
     schedule: optax.Schedule | None = None,
     frozen: Frozen | None = None,
+    balance: Balance = OFF,
 ) -> TrainStep:
     """Makes the single-device step that minimizes `loss_fn(params, batch)`.
 
@@ -43,12 +45,13 @@ def make_train_step(
             gradients or the update are not finite. With `"stop"`, the loop ends the run.
         schedule: step -> learning rate, to have that among the metrics.
         frozen: says what is not trained; the optimizer state is of the rest.
+        balance: moves biases of experts, which are not the optimizer's either.
 
     Returns:
         The step. Its metrics are `loss`, `grad_norm` (before clipping) and `learning_rate`, all
         from before the update, `update_norm` (of what it changes in the parameters: finite only if
-        they are before and after it), `skipped` (0 or 1) if steps may be skipped, and those of the
-        loss.
+        they are before and after it), `skipped` (0 or 1) if steps may be skipped, those of the
+        loss and of `balance`.
 
     Raises:
         ValueError: (when traced) the microbatches do not divide the batch.
@@ -61,12 +64,15 @@ def make_train_step(
         def loss_of(params: Any, batch: Any) -> Any:
             return loss_fn(held.merge(params, rest), batch)
 
-        loss, metrics, grads = loss_and_grads(loss_of, params, batch, microbatches)
+        loss, metrics, grads = loss_and_grads(loss_of, params, batch, microbatches, balance)
+        (grads, loads), (weights, biases) = balance.split(grads), balance.split(params)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(_wide(grads))}
+        metrics |= largest_load(loads)
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
-        new_params, new_state = updated(optimizer, loss, grads, opt_state, params)
-        metrics["update_norm"] = optax.tree.norm(optax.tree.sub(_wide(new_params), _wide(params)))
+        new_params, new_state = updated(optimizer, loss, grads, opt_state, weights)
+        metrics["update_norm"] = optax.tree.norm(optax.tree.sub(_wide(new_params), _wide(weights)))
+        new_params = balance.merge(new_params, jax.tree.map(balance.moved, biases, loads))
         if on_nonfinite == "stop":
             return held.merge(new_params, rest), new_state, metrics
         is_good = jnp.isfinite(loss)
@@ -91,15 +97,15 @@ def _wide(variables: Any) -> Any:
 
 
 def loss_and_grads(
-    loss_fn: LossFn, params: Any, batch: Any, microbatches: int = 1
+    loss_fn: LossFn, params: Any, batch: Any, microbatches: int = 1, balance: Balance = OFF
 ) -> tuple[jax.Array, StepMetrics, Any]:
     """The mean loss of a batch, its metrics and gradients, computed microbatch by microbatch.
 
     All are summed over the microbatches, each times its weight, and divided once at the end: the
     result is that of the whole batch. As the sum is linear, a partitioner can leave the gradients
     unreduced until the loop's end, and reduce them once. Of states of 8-bit products, whose
-    gradients are the next states, the maximum is taken. The state of a `Stateful` goes from one
-    microbatch to the next.
+    gradients are the next states, the maximum is taken; loads of experts are not divided. The state
+    of a `Stateful` goes from one microbatch to the next.
 
     Returns:
         (loss, metrics, gradients), these in the parameters' dtypes; where `params` have a state,
@@ -126,9 +132,9 @@ def loss_and_grads(
     start = (zero, zero, zeros), states, first
     sums, metrics = jax.lax.scan(add, start, split_batch(batch, microbatches))
     (weight, loss, grads), states, state = sums
-    grads = jax.tree.map(
-        lambda total, leaf: (total / weight).astype(leaf.dtype), grads, fp8.split(trained)[0]
-    )
+    (grads, loads), (like, _) = map(balance.split, (grads, fp8.split(trained)[0]))
+    grads = jax.tree.map(lambda total, leaf: (total / weight).astype(leaf.dtype), grads, like)
+    grads = balance.merge(grads, loads)
     metrics = jax.tree.map(lambda each: jnp.sum(each) / weight, metrics)
     return loss / weight, metrics, joined(fp8.merge(grads, states), state, params)
 

@@ -23,6 +23,9 @@ BAD_FLAGS = {
     "--remat=some": "remat 'some' is no policy; there are none, full, dots",
     "--remat=offload:q": "remat 'offload:q': on cpu devices there is no other memory",
     "--clip_norm=-1": "clip_norm must be positive, not -1.0",
+    "--router_bias_rate=0.1": "here are 0 experts, softmax and param_dtype float32: set",
+    "--router_bias_rate=0.1 --model=deepseek-v3 --lora=rank=2": "with lora adapters alone are",
+    "--router_bias_rate=0.1 --model=deepseek-v3 --param_dtype=bfloat16": "dtype bfloat16: set it",
     "--report=/nowhere/r.html": "--report: the directory /nowhere does not exist",
 }
 

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import spmd
+from spmd.models.llama.experts import counted
+from spmd.models.training.run.balance import BIAS, Balance
 from spmd.models.training.run.optimizer import (
     OPTIMIZERS,
     OptimizerConfig,
@@ -72,6 +74,22 @@ def test_gradients_keep_their_dtype_and_are_summed_in_float32(params):
     _, _, grads = jax.eval_shape(lambda b: loss_and_grads(loss_fn, params, b, 4), make_batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
     assert "f32[8,16] = add" in jaxpr
+
+
+def test_loads_of_experts_are_sums_and_move_biases(params):
+    """They are neither weighted nor divided, though microbatches are."""
+
+    def loss(params, batch):
+        taken = jnp.sum(batch["x"] > 0, axis=0, dtype=jnp.float32)
+        return loss_fn(params, batch | {"x": counted(batch["x"], params[BIAS], taken, False)})
+
+    batch, balance = make_batch(weighted=True), Balance(rate=0.5)
+    _, _, grads = loss_and_grads(loss, params | {BIAS: jnp.zeros(WIDTH)}, batch, 4, balance)
+    loads = np.sum(batch["x"] > 0, axis=0)
+    np.testing.assert_array_equal(grads[BIAS], loads)
+    assert set(np.sign(loads.mean() - loads)) == {-1, 1} and loads.mean() % 1
+    moved = balance.moved(jnp.ones(WIDTH), grads[BIAS])
+    np.testing.assert_array_equal(moved, 1 + 0.5 * np.sign(loads.mean() - loads))
 
 
 def test_rows_of_a_microbatch_come_from_everywhere():
