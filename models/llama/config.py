@@ -339,7 +339,10 @@ class LlamaConfig:
             fits = fits and self.num_experts_per_tok * self.n_group <= chosen
             fits = fits and self.num_experts >= 2 * self.n_group
         if self.hot_experts > self.num_experts:
-            raise ConfigError(f"hot_experts {self.hot_experts}: there are {self.num_experts}")
+            raise ConfigError(
+                f"hot_experts {self.hot_experts}: the model has {self.num_experts} experts; give as "
+                "many at most"
+            )
         if not fits or dense >= self.num_hidden_layers:
             raise ConfigError(
                 f"n_shared_experts {self.n_shared_experts}, first_k_dense_replace {dense} and "

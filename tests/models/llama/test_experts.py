@@ -172,5 +172,5 @@ def test_rows_of_hot_experts_stay_where_they_are() -> None:
 
 
 def test_there_are_not_more_hot_experts() -> None:
-    with pytest.raises(ConfigError, match="hot_experts 9: there are 8"):
+    with pytest.raises(ConfigError, match="hot_experts 9: the model has 8 experts"):
         dataclasses.replace(CONFIG, hot_experts=9)
