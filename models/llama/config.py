@@ -340,8 +340,8 @@ class LlamaConfig:
             fits = fits and self.num_experts >= 2 * self.n_group
         if self.hot_experts > self.num_experts:
             raise ConfigError(
-                f"hot_experts {self.hot_experts}: the model has {self.num_experts} experts; give as "
-                "many at most"
+                f"hot_experts {self.hot_experts}: the model has {self.num_experts} experts; give "
+                "as many at most"
             )
         if not fits or dense >= self.num_hidden_layers:
             raise ConfigError(
