@@ -271,12 +271,6 @@ def planning_line(rows: Sequence[Row]) -> str:
     )
 
 
-def explained_line(rows: Sequence[Row]) -> str:
-    """How many of all collectives say where they come from and why they are there."""
-    named, total = (sum(row.explained[i] for row in rows) for i in range(2))
-    return f"{named} of our {total} collectives name a source line and a reason."
-
-
 def _tally(rows: Sequence[Row]) -> list[str]:
     """How many there are, and in how many we send less, as much and more."""
     ratios = [row.ratio for row in rows if row.ratio is not None]
@@ -319,4 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(HEADER, program_lines(rows))
     print()
     print_table(FAMILY_HEADER, family_lines(rows))
-    print(f"\n{planning_line(rows)}\n{explained_line(rows)}")
+    named, total = (sum(row.explained[i] for row in rows) for i in range(2))
+    print(f"\n{planning_line(rows)}")
+    print(f"{named} of our {total} collectives name a source line and a reason.")

@@ -230,11 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if unknown := set(given.peers) - {"jax", "torch", "none"}:
         parser.error(f"--peers: there is no {min(unknown)}, only jax and torch")
-    rows = []
-    if "torch" in given.peers:  # before jax takes the GPUs' memory
-        for text in given.meshes:
-            if "model" not in text:
-                rows.append(torch_row(given, text))
+    for_torch = [text for text in given.meshes if "torch" in given.peers and "model" not in text]
+    rows = [torch_row(given, text) for text in for_torch]  # before jax takes the GPUs' memory
     device, config = jax.devices()[0], config_of(given)
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     print(f"{given.model}, {config.num_hidden_layers} layers, batch {given.global_batch} x "
