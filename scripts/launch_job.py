@@ -168,11 +168,13 @@ def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
 
 def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Writes a JobSet and hands it to kubectl."""
+    if wrong := [item for item in flags.selector if not item.partition("=")[2]]:
+        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
     jobset = taken(
         JobSet,
         flags,
         tpu=parse_tpu(flags.tpu) if flags.tpu else None,
-        selector=parse_selector(flags.selector),
+        selector=dict(item.split("=", 1) for item in flags.selector),
         volumes=tuple(Volume.parse(kind, text) for kind in KINDS for text in getattr(flags, kind)),
     )
     text = jobset_yaml(_of_flags(Job, flags, command), jobset)
@@ -189,18 +191,6 @@ def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
 def _of_flags(cls: type[T], flags: argparse.Namespace, command: tuple[str, ...]) -> T:
     """A job as its flags and its command say it."""
     return taken(cls, flags, command=command, env=parse_env(flags.env, os.environ))
-
-
-def parse_selector(items: Sequence[str]) -> dict[str, str]:
-    """`["a=b"]` -> `{"a": "b"}`.
-
-    Raises:
-      LaunchError: not of that form.
-    """
-    wrong = [item for item in items if not item.partition("=")[2]]
-    if wrong:
-        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
-    return dict(item.split("=", 1) for item in items)
 
 
 def hand_over(call: Sequence[str], dry_run: bool, text: str | None = None) -> int:

@@ -51,7 +51,6 @@ class Sample(NamedTuple):
     seconds: float  # median time
 
 
-# ---------------------------------------------------------------------------------------------
 # Measuring.
 
 
@@ -122,7 +121,6 @@ def axis_sets(mesh: Mesh) -> list[tuple[str, ...]]:
     return [*single, together] if len(single) > 1 else single
 
 
-# ---------------------------------------------------------------------------------------------
 # Fitting.
 
 
@@ -201,7 +199,6 @@ def _slowest(base: Topology, mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, Li
     return ("dcn" if slowest == base.chip.dcn else "ici"), slowest
 
 
-# ---------------------------------------------------------------------------------------------
 # The command.
 
 

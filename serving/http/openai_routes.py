@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -40,7 +41,6 @@ from spmd.serving.http.protocol import (
 from spmd.serving.http.requests import (
     ClosingStream,
     check_key,
-    dump,
     event,
     failure,
     service_of,
@@ -587,7 +587,7 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
     finally:
         stream.close()
     # Writing log-probabilities of many tokens takes a while, too.
-    text = await asyncio.to_thread(lambda: dump(answer.whole(deltas)))
+    text = await asyncio.to_thread(lambda: orjson.dumps(answer.whole(deltas)))
     return Response(text, media_type="application/json")
 
 

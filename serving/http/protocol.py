@@ -278,6 +278,10 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid("top_logprobs: needs logprobs to be true")
+    effort = fields.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        needed = f"one of {', '.join(EFFORTS)} is needed"
+        raise invalid(f"reasoning_effort: {needed}, not {show(effort)}")
     ask = ChatAsk(
         **_common(fields, bounds, 1),
         max_tokens=next((limit for limit in limits if limit is not None), None),
@@ -289,7 +293,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         ),
         tools=parse_tools(fields),
         arguments=_arguments(fields),
-        effort=_effort(fields.get("reasoning_effort")),
+        effort=effort,
         thoughts=fields.flag("include_reasoning", True),
         budget=_budget(fields, bounds),
     )
@@ -321,12 +325,6 @@ def _arguments(fields: Fields) -> dict[str, Any]:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def _effort(value: Any) -> str | None:
-    if value is not None and value not in EFFORTS:
-        raise invalid(f"reasoning_effort: one of {', '.join(EFFORTS)} is needed, not {show(value)}")
-    return None if value is None else str(value)
 
 
 def _budget(fields: Fields, bounds: Bounds) -> int | None:

@@ -192,6 +192,10 @@ def definitions(case: Case) -> str:
     floats = sum(arg.type.dtype in FLOATS for arg in case.args) if has_gradient(case) else 0
     out_specs = dict(zip(case.results, case.out_specs, strict=True))
     out_specs |= {f"gradient{i}": None for i in range(floats)}
+    names = ", ".join(arg.name for arg in case.args)
+    returned = ", ".join(f'"{name}": {name}' for name in case.results)
+    body = "\n".join([*(line.text for line in case.lines), f"return {{{returned}}}"])
+    program = f"def program({names}):\n{textwrap.indent(body, '    ')}"
     arguments = "".join(f"        {_argument(arg.type)},  # {arg.name}\n" for arg in case.args)
     parts = (
         f"RTOL = {tolerance(case)}\n",
@@ -200,21 +204,10 @@ def definitions(case: Case) -> str:
         f"OUT_SPECS = {out_specs!r}\n",
         "\n\ndef arguments():\n    rng = np.random.RandomState(0)\n    return (\n",
         f"{arguments}    )\n",
-        program_text(case),
+        f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n",
         _STEP.format(step=_GRADIENT_STEP if has_gradient(case) else _PLAIN_STEP),
     )
     return "".join(parts)
-
-
-def program_text(case: Case) -> str:
-    """The program as a function that returns it."""
-    names = ", ".join(arg.name for arg in case.args)
-    returned = ", ".join(f'"{name}": {name}' for name in case.results)
-    body = [line.text for line in case.lines] + [f"return {{{returned}}}"]
-    program = f"def program({names}):\n" + textwrap.indent("\n".join(body), "    ")
-    return (
-        f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n"
-    )
 
 
 def has_gradient(case: Case) -> bool:

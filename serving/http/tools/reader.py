@@ -494,19 +494,16 @@ class MessageReader:
                 read = [MessageEvent("content", part)] if part and self._reader is None else []
                 events += read if self._reader is None else self._reader.push(part)
             elif kind == "thought":
-                events += self._thought_events(part)
+                part = part.lstrip("\n") if self._breaks is None else self._breaks + part
+                shown = part.rstrip("\n")
+                if shown or self._breaks is not None:
+                    self._breaks = part[len(shown) :]
+                events += [MessageEvent("thought", shown)] if shown and self._shows else []
             else:
                 self._thought = True
         if finish and self._reader is not None:
             events += self._reader.finish(finish == "length")
         return events
-
-    def _thought_events(self, text: str) -> list[MessageEvent]:
-        text = text.lstrip("\n") if self._breaks is None else self._breaks + text
-        shown = text.rstrip("\n")
-        if shown or self._breaks is not None:
-            self._breaks = text[len(shown) :]
-        return [MessageEvent("thought", shown)] if shown and self._shows else []
 
     def _call(self, name: str) -> Json:
         function = {"name": name, "arguments": ""}
