@@ -278,6 +278,10 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid("top_logprobs: needs logprobs to be true")
+    budget = fields.integer("thinking_token_budget", -1, bounds.max_length)
+    budget = None if budget == -1 else budget
+    if budget is not None and fields.get("allowed_token_ids"):
+        raise invalid("thinking_token_budget: not together with allowed_token_ids")
     effort = fields.get("reasoning_effort")
     if effort is not None and effort not in EFFORTS:
         needed = f"one of {', '.join(EFFORTS)} is needed"
@@ -295,7 +299,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         arguments=_arguments(fields),
         effort=effort,
         thoughts=fields.flag("include_reasoning", True),
-        budget=_budget(fields, bounds),
+        budget=budget,
     )
     if ask.continues and (ask.generation_prompt or not ask.messages[-1]["content"].strip()):
         raise invalid(
@@ -325,16 +329,6 @@ def _arguments(fields: Fields) -> dict[str, Any]:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def _budget(fields: Fields, bounds: Bounds) -> int | None:
-    name = "thinking_token_budget"
-    budget = fields.integer(name, -1, bounds.max_length)
-    if budget in (None, -1):
-        return None
-    if fields.get("allowed_token_ids"):
-        raise invalid(f"{name}: not together with allowed_token_ids")
-    return budget
 
 
 def _ignored(fields: Fields) -> tuple[str, ...]:
