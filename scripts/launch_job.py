@@ -69,7 +69,13 @@ def make_parser() -> Parser:
         )
         return added.add_argument
 
-    _add_local(engine("local", "processes on this machine", launch_local))
+    _add_local(
+        engine(
+            "local",
+            "processes on this machine",
+            lambda *given: run_local(_of_flags(LocalJob, *given)),
+        )
+    )
     _add_slurm(engine("slurm", "a batch job of Slurm's", launch_slurm))
     _add_jobset(engine("jobset", "a JobSet on Kubernetes", launch_jobset))
     _add_tpu_vm(engine("tpu-vm", "all hosts of a TPU VM, by gcloud", launch_tpu_vm))
@@ -152,11 +158,6 @@ def _add_restarts(add: Add) -> None:
 
 
 # Engines.
-
-
-def launch_local(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
-    """Runs processes here."""
-    return run_local(_of_flags(LocalJob, flags, command))
 
 
 def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
