@@ -278,21 +278,6 @@ def _tally(rows: Sequence[Row]) -> list[str]:
     return [str(len(rows)), *map(str, counts)]
 
 
-def measure_all(found: Sequence[Program], options: spmd.Options) -> list[Row]:
-    """A row for each program; says on stderr how far it has come."""
-    rows = []
-    for number, program in enumerate(found, 1):
-        start = time.perf_counter()
-        row = measure(program, options)
-        rows.append(row)
-        outcome = "; ".join(f"{what}: {why}" for what, why in row.errors.items())
-        if row.ratio is not None:
-            outcome = f"ratio {row.ratio:.2f} {outcome}"
-        said = f"{program.name}: {outcome} ({time.perf_counter() - start:.1f} s)"
-        print(f"[{number}/{len(found)}] {said}", file=sys.stderr, flush=True)
-    return rows
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run bytes", __doc__)
@@ -309,7 +294,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not found:
         sys.exit(f"error: no program's name holds {given.only!r}")
     topology = spmd.Topology(given.topology) if given.topology else small_machine()
-    rows = measure_all(found, spmd.Options(topology=topology))
+    rows = []
+    for number, program in enumerate(found, 1):
+        start = time.perf_counter()
+        row = measure(program, spmd.Options(topology=topology))
+        rows.append(row)
+        outcome = "; ".join(f"{what}: {why}" for what, why in row.errors.items())
+        if row.ratio is not None:
+            outcome = f"ratio {row.ratio:.2f} {outcome}"
+        said = f"{program.name}: {outcome} ({time.perf_counter() - start:.1f} s)"
+        print(f"[{number}/{len(found)}] {said}", file=sys.stderr, flush=True)
     print_table(HEADER, program_lines(rows))
     print()
     print_table(FAMILY_HEADER, family_lines(rows))

@@ -341,9 +341,10 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         print_head(COLUMNS)
         for name, workload in workloads.items():
             if workload.longest > facts["longest"]:
-                _remark(
+                print(
                     f"{name}: skipped, as it asks for {workload.longest} tokens and a sequence has "
-                    f"at most {facts['longest']}"
+                    f"at most {facts['longest']}",
+                    file=sys.stderr,
                 )
                 continue
             before = server.counted()
@@ -361,14 +362,10 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
             found[name] |= {of: count - before[of] for of, count in counted.items()}
             print(row(name, found[name]), flush=True)
             for sentence in remarks(name, found[name]):
-                _remark(sentence)
+                print(sentence, file=sys.stderr)
     if problems:
         raise BenchError("; ".join(problems))
     return found
-
-
-def _remark(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
 
 
 def load_names(text: str) -> tuple[str, ...]:

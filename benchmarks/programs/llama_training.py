@@ -88,7 +88,7 @@ def build(
             params, batch["inputs"], batch["targets"], config, mark
         )
 
-    def accumulated(params: Any, batches: Any) -> tuple[Any, Any]:
+    def accumulated(params: Any, batches: Any) -> Any:
         total = ACCUMULATE[accumulate](loss_and_grads, params, batches)
         return jax.tree.map(lambda t: t / MICROBATCHES, total)
 

@@ -71,7 +71,7 @@ class Cache:
           asked: whatever else decides the result; its repr counts.
           make: makes it.
         """
-        options = dataclasses.replace(options, cache_dir=None)  # where plans are decides nothing
+        options = dataclasses.replace(options, cache_dir=None)  # their folder decides nothing
         where = [(d.platform, d.device_kind, d.process_index) for d in jax_mesh(mesh).devices.flat]
         key = key_of(hashlib.sha256(module).digest(), mesh, mesh.dcn_sizes, where, options, asked)
         found = self.plans.get(key)
