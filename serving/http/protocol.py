@@ -278,14 +278,6 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid("top_logprobs: needs logprobs to be true")
-    budget = fields.integer("thinking_token_budget", -1, bounds.max_length)
-    budget = None if budget == -1 else budget
-    if budget is not None and fields.get("allowed_token_ids"):
-        raise invalid("thinking_token_budget: not together with allowed_token_ids")
-    effort = fields.get("reasoning_effort")
-    if effort is not None and effort not in EFFORTS:
-        needed = f"one of {', '.join(EFFORTS)} is needed"
-        raise invalid(f"reasoning_effort: {needed}, not {show(effort)}")
     ask = ChatAsk(
         **_common(fields, bounds, 1),
         max_tokens=next((limit for limit in limits if limit is not None), None),
@@ -297,10 +289,16 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         ),
         tools=parse_tools(fields),
         arguments=_arguments(fields),
-        effort=effort,
+        effort=fields.get("reasoning_effort"),
         thoughts=fields.flag("include_reasoning", True),
-        budget=budget,
+        budget=fields.integer("thinking_token_budget", -1, bounds.max_length),
     )
+    if ask.effort is not None and ask.effort not in EFFORTS:
+        needed = f"one of {', '.join(EFFORTS)} is needed"
+        raise invalid(f"reasoning_effort: {needed}, not {show(ask.effort)}")
+    budget = None if ask.budget == -1 else ask.budget
+    if budget is not None and ask.allowed_ids:
+        raise invalid("thinking_token_budget: not together with allowed_token_ids")
     if ask.continues and (ask.generation_prompt or not ask.messages[-1]["content"].strip()):
         raise invalid(
             "continue_final_message: needs a text in the last message, and no add_generation_prompt"
@@ -308,7 +306,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     structure = ask.structure
     if ask.tools is not None and structure is not None and structure.kind != "json":
         raise invalid(f"{structure.place}: not together with tools")
-    return dataclasses.replace(ask, ignored=_ignored(fields))
+    return dataclasses.replace(ask, budget=budget, ignored=_ignored(fields))
 
 
 ARGUMENTS_BYTES = 4096
