@@ -271,32 +271,11 @@ def planning_line(rows: Sequence[Row]) -> str:
     )
 
 
-def explained_line(rows: Sequence[Row]) -> str:
-    """How many of all collectives say where they come from and why they are there."""
-    named, total = (sum(row.explained[i] for row in rows) for i in range(2))
-    return f"{named} of our {total} collectives name a source line and a reason."
-
-
 def _tally(rows: Sequence[Row]) -> list[str]:
     """How many there are, and in how many we send less, as much and more."""
     ratios = [row.ratio for row in rows if row.ratio is not None]
     counts = (sum(r < 1 for r in ratios), sum(r == 1 for r in ratios), sum(r > 1 for r in ratios))
     return [str(len(rows)), *map(str, counts)]
-
-
-def measure_all(found: Sequence[Program], options: spmd.Options) -> list[Row]:
-    """A row for each program; says on stderr how far it has come."""
-    rows = []
-    for number, program in enumerate(found, 1):
-        start = time.perf_counter()
-        row = measure(program, options)
-        rows.append(row)
-        outcome = "; ".join(f"{what}: {why}" for what, why in row.errors.items())
-        if row.ratio is not None:
-            outcome = f"ratio {row.ratio:.2f} {outcome}"
-        said = f"{program.name}: {outcome} ({time.perf_counter() - start:.1f} s)"
-        print(f"[{number}/{len(found)}] {said}", file=sys.stderr, flush=True)
-    return rows
 
 
 def make_parser() -> Parser:
@@ -315,8 +294,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not found:
         sys.exit(f"error: no program's name holds {given.only!r}")
     topology = spmd.Topology(given.topology) if given.topology else small_machine()
-    rows = measure_all(found, spmd.Options(topology=topology))
+    rows = []
+    for number, program in enumerate(found, 1):
+        start = time.perf_counter()
+        row = measure(program, spmd.Options(topology=topology))
+        rows.append(row)
+        outcome = "; ".join(f"{what}: {why}" for what, why in row.errors.items())
+        if row.ratio is not None:
+            outcome = f"ratio {row.ratio:.2f} {outcome}"
+        said = f"{program.name}: {outcome} ({time.perf_counter() - start:.1f} s)"
+        print(f"[{number}/{len(found)}] {said}", file=sys.stderr, flush=True)
     print_table(HEADER, program_lines(rows))
     print()
     print_table(FAMILY_HEADER, family_lines(rows))
-    print(f"\n{planning_line(rows)}\n{explained_line(rows)}")
+    named, total = (sum(row.explained[i] for row in rows) for i in range(2))
+    print(f"\n{planning_line(rows)}")
+    print(f"{named} of our {total} collectives name a source line and a reason.")

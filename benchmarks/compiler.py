@@ -80,16 +80,6 @@ def measure(row: Step) -> Run:
     return Run(sum(1 for _ in lowered.stages.program.walk()), dict(lowered.stages.seconds), seconds)
 
 
-def runs_of(what: str, row: Step, repeat: int) -> list[Run]:
-    """Several runs, each in a process of its own; says on stderr how far it has come."""
-    runs = []
-    for number in range(1, repeat + 1):
-        print(f"{what}: run {number} of {repeat}", file=sys.stderr, flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            runs.append(process.submit(measure, row).result())
-    return runs
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run compiler", __doc__)
@@ -114,7 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for axes, layers in itertools.product(given.meshes, given.layers):
         what = f"{layers}, {'scanned' if given.scan else 'unrolled'}"
         mesh, row = axes.replace(":", ", "), Step(int(layers), given.scan, axes, given.model)
-        runs = runs_of(f"{what}, {mesh}", row, given.repeat)
+        runs = []
+        for number in range(1, given.repeat + 1):
+            print(f"{what}, {mesh}: run {number} of {given.repeat}", file=sys.stderr, flush=True)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                runs.append(process.submit(measure, row).result())
         best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
         cells = [what, mesh, f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
         cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]

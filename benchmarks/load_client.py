@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import httpx
@@ -112,12 +111,12 @@ def make_body(ask: Ask, load: Load, model: str) -> dict[str, Any]:
     return body
 
 
-def open_client(url: str, api_key: str | None = None, timeout: float = 600.0) -> httpx.AsyncClient:
-    """A client that opens as many connections as are asked for; one read may take `timeout` s."""
+def open_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
+    """A client that opens as many connections as are asked for; one read may take 600 s."""
     return httpx.AsyncClient(
         base_url=url,
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-        timeout=httpx.Timeout(timeout, connect=30.0),
+        timeout=httpx.Timeout(600.0, connect=30.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
     )
@@ -282,7 +281,7 @@ def ask_from(
     count = min(processes, load.concurrency, len(asks))
     parts = []
     for i in range(count):
-        share = replace(load, concurrency=len(range(i, load.concurrency, count)))
+        share = dataclasses.replace(load, concurrency=len(range(i, load.concurrency, count)))
         parts.append(pool.submit(_ask_all, url, model, share, asks[i::count]))
     done = [part.result() for part in parts]
     answers = [done[n % count][0][n // count] for n in range(len(asks))]

@@ -39,17 +39,16 @@ def busy(spans: Sequence[tuple[float, float]], seconds: float) -> Busy:
     return Busy(1 - sum(idle) / seconds, len(long), max(long, default=0.0))
 
 
-def together(devices: Sequence[Busy]) -> Busy:
-    """Of several devices: the mean share, all gaps."""
-    share = sum(one.share for one in devices) / len(devices)
-    return Busy(share, sum(one.gaps for one in devices), max(one.longest for one in devices))
-
-
 def read_busy(folder: str, devices: int) -> Busy:
-    """What so many devices did in the step of a trace; those without any event count as idle."""
+    """What so many devices did in the step of a trace: the mean share, all gaps.
+
+    Those without any event count as idle.
+    """
     (step,) = read_folder(Path(folder))
     spans: dict[int, list[tuple[float, float]]] = {}
     for event in step.events:
         spans.setdefault(event.device, []).append((event.start, event.end))
     of_each = [busy(found, step.seconds) for found in spans.values()]
-    return together(of_each + [busy([], step.seconds)] * (devices - len(of_each)))
+    of_each += [busy([], step.seconds)] * (devices - len(of_each))
+    share = sum(one.share for one in of_each) / devices
+    return Busy(share, sum(one.gaps for one in of_each), max(one.longest for one in of_each))

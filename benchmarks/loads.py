@@ -29,7 +29,6 @@ import itertools
 import json
 import math
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -58,6 +57,7 @@ from benchmarks.tables import print_head
 from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 from spmd.scripts import export_llama
+from spmd.scripts.jobs.local import free_port
 from spmd.serving.http.limits import ServerOptions
 
 # A word of a prompt is a token. Each prompt has a number of its own before its words, so that none
@@ -192,11 +192,6 @@ class Server(NamedTuple):
     facts: Mapping[str, Any]  # what it said when the model was there
     process: subprocess.Popen[str]
 
-    @property
-    def costs(self) -> Costs:
-        """What its model costs."""
-        return Costs(**self.facts["costs"])
-
     def counted(self) -> dict[str, int]:
         """`COUNTERS` up to now."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False).text
@@ -218,8 +213,7 @@ class Server(NamedTuple):
 @contextlib.contextmanager
 def serving(given: argparse.Namespace) -> Iterator[Server]:
     """The server in its process; at the end it is told to stop, and has to do so properly."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = json.dumps({**vars(given), "port": port})
     command = [sys.executable, "-m", "benchmarks.load_server", flags]
     pipe = subprocess.PIPE
@@ -347,9 +341,10 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         print_head(COLUMNS)
         for name, workload in workloads.items():
             if workload.longest > facts["longest"]:
-                _remark(
+                print(
                     f"{name}: skipped, as it asks for {workload.longest} tokens and a sequence has "
-                    f"at most {facts['longest']}"
+                    f"at most {facts['longest']}",
+                    file=sys.stderr,
                 )
                 continue
             before = server.counted()
@@ -360,21 +355,17 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 again = functools.partial(ask, workload)
                 trace = trace_of(server, again, asked.seconds / 2, given.trace_seconds)
             try:
-                found[name] = numbers_of(workload, asked, trace, server.costs)
+                found[name] = numbers_of(workload, asked, trace, Costs(**facts["costs"]))
             except BenchError as error:  # the other loads may still tell something
                 problems.append(f"{name}: {error}")
                 continue
             found[name] |= {of: count - before[of] for of, count in counted.items()}
             print(row(name, found[name]), flush=True)
             for sentence in remarks(name, found[name]):
-                _remark(sentence)
+                print(sentence, file=sys.stderr)
     if problems:
         raise BenchError("; ".join(problems))
     return found
-
-
-def _remark(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
 
 
 def load_names(text: str) -> tuple[str, ...]:

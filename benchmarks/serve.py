@@ -14,6 +14,7 @@ Examples:
 import argparse
 import asyncio
 import collections
+import dataclasses
 import json
 import logging
 import sys
@@ -27,7 +28,6 @@ import numpy as np
 
 from benchmarks.load_client import (
     Answer,
-    Ask,
     BenchError,
     Load,
     find_doubles,
@@ -41,7 +41,6 @@ from spmd.cli.fields import taken
 from spmd.cli.flags import Parser, Switch, positive, words
 
 PERCENTILES = (50, 90, 99)
-TIMEOUT = 600.0  # seconds that one read may take
 
 
 class Result(NamedTuple):
@@ -75,14 +74,14 @@ async def find_model(client: httpx.AsyncClient) -> str:
 
 async def run(given: argparse.Namespace, load: Load) -> Result:
     """Put the load on the server."""
-    async with open_client(given.url, given.api_key, TIMEOUT) as client:
+    async with open_client(given.url, given.api_key) as client:
         model = given.model or await find_model(client)
         started = time.perf_counter()
         answers = await run_load(client, load, model, make_asks(load))
         seconds = time.perf_counter() - started
         done = [answer for answer in answers if answer.outcome == "done"][: given.verify]
-        alone = Load(**{**vars(load), "concurrency": 1, "rate": None})
-        again: list[Ask] = [answer.ask for answer in done]
+        alone = dataclasses.replace(load, concurrency=1, rate=None)
+        again = [answer.ask for answer in done]
         texts = [answer.text for answer in await run_load(client, alone, model, again)]
         same = sum(answer.text == text for answer, text in zip(done, texts, strict=True))
     return Result(answers, seconds, len(done), same)

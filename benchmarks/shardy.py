@@ -96,7 +96,6 @@ def run(module: Any) -> float:
         return time.perf_counter() - start
 
 
-# ---------------------------------------------------------------------------------------------
 # Reading a propagated module.
 
 
@@ -170,7 +169,6 @@ def _entry_dims(item: Any, rank: int) -> tuple[tuple[Axis, ...], ...]:
     return axes_of(entries["sdy.sharding"]) if "sdy.sharding" in entries else ((),) * rank
 
 
-# ---------------------------------------------------------------------------------------------
 # Many modules in a process of their own.
 
 

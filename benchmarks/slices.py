@@ -16,7 +16,7 @@ Example:
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -188,14 +188,6 @@ def cells(built: Built) -> Iterator[str]:
     yield f"{seconds:.0f}"
 
 
-def attempt(make: Callable[[], Built]) -> tuple[Built, str]:
-    """What became of a program, or why nothing did."""
-    try:
-        return make(), ""
-    except (SpmdError, jax.errors.JaxRuntimeError) as error:
-        return Built(), str(error).strip().splitlines()[0][:200]
-
-
 def make_parser() -> Parser:
     """The flags."""
     parser = Parser("benchmarks/run slices", __doc__)
@@ -215,7 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_head(("row", "program", *COLUMNS))
     for name in given.rows:
         for program in given.programs or ROWS[name].programs:
-            built, problem = attempt(functools.partial(build, given, ROWS[name], program))
+            built, problem = Built(), ""
+            try:
+                built = build(given, ROWS[name], program)
+            except (SpmdError, jax.errors.JaxRuntimeError) as error:
+                problem = str(error).strip().splitlines()[0][:200]
             print_line([name, program, *cells(built)], problem)
             for c, waited in built.step.synchronous if built.step and given.synchronous else ():
                 what = f"{c.count} x {c.kind} among {c.group_size}, {c.bytes / 1e6:.1f} MB each"

@@ -18,9 +18,9 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from benchmarks.compiled_ahead import model_of
 from benchmarks.kinds import SECONDS, Kinds, joules, kinds_of, of_torch
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.named import named_config
 
 WARM, PROFILED = 3, 2
 
@@ -152,9 +152,7 @@ def _run(given: argparse.Namespace) -> Result | None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     gpus, is_first = dist.get_world_size(), dist.get_rank() == 0
-    config = named_config(given.model)
-    if given.layers:
-        config = LlamaConfig(**{**vars(config), "num_hidden_layers": given.layers})
+    config = model_of(given.model, given.layers)
     module = _sharded(config, gpus)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-4, fused=True)
     shape = (given.global_batch // gpus, given.seq_len)

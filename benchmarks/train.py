@@ -87,13 +87,6 @@ class Loop:
         return self._loss
 
 
-def random_batch(given: argparse.Namespace, compiled: Any, config: LlamaConfig) -> Any:
-    """Tokens without meaning, where a compiled step wants them."""
-    shape = (given.global_batch, given.seq_len)
-    tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
-    return jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
-
-
 @dataclasses.dataclass
 class Row:
     """One program's line in the tables."""
@@ -142,12 +135,6 @@ def config_of(given: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def peer_config(config: LlamaConfig) -> LlamaConfig:
-    """The model for plain `jax.jit`, with the attention that is best there."""
-    fused = jax.devices()[0].platform == "gpu" and config.dtype in ("bfloat16", "float16")
-    return dataclasses.replace(config, attention="cudnn" if fused else "einsum")
-
-
 def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     """The programs of jax, over one mesh."""
     mesh, config = spmd.make_mesh(**parse_axes(text)), config_of(given)
@@ -158,7 +145,9 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     start = time.perf_counter()
     compiled = case.lower().compile()
     compile_seconds = time.perf_counter() - start
-    batch = random_batch(given, compiled, config)
+    # Tokens without meaning.
+    tokens = np.random.RandomState(0).randint(0, config.vocab_size, case.shape).astype(np.int32)
+    batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 
     def fresh(placed: Any) -> tuple[Any, Any]:
         draw = jax.jit(lambda key: init(key, config), out_shardings=placed[0])
@@ -181,8 +170,11 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     yield row
     if "jax" in given.peers and not given.offload_optimizer:
         start = time.perf_counter()
+        # The attention that is best there.
+        fused = jax.devices()[0].platform == "gpu" and config.dtype in ("bfloat16", "float16")
+        theirs = dataclasses.replace(config, attention="cudnn" if fused else "einsum")
         plain = jax.jit(
-            case._replace(config=peer_config(config)).step(),
+            case._replace(config=theirs).step(),
             donate_argnums=(0, 1),
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),
@@ -233,11 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if unknown := set(given.peers) - {"jax", "torch", "none"}:
         parser.error(f"--peers: there is no {min(unknown)}, only jax and torch")
-    rows = []
-    if "torch" in given.peers:  # before jax takes the GPUs' memory
-        for text in given.meshes:
-            if "model" not in text:
-                rows.append(torch_row(given, text))
+    for_torch = [text for text in given.meshes if "torch" in given.peers and "model" not in text]
+    rows = [torch_row(given, text) for text in for_torch]  # before jax takes the GPUs' memory
     device, config = jax.devices()[0], config_of(given)
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     print(f"{given.model}, {config.num_hidden_layers} layers, batch {given.global_batch} x "

@@ -100,7 +100,12 @@ def open_source(folder: Path, step: str) -> contextlib.AbstractContextManager[So
 
 def run(given: argparse.Namespace, console: Console) -> None:
     """Convert, and say what came of it."""
-    check_flags(given)
+    if given.step != AUTO and not given.step.isdecimal():
+        raise WeightsError(f"--step: {given.step!r} is no number, and not {AUTO}")
+    if given.mesh and given.ranks is not None:
+        raise WeightsError("--mesh makes a training run's checkpoint, --ranks files: give one")
+    if not given.mesh and (given.sharding or not given.scan):
+        raise WeightsError("--sharding and --noscan say how --mesh lays weights out; give --mesh")
     if given.mesh and RunFolder(given.source).checkpoints.is_dir():
         copy_run(given, console)
         return
@@ -125,16 +130,6 @@ def run(given: argparse.Namespace, console: Console) -> None:
             f"train from it with {as_called('scripts/train_llama.py')} "
             f"--config {given.source} --run_dir {given.out} --resume"
         )
-
-
-def check_flags(given: argparse.Namespace) -> None:
-    """Raise a `WeightsError` for flags that do not go together."""
-    if given.step != AUTO and not given.step.isdecimal():
-        raise WeightsError(f"--step: {given.step!r} is no number, and not {AUTO}")
-    if given.mesh and given.ranks is not None:
-        raise WeightsError("--mesh makes a training run's checkpoint, --ranks files: give one")
-    if not given.mesh and (given.sharding or not given.scan):
-        raise WeightsError("--sharding and --noscan say how --mesh lays weights out; give --mesh")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -69,7 +69,13 @@ def make_parser() -> Parser:
         )
         return added.add_argument
 
-    _add_local(engine("local", "processes on this machine", launch_local))
+    _add_local(
+        engine(
+            "local",
+            "processes on this machine",
+            lambda *given: run_local(_of_flags(LocalJob, *given)),
+        )
+    )
     _add_slurm(engine("slurm", "a batch job of Slurm's", launch_slurm))
     _add_jobset(engine("jobset", "a JobSet on Kubernetes", launch_jobset))
     _add_tpu_vm(engine("tpu-vm", "all hosts of a TPU VM, by gcloud", launch_tpu_vm))
@@ -154,11 +160,6 @@ def _add_restarts(add: Add) -> None:
 # Engines.
 
 
-def launch_local(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
-    """Runs processes here."""
-    return run_local(_of_flags(LocalJob, flags, command))
-
-
 def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Writes a batch script and hands it to sbatch."""
     slurm = taken(Slurm, flags, container=flags.image)
@@ -168,11 +169,13 @@ def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
 
 def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Writes a JobSet and hands it to kubectl."""
+    if wrong := [item for item in flags.selector if not item.partition("=")[2]]:
+        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
     jobset = taken(
         JobSet,
         flags,
         tpu=parse_tpu(flags.tpu) if flags.tpu else None,
-        selector=parse_selector(flags.selector),
+        selector=dict(item.split("=", 1) for item in flags.selector),
         volumes=tuple(Volume.parse(kind, text) for kind in KINDS for text in getattr(flags, kind)),
     )
     text = jobset_yaml(_of_flags(Job, flags, command), jobset)
@@ -189,18 +192,6 @@ def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
 def _of_flags(cls: type[T], flags: argparse.Namespace, command: tuple[str, ...]) -> T:
     """A job as its flags and its command say it."""
     return taken(cls, flags, command=command, env=parse_env(flags.env, os.environ))
-
-
-def parse_selector(items: Sequence[str]) -> dict[str, str]:
-    """`["a=b"]` -> `{"a": "b"}`.
-
-    Raises:
-      LaunchError: not of that form.
-    """
-    wrong = [item for item in items if not item.partition("=")[2]]
-    if wrong:
-        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
-    return dict(item.split("=", 1) for item in items)
 
 
 def hand_over(call: Sequence[str], dry_run: bool, text: str | None = None) -> int:

@@ -112,23 +112,18 @@ def run_tokenize(given: argparse.Namespace, console: Console) -> None:
             report=report,
         )
     seconds = time.perf_counter() - started
-    console.print(f"{given.out}: {summary(manifest)}, {seconds:.1f} s")
-    skipped = manifest["totals"]["skipped"]
+    totals = manifest["totals"]
+    console.print(
+        f"{given.out}: {totals['tokens']:,} tokens of {totals['documents']:,} documents from "
+        f"{len(manifest['files'])} files in {len(manifest['shards'])} shards, {seconds:.1f} s"
+    )
+    skipped = totals["skipped"]
     if not skipped:
         return
     console.print(f"{skipped:,} documents were skipped, among them:")
     examples = [text for shard in manifest["shards"] for text in shard["examples"]]
     for text in examples[:5]:
         console.print(f"  {text}")
-
-
-def summary(manifest: dict[str, Any]) -> str:
-    """What a folder holds."""
-    totals = manifest["totals"]
-    return (
-        f"{totals['tokens']:,} tokens of {totals['documents']:,} documents from "
-        f"{len(manifest['files'])} files in {len(manifest['shards'])} shards"
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -53,7 +53,7 @@ from spmd.models.training.data.samples import PackedTokens
 from spmd.models.training.errors import RunError
 from spmd.models.training.paths import as_path
 from spmd.models.training.program import TrainingProgram
-from spmd.models.training.run.description import RunConfig, RunFolder, check_same_model
+from spmd.models.training.run.description import RunConfig, check_same_model
 from spmd.models.training.run.loop import Outcome
 from spmd.models.training.trainer import USER_ERRORS, Hooks, Trainer, exit_code
 from spmd.scripts.flags import weights as weight_flags
@@ -108,7 +108,17 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
         trainer.held_out = dataclasses.replace(held_out, references=found["held_out"])
 
     def before(found: Found | None) -> list[str]:
-        changes = changes_since(found, run, of_data) if found else []
+        changes: list[str] = []
+        if found:
+            changes = check_same_model(found.meta["config"], run)
+            text = found.meta.get("data", of_data)  # weights alone: of no data
+            if text.get("tokenizer", of_data["tokenizer"]) != of_data["tokenizer"]:
+                raise RunError(
+                    "the checkpoint was trained with another tokenizer: its tokens mean something "
+                    "else; name it with --tokenizer, or start anew"
+                )
+            if text["fingerprint"] != of_data["fingerprint"]:
+                changes.append("the text that is trained on")
         if found and train_data.is_preferences and trainer.folder is not None:
             kept = (trainer.folder.kept or trainer.folder.path) / trainer.folder.reference.name
             refer(dict(np.load(io.BytesIO(kept.read_bytes()))))
@@ -129,7 +139,17 @@ def make_trainer(run: RunConfig, given: argparse.Namespace, mesh: spmd.Mesh) -> 
             if given.export_lora:
                 lora.save(outcome.params["lora"], run.lora, given.export_lora, given.init_from)
                 console.print(f"exported: {as_path(given.export_lora).absolute()}")
-            export(given, outcome, params, run, tokenizer, trainer.folder, console)
+            try:
+                weight_flags.export_params(given, params, run.model, tokenizer, console)
+            except WeightsError as error:
+                if (folder := trainer.folder) is not None:
+                    safe = f"step {outcome.state.step} is in {folder.checkpoints}: with --resume "
+                    safe += "the same command exports it"
+                else:
+                    given.export_hf = str(Path(tempfile.mkdtemp()) / Path(given.export_hf).name)
+                    weight_flags.export_params(given, params, run.model, tokenizer, console)
+                    safe = f"the weights are in {given.export_hf} instead"
+                raise WeightsError(f"{error}; {safe}") from error
         if given.sample_tokens:
             with watch.may_take("writing a sample"):
                 text = sample_text(run, mesh, params, PROMPT, given.sample_tokens, tokenizer)
@@ -160,51 +180,6 @@ def datasets(run: RunConfig) -> tuple[data.DataConfig, tuple[PackedTokens, Packe
         seed=run.options.seed,
         vocab_size=run.model.vocab_size,
     )
-
-
-def changes_since(found: Found, run: RunConfig, of_data: Mapping[str, Any]) -> list[str]:
-    """What changed since a checkpoint that may change.
-
-    Raises:
-        RunError: it is of another model, optimizer or tokenizer.
-    """
-    changes = check_same_model(found.meta["config"], run)
-    text = found.meta.get("data", of_data)  # weights alone: of no data
-    if text.get("tokenizer", of_data["tokenizer"]) != of_data["tokenizer"]:
-        raise RunError(
-            "the checkpoint was trained with another tokenizer: its tokens mean something else; "
-            "name it with --tokenizer, or start anew"
-        )
-    if text["fingerprint"] != of_data["fingerprint"]:
-        changes.append("the text that is trained on")
-    return changes
-
-
-def export(
-    given: argparse.Namespace,
-    outcome: Outcome,
-    params: Any,
-    run: RunConfig,
-    tokenizer: data.Tokenizer,
-    folder: RunFolder | None,
-    console: Console,
-) -> None:
-    """Writes --export_hf; if that fails, says where the training is kept.
-
-    Raises:
-        WeightsError: it failed.
-    """
-    try:
-        weight_flags.export_params(given, params, run.model, tokenizer, console)
-    except WeightsError as error:
-        if folder is not None:
-            safe = f"step {outcome.state.step} is in {folder.checkpoints}: with --resume the same"
-            safe += " command exports it"
-        else:
-            given.export_hf = str(Path(tempfile.mkdtemp()) / Path(given.export_hf).name)
-            weight_flags.export_params(given, params, run.model, tokenizer, console)
-            safe = f"the weights are in {given.export_hf} instead"
-        raise WeightsError(f"{error}; {safe}") from error
 
 
 # Printing

@@ -110,7 +110,9 @@ def load_model(
         if name.endswith("_token")
     }
     tokenizer = clock("tokenizer", _tokenizer, bundle.manifest, files)
-    _tell_seconds({**bundle.seconds, **clock.seconds})
+    parts = {**bundle.seconds, **clock.seconds}, seconds_of_xla()
+    lists = (", ".join(f"{part} {took:.1f}" for part, took in one.items()) for one in parts)
+    _LOG.info("seconds: %s; on other threads: %s", *lists)
     return Loaded(
         name,
         background=_adding(backends),
@@ -142,15 +144,6 @@ def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:
     near = NEAR.get(str(dtype), NEAR_ELSE)
     clock("goldens", check_goldens, backend, bundle.manifest.goldens, near)
     return backend
-
-
-def _tell_seconds(parts: Mapping[str, float]) -> None:
-    """Says where the time of a start went."""
-
-    def listed(seconds: Mapping[str, float]) -> str:
-        return ", ".join(f"{name} {took:.1f}" for name, took in seconds.items())
-
-    _LOG.info("seconds: %s; on other threads: %s", listed(parts), listed(seconds_of_xla()))
 
 
 def _adding(backends: Sequence[tuple[Bundle, ModelBackend]]) -> threading.Thread:

@@ -51,7 +51,6 @@ class Sample(NamedTuple):
     seconds: float  # median time
 
 
-# ---------------------------------------------------------------------------------------------
 # Measuring.
 
 
@@ -122,20 +121,7 @@ def axis_sets(mesh: Mesh) -> list[tuple[str, ...]]:
     return [*single, together] if len(single) > 1 else single
 
 
-# ---------------------------------------------------------------------------------------------
 # Fitting.
-
-
-def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[CollectiveSpeed, ...]:
-    """For each kind and number of devices: the time of an empty one, and the pace of large ones."""
-    groups: dict[tuple[str, int], list[Sample]] = {}
-    for s in samples:
-        groups.setdefault((s.kind, mesh.extent(mesh.atoms_of(s.axes))), []).append(s)
-    found = []
-    for (kind, devices), group in groups.items():
-        latency, pace = _fit([1] * len(group), group, mesh)
-        found.append(CollectiveSpeed(kind, devices, latency, 1 / pace))
-    return tuple(found)
 
 
 def _fit(steps: Sequence[int], samples: Sequence[Sample], mesh: Mesh) -> tuple[float, float]:
@@ -177,8 +163,15 @@ def calibrated(
             steps = [latency_steps(s.kind, sizes) for s, sizes in zip(same, atoms, strict=True)]
             latency, pace = _fit(steps, same, mesh)
             links[name] = Link(1 / pace / ways, latency)
-    inside = [s for s in samples if _slowest(base, mesh, s.axes)[0] == "ici"]
-    measured = () if base.chip.torus_dims else fit_collectives(inside, mesh)
+    # For each kind and number of devices: the time of an empty one, and the pace of large ones.
+    groups: dict[tuple[str, int], list[Sample]] = {}
+    for s in () if base.chip.torus_dims else samples:
+        if _slowest(base, mesh, s.axes)[0] == "ici":
+            groups.setdefault((s.kind, mesh.extent(mesh.atoms_of(s.axes))), []).append(s)
+    measured = []
+    for (kind, devices), group in groups.items():
+        latency, pace = _fit([1] * len(group), group, mesh)
+        measured.append(CollectiveSpeed(kind, devices, latency, 1 / pace))
     known = dict(base.chip.flops)
     # Of dtypes that were not measured, the known ratio to bf16.
     by_bf16 = {dtype: peaks["bf16"] * each / known["bf16"] for dtype, each in known.items()}
@@ -189,7 +182,7 @@ def calibrated(
         hbm_bandwidth=hbm,
         ici=links["ici"],
         dcn=links["dcn"],
-        measured=measured,
+        measured=tuple(measured),
     )
     return Topology(base.name, chip)
 
@@ -201,7 +194,6 @@ def _slowest(base: Topology, mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, Li
     return ("dcn" if slowest == base.chip.dcn else "ici"), slowest
 
 
-# ---------------------------------------------------------------------------------------------
 # The command.
 
 

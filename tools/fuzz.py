@@ -31,7 +31,6 @@ SHRUNK_PER_CAUSE = 3
 Tally = Counter[tuple[str, str]]
 """(Status, key) of an outcome -> how many cases had it."""
 
-# ---------------------------------------------------------------------------------------------
 # The worker.
 
 
@@ -114,7 +113,6 @@ def by_status(tally: Tally) -> dict[str, int]:
     return {name: sum(n for (status, _), n in tally.items() if status == name) for name in statuses}
 
 
-# ---------------------------------------------------------------------------------------------
 # The parent.
 
 

@@ -70,15 +70,14 @@ def rewrite(markdown: str, uri: str) -> str:
       >>> rewrite("[log](../CHANGELOG.md#added)", "design.md")
       '[log](CHANGELOG.md#added)'
     """
-    return _LINK.sub(lambda match: site_link(match[0], uri), markdown)
 
+    def site_link(match: re.Match[str]) -> str:
+        path = _repository_path(match[0], uri)
+        if not (ROOT / path).is_file():
+            return match[0]  # mkdocs says that nothing is there
+        return posixpath.relpath(_page_of(path), posixpath.dirname(uri) or ".")
 
-def site_link(link: str, uri: str) -> str:
-    """Where a link of the page `uri` leads in the site, relative to that page."""
-    path = _repository_path(link, uri)
-    if not (ROOT / path).is_file():
-        return link  # mkdocs says that nothing is there
-    return posixpath.relpath(_page_of(path), posixpath.dirname(uri) or ".")
+    return _LINK.sub(site_link, markdown)
 
 
 def linked_files(markdown: str, uri: str) -> Iterator[str]:

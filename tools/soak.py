@@ -102,14 +102,6 @@ def write_tiny(folder: Path) -> None:
         write_llama_bundle(source, folder, shape, dtype="float32", name=NAME, platforms=("cpu",))
 
 
-def write_adapters(folder: Path) -> None:
-    """Two adapters of it, `one` and `two`."""
-    params = init(jax.random.key(0), named_config("tiny"))
-    for rank, name in ((2, "one"), (4, "two")):
-        drawn = lora.init(jax.random.key(rank), params, config := lora.LoraConfig(rank))
-        lora.save(jax.tree.map(lambda x: x + 0.1, drawn), config, folder / name, None)
-
-
 MIB = 2**20
 
 PROMPTS = ("def main(", "Once upon a time", "The mesh", "a", "x = [1, 2, 3]", "In the beginning")
@@ -387,7 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         write_tiny(bundle := Path(made, "tiny"))
-        write_adapters(adapters := Path(made, "adapters"))
+        adapters, params = Path(made, "adapters"), init(jax.random.key(0), named_config("tiny"))
+        for rank, name in zip((2, 4), MODELS[1:], strict=True):
+            drawn = lora.init(jax.random.key(rank), params, config := lora.LoraConfig(rank))
+            lora.save(jax.tree.map(lambda x: x + 0.1, drawn), config, adapters / name, None)
         flags = [*FLAGS, *(f"--adapter={name}={adapters / name}" for name in MODELS[1:])]
         flags.append(f"--adapters_from={adapters}")
         server = stack.enter_context(Server(bundle, Path(made), *flags))

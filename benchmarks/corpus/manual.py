@@ -20,11 +20,6 @@ def over_model(mesh: Any, body: Any, ins: Any, outs: Any) -> Any:
     return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, axis_names={"model"})
 
 
-def next_one(mesh: Any) -> list[tuple[int, int]]:
-    size = mesh.shape["model"]
-    return [(i, (i + 1) % size) for i in range(size)]
-
-
 def megatron_mlp(mesh: Any) -> Made:
     """A Megatron layer by hand: columns, then rows, one psum; LayerNorm outside; an SGD step."""
     params = {
@@ -51,6 +46,8 @@ def megatron_mlp(mesh: Any) -> Made:
 
 def ring_attention(mesh: Any) -> Made:
     """Ring attention: keys and values go round by ppermute in a scan; value and gradients."""
+    size = mesh.shape["model"]
+    to_next = [(i, (i + 1) % size) for i in range(size)]
 
     def body(q: Any, k: Any, v: Any) -> Any:
         def block(carry: Any, _: Any) -> Any:
@@ -60,13 +57,13 @@ def ring_attention(mesh: Any) -> Made:
             scale, p = jnp.exp(most - new), jnp.exp(scores - new[..., None])
             total = total * scale[..., None] + jnp.einsum("bhqk,bkhd->bhqd", p, v)
             weight = weight * scale + p.sum(-1)
-            k, v = (lax.ppermute(t, "model", next_one(mesh)) for t in (k, v))
+            k, v = (lax.ppermute(t, "model", to_next) for t in (k, v))
             return (total, weight, new, k, v), None
 
         start = jnp.swapaxes(q * 0, 1, 2)
         lowest = jnp.full_like(start[..., 0], -1e30)
         carry = (start, start[..., 0], lowest, k, v)
-        (total, weight, *_), _ = lax.scan(block, carry, None, length=mesh.shape["model"])
+        (total, weight, *_), _ = lax.scan(block, carry, None, length=size)
         return jnp.swapaxes(total / weight[..., None], 1, 2)
 
     spec = P(None, "model")

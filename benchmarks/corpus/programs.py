@@ -13,16 +13,13 @@ from benchmarks.corpus import (
 )
 from benchmarks.corpus.program import Program
 
-MODELS: list[Program] = [
+PROGRAMS: list[Program] = [
     Program("equinox.attention", equinox_models.attention, heavy=True),
     Program("vision.resnet", vision.resnet, heavy=True),
     Program("vision.unet", vision.unet, heavy=True),
     Program("sequence.lstm", sequences.lstm, heavy=True),
     Program("sequence.experts", sequences.experts),
     Program("sequence.state_space", sequences.state_space),
-]
-
-FUNCTIONS: list[Program] = [
     Program("numerics.linalg_gradients", numerics.linalg_gradients, heavy=True),
     Program("numerics.indexing", numerics.indexing, heavy=True),
     Program("numerics.control_flow", numerics.control_flow),
@@ -33,11 +30,7 @@ FUNCTIONS: list[Program] = [
     Program("transforms.per_example", transforms.per_example, heavy=True),
     Program("transforms.remat", transforms.remat, heavy=True),
     Program("transforms.implicit", transforms.implicit),
-]
-
-MANUAL: list[Program] = [
     Program("manual.megatron_mlp", manual.megatron_mlp, on_mesh=True),
     Program("manual.ring_attention", manual.ring_attention, heavy=True, on_mesh=True),
+    *optimizers.programs(),
 ]
-
-PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *MANUAL, *optimizers.programs()]

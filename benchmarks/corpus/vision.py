@@ -28,10 +28,6 @@ def group_norm(x: Any) -> Any:
     return ((y - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
 
 
-def norm_params(width: int) -> dict[str, Any]:
-    return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
-
-
 def resnet() -> Made:
     """A ResNet block stack scanned over blocks, batch norm over the split batch: one SGD step."""
     blocks = {
@@ -42,7 +38,7 @@ def resnet() -> Made:
     }
     params = {
         "stem": 0.2 * normal(2, 5, 5, 3, 16),
-        "norm": norm_params(16),
+        "norm": {"scale": jnp.ones(16), "bias": jnp.zeros(16)},
         "blocks": blocks,
         "head": 0.2 * normal(3, 16, 8),
     }

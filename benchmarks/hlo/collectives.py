@@ -190,8 +190,10 @@ class Reader:
                 end = self._fused_done(computation, place, _channel(inner))
             elif outer.opcode == "fusion" and _channel(inner) in self._channels:
                 continue
-            if kind == "all_reduce" and self._keeps_a_share(outer, inner):
-                kind = "reduce_scatter"
+            if kind == "all_reduce" and outer.opcode == "fusion":
+                group = group_size(inner, kind, self.module)
+                if group > 1 and _elements(outer.type) * group == _elements(payload(inner)):
+                    kind = "reduce_scatter"  # it returns just one device's share of the sum
             yield from self._made(kind, place, end, inner, outer)
 
     def _made(
@@ -211,12 +213,6 @@ class Reader:
         for part, size in parts:
             sent = _sent(part, group, size)
             yield HloCollective(part, sent, 1, group, op_name, source, place, end)
-
-    def _keeps_a_share(self, outer: Instruction, reduce: Instruction) -> bool:
-        """Whether a fusion returns just one device's share of a sum."""
-        group = group_size(reduce, "all_reduce", self.module)
-        returned = outer.opcode == "fusion" and _elements(outer.type)
-        return group > 1 and returned * group == _elements(payload(reduce))
 
     def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
         for inner in called(instruction, self.module):

@@ -37,37 +37,30 @@ CACHE_SPEC = ("data", None, "model", None)
 def llama_serving_programs() -> list[Program]:
     """Prefill and decode, tensor-parallel and with weights split over both axes."""
     programs = []
-    for name, build in (("prefill", build_prefill), ("decode", build_decode)):
+    for name in ("prefill", "decode"):
         for layout in ("tp", "2d"):
             meshes = ("1x8", "4x2", "2x4") if layout == "tp" else ("4x2", "2x4")
-            programs += on_meshes(
-                f"llama-serve/{name}-{layout}", partial(build, layout=layout), *meshes
-            )
+            made = partial(build, decodes=name == "decode", layout=layout)
+            programs += on_meshes(f"llama-serve/{name}-{layout}", made, *meshes)
     return programs
 
 
-def build_prefill(mesh: spmd.Mesh, layout: str) -> Built:
-    """Logits of the last token of each prompt, and the cache with the prompts in it."""
+def build(mesh: spmd.Mesh, decodes: bool, layout: str) -> Built:
+    """Of each prompt the last token's logits and a cache with it, or a decoded token more."""
 
     def prefill(params: Any, cache: Any, tokens_BS: Any) -> Any:
         x_BSH, cache = run_layers(params, cache, tokens_BS, jnp.int32(0))
         return logits(params, x_BSH[:, -1:]), cache
 
-    params, cache = weights(mesh, layout), caches(mesh)
-    tokens = marked(mesh, ("data", None), (BATCH, PROMPT), jnp.int32)
-    return Built(prefill, (params, cache, tokens), donate=(1,))
-
-
-def build_decode(mesh: spmd.Mesh, layout: str) -> Built:
-    """One more token for every sequence, taken greedily; the cache gets one more position."""
-
     def decode(params: Any, cache: Any, tokens_B1: Any, position: Any) -> Any:
         x_B1H, cache = run_layers(params, cache, tokens_B1, position)
         return jnp.argmax(logits(params, x_B1H), -1).astype(jnp.int32), cache
 
-    params, cache = weights(mesh, layout), caches(mesh)
-    tokens = marked(mesh, ("data", None), (BATCH, 1), jnp.int32)
-    return Built(decode, (params, cache, tokens, marked(mesh, (), (), jnp.int32)), donate=(1,))
+    tokens = marked(mesh, ("data", None), (BATCH, 1 if decodes else PROMPT), jnp.int32)
+    args = (weights(mesh, layout), caches(mesh), tokens)
+    if not decodes:
+        return Built(prefill, args, donate=(1,))
+    return Built(decode, (*args, marked(mesh, (), (), jnp.int32)), donate=(1,))
 
 
 def weights(mesh: spmd.Mesh, layout: str) -> Any:

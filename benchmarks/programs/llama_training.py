@@ -88,7 +88,9 @@ def build(
             params, batch["inputs"], batch["targets"], config, mark
         )
 
-    gradients = ACCUMULATE[accumulate](loss_and_grads) if accumulate else loss_and_grads
+    def accumulated(params: Any, batches: Any) -> Any:
+        total = ACCUMULATE[accumulate](loss_and_grads, params, batches)
+        return jax.tree.map(lambda t: t / MICROBATCHES, total)
 
     params = structs_of(lambda key: fresh.init(key, config), jax.random.key(0))
     state = structs_of(optimizer.init, params)
@@ -98,55 +100,41 @@ def build(
         tokens = marked(mesh, ("data",), (BATCH, LENGTH), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
     args = (sharding.mark_params(params, mesh, config), state, batch)
-    return Built(training_step(gradients, optimizer), args, donate=(0, 1))
+    step = training_step(accumulated if accumulate else loss_and_grads, optimizer)
+    return Built(step, args, donate=(0, 1))
 
 
-def accumulate_in_scan(loss_and_grads: LossAndGrads) -> LossAndGrads:
-    """The mean over microbatches, `lax.scan` over their leading dim."""
+def accumulate_in_scan(loss_and_grads: LossAndGrads, params: Any, batches: Any) -> Any:
+    """The sum over microbatches, `lax.scan` over their leading dim."""
 
-    def run(params: Any, batches: Any) -> Any:
-        def body(total: Any, batch: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, loss_and_grads(params, batch)), None
+    def body(total: Any, batch: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, loss_and_grads(params, batch)), None
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        return mean(jax.lax.scan(body, zeros, batches)[0])
-
-    return run
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(body, zeros, batches)[0]
 
 
-def accumulate_in_fori_loop(loss_and_grads: LossAndGrads) -> LossAndGrads:
-    """The mean over microbatches, `lax.fori_loop` that takes the i-th of them."""
+def accumulate_in_fori_loop(loss_and_grads: LossAndGrads, params: Any, batches: Any) -> Any:
+    """The sum over microbatches, `lax.fori_loop` that takes the i-th of them."""
 
-    def run(params: Any, batches: Any) -> Any:
-        def body(i: Any, total: Any) -> Any:
-            batch = jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, i, 0, False), batches)
-            return jax.tree.map(jnp.add, total, loss_and_grads(params, batch))
+    def body(i: Any, total: Any) -> Any:
+        batch = jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, i, 0, False), batches)
+        return jax.tree.map(jnp.add, total, loss_and_grads(params, batch))
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        return mean(jax.lax.fori_loop(0, MICROBATCHES, body, zeros))
-
-    return run
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.fori_loop(0, MICROBATCHES, body, zeros)
 
 
-def accumulate_in_python(loss_and_grads: LossAndGrads) -> LossAndGrads:
-    """The mean over microbatches, a Python loop."""
-
-    def run(params: Any, batches: Any) -> Any:
-        total = loss_and_grads(params, jax.tree.map(lambda b: b[0], batches))
-        for i in range(1, MICROBATCHES):
-            batch = jax.tree.map(lambda b, i=i: b[i], batches)
-            total = jax.tree.map(jnp.add, total, loss_and_grads(params, batch))
-        return mean(total)
-
-    return run
+def accumulate_in_python(loss_and_grads: LossAndGrads, params: Any, batches: Any) -> Any:
+    """The sum over microbatches, a Python loop."""
+    total = loss_and_grads(params, jax.tree.map(lambda b: b[0], batches))
+    for i in range(1, MICROBATCHES):
+        batch = jax.tree.map(lambda b, i=i: b[i], batches)
+        total = jax.tree.map(jnp.add, total, loss_and_grads(params, batch))
+    return total
 
 
-def mean(total: Any) -> Any:
-    """A sum over microbatches as their mean."""
-    return jax.tree.map(lambda t: t / MICROBATCHES, total)
-
-
-ACCUMULATE: dict[str, Callable[[LossAndGrads], LossAndGrads]] = {
+ACCUMULATE: dict[str, Callable[[LossAndGrads, Any, Any], Any]] = {
     "scan": accumulate_in_scan,
     "fori": accumulate_in_fori_loop,
     "python": accumulate_in_python,

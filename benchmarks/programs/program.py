@@ -70,11 +70,6 @@ def structs_of(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.map(lambda s: struct(s.shape, s.dtype), jax.eval_shape(fn, *args))
 
 
-def whole(mesh: spmd.Mesh, tree: Any) -> Any:
-    """Open arguments, marked as not split."""
-    return jax.tree.map(lambda s: marked(mesh, (), s.shape, s.dtype), tree)
-
-
 def training_step(value_and_grad: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
     """(params, state, *batch) -> (params, state, loss)."""
 

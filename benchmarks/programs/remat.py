@@ -90,7 +90,6 @@ def gradient(mesh: spmd.Mesh, kind: str, policy: str, stack: str = "scan") -> Bu
     return Built(fn, (parameters, x))
 
 
-# ---------------------------------------------------------------------------------------------
 # Stacks of layers.
 
 
@@ -115,7 +114,6 @@ def _nested(checkpoint: Callable[[Layer], Layer], layer: Layer, x: Any, paramete
 
 STACKS = {"scan": _scan, "unrolled": _unrolled, "nested": _nested}
 
-# ---------------------------------------------------------------------------------------------
 # Layers, with their parameters' shapes and specs.
 
 

@@ -6,21 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 import spmd
-from benchmarks.programs.program import (
-    Built,
-    Program,
-    marked,
-    on_meshes,
-    structs_of,
-    training_step,
-    whole,
-)
+from benchmarks.corpus.vision import batch_norm, conv
+from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of, training_step
 
 BATCH, SIZE, WIDTHS, BLOCKS, CLASSES = 32, 32, (32, 64, 128), 2, 10
-LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
 def resnet_programs() -> list[Program]:
@@ -44,7 +35,7 @@ def build(mesh: spmd.Mesh, spec: tuple[Any, ...]) -> Built:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     step = training_step(jax.value_and_grad(loss_fn), optimizer)
-    params = whole(mesh, structs_of(init))
+    params = jax.tree.map(lambda s: marked(mesh, (), s.shape, s.dtype), structs_of(init))
     images = marked(mesh, spec, (BATCH, SIZE, SIZE, 3))
     labels = marked(mesh, spec[:1], (BATCH,), jnp.int32)
     args = (params, structs_of(optimizer.init, params), images, labels)
@@ -88,11 +79,4 @@ def forward(params: Any, images: Any) -> Any:
 
 def conv_norm(x: Any, p: Any, stride: int = 1) -> Any:
     """A convolution, normalized over batch and positions."""
-    y = conv(x, p["kernel"], stride)
-    mean, var = y.mean((0, 1, 2)), y.var((0, 1, 2))
-    return p["scale"] * (y - mean) * lax.rsqrt(var + 1e-5) + p["bias"]
-
-
-def conv(x: Any, kernel: Any, stride: int) -> Any:
-    """A padded convolution."""
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=LAYOUT)
+    return batch_norm(conv(x, p["kernel"], stride), p)

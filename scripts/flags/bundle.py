@@ -76,20 +76,6 @@ def add_flags(parser: Parser) -> None:
     add("--verify", action=Switch, default=True, help="compare the files' hashes")
 
 
-def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
-    """The sizes of symbols, that of the batch included."""
-    symbols: dict[str, Sizes] = dict(given.symbols)
-    if given.batch_sizes is None and given.max_batch_size is None:
-        return symbols
-    manifest = read_manifest(given.bundle)
-    batch = batch_symbol(manifest)
-    if batch in symbols:
-        raise BundleError(f"the batch {batch} has a size in --symbols, and sizes of its own")
-    sizes = given.batch_sizes
-    symbols[batch] = batch_sizes(manifest, given.max_batch_size) if sizes is None else sizes
-    return symbols
-
-
 @launch.line("loading")  # process 0 loads on a thread of its own
 def load(
     given: argparse.Namespace, console: Console | None = None, *, serves: bool = False
@@ -108,6 +94,13 @@ def load(
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
     launch.check_same({"the bundle's manifest (hash)": digest(content), **asked})
+    symbols: dict[str, Sizes] = dict(given.symbols)
+    if given.batch_sizes is not None or given.max_batch_size is not None:
+        manifest = read_manifest(given.bundle)
+        batch, sizes = batch_symbol(manifest), given.batch_sizes
+        if batch in symbols:
+            raise BundleError(f"the batch {batch} has a size in --symbols, and sizes of its own")
+        symbols[batch] = batch_sizes(manifest, given.max_batch_size) if sizes is None else sizes
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)
     clock = Stopwatch()
     axes = given.mesh or {"data": 1, "model": clock("devices", lambda: len(jax.devices()))}
@@ -124,7 +117,7 @@ def load(
         cache_dir=cache,
         console=console,
         verify=given.verify,
-        symbols=_symbols(given),
+        symbols=symbols,
         memory_share=given.memory_share,
         beside=getattr(given, "speculative_model", None),
         auto=given.auto,

@@ -25,6 +25,23 @@ LIMITS = {
 }
 """Fields of `ServerOptions` about connections and bodies, which are flags as well."""
 
+HTTP = {
+    "ssl_certfile": "PEM: the certificate and those that sign it; serves HTTPS alone",
+    "ssl_keyfile": "PEM: its key, unless that is in the same file",
+    "allow_origins": "sites whose pages may use the server, joined by commas, as in "
+    "https://chat.example; * is any (default: none)",
+    "allowed_hosts": "names by which it may be asked for, joined by commas, as in *.chat.example; "
+    "* is any (default: on a loopback address localhost and addresses, else any)",
+    "root_path": "path under which a proxy offers the server, and removes",
+    "forwarded_allow_ips": "proxies whose X-Forwarded-For is believed: addresses and networks, "
+    "joined by commas, as in 10.0.0.0/8; * is any (default: none)",
+    "grpc_port": "serves KServe's protocol by gRPC, too, as tritonclient.grpc speaks it; 0: any "
+    "free one; needs the extra grpc",
+    "otlp_endpoint": "collector of OpenTelemetry's traces, as in http://localhost:4318; needs the "
+    "extra otlp",
+}
+"""All fields of `HttpOptions`."""
+
 
 def add_flags(parser: Parser, limits: Mapping[str, str]) -> None:
     """Adds them, `limits` among them."""
@@ -51,36 +68,8 @@ def add_flags(parser: Parser, limits: Mapping[str, str]) -> None:
     )
     add("--log_format", default="text", choices=FORMATS, help="json: an object a line")
     of_http = of_fields(add, HttpOptions)
-    of_http(
-        "--ssl_certfile", help="PEM: the certificate and those that sign it; serves HTTPS alone"
-    )
-    of_http("--ssl_keyfile", help="PEM: its key, unless that is in the same file")
-    of_http(
-        "--allow_origins",
-        help="sites whose pages may use the server, joined by commas, as in https://chat.example; "
-        "* is any (default: none)",
-    )
-    of_http(
-        "--allowed_hosts",
-        help="names by which it may be asked for, joined by commas, as in *.chat.example; * is any "
-        "(default: on a loopback address localhost and addresses, else any)",
-    )
-    of_http("--root_path", help="path under which a proxy offers the server, and removes")
-    of_http(
-        "--forwarded_allow_ips",
-        help="proxies whose X-Forwarded-For is believed: addresses and networks, joined by commas, "
-        "as in 10.0.0.0/8; * is any (default: none)",
-    )
-    of_http(
-        "--grpc_port",
-        help="serves KServe's protocol by gRPC, too, as tritonclient.grpc speaks it; 0: any free "
-        "one; needs the extra grpc",
-    )
-    of_http(
-        "--otlp_endpoint",
-        help="collector of OpenTelemetry's traces, as in http://localhost:4318; needs the extra "
-        "otlp",
-    )
+    for name, text in HTTP.items():
+        of_http(f"--{name}", help=text)
 
 
 def options(given: argparse.Namespace, **more: Any) -> ServerOptions:

@@ -140,23 +140,6 @@ def container_fields(port: int) -> dict[str, Any]:
     }
 
 
-def service_object(job: Job, namespace: str | None, port: int) -> dict[str, Any]:
-    """A Service whose only pod is process 0's."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _given({"name": f"{job.name}-{PORT_NAME}", "namespace": namespace}),
-        "spec": {
-            "selector": {
-                "jobset.sigs.k8s.io/jobset-name": job.name,
-                JOB_LABEL: "0",
-                INDEX_LABEL: "0",
-            },
-            "ports": [{"name": PORT_NAME, "port": 80, "targetPort": port}],
-        },
-    }
-
-
 WORKERS = "workers"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 SPOT = "cloud.google.com/gke-spot"
@@ -196,8 +179,16 @@ def jobset_yaml(job: Job, jobset: JobSet) -> str:
       LaunchError: names that Kubernetes does not take, or resources that do not go together.
     """
     objects = [jobset_object(job, jobset)]
-    if jobset.http_port is not None:
-        objects.append(service_object(job, jobset.namespace, jobset.http_port))
+    if jobset.http_port is not None:  # a Service whose only pod is process 0's
+        name = {"name": f"{job.name}-{PORT_NAME}", "namespace": jobset.namespace}
+        of_first = {JOB_LABEL: "0", INDEX_LABEL: "0"}
+        port = {"name": PORT_NAME, "port": 80, "targetPort": jobset.http_port}
+        spec = {
+            "selector": {"jobset.sigs.k8s.io/jobset-name": job.name, **of_first},
+            "ports": [port],
+        }
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": _given(name), "spec": spec}
+        objects.append(service)
     return str(yaml.safe_dump_all(objects, sort_keys=False, width=100))
 
 
@@ -207,25 +198,32 @@ def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
     labels = {"kueue.x-k8s.io/queue-name": jobset.queue} if jobset.queue else None
     apart = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     nodes = jobset.tpu.hosts if jobset.tpu else job.nodes
+    pod: dict[str, Any] = {"spec": _pod_spec(job, jobset)}
+    if any(volume.kind == "bucket" for volume in jobset.volumes):  # GKE adds a container of FUSE's
+        pod = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}, **pod}
+    exits = {"containerName": WORKERS, "operator": "In", "values": [EXIT_PREEMPTED]}
+    failures = [
+        {"action": "FailJob", "onExitCodes": exits},
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
+    of_job = {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": failures},
+        "template": pod,
+    }
+    preempted = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    workers = {"name": WORKERS, "replicas": jobset.slices, "template": {"spec": of_job}}
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": job.name},
-        "failurePolicy": {
-            "maxRestarts": jobset.max_restarts,
-            "rules": [
-                {
-                    "name": "preempted",
-                    "action": "RestartJobSetAndIgnoreMaxRestarts",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        },
-        "replicatedJobs": [
-            {
-                "name": WORKERS,
-                "replicas": jobset.slices,
-                "template": {"spec": _job_spec(job, jobset, nodes)},
-            }
-        ],
+        "failurePolicy": {"maxRestarts": jobset.max_restarts, "rules": [preempted]},
+        "replicatedJobs": [workers],
     }
     metadata = {
         "name": job.name, "namespace": jobset.namespace, "labels": labels,
@@ -263,32 +261,6 @@ def _check(job: Job, jobset: JobSet) -> None:
         raise LaunchError("--slices counts TPU slices", fix="give --tpu, or use --nodes")
     check_numbers(jobset, 1, "slices")
     check_numbers(jobset, 0, "max_restarts", "grace_s")
-
-
-def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
-    pod: dict[str, Any] = {"spec": _pod_spec(job, jobset)}
-    if any(volume.kind == "bucket" for volume in jobset.volumes):  # GKE adds a container of FUSE's
-        pod = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}, **pod}
-    return {
-        "parallelism": nodes,
-        "completions": nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": WORKERS,
-                        "operator": "In",
-                        "values": [EXIT_PREEMPTED],
-                    },
-                },
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
-            ]
-        },
-        "template": pod,
-    }
 
 
 def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:

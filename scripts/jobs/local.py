@@ -223,7 +223,21 @@ class _Run:
         self.guard.communicate()
         for news in self.news.values():
             os.close(news)
-        return self._outcome()
+        culprit = self._culprit()
+        if self.received:
+            codes = set(self.ended.values())
+            said = codes - {0, 128 + self.received[0], 128 + signal.SIGKILL, EXIT_PEER_LOST}
+            _say(f"stopped by {signal.Signals(self.received[0]).name}")
+            if codes == {0}:
+                return 0
+            return min(said) if said else 128 + self.received[0]
+        if culprit is None:
+            return 0
+        code = self.ended[culprit]
+        _say(f"process {culprit} failed: {describe_code(code)}; its last lines:")
+        for line in self.last[culprit]:
+            _say(f"  {line}")
+        return code
 
     def _read(self, process: int, lines: IO[str] | None) -> None:
         width = len(str(self.job.processes - 1))
@@ -259,23 +273,6 @@ class _Run:
         for started in self.running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, number)
-
-    def _outcome(self) -> int:
-        culprit = self._culprit()
-        if self.received:
-            codes = set(self.ended.values())
-            said = codes - {0, 128 + self.received[0], 128 + signal.SIGKILL, EXIT_PEER_LOST}
-            _say(f"stopped by {signal.Signals(self.received[0]).name}")
-            if codes == {0}:
-                return 0
-            return min(said) if said else 128 + self.received[0]
-        if culprit is None:
-            return 0
-        code = self.ended[culprit]
-        _say(f"process {culprit} failed: {describe_code(code)}; its last lines:")
-        for line in self.last[culprit]:
-            _say(f"  {line}")
-        return code
 
 
 def describe_code(code: int) -> str:

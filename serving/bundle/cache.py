@@ -9,7 +9,6 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import time
 import warnings
@@ -17,9 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from spmd.installed import source_digest
 from spmd.ir.types import Dense, TensorType
 from spmd.lowering.emit import Constant, Emitted
 from spmd.mesh.mesh import Mesh
@@ -27,7 +23,7 @@ from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.models.compiled import keeping_compiled
 from spmd.options import Options
-from spmd.store import Store, user_folder
+from spmd.store import Store, key_of, user_folder
 
 # How jax's warnings begin.
 _CANNOT_READ = "Error reading persistent compilation cache entry"
@@ -75,7 +71,9 @@ class Cache:
           asked: whatever else decides the result; its repr counts.
           make: makes it.
         """
-        key = _key(module, mesh, options, asked)
+        options = dataclasses.replace(options, cache_dir=None)  # their folder decides nothing
+        where = [(d.platform, d.device_kind, d.process_index) for d in jax_mesh(mesh).devices.flat]
+        key = key_of(hashlib.sha256(module).digest(), mesh, mesh.dcn_sizes, where, options, asked)
         found = self.plans.get(key)
         if found is not None:
             return from_text(found.decode(), mesh)
@@ -121,18 +119,6 @@ def _hearing(heed: Callable[[str], None], *beginnings: str) -> Iterator[None]:
             warnings.filterwarnings("always", message=beginning)
         warnings.showwarning = choose
         yield
-
-
-def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:
-    options = dataclasses.replace(options, cache_dir=None)  # where plans are kept decides nothing
-    devices = [d for d in jax_mesh(mesh).devices.flat]
-    kinds = sorted({f"{d.platform} {d.device_kind}" for d in devices})
-    parts = (
-        hashlib.sha256(module).hexdigest(), repr(mesh), repr(mesh.dcn_sizes), kinds,
-        [d.process_index for d in devices], repr(options), repr(asked), jax.__version__,
-        importlib.metadata.version("jaxlib"), source_digest(),
-    )  # fmt: skip
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def as_text(emitted: Emitted) -> str:

@@ -138,7 +138,11 @@ class Modules:
             raise BytecodeError("it is no portable artifact")
         if data not in self.texts:
             half = next(half for half in self.halves if data in half)
-            groups = _groups([d for d in dict.fromkeys(half) if d.startswith(MAGIC)])
+            groups: list[list[bytes]] = []
+            for one in (d for d in dict.fromkeys(half) if d.startswith(MAGIC)):
+                if not groups or sum(map(len, groups[-1])) + len(one) > GROUP_BYTES:
+                    groups.append([])
+                groups[-1].append(one)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 for group, texts in zip(groups, pool.map(_texts, groups), strict=True):
                     self.texts |= zip(group, texts, strict=False)
@@ -148,16 +152,7 @@ class Modules:
 
 
 GROUP_BYTES = 4 << 20
-
-
-def _groups(modules: Sequence[bytes]) -> list[list[bytes]]:
-    """Modules to be read by one process: its start takes longer than reading a small one."""
-    groups: list[list[bytes]] = []
-    for data in modules:
-        if not groups or sum(map(len, groups[-1])) + len(data) > GROUP_BYTES:
-            groups.append([])
-        groups[-1].append(data)
-    return groups
+"""Of modules that are read by one process: its start takes longer than reading a small one."""
 
 
 def _texts(group: Sequence[bytes]) -> list[str]:

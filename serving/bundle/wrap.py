@@ -262,7 +262,12 @@ def wrap_stablehlo(
             f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
         )
     held = {argument: arrays[tensor] for tensor, argument in tensors.items()}
-    arguments = tuple(_argument(n, t, n in held) for n, t in zip(arg_names, args, strict=True))
+    arguments = tuple(
+        ArgumentEntry(n, "weights", (_leaf(f"{WEIGHTS}/{n}", type_),))
+        if n in held
+        else ArgumentEntry(n, "input", (_leaf(n, type_),))
+        for n, type_ in zip(arg_names, args, strict=True)
+    )
     entry = Entrypoint(
         name="main",
         tags={},
@@ -313,12 +318,6 @@ def _named(
             f"the module has {len(types)} {what}s; give each a name of its own, not {list(given)}"
         )
     return given
-
-
-def _argument(name: str, type_: TensorType, is_weight: bool) -> ArgumentEntry:
-    if is_weight:
-        return ArgumentEntry(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
-    return ArgumentEntry(name, "input", (_leaf(name, type_),))
 
 
 def _leaf(path: str, type_: TensorType) -> LeafEntry:

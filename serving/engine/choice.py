@@ -122,7 +122,13 @@ class CompletionText:
         Raises:
           NotFinite: a log-probability is NaN.
         """
-        scores = self._take_scores() if self._scores else None
+        scores = None
+        if self._scores:  # of all chunks
+            scores = Tokens(*(np.concatenate(parts) for parts in zip(*self._scores, strict=True)))
+            self._scores = []
+            # The last row scores a made-up target: nothing follows the prompt's last token.
+            if np.isnan(scores.logprobs[:-1]).any():
+                raise NotFinite(NAN)
         before, job = self.generated, self.job
         if any(math.isnan(arrays.logprobs[row]) for arrays, row in drawn):
             raise NotFinite(NAN)
@@ -195,15 +201,6 @@ class CompletionText:
         count = sum(token.offset + len(token.text) <= shown for token in self._tokens)
         out, self._tokens = self._tokens[:count], self._tokens[count:]
         return tuple(out)
-
-    def _take_scores(self) -> Tokens:
-        """The scores of all chunks, which are asked for once."""
-        scores = Tokens(*(np.concatenate(parts) for parts in zip(*self._scores, strict=True)))
-        self._scores = []
-        # The last row scores a made-up target: nothing follows the prompt's last token.
-        if np.isnan(scores.logprobs[:-1]).any():
-            raise NotFinite(NAN)
-        return scores
 
 
 def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: TokenTexts) -> tuple[Token, ...]:

@@ -198,29 +198,19 @@ class Core:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """See `Steps.submit`."""
-        with self._wake:
-            self._scheduler.submit(jobs)
-            self._tell()
+        self._tell(self._scheduler.submit, jobs)
 
     def cancel(self, keys: Sequence[int]) -> None:
         """See `Steps.cancel`."""
-        with self._wake:
-            for key in keys:
-                self._scheduler.cancel(key)
-            self._tell()
+        self._tell(lambda: [*map(self._scheduler.cancel, keys)])
 
     def end(self, keys: Sequence[int]) -> None:
         """See `Steps.end`."""
-        with self._wake:
-            for key in keys:
-                self._scheduler.finish(key)
-            self._tell()
+        self._tell(lambda: [*map(self._scheduler.finish, keys)])
 
     def allow(self, key: int, mask: Words) -> None:
         """See `Steps.allow`."""
-        with self._wake:
-            self._scheduler.allow(key, mask)
-            self._tell()
+        self._tell(self._scheduler.allow, key, mask)
 
     def state(self) -> EngineState:
         """See `Steps.state`."""
@@ -238,9 +228,8 @@ class Core:
 
     def stop(self) -> None:
         """See `Steps.stop`."""
-        with self._wake:
-            self._stopping = True
-            self._tell()
+        self._stopping = True
+        self._tell(lambda: None)
 
     def join(self, timeout: float) -> None:
         """See `Steps.join`."""
@@ -252,10 +241,12 @@ class Core:
         """See `Steps.ended`."""
         return have_ended([self._thread])
 
-    def _tell(self) -> None:
-        """Makes the scheduler be asked again; under the lock."""
-        self._changed = True
-        self._wake.notify()
+    def _tell(self, order: Callable[..., object], *given: Any) -> None:
+        """Tells the scheduler something, and makes it be asked again."""
+        with self._wake:
+            order(*given)
+            self._changed = True
+            self._wake.notify()
 
     # The thread that calls the backend.
 

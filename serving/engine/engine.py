@@ -250,16 +250,13 @@ class Engine:
         if told is None:
             self._guides.stop()
         else:
-            self._ask_guides(told)
+            with self._lock:
+                for one in told.progress:
+                    entry = self._entries.get(one.key)
+                    guide = None if entry is None else entry.choice.job.guide
+                    if guide is not None and not one.finish:
+                        self._guides.ask(one.key, guide, int(told.drawn.ids[one.row]))
         self._done.put(told)
-
-    def _ask_guides(self, ran: Ran) -> None:
-        with self._lock:
-            for one in ran.progress:
-                entry = self._entries.get(one.key)
-                guide = None if entry is None else entry.choice.job.guide
-                if guide is not None and not one.finish:
-                    self._guides.ask(one.key, guide, int(ran.drawn.ids[one.row]))
 
     # The threads that make masks.
 

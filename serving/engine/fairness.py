@@ -67,18 +67,13 @@ class Shares:
     def leave(self, name: str) -> None:
         """Notes that one of the name's items is done with."""
         self._present[name] -= 1
-        if not self._present[name]:
-            del self._present[name]
-            self._forget()
-
-    def _forget(self) -> None:
-        """Drops counters of absent names that are not above the virtual time.
-
-        Names are free to choose, so the table would grow without a bound.
-        """
+        if self._present[name]:
+            return
+        del self._present[name]
         if not self._present:
             self._served, self._now = {}, 0.0
-            return
+        # Counters that are not above the virtual time are dropped: names are free to choose, so the
+        # table would grow without a bound.
         self._served = {
             name: count
             for name, count in self._served.items()

@@ -174,14 +174,6 @@ class BadWords:
             raise GuideError("bad_words leave no token that may come next")
         return left
 
-    def from_all(self, masks: Masks) -> tuple[tuple[int, Words], ...]:
-        """Masks by count without the sequences of one token.
-
-        Raises:
-          GuideError: one of them is empty then.
-        """
-        return tuple((count, self.leave(mask, ())) for count, mask in masks or ((0, None),))
-
 
 class WithoutBadWords:
     """A `Guide` of this module: what another one allows, or masks by count, but bad words.

@@ -10,8 +10,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from spmd.serving.errors import ServingError
-
 Array = npt.NDArray[Any]
 
 
@@ -62,16 +60,3 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 NAMES = {dtype.name: name for name, dtype in DATATYPES.items()}
-
-
-def check_datatypes(infer: Infer) -> None:
-    """Checks that KServe's protocol can name all dtypes of a model.
-
-    Raises:
-      ServingError: it has no name for one of them.
-    """
-    for spec in (*infer.inputs, *infer.outputs):
-        if spec.dtype not in NAMES:
-            raise ServingError(
-                f"tensor {spec.name}: {spec.dtype} cannot be served; these can: {', '.join(NAMES)}"
-            )

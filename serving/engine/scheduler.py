@@ -425,7 +425,14 @@ class Scheduler:
             found = self._find_group(request, step.room)
             if found is None:
                 return
-            self._place(request, *found)
+            if request.order < 0:
+                self._queue.remove(request)
+                request.order = self._order = self._order + 1
+            else:
+                self._preempted.remove(request)
+            found[0].place(request, found[1])
+            reused = min(request.filled, len(request.job.prompt)) - request.paid
+            self.counts.reused += max(0, reused)
             step.placed.append((request.key, request.filled))
             self._add_chunk(step, found[0], request)
 
@@ -450,16 +457,6 @@ class Scheduler:
                 if best is None or worth > best[0]:
                     best = worth, group, matched
         return best and best[1:]
-
-    def _place(self, request: Ongoing, group: Group, matched: list[int]) -> None:
-        if request.order < 0:
-            self._queue.remove(request)
-            request.order = self._order = self._order + 1
-        else:
-            self._preempted.remove(request)
-        group.place(request, matched)
-        reused = min(request.filled, len(request.job.prompt)) - request.paid
-        self.counts.reused += max(0, reused)
 
     def _add_chunk(self, step: EngineStep, group: Group, request: Ongoing) -> None:
         """Adds the next tokens of a prompt, as many as the step has rows for."""

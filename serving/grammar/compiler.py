@@ -87,7 +87,13 @@ class Grammars:
         Raises:
           GrammarError: it is wrong, too large, or has what cannot be enforced.
         """
-        return self._compiled(_source(schema, lenient), True)
+        text = json.dumps({**_object(schema), "x-guidance": {}})
+        options: Any = {"whitespace_pattern": SPACE, "lenient": lenient}
+        try:
+            source = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+        except ValueError as error:
+            raise GrammarError(str(error)) from error
+        return self._compiled(source, True)
 
     def schema_problem(self, schema: Any, *, lenient: bool = False) -> str | None:
         """Why a schema cannot be enforced; None if it can.
@@ -190,15 +196,6 @@ def inline(schema: Any, *, lenient: bool = False) -> str:
     """A schema as a part of a grammar in Lark."""
     options = {"whitespace_pattern": SPACE, "lenient": lenient}
     return "%json " + json.dumps({**_object(schema), "x-guidance": options})
-
-
-def _source(schema: Any, lenient: bool) -> str:
-    text = json.dumps({**_object(schema), "x-guidance": {}})
-    options: Any = {"whitespace_pattern": SPACE, "lenient": lenient}
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
-    except ValueError as error:
-        raise GrammarError(str(error)) from error
 
 
 def _object(schema: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from spmd.serving.http.jobs import Work, chat_work
 from spmd.serving.http.language import Language
 from spmd.serving.http.limits import Bounds
 from spmd.serving.http.messages import Message, parse_call, parse_message
-from spmd.serving.http.openai_routes import Dialect, Json, complete, run_on_text
+from spmd.serving.http.openai_routes import Dialect, Json, run_on_text
 from spmd.serving.http.protocol import ChatAsk, Values, parse_chat, refuse
 from spmd.serving.http.requests import message_error
 from spmd.serving.http.retold import AnswerBlock, Moment, Retold, functions, rest_of
@@ -250,11 +250,6 @@ def _told(block: AnswerBlock) -> Json:
 DIALECT = Dialect(parse_request, message_work, MessageAnswer, NAMES)
 
 
-async def messages(request: Request) -> Response:
-    """`POST /v1/messages`: answers a conversation, in blocks."""
-    return await complete(request, DIALECT)
-
-
 async def count_tokens(request: Request) -> Response:
     """`POST /v1/messages/count_tokens`: how many tokens a conversation has."""
 
@@ -267,6 +262,6 @@ async def count_tokens(request: Request) -> Response:
 
 
 ROUTES = [
-    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages", DIALECT.complete, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
 ]

@@ -141,18 +141,12 @@ class Access:
             fields = exchange.fields()
             if self._tracing is not None and span is not None:
                 fields["trace_id"] = self._tracing.end(span, exchange)
-            is_told = not is_probe and not exchange.is_passed_on
-            _log(fields, logging.INFO if is_told else logging.DEBUG)
-
-
-def _log(fields: dict[str, Any], level: int) -> None:
-    if not _LOG.isEnabledFor(level):
-        return
-    tokens = ""
-    if "completion_tokens" in fields:
-        tokens = ", {prompt_tokens} + {completion_tokens} tokens".format_map(fields)
-    text = '{client} "{method} {path}" {status}, {seconds:.3f} s'.format_map(fields) + tokens
-    _LOG.log(level, "%s", text, extra={FIELDS: fields})
+            level = logging.DEBUG if is_probe or exchange.is_passed_on else logging.INFO
+            if _LOG.isEnabledFor(level):
+                text = '{client} "{method} {path}" {status}, {seconds:.3f} s'.format_map(fields)
+                if "completion_tokens" in fields:
+                    text += ", {prompt_tokens} + {completion_tokens} tokens".format_map(fields)
+                _LOG.log(level, "%s", text, extra={FIELDS: fields})
 
 
 STATIC = Path(__file__).parent / "static"
@@ -180,11 +174,13 @@ async def page(request: Request) -> Response:
     return FileResponse(path, media_type=TYPES[path.suffix], headers=PAGE_HEADERS)
 
 
-async def _answer_api_error(request: Request, error: Any) -> JSONResponse:
-    return error_response(request, error)
-
-
-async def _answer_http_error(request: Request, error: Any) -> JSONResponse:
+async def _answer_error(request: Request, error: Any) -> JSONResponse:
+    """Answers; of a mistake of our own the log gets the traceback, and the client does not."""
+    if isinstance(error, ApiError):
+        return error_response(request, error)
+    if not isinstance(error, HTTPException):
+        mistake = ApiError(500, "the server made a mistake; its log says which")
+        return error_response(request, mistake)
     messages = {
         404: f"there is nothing at {request.url.path[:200]}",
         405: f"{request.method} is not what {request.url.path[:200]} takes",
@@ -195,16 +191,7 @@ async def _answer_http_error(request: Request, error: Any) -> JSONResponse:
     return response
 
 
-async def _answer_mistake(request: Request, error: Exception) -> JSONResponse:
-    """Answers when our own code failed: the log gets the traceback, the client does not."""
-    return error_response(request, ApiError(500, "the server made a mistake; its log says which"))
-
-
-ERRORS: dict[Any, Any] = {
-    ApiError: _answer_api_error,
-    HTTPException: _answer_http_error,
-    Exception: _answer_mistake,
-}
+ERRORS: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
 
 ROUTES = [
     *PROBES,

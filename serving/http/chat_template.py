@@ -58,7 +58,11 @@ def described(
         else:
             calls = message.get("tool_calls", ())
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-            made.append(_plain(message, format))
+            called = (call["function"] for call in calls)
+            written = (format.written(call["name"], call["arguments"]) for call in called)
+            text = "\n".join(filter(None, [message["content"], *written]))
+            made.append({**message, "content": text})
+            made[-1].pop("tool_calls", None)
         was_result = is_result
     if not tools:
         return made
@@ -70,13 +74,6 @@ def described(
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *made]
     return [{**first, "content": f"{first['content']}\n\n{text}"}, *made[1:]]
-
-
-def _plain(message: Message, format: Format) -> Message:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    written = (format.written(call["name"], call["arguments"]) for call in calls)
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join(filter(None, [message["content"], *written]))}
 
 
 DEFAULT = """\

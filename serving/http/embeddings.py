@@ -24,7 +24,6 @@ from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import Fields, check_text, is_integer, parse_object, show
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.requests import service_of, visiting
-from spmd.serving.http.service import Service
 
 IDS, MASK, VECTORS = "input_ids", "attention_mask", "embeddings"
 
@@ -114,19 +113,13 @@ async def _answer(
             return read(body, model)
 
         rows, ask = await texts.run(read_body, visit.client)
-        vectors = await _vectors(service, model, rows, visit.client)
+        workers, batches = service.tensors()
+        calls = (workers.run(batches.call(one), visit.client) for one in model.calls(rows))
+        found = [one[VECTORS] for one in await asyncio.gather(*calls)]
+        vectors = np.concatenate(found)[: len(rows)].astype(np.float32)
         total = request.state.exchange.prompt_tokens = sum(map(len, rows))
         written = await texts.run(lambda: write(ask, vectors, total), visit.client)
         return JSONResponse({"model": loaded.name, **written})
-
-
-async def _vectors(
-    service: Service, model: TextModel, rows: Sequence[Sequence[int]], client: str
-) -> Array:
-    workers, batches = service.tensors()
-    calls = (workers.run(batches.call(tensors), client) for tensors in model.calls(rows))
-    found = [one[VECTORS] for one in await asyncio.gather(*calls)]
-    return np.concatenate(found)[: len(rows)].astype(np.float32)
 
 
 def _unit(vectors: Array) -> Array:

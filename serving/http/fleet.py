@@ -300,14 +300,6 @@ def _key(request: Request) -> dict[str, str]:
     return {k: request.headers[k] for k in ("authorization", "x-api-key") if k in request.headers}
 
 
-def _passed(request: Request) -> dict[str, str]:
-    """The headers of a request that are passed on."""
-    raw = ((k, v) for k, v in request.headers.raw if k not in OF_THE_CONNECTION)
-    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in raw}
-    client = request.client.host if request.client else ""
-    return headers | {"x-forwarded-for": client, "x-request-id": request.state.exchange.request_id}
-
-
 def _fleet(request: Request) -> Fleet:
     return request.app.state.service  # type: ignore[no-any-return]
 
@@ -315,12 +307,16 @@ def _fleet(request: Request) -> Fleet:
 async def _pass_on(request: Request, member: Member, path: str, body: Any) -> Response:
     """The answer of a model's process, piece by piece as it comes."""
     query = f"?{request.url.query}" if request.url.query else ""
+    raw = ((k, v) for k, v in request.headers.raw if k not in OF_THE_CONNECTION)
+    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in raw}
+    headers["x-forwarded-for"] = request.client.host if request.client else ""
+    headers["x-request-id"] = request.state.exchange.request_id
     request.state.exchange.is_passed_on = True
     member.busy += 1
     answer = None
     try:
         sent = member.client.build_request(
-            request.method, f"{path}{query}", headers=_passed(request), content=body
+            request.method, f"{path}{query}", headers=headers, content=body
         )
         is_read = isinstance(body, bytes)  # else it still comes from the client
         async with until_gone(request.receive) if is_read else contextlib.nullcontext():

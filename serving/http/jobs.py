@@ -108,7 +108,9 @@ def _without(job: Job, bad: BadWords) -> Job:
     """A job without bad words; of one token each they need no guide, for which steps wait."""
     try:
         if job.guide is None and not bad.reach:
-            return dataclasses.replace(job, masks=bad.from_all(job.masks))
+            every = job.masks or ((0, None),)
+            masks = tuple((count, bad.leave(mask, ())) for count, mask in every)
+            return dataclasses.replace(job, masks=masks)
         guide = WithoutBadWords(bad, job.masks, job.guide)
         return dataclasses.replace(job, masks=((0, guide.allowed()),), guide=guide)
     except GuideError as error:

@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from spmd.serving.errors import invalid
@@ -14,7 +12,7 @@ from spmd.serving.http.fields import Fields, show
 from spmd.serving.http.jobs import chat_work
 from spmd.serving.http.limits import Bounds
 from spmd.serving.http.messages import Message, parse_content, parse_message
-from spmd.serving.http.openai_routes import Dialect, Json, complete
+from spmd.serving.http.openai_routes import Dialect, Json
 from spmd.serving.http.protocol import ChatAsk, Values, parse_chat, refuse
 from spmd.serving.http.retold import AnswerBlock, Moment, Retold, functions, rest_of
 
@@ -230,9 +228,6 @@ def _part(block: AnswerBlock) -> Json:
     return {"type": SAID[block.kind], "text": block.text, **more}
 
 
-async def responses(request: Request) -> Response:
-    """`POST /v1/responses`: answers a conversation, in items."""
-    return await complete(request, Dialect(parse_response, chat_work, ResponseAnswer, NAMES))
+DIALECT = Dialect(parse_response, chat_work, ResponseAnswer, NAMES)
 
-
-ROUTES = [Route("/v1/responses", responses, methods=["POST"])]
+ROUTES = [Route("/v1/responses", DIALECT.complete, methods=["POST"])]

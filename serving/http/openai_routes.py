@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -40,7 +41,6 @@ from spmd.serving.http.protocol import (
 from spmd.serving.http.requests import (
     ClosingStream,
     check_key,
-    dump,
     event,
     failure,
     service_of,
@@ -323,13 +323,6 @@ def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def asks_for_grammar(ask: Ask) -> bool:
-    """Whether the texts of a request have to fit a grammar."""
-    tools = _tools(ask)
-    calls = tools is not None and (tools.must or any(tool.strict for tool in tools.callable))
-    return ask.structure is not None or calls
-
-
 def compile_grammar(ask: Ask, language: Language) -> Grammar:
     """Compiles the grammar of a request that asks for one; that may take seconds.
 
@@ -396,6 +389,53 @@ class Dialect(NamedTuple):
             error.param = error.param and self._named(error.param)
             raise
 
+    async def complete(self, request: Request) -> Response:
+        """Answers a request for texts, as a whole or as a stream."""
+        service = service_of(request)
+        async with self.naming(), visiting(request) as visit:
+            loaded, language = service.require(), service.language()
+            read = functools.partial(self._read, service, visit.body)
+            texts = service.texts(len(visit.body))
+            ask, work = await texts.run(read, visit.client)
+            del read  # and with it the body
+            visit.drop_body()
+            if work is None:
+                compile = functools.partial(compile_grammar, ask, language)
+                grammar = await service.grammars.run(compile, visit.client)
+                make = functools.partial(self.make_work, ask, language, grammar)
+                work = await texts.run(make, visit.client)
+            stream = _submit(service, language, ask, work, visit)
+            prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
+            name = ask.model or loaded.name
+            request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
+            answer = self.answer(name, ask, work, language.engine, stream.cached)
+            if ask.stream:
+                response: Response = ClosingStream(
+                    _events(stream, answer), stream.close, headers=EVENTS,
+                    media_type="text/event-stream",
+                )  # fmt: skip
+            else:
+                try:
+                    deltas = [delta async for delta in stream]
+                finally:
+                    stream.close()
+                # Writing log-probabilities of many tokens takes a while, too.
+                text = await asyncio.to_thread(lambda: orjson.dumps(answer.whole(deltas)))
+                response = Response(text, media_type="application/json")
+        for warning in warnings(ask.ignored, work.notes):
+            response.headers.append("Warning", warning)
+        return response
+
+    def _read(self, service: Service, body: bytes) -> tuple[Ask, Work | None]:
+        """Reads a request, in seconds if it is long; with a grammar there is no work yet."""
+        language = service.language()
+        ask = self.parse(parse_object(body), language.bounds)
+        service.check_name(ask.model)
+        tools = _tools(ask)
+        calls = tools is not None and (tools.must or any(tool.strict for tool in tools.callable))
+        has_grammar = ask.structure is not None or calls
+        return ask, None if has_grammar else self.make_work(ask, language, None)
+
     def _named(self, place: str) -> str:
         tried = (
             re.subn(rf"(?<![a-z_]){re.escape(theirs)}(?![a-z_])", ours, place, count=1)
@@ -454,16 +494,6 @@ async def change_adapters(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
-async def completions(request: Request) -> Response:
-    """`POST /v1/completions`: continues prompts."""
-    return await complete(request, Dialect(parse_completion, completion_work))
-
-
-async def chat_completions(request: Request) -> Response:
-    """`POST /v1/chat/completions`: answers a conversation."""
-    return await complete(request, Dialect(parse_chat, chat_work))
-
-
 async def tokenize(request: Request) -> Response:
     """`POST /tokenize`: the ids that a prompt, or a chat, becomes."""
 
@@ -505,38 +535,6 @@ async def run_on_text(
         return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
 
 
-async def complete(request: Request, dialect: Dialect) -> Response:
-    """Answers a request for texts in some dialect, as a whole or as a stream."""
-    service = service_of(request)
-    async with dialect.naming(), visiting(request) as visit:
-        loaded, language = service.require(), service.language()
-        read = functools.partial(_read, service, visit.body, dialect)
-        texts = service.texts(len(visit.body))
-        ask, work = await texts.run(read, visit.client)
-        del read  # and with it the body
-        visit.drop_body()
-        if work is None:
-            compile = functools.partial(compile_grammar, ask, language)
-            grammar = await service.grammars.run(compile, visit.client)
-            make = functools.partial(dialect.make_work, ask, language, grammar)
-            work = await texts.run(make, visit.client)
-        stream = _submit(service, language, ask, work, visit)
-        prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
-        name = ask.model or loaded.name
-        request.state.exchange.generates(name, prompt_tokens, stream, ask.stream)
-        answer = dialect.answer(name, ask, work, language.engine, stream.cached)
-        if ask.stream:
-            response: Response = ClosingStream(
-                _events(stream, answer), stream.close, headers=EVENTS,
-                media_type="text/event-stream",
-            )  # fmt: skip
-        else:
-            response = await _whole(stream, answer)
-    for text in warnings(ask.ignored, work.notes):
-        response.headers.append("Warning", text)
-    return response
-
-
 def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
     """`Warning` headers (RFC 7234, section 5.5) that say what was not heeded.
 
@@ -556,14 +554,6 @@ def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
     return made
 
 
-def _read(service: Service, body: bytes, dialect: Dialect) -> tuple[Ask, Work | None]:
-    """Reads a request, which takes seconds if it is long; with a grammar there is no work yet."""
-    language = service.language()
-    ask = dialect.parse(parse_object(body), language.bounds)
-    service.check_name(ask.model)
-    return ask, None if asks_for_grammar(ask) else dialect.make_work(ask, language, None)
-
-
 def _submit(service: Service, language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
     """Hands the jobs to the engine, with a place for each."""
     visit.hold_places(len(work.jobs))
@@ -579,16 +569,6 @@ def _submit(service: Service, language: Language, ask: Ask, work: Work, visit: V
     except BaseException:
         leaving.close()
         raise
-
-
-async def _whole(stream: Stream, answer: Answer) -> Response:
-    try:
-        deltas = [delta async for delta in stream]
-    finally:
-        stream.close()
-    # Writing log-probabilities of many tokens takes a while, too.
-    text = await asyncio.to_thread(lambda: dump(answer.whole(deltas)))
-    return Response(text, media_type="application/json")
 
 
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -612,13 +592,15 @@ def _write(batch: Sequence[Delta], answer: Answer) -> bytes:
     return b"".join(event for delta in batch for event in answer.events(delta))
 
 
+COMPLETIONS, CHATS = Dialect(parse_completion, completion_work), Dialect(parse_chat, chat_work)
+
 ROUTES = [
     Route("/v1/models", models),
     Route("/v1/models/{model:path}", model),
     Route("/v1/load_lora_adapter", change_adapters, methods=["POST"]),
     Route("/v1/unload_lora_adapter", change_adapters, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/completions", COMPLETIONS.complete, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/chat/completions", CHATS.complete, methods=["POST"]),
 ]

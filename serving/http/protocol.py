@@ -289,10 +289,16 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         ),
         tools=parse_tools(fields),
         arguments=_arguments(fields),
-        effort=_effort(fields.get("reasoning_effort")),
+        effort=fields.get("reasoning_effort"),
         thoughts=fields.flag("include_reasoning", True),
-        budget=_budget(fields, bounds),
+        budget=fields.integer("thinking_token_budget", -1, bounds.max_length),
     )
+    if ask.effort is not None and ask.effort not in EFFORTS:
+        needed = f"one of {', '.join(EFFORTS)} is needed"
+        raise invalid(f"reasoning_effort: {needed}, not {show(ask.effort)}")
+    budget = None if ask.budget == -1 else ask.budget
+    if budget is not None and ask.allowed_ids:
+        raise invalid("thinking_token_budget: not together with allowed_token_ids")
     if ask.continues and (ask.generation_prompt or not ask.messages[-1]["content"].strip()):
         raise invalid(
             "continue_final_message: needs a text in the last message, and no add_generation_prompt"
@@ -300,7 +306,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     structure = ask.structure
     if ask.tools is not None and structure is not None and structure.kind != "json":
         raise invalid(f"{structure.place}: not together with tools")
-    return dataclasses.replace(ask, ignored=_ignored(fields))
+    return dataclasses.replace(ask, budget=budget, ignored=_ignored(fields))
 
 
 ARGUMENTS_BYTES = 4096
@@ -321,22 +327,6 @@ def _arguments(fields: Fields) -> dict[str, Any]:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def _effort(value: Any) -> str | None:
-    if value is not None and value not in EFFORTS:
-        raise invalid(f"reasoning_effort: one of {', '.join(EFFORTS)} is needed, not {show(value)}")
-    return None if value is None else str(value)
-
-
-def _budget(fields: Fields, bounds: Bounds) -> int | None:
-    name = "thinking_token_budget"
-    budget = fields.integer(name, -1, bounds.max_length)
-    if budget in (None, -1):
-        return None
-    if fields.get("allowed_token_ids"):
-        raise invalid(f"{name}: not together with allowed_token_ids")
-    return budget
 
 
 def _ignored(fields: Fields) -> tuple[str, ...]:

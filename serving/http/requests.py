@@ -214,14 +214,9 @@ class ClosingStream(StreamingResponse):
             self._close()
 
 
-def dump(value: Any) -> bytes:
-    """JSON on one line, without spaces."""
-    return orjson.dumps(value)
-
-
 def event(value: Any) -> bytes:
     """A server-sent event of a value as JSON."""
-    return b"data: %b\n\n" % dump(value)
+    return b"data: %b\n\n" % orjson.dumps(value)
 
 
 def failure(error: Failed) -> ApiError:

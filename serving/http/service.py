@@ -6,7 +6,7 @@ from typing import Literal
 
 from spmd.serving.engine.batches import Batches
 from spmd.serving.engine.engine import Engine
-from spmd.serving.engine.infer import check_datatypes
+from spmd.serving.engine.infer import NAMES
 from spmd.serving.engine.statistics import Statistics
 from spmd.serving.engine.stream import SHUTTING_DOWN, Lost
 from spmd.serving.engine.workers import Workers
@@ -80,8 +80,13 @@ class Service:
         """
         if loaded.language is None and loaded.infer is None:
             raise ServingError(f"{loaded.name}: neither a language model nor one of tensors")
-        if loaded.infer is not None:
-            check_datatypes(loaded.infer)
+        if loaded.infer is not None:  # KServe's protocol has to name all dtypes
+            for spec in (*loaded.infer.inputs, *loaded.infer.outputs):
+                if spec.dtype not in NAMES:
+                    raise ServingError(
+                        f"tensor {spec.name}: {spec.dtype} cannot be served; these can: "
+                        f"{', '.join(NAMES)}"
+                    )
         requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry, self.statistics)
         slots = 0
         if loaded.language is not None:

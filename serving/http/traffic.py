@@ -180,9 +180,8 @@ class RequestMetrics:
 
     def histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         """A histogram of the model."""
-        made = Histogram(
-            name, help_text, ["model_name"], buckets=buckets, registry=self.registry
-        )  # fmt: skip
+        labels = ["model_name"]
+        made = Histogram(name, help_text, labels, buckets=buckets, registry=self.registry)
         return made.labels(self.model)
 
     def number(

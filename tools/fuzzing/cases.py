@@ -5,7 +5,7 @@ The program is text, so that what runs, what is shrunk and what a reproducer fil
 
 import functools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,17 +88,17 @@ def infer(text: str, target: str, reads: Sequence[tuple[str, Type]]) -> list[Typ
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(source: str, name: str) -> Any:
-    return compile(source, name, "exec")
+def _compiled(source: str) -> Any:
+    return compile(source, "<fuzz>", "exec")
 
 
-def execute(source: str, name: str = "<fuzz>") -> dict[str, Any]:
+def execute(source: str) -> dict[str, Any]:
     """Runs source text where the usual names are imported and marks do nothing."""
     scope: dict[str, Any] = {
         "jax": jax, "jnp": jnp, "np": np, "lax": lax, "mark": lambda x, spec: x,
         "__name__": "fuzz",
     }  # fmt: skip
-    exec(_compiled(source, name), scope)
+    exec(_compiled(source), scope)
     return scope
 
 
@@ -189,27 +189,25 @@ def source(case: Case, title: str = "One fuzz case: run this file.") -> str:
 
 def definitions(case: Case) -> str:
     """The part of `source` between its imports and its `main`."""
+    floats = sum(arg.type.dtype in FLOATS for arg in case.args) if has_gradient(case) else 0
+    out_specs = dict(zip(case.results, case.out_specs, strict=True))
+    out_specs |= {f"gradient{i}": None for i in range(floats)}
+    names = ", ".join(arg.name for arg in case.args)
+    returned = ", ".join(f'"{name}": {name}' for name in case.results)
+    body = "\n".join([*(line.text for line in case.lines), f"return {{{returned}}}"])
+    program = f"def program({names}):\n{textwrap.indent(body, '    ')}"
+    arguments = "".join(f"        {_argument(arg.type)},  # {arg.name}\n" for arg in case.args)
     parts = (
         f"RTOL = {tolerance(case)}\n",
         f"MESH = {dict(case.mesh)!r}\n",
         f"IN_SPECS = {tuple(arg.spec for arg in case.args)!r}\n",
-        f"OUT_SPECS = {_all_out_specs(case)!r}\n",
-        _arguments_text(case.args),
-        program_text(case),
+        f"OUT_SPECS = {out_specs!r}\n",
+        "\n\ndef arguments():\n    rng = np.random.RandomState(0)\n    return (\n",
+        f"{arguments}    )\n",
+        f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n",
         _STEP.format(step=_GRADIENT_STEP if has_gradient(case) else _PLAIN_STEP),
     )
     return "".join(parts)
-
-
-def program_text(case: Case) -> str:
-    """The program as a function that returns it."""
-    names = ", ".join(arg.name for arg in case.args)
-    returned = ", ".join(f'"{name}": {name}' for name in case.results)
-    body = [line.text for line in case.lines] + [f"return {{{returned}}}"]
-    program = f"def program({names}):\n" + textwrap.indent("\n".join(body), "    ")
-    return (
-        f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n"
-    )
 
 
 def has_gradient(case: Case) -> bool:
@@ -224,18 +222,6 @@ def tolerance(case: Case) -> float:
     text = "".join(line.text for line in case.lines)
     narrow = "bfloat16" in text or any(arg.type.dtype == "bfloat16" for arg in case.args)
     return 1e-1 if narrow else 1e-4
-
-
-def _all_out_specs(case: Case) -> dict[str, Spec]:
-    specs = dict(zip(case.results, case.out_specs, strict=True))
-    floats = sum(arg.type.dtype in FLOATS for arg in case.args) if has_gradient(case) else 0
-    return specs | {f"gradient{i}": None for i in range(floats)}
-
-
-def _arguments_text(args: Iterable[Arg]) -> str:
-    lines = [f"        {_argument(arg.type)},  # {arg.name}" for arg in args]
-    head = "\n\ndef arguments():\n    rng = np.random.RandomState(0)\n    return (\n"
-    return head + "\n".join(lines) + "\n    )\n"
 
 
 def _argument(type_: Type) -> str:

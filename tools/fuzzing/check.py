@@ -51,7 +51,9 @@ def run(case: Case, **options: Any) -> Outcome:
     except spmd.UnsupportedOpError as error:
         return Outcome(UNSUPPORTED, error.what, str(error))
     except Exception as error:
-        return Outcome(FAILED, _key(error), f"{type(error).__name__}: {error}")
+        name, first = type(error).__name__, str(error).strip().partition("\n")[0]
+        words = re.sub(r"[%\d\[\]{}(),x]+", "", first)[:80]
+        return Outcome(FAILED, f"{name}: {words}", f"{name}: {error}")
     wrong = [name for name in want if differ(got[name], want[name], case)]
     if wrong:
         others = other_references(reference, plain, args, case)
@@ -64,13 +66,6 @@ def run(case: Case, **options: Any) -> Outcome:
 
 def _arrays(results: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.asarray(x) for name, x in results.items()}
-
-
-def _key(error: Exception) -> str:
-    """An error's type and the words of its first line."""
-    first = str(error).strip().partition("\n")[0]
-    words = re.sub(r"[%\d\[\]{}(),x]+", "", first)[:80]
-    return f"{type(error).__name__}: {words}"
 
 
 def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], case: Case) -> bool:

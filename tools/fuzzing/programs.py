@@ -103,12 +103,9 @@ class Maker:
         """True one time in so many; shrinks to False."""
         return self.integer(0, one_in - 1) == one_in - 1
 
-    def subset(self, options: Sequence[int], least: int = 0) -> tuple[int, ...]:
-        chosen = [o for o in options if self.flag()]
-        for option in options:
-            if len(chosen) < least and option not in chosen:
-                chosen.append(option)
-        return tuple(sorted(chosen))
+    def subset(self, options: Sequence[int]) -> tuple[int, ...]:
+        """Some of these, one at least."""
+        return tuple(o for o in options if self.flag()) or (options[0],)
 
     def permutation(self, n: int) -> tuple[int, ...]:
         return tuple(self.draw(st.permutations(range(n))))
@@ -344,7 +341,7 @@ def dot(m: Maker, v: Var) -> None:
 
 @on(lambda v: v.rank > 0)
 def reduce(m: Maker, v: Var) -> None:
-    dims = m.subset(range(v.rank), least=1)
+    dims = m.subset(range(v.rank))
     count = math.prod(v.shape[d] for d in dims)
     if v.dtype == "bool":
         m.add(f"{v.name}.{m.pick(('any', 'all'))}({dims})", [v])
@@ -486,7 +483,7 @@ def concatenate(m: Maker, v: Var) -> None:
 @on(lambda v: v.rank > 0)
 def reverse(m: Maker, v: Var) -> None:
     if m.flag():
-        dims = m.subset(range(v.rank), least=1)
+        dims = m.subset(range(v.rank))
         m.add(f"lax.rev({v.name}, {dims})", [v])
     else:
         dim = m.integer(0, v.rank - 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,8 +15,7 @@ from spmd.serving.engine.infer import DATATYPES, NAMES, Array, Infer, TensorSpec
 from spmd.serving.errors import ApiError, invalid
 from spmd.serving.http.fields import Fields, is_integer, parse_object, show
 from spmd.serving.http.kserve.models import VERSION, asked_model
-from spmd.serving.http.requests import dump, service_of, visiting
-from spmd.serving.http.service import Service
+from spmd.serving.http.requests import service_of, visiting
 
 # Tensors of requests and answers: as JSON, or as bytes behind the JSON.
 
@@ -28,7 +28,7 @@ class Binary:
     """The bytes behind the JSON of a request: its binary inputs, in their order there."""
 
     def __init__(self, data: memoryview) -> None:
-        self._left = data
+        self.left = data  # what no input has taken
 
     def take(self, size: int, place: str) -> memoryview:
         """The next so many bytes.
@@ -36,21 +36,13 @@ class Binary:
         Raises:
           ApiError: there are fewer.
         """
-        if size > len(self._left):
+        if size > len(self.left):
             raise invalid(
-                f"{place}: binary_data_size is {size}, and {len(self._left)} bytes are left of the "
+                f"{place}: binary_data_size is {size}, and {len(self.left)} bytes are left of the "
                 "body"
             )
-        taken, self._left = self._left[:size], self._left[size:]
+        taken, self.left = self.left[:size], self.left[size:]
         return taken
-
-    def check_end(self) -> None:
-        """Raises an `ApiError` if bytes are left that belong to no input."""
-        if len(self._left):
-            raise invalid(
-                f"inputs: {len(self._left)} bytes at the end of the body belong to no input: each "
-                "that is binary says so by parameters.binary_data_size"
-            )
 
 
 class Output(NamedTuple):
@@ -225,21 +217,16 @@ async def infer(request: Request) -> Response:
             texts = service.texts(len(visit.body))
         whole, length = visit.body, request.headers.get(LENGTH)
         asked = await texts.run(lambda: read_request(whole, length, function), client)
-        results = await _run(service, asked.tensors, client)
+        workers, batches = service.tensors()
+        try:  # a call that other requests may share
+            results = await workers.run(batches.call(asked.tensors), client)
+        except ValueError as error:
+            raise invalid(f"inputs: {error}") from error
         # Many programs send a list of all that they know, whatever they ask for. Numbers
         # compress badly and slowly, so that is for those who name one encoding and mean it.
         accepted = request.headers.get("accept-encoding", "").strip().lower()
         encoding = accepted if accepted in _FORMATS else ""
         return await texts.run(lambda: _answer(loaded.name, asked, results, encoding), client)
-
-
-async def _run(service: Service, tensors: Tensors, client: str) -> Tensors:
-    """The function's results, from a call that other requests may share."""
-    workers, batches = service.tensors()
-    try:
-        return await workers.run(batches.call(tensors), client)
-    except ValueError as error:
-        raise invalid(f"inputs: {error}") from error
 
 
 class InferenceAsk(NamedTuple):
@@ -261,7 +248,14 @@ def read_request(body: bytes, length: str | None, function: Infer) -> InferenceA
     Raises:
       ApiError: it is not one, or does not fit the function.
     """
-    size = len(body) if length is None else _length(length, len(body))
+    size = len(body)
+    if length is not None:
+        if not (length.isdecimal() and len(length) < 18 and 0 < int(length) <= size):
+            raise invalid(
+                f"{LENGTH}: the number of bytes of JSON at the beginning of the body is needed, 1 "
+                f"to {size}, not {length[:40]!r}"
+            )
+        size = int(length)
     content = parse_object(body[:size])
     parameters = parameters_of(content, "the request")
     for name in _SEQUENCES:
@@ -269,20 +263,15 @@ def read_request(body: bytes, length: str | None, function: Infer) -> InferenceA
             raise invalid(f"{name} is not supported: each request stands for itself")
     binary = Binary(memoryview(body)[size:])
     tensors = read_inputs(content.get("inputs"), function.inputs, binary)
-    binary.check_end()
+    if len(binary.left):
+        raise invalid(
+            f"inputs: {len(binary.left)} bytes at the end of the body belong to no input: each "
+            "that is binary says so by parameters.binary_data_size"
+        )
     by_default = Fields(parameters).flag("binary_data_output")
     outputs = _wanted(content.get("outputs"), function.outputs, by_default)
     id_ = None if content.get("id") is None else Fields(content).text("id")
     return InferenceAsk(tensors, outputs, id_)
-
-
-def _length(text: str, most: int) -> int:
-    if not (text.isdecimal() and len(text) < 18 and 0 < int(text) <= most):
-        raise invalid(
-            f"{LENGTH}: the number of bytes of JSON at the beginning of the body is needed, 1 to "
-            f"{most}, not {text[:40]!r}"
-        )
-    return int(text)
 
 
 def read_inputs(value: Any, specs: Sequence[TensorSpec], binary: Binary) -> dict[str, Array]:
@@ -339,7 +328,7 @@ def _answer(name: str, asked: InferenceAsk, results: Tensors, encoding: str) -> 
     if asked.id is not None:
         head["id"] = asked.id
     written = [write_tensor(output, np.asarray(results[output.name])) for output in asked.outputs]
-    text = dump({**head, "outputs": [about for about, _ in written]})
+    text = orjson.dumps({**head, "outputs": [about for about, _ in written]})
     headers = {}
     kind = "application/json"
     if any(output.binary for output in asked.outputs):

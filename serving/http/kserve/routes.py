@@ -31,18 +31,13 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """`GET /v2/health/ready`: whether requests are served."""
-    problem = service_of(request).problem()
-    return JSONResponse({"ready": problem is None}, 200 if problem is None else 503)
-
-
-async def model_ready(request: Request) -> Response:
-    """`GET /v2/models/{model}/ready`: whether requests for this model are served."""
-    problem = service_of(request).problem()
-    if problem is None:
-        asked_model(request)
-    body = {"name": request.path_params["model"], "ready": problem is None}
-    return JSONResponse(body, 200 if problem is None else 503)
+    """`GET /v2/health/ready` and `/v2/models/{model}/ready`: whether requests are served."""
+    problem, body = service_of(request).problem(), dict[str, object]()
+    if "model" in request.path_params:
+        body["name"] = request.path_params["model"]
+        if problem is None:
+            asked_model(request)
+    return JSONResponse({**body, "ready": problem is None}, 200 if problem is None else 503)
 
 
 async def server(request: Request) -> Response:
@@ -113,7 +108,7 @@ ROUTES = [
     Route("/v2/models/stats", statistics),
     *_of_model("/stats", statistics),
     *_of_model("/config", config),
-    *_of_model("/ready", model_ready),
+    *_of_model("/ready", ready),
     *_of_model("/infer", infer, "POST"),
     *_of_model("", metadata),
 ]

@@ -79,8 +79,10 @@ class Format:
         head, tail = self.around(name)
         if self.tags is None:
             return head + json.dumps(arguments, ensure_ascii=False) + tail
-        values = ((key, _text(value)) for key, value in arguments.items())
-        return head + "".join(self.parameter(key, value) for key, value in values) + tail
+        for key, value in arguments.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            head += self.parameter(key, text)
+        return head + tail
 
     def parameter(self, key: str, value: str) -> str:
         """An argument between tags."""
@@ -105,10 +107,6 @@ class Format:
     def around_listed(self, name: str) -> tuple[str, str]:
         """What is before and behind the arguments in a call's object."""
         return f'{{"name": {json.dumps(name)}, "{self.key}": ', "}"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 CALL = ("<tool_call>", "</tool_call>")

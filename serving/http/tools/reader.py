@@ -321,14 +321,15 @@ class CallsReader:
         if call.broken or (call.name is not None and call.name not in self._names):
             yield from self._give_up()
             return
-        if piece and not self._dropped:
+        is_one_too_many = self._most is not None and not self._shown and self.calls >= self._most
+        if piece and not is_one_too_many:
             if not self._shown:
                 self._shown = True
                 self.calls += 1
                 yield MessageEvent("call", call.name or "")
             yield MessageEvent("arguments", piece)
         if call.done:
-            if not self._dropped and not self._shown:  # there is nothing that could be its name
+            if not is_one_too_many and not self._shown:  # there is nothing that could be its name
                 yield from self._give_up()
                 return
             self._close()
@@ -348,11 +349,6 @@ class CallsReader:
             self._mode = self._outside
             for one in raw:
                 yield from self._mode(one)
-
-    @property
-    def _dropped(self) -> bool:
-        """Whether the call is one too many."""
-        return self._most is not None and not self._shown and self.calls >= self._most
 
     def _open(self) -> None:
         format = self._format
@@ -494,19 +490,16 @@ class MessageReader:
                 read = [MessageEvent("content", part)] if part and self._reader is None else []
                 events += read if self._reader is None else self._reader.push(part)
             elif kind == "thought":
-                events += self._thought_events(part)
+                part = part.lstrip("\n") if self._breaks is None else self._breaks + part
+                shown = part.rstrip("\n")
+                if shown or self._breaks is not None:
+                    self._breaks = part[len(shown) :]
+                events += [MessageEvent("thought", shown)] if shown and self._shows else []
             else:
                 self._thought = True
         if finish and self._reader is not None:
             events += self._reader.finish(finish == "length")
         return events
-
-    def _thought_events(self, text: str) -> list[MessageEvent]:
-        text = text.lstrip("\n") if self._breaks is None else self._breaks + text
-        shown = text.rstrip("\n")
-        if shown or self._breaks is not None:
-            self._breaks = text[len(shown) :]
-        return [MessageEvent("thought", shown)] if shown and self._shows else []
 
     def _call(self, name: str) -> Json:
         function = {"name": name, "arguments": ""}
