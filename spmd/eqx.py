@@ -62,10 +62,8 @@ class FilterJit(Front):
         super().__init__(fn, options, _BY_PLACE, _FILTERED)
         self.arrays, self.constants = eqx.partition(fn, _is_traced)
         call, self._names = with_keywords(_on_arrays, fn, ["constants", "function"])
-        own: dict[str, Any] = {"static_argnames": self._names[:1]}
-        for name in ("out_specs", "out_shardings"):
-            if options.get(name) is not None:
-                own[name] = (options[name], None)
+        outs = [name for name in ("out_specs", "out_shardings") if options.get(name) is not None]
+        own = {"static_argnames": self._names[:1], **{n: (options[n], None) for n in outs}}
         if donate not in _FIRST_DONATED:
             raise ArgumentError(
                 f"donate={donate!r} is no option of spmd.eqx.filter_jit",

@@ -51,9 +51,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       >>> step = spmd.nnx.jit(train_step, mesh=mesh)
       >>> loss = step(model, optimizer, batch)
     """
-    if fn is None:
-        return functools.partial(jit, **options)
-    return ModuleJit(fn, options)
+    return functools.partial(jit, **options) if fn is None else ModuleJit(fn, options)
 
 
 class ModuleJit(Front):

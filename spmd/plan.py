@@ -16,6 +16,7 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -143,10 +144,9 @@ class RankedPlan:
     @cached_property
     def sent(self) -> dict[str, int]:
         """Mesh axes (`data`, or `data, model`) -> bytes that one device sends along them."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for each in self.lowered.collectives:
-            axes = whole_axes(each.axes, self.lowered.mesh)
-            found[axes] = found.get(axes, 0) + each.bytes * each.count
+            found[whole_axes(each.axes, self.lowered.mesh)] += each.bytes * each.count
         return found
 
     @cached_property
@@ -242,8 +242,7 @@ class Plans:
         ]
         title, _, tried = self.title.partition(": ")
         said = [f"{line[:1].upper()}{line[1:]}." for line in (tried, *self.advice())]
-        page = render_plans(title, said, cards, bars, *heads_rows)
-        Path(path).write_text(page, encoding="utf-8")
+        Path(path).write_text(render_plans(title, said, cards, bars, *heads_rows), encoding="utf-8")
 
     @property
     def title(self) -> str:

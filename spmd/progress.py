@@ -41,7 +41,9 @@ def progress(
     line = threading.Thread(target=work.show, args=[stream], name="spmd progress", daemon=True)
     token = _work.set(work)
     _open.append(work)
-    is_shown = wanted and _is_seen(stream)
+    ipython = sys.modules.get("IPython")
+    in_notebook = ipython is not None and ipython.get_ipython() is not None
+    is_shown = wanted and (in_notebook or stream.isatty())
     if is_shown:
         line.start()
     try:
@@ -52,12 +54,6 @@ def progress(
         work.done.set()
         if is_shown:
             line.join()
-
-
-def _is_seen(stream: TextIO) -> bool:
-    """Whether anybody looks: `stream` is a terminal, or this is a notebook or IPython."""
-    ipython = sys.modules.get("IPython")
-    return stream.isatty() or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def doing(stage: str) -> None:

@@ -26,8 +26,7 @@ MOST_BYTES = 512 << 20  # that one kind of entries may take
 
 def user_folder() -> Path:
     """Returns `spmd`'s folder in the user's cache: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "spmd"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd"
 
 
 def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
@@ -53,11 +52,7 @@ def key_of(*decisive: object) -> str:
 
 
 class Store:
-    """A folder of entries, each a file of bytes, that several processes may share.
-
-    `put` makes the folder. When all entries take more than `most_bytes`, those not used for longest
-    are deleted.
-    """
+    """A folder, made by `put`, of at most `most_bytes` of entries; several processes may use it."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self.folder, self.most_bytes = folder, most_bytes

@@ -326,9 +326,11 @@ class _Search(NamedTuple):
         # The whole program makes the carries of every iteration, so that an error in one does not
         # reach the next: the body is always compared on equal inputs.
         condition, body = (_region_program(self.plan, region) for region in op.regions)
-        plan = _piece_plan(self.plan, body)
-        if plan is None:
+        states = [self.plan.states[v] for v in body.body.args]
+        if any(state is not None and state.partial for state in states):
             return None
+        arguments = tuple(probe_sharding(self.plan, v) for v in body.body.args)
+        plan = _with_program(self.plan, body)._replace(arguments=arguments)
         carries = self.values_before(index, op.operands)
         tested, read = (
             self.values_before(index, program.body.args[len(carries) :])
@@ -348,10 +350,8 @@ class _Search(NamedTuple):
 
 
 def _with_body(program: Program, body: Region) -> Program:
-    args = tuple(f"%{v}" for v in body.args)
-    return program._replace(
-        body=body, arg_names=args, result_names=tuple(f"%{v}" for v in body.results), constants=()
-    )
+    args, results = (tuple(f"%{v}" for v in end) for end in (body.args, body.results))
+    return program._replace(body=body, arg_names=args, result_names=results, constants=())
 
 
 def _with_program(plan: Plan, program: Program) -> Plan:
@@ -379,15 +379,6 @@ def _region_program(plan: Plan, region: Region) -> Program:
         visit(value)
     ops = (*made.values(), *region.ops)
     return _with_body(plan.program, Region((*region.args, *captured), ops, region.results))
-
-
-def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
-    """Returns the plan of `piece`, a region's program; None if one of its arguments is partial."""
-    states = [plan.states[v] for v in piece.body.args]
-    if any(state is not None and state.partial for state in states):
-        return None
-    arguments = tuple(probe_sharding(plan, v) for v in piece.body.args)
-    return _with_program(plan, piece)._replace(arguments=arguments)
 
 
 def probe_sharding(plan: Plan, value: Value) -> Sharding:

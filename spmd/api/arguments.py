@@ -250,8 +250,7 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
                 fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({apart}) "
                 "for each",
             )
-        pairs = zip(specs, tree, strict=True)
-        return [spec for pair in pairs for spec in _spread(*pair, what)]
+        return [spec for pair in zip(specs, tree, strict=True) for spec in _spread(*pair, what)]
     if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
         return [specs] * len(jax.tree.leaves(tree))
     given = dict(_by_path(specs, lambda _, spec: _is_spec(spec)))
@@ -299,9 +298,7 @@ def _is_spec(x: Any) -> bool:
 def key_dtype(leaf: Any) -> Any:
     """Returns the dtype of a key array (`jax.random.key`) or a struct of one; None for all else."""
     dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return dtype
-    return None
+    return dtype if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) else None
 
 
 def mesh_sharding(leaf: Any) -> NamedSharding | None:
@@ -309,9 +306,7 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
-    if isinstance(leaf, jax.Array) and not leaf.committed:
-        return None
-    return sharding
+    return None if isinstance(leaf, jax.Array) and not leaf.committed else sharding
 
 
 def placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:

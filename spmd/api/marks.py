@@ -183,8 +183,7 @@ def caller() -> str | None:
     """Returns the user's line that is running, `file:line (function)`; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("spmd", "jax"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("spmd", "jax"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
         frame = frame.f_back
     return None

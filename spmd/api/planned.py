@@ -48,7 +48,10 @@ class Planned:
         self.target = target or request.mesh.topology
         self.mesh, self.donated = request.mesh, request.donated
         self.donate_argnums = self.donated
-        self.in_avals, self.out_avals = jax.tree.map(_aval, (request.args, request.out))
+        self.in_avals, self.out_avals = jax.tree.map(
+            lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type),
+            (request.args, request.out),
+        )
         self.name = request.name or stages.plan.program.name
         self.in_tree: Any = jax.tree.structure(request.args)
         self.kind = kind_text(self.name, request.arg_names, jax.tree.leaves(request.args))
@@ -216,7 +219,3 @@ class Planned:
             fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
         required = f"one of {', '.join(STAGES)}"
         raise ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
-
-
-def _aval(struct: jax.ShapeDtypeStruct) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type)

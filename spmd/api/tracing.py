@@ -359,10 +359,9 @@ def _is_object(value: Any) -> bool:
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
     """Returns jax's axis types of the first of `givens` like `mesh` with Explicit axes, or None."""
-    for given in filter(has_explicit_axes, givens):
-        if tuple(given.shape.items()) == tuple(mesh.shape.items()):
-            return tuple(given.axis_types)
-    return None
+    shape = tuple(mesh.shape.items())
+    alike = (m for m in filter(has_explicit_axes, givens) if tuple(m.shape.items()) == shape)
+    return next((tuple(given.axis_types) for given in alike), None)
 
 
 def topology_of(mesh: Mesh) -> Topology:

@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.write:
         Path(given.plan).write_text(json.dumps(now.to_json()), encoding="utf-8")
         return 0
-    budget = Budget(given.seconds, given.sent, given.memory)
-    worse = breaches(kept, now, budget)
+    worse = breaches(kept, now, Budget(given.seconds, given.sent, given.memory))
     if not worse:
         print(f"{given.program} keeps to {given.plan}")
         return 0

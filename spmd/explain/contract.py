@@ -41,7 +41,7 @@ def breaches(kept: PlanReport, now: PlanReport, budget: Budget = BUDGET) -> list
         )
         if new > old * (1 + share)
     ]  # fmt: skip
-    before, after = _by_kind(kept), _by_kind(now)
+    before, after = (totals((c for c in of.collectives if c.count), _key) for of in (kept, now))
     for key, total in after.items():
         old = before.get(key)
         runs, sent = (0, 0) if old is None else (old.runs, old.bytes)
@@ -85,10 +85,6 @@ Key = tuple[str, str]  # the kind of a collective, and its axes
 
 def _key(each: Collective) -> Key:
     return each.kind, ", ".join(each.axes)
-
-
-def _by_kind(report: PlanReport) -> dict[Key, Total]:
-    return totals((c for c in report.collectives if c.count), _key)
 
 
 def _culprits(kept: PlanReport, now: PlanReport, key: Key) -> Iterator[str]:

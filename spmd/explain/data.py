@@ -159,8 +159,7 @@ def from_json(data: Any) -> PlanReport:
             required=f"JSON of format {FORMAT!r}, version {VERSION}",
             fix="write it again: program.to_json gives it, and spmd explain --json",
         )
-    fields = {name: data[name] for name in PlanReport._fields}
-    report: PlanReport = _read(PlanReport, fields)
+    report: PlanReport = _read(PlanReport, {name: data[name] for name in PlanReport._fields})
     return report
 
 
@@ -194,8 +193,7 @@ def _read(kind: Any, value: Any) -> Any:
         by_name = (t for t in inner if set(getattr(t, "_fields", ())) == fields)
         return _read(next(of_list if fields is None else by_name), value)
     if kind is Sharding:
-        dims = tuple(map(tuple, value["dims"]))
-        return Sharding(dims, tuple(value["partial"]), value["kind"])
+        return Sharding(tuple(map(tuple, value["dims"])), tuple(value["partial"]), value["kind"])
     if kind is Mesh:
         names, sizes = zip(*value["axes"], strict=True) if value["axes"] else ((), ())
         return Mesh(value["devices"], sizes, names, value["dcn"])

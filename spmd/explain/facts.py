@@ -129,8 +129,7 @@ class Facts:
         line = self.stages.timeline
         times = (line.seconds, line.compute_seconds, line.comm_seconds)
         seconds, compute, comm = map(w.seconds_text, times)
-        is_sending = line.comm_seconds > line.compute_seconds
-        bound = "communication" if is_sending else "compute"
+        bound = "communication" if line.comm_seconds > line.compute_seconds else "compute"
         return f"{seconds} a run, bound by {bound} (compute {compute}, collectives {comm})"
 
     @property

@@ -32,8 +32,7 @@ class Memory(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """Upper bound of the bytes held at once: all but `code`, with `aliased` counted once."""
-        held = self.arguments + self.results - self.aliased + self.temporary
-        return held + self.constants
+        return self.arguments + self.results - self.aliased + self.temporary + self.constants
 
     @staticmethod
     def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:

@@ -26,9 +26,8 @@ from spmd.compiler import Stages, plan_problem, timed
 from spmd.errors import PlanError
 from spmd.explain import words as w
 from spmd.explain.costs import with_runs
-from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Value, numberless
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.program import Value, numberless
+from spmd.ir.rewrite import edit_ops
 from spmd.ir.types import local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark, Sharding, is_legal
@@ -111,9 +110,8 @@ class Prices:
     """Computes prices of decisions that a plan did not take, each when it is first needed."""
 
     def __init__(self, plan: Plan, options: Options | None = None) -> None:
-        self.plan = plan
-        self.options = options or Options()
-        self._reduced: dict[tuple[int, ...], Reduced] = {}
+        self.plan, self.options = plan, options or Options()
+        self._reduced = functools.cache(lambda kept: Reduced(self._built.network, kept))
         self._timed: dict[object, Plan] = {}
 
     @cached_property
@@ -240,8 +238,7 @@ class Prices:
             if place is not None:
                 claims = {(), *(axes for axes, _, _ in conflict.claims)}
                 wanted = [axes if axes in claims else None for axes in place[1]]
-                taken = taken_axes(self.plan, conflict)
-                found[i] = self._priced(place[0], wanted, taken, together)
+                found[i] = self._priced(place[0], wanted, taken_axes(self.plan, conflict), together)
         return tuple(found)
 
     def _priced(
@@ -261,11 +258,7 @@ class Prices:
         }
         found = []
         for label, states in w.grouped(asked, asked.__getitem__).items():
-            if together not in self._reduced:
-                kept = frozenset(together)
-                self._reduced[together] = Reduced(self._built.network, kept)
-            reduced = self._reduced[together]
-            solution = reduced.solve({number: tuple(states)})
+            solution = self._reduced(frozenset(together)).solve({number: tuple(states)})
             if solution.cost < FORBIDDEN / 2:
                 if solution.states not in self._timed:  # many questions have the same answer
                     other = decoded(self._built, solution)._replace(byte_price=self.plan.byte_price)
@@ -487,11 +480,9 @@ def replanned(
     """Returns a new plan without the marks on `drop`, with arguments sharded as in `change`."""
     old = plan.propagated
     links = tuple(plan.problem.links.items())
-
-    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
-        return op.operands if op.is_mark and op.results[0] in drop else None
-
-    program = edit_ops(old.program, edit) if drop else old.program
+    program = edit_ops(
+        old.program, lambda _, op, __: op.operands if op.is_mark and op.results[0] in drop else None
+    )
     marks = {value: mark for value, mark in old.marks.items() if value not in drop}
     for value, sharding in (change or {}).items():
         reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
@@ -501,5 +492,4 @@ def replanned(
         for value, mark in zip(old.program.body.results, plan.problem.results, strict=True)
     ]
     problem = posed(program, old.mesh, marks, plan.topology, wanted, links)
-    donated = tuple(plan.problem.links.values())
-    return plan_problem(problem, options or Options(), donated).plan
+    return plan_problem(problem, options or Options(), tuple(plan.problem.links.values())).plan

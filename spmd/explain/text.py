@@ -313,8 +313,7 @@ def diff_text(a: PlanReport, b: PlanReport) -> str:
 
 
 def _changed_costs(a: PlanReport, b: PlanReport) -> w.Lines:
-    named = (("a", a), ("b", b))
-    about = [(key, f.title, f"{f.mesh} on {f.machine.name}") for key, f in named]
+    about = [(key, f.title, f"{f.mesh} on {f.machine.name}") for key, f in (("a", a), ("b", b))]
     rows = [("", "a", "b", "b - a")]
 
     def compare(what: str, old: float, new: float, text: Callable[[float], str]) -> None:

@@ -162,10 +162,8 @@ class Section(NamedTuple):
 
     def lines(self) -> Lines:
         """Yields title and body as lines of text; for an empty body `empty`, or nothing at all."""
-        if isinstance(self.body, Table):
-            lines = self.body.lines()
-        else:
-            lines = [line for item in self.body for line in item.lines()]
+        parts = [self.body] if isinstance(self.body, Table) else self.body
+        lines = [line for part in parts for line in part.lines()]
         heading = f"{self.title}: {self.remark}" if self.remark else self.title
         yield from section(heading, lines or [self.empty] * bool(self.empty))
 

@@ -35,7 +35,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import TO_MANUAL
 from spmd.ir.program import Body, Op, Program, Value, has_effect
 from spmd.ir.rewrite import Now, append_ops, edit_ops
-from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
+from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype, types_text
 
 
 class Site(NamedTuple):
@@ -64,7 +64,7 @@ class Site(NamedTuple):
 
     def fail(self, why: str, fix: str) -> NoReturn:
         """Raises UnsupportedOpError for this op: why it cannot be rewritten, what to do instead."""
-        op = f"{self.op.name}({', '.join(map(str, self.op.kind.operands))}) -> {self.result}"
+        op = f"{self.op.name}{types_text(self.op.kind.operands)} -> {self.result}"
         raise refusal(self.op.name, why, fix, self.op.loc, op)
 
 
@@ -178,9 +178,8 @@ def _map(site: Site) -> Sequence[Value]:
 _UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
 
 
-def _unary(site: Site) -> Sequence[Value]:
-    name = str(site.attrs["call_target_name"]).replace("mhlo.", "chlo.")
-    return site.b.op(name, site.operands, site.op.kind.results)
+def _unary(name: str) -> Canonical:
+    return lambda site: site.b.op(f"chlo.{name}", site.operands, site.op.kind.results)
 
 
 def _top_k(site: Site) -> Sequence[Value]:
@@ -236,8 +235,7 @@ def _fft(site: Site) -> Sequence[Value]:
         dims = range(-len(lengths), 0)
         for dim in dims if real == "IRFFT" else reversed(dims):
             which = real if dim == -1 else real.replace("RFFT", "FFT")
-            made = lax.fft(x.swapaxes(dim, -1), lax.FftType[which], (lengths[dim],))
-            x = made.swapaxes(dim, -1)
+            x = lax.fft(x.swapaxes(dim, -1), lax.FftType[which], (lengths[dim],)).swapaxes(dim, -1)
         return x
 
     return site.computed(in_turn)
@@ -326,7 +324,7 @@ CANONICAL: Mapping[str, Canonical] = {
     "custom_call:AllocateBuffer": lambda s: (s.b.splat(0, s.result),),  # `jax.lax.empty`
     "custom_call:ApproxTopK": _approx_top_k,
     **dict.fromkeys(("custom_call:TopK", "custom_call:mhlo.topk"), _top_k),
-    **{f"custom_call:mhlo.{name}": _unary for name in _UNARY},
+    **{f"custom_call:mhlo.{name}": _unary(name) for name in _UNARY},
     **{f"stablehlo.batch_norm_{name}": _norm for name in ("grad", "inference", "training")},
     # Of dynamic ops the result's type says the shape, wherever the shape operand comes from.
     "stablehlo.dynamic_broadcast_in_dim": lambda s: (

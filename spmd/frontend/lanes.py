@@ -304,13 +304,8 @@ def stacked(program: Program, stacks: Sequence[Stack]) -> Program:
     inside = {place for row in rows for place in row}
     written = {values for row in rows for values in block.results(row)}
     alone = set(program.body.results)  # values read one by one: they keep their numbers
-    for place, read in enumerate(block.reads):
-        if place not in inside:
-            alone.update(read)
-    for row in rows:
-        for values in block.operands(row):
-            if values not in written:
-                alone.update(values)
+    alone.update(*(read for place, read in enumerate(block.reads) if place not in inside))
+    alone.update(*(v for row in rows for v in block.operands(row) if v not in written))
     # values, of each lane one -> what they are together, and whether they differ
     made: dict[tuple[Value, ...], tuple[Value, bool]] = {}
 
@@ -405,8 +400,7 @@ def _write_loop(
         flags = dict(zip(old.args, carried, strict=True))
         for inner in old.ops:
             now = [flags.get(v, False) for v in inner.operands]
-            read = [env[v] for v in inner.operands]
-            made, differ = _write(b, inner, read, now, count, env)
+            made, differ = _write(b, inner, [env[v] for v in inner.operands], now, count, env)
             env.update(zip(inner.results, made, strict=True))
             flags.update(zip(inner.results, differ, strict=True))
         becomes = carried if old is op.regions[1] else [False]
@@ -415,5 +409,4 @@ def _write_loop(
 
     regions = tuple(region(r) for r in op.regions)
     b.loc = op.loc
-    kind = OpKind(op.name, types, types, op.kind.attrs)
-    return b.repeat(kind, tuple(given), regions), carried
+    return b.repeat(OpKind(op.name, types, types, op.kind.attrs), tuple(given), regions), carried

@@ -476,8 +476,7 @@ def _of_jax() -> _OfJax:
 
 
 def _is_ordered(params: Mapping[str, Any]) -> bool:
-    effect = params.get("effect")
-    return bool(params.get("ordered", isinstance(effect, _of_jax().ordered)))
+    return bool(params.get("ordered", isinstance(params.get("effect"), _of_jax().ordered)))
 
 
 def _own_effects(effects: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from spmd.errors import LegalityError
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.text import format_op
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, types_text
 
 _DIALECTS = ("stablehlo", "chlo", "spmd")
 _PREDICATE = TensorType((), "i1")
@@ -31,7 +31,7 @@ def check_program(
     have = (walk.of(program.body.args), walk.of(program.body.results))
     for what, types, wanted in zip(("arguments", "results"), have, ends, strict=False):
         if types != tuple(wanted):
-            walk.fail(f"its {what} are {_text(types)} instead of {_text(wanted)}")
+            walk.fail(f"its {what} are {types_text(types)} instead of {types_text(wanted)}")
 
 
 class _Walk:
@@ -125,12 +125,8 @@ class _Walk:
             (op.results, kind.results, results),
         ):
             if not self.of(values) == types == wanted:
-                have = f"{_text(self.of(values))}, in its kind {_text(types)},"
-                self.fail(f"its operands or results are {have} instead of {_text(wanted)}", op)
+                have = f"{types_text(self.of(values))}, in its kind {types_text(types)},"
+                self.fail(f"its operands or results are {have} instead of {types_text(wanted)}", op)
         if (have_inside := [self.of(values) for values in ends]) != inside:
-            have, want = (" ".join(map(_text, each)) for each in (have_inside, inside))
+            have, want = (" ".join(map(types_text, each)) for each in (have_inside, inside))
             self.fail(f"its regions take and give {have or 'nothing'} instead of {want}", op)
-
-
-def _text(types: Sequence[TensorType]) -> str:
-    return f"({', '.join(map(str, types))})"

@@ -35,6 +35,7 @@ from spmd.ir.types import (
     ShardingAttr,
     TensorType,
     numpy_dtype,
+    types_text,
 )
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import format_axes
@@ -109,11 +110,10 @@ class _Printer:
         if op.operands:
             text += " " + _values(op.operands)
         if kind.attrs:
-            pairs = kind.attrs.items()
-            attrs = (f"{_name(n)} = {self.attribute(n, a)}" for n, a in pairs)
+            attrs = (f"{_name(n)} = {self.attribute(n, a)}" for n, a in kind.attrs.items())
             text += f" {{{', '.join(attrs)}}}"
-        results = str(kind.results[0]) if len(kind.results) == 1 else _types(kind.results)
-        return f"{text} : {_types(kind.operands)} -> {results}"
+        results = str(kind.results[0]) if len(kind.results) == 1 else types_text(kind.results)
+        return f"{text} : {types_text(kind.operands)} -> {results}"
 
     def comment(self, values: Sequence[Value]) -> str:
         text = ", ".join(filter(None, map(self.annotate, values))) if self.annotate else ""
@@ -165,10 +165,6 @@ def _values(values: Sequence[Value]) -> str:
     return ", ".join([f"%{v}" for v in values])
 
 
-def _types(types: Sequence[TensorType]) -> str:
-    return "(" + ", ".join(map(str, types)) + ")"
-
-
 def _arguments(region: Region, types: Sequence[TensorType]) -> str:
     return ", ".join([f"%{v}: {types[v]}" for v in region.args])
 
@@ -179,11 +175,9 @@ def _return(region: Region) -> str:
 
 def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
     """Returns lines `unused %3, %7 : tensor<8xf32>` for value numbers that nothing defines."""
-    defined = defined_in(region)
     left: dict[TensorType, list[Value]] = {}
-    for value, type_ in enumerate(types):
-        if value not in defined:
-            left.setdefault(type_, []).append(value)
+    for value in sorted(set(range(len(types))) - defined_in(region)):
+        left.setdefault(types[value], []).append(value)
     return (f"unused {_values(values)} : {type_}" for type_, values in left.items())
 
 
@@ -218,12 +212,7 @@ def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
     """Returns an element's bytes from text: `1.5`, `true`, or `0x3f`, its bits as an integer."""
     if text.startswith("0x"):
         return int(text, 16).to_bytes(dtype.itemsize, "little")
-    number: Any
-    if dtype == np.bool_:
-        number = {"true": True, "false": False}[text]
-    elif dtype.kind == "c":
-        number = complex(text)
-    else:
-        number = int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+    kind: Any = complex if dtype.kind == "c" else int if re.fullmatch(r"-?\d+", text) else float
+    number = {"true": True, "false": False}[text] if dtype == np.bool_ else kind(text)
     with np.errstate(all="ignore"):
         return np.asarray([number]).astype(dtype).tobytes()

@@ -66,6 +66,11 @@ class TensorType(NamedTuple):
         return self.with_dim(dim, self.shape[dim] * times // parts)
 
 
+def types_text(types: Iterable[TensorType]) -> str:
+    """Returns types as text: `(tensor<4x8xf32>, tensor<i1>)`."""
+    return f"({', '.join(map(str, types))})"
+
+
 @functools.cache
 def _bytes_of(type_: TensorType) -> int:
     return -(-type_.size * dtype_bits(type_.dtype) // 8)
@@ -147,9 +152,7 @@ class Dense(NamedTuple):
     def array(self) -> np.ndarray[Any, Any]:
         """Returns the elements as a numpy array of the full shape (a broadcast view if splat)."""
         flat = np.frombuffer(self.data, numpy_dtype(self.type.dtype))
-        if self.splat:
-            return np.broadcast_to(flat.reshape(()), self.type.shape)
-        return flat.reshape(self.type.shape)
+        return np.broadcast_to(flat.reshape(() if self.splat else self.type.shape), self.type.shape)
 
     @staticmethod
     def of(array: Any, dtype: str) -> Dense:

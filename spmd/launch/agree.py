@@ -68,8 +68,7 @@ def check_same(
     Example:
       >>> check_same({"--steps": "100", "--mesh": "data=8"})
     """
-    says = {"checked": label, **what}
-    judged(says, refuse_differences, processes=processes, timeout_s=timeout_s)
+    judged({"checked": label, **what}, refuse_differences, processes=processes, timeout_s=timeout_s)
 
 
 def exchange(text: str, *, label: str, timeout_s: float = TIMEOUT_S) -> list[str]:

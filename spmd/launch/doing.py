@@ -40,10 +40,7 @@ WHO = f"pid {os.getpid()} on {socket.gethostname()}"
 
 
 class Sign(NamedTuple):
-    """A sign of life: its number (`look`), `who` gives it (pid and host), and what that is `doing`.
-
-    `runs` counts the signs in a row in the present run of a program; it is 0 if none runs.
-    """
+    """A sign of life: its number (`look`), `who` gives it (pid and host), what that is `doing`."""
 
     look: int  # how often this process has looked after the others
     who: str

@@ -105,6 +105,4 @@ def devices_are_open() -> bool:
 def job_store() -> JobStore | None:
     """Returns the store of this job; None where there is but one process."""
     client = distributed.global_state.client
-    if client is None or this_process()[1] < 2:
-        return None
-    return JobStore(client)
+    return None if client is None or this_process()[1] < 2 else JobStore(client)

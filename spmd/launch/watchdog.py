@@ -181,9 +181,8 @@ class Watchdog:
     def _last_mark(self) -> str:
         what, step = self._finished
         begun = "".join(f"{name}; " for name, _ in self._begun)
-        if not what:
-            return f"{begun}nothing was finished yet"
-        return f"{begun}last finished: {what}" + ("" if step is None else f", step {step}")
+        last = f"last finished: {what}" + ("" if step is None else f", step {step}")
+        return begun + (last if what else "nothing was finished yet")
 
     def _write(self, why: str) -> None:
         """Writes `why`, last beats and all stacks to the file, or if it cannot, to stderr."""

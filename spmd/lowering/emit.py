@@ -29,6 +29,7 @@ from spmd.ir.types import (
     Order,
     TensorType,
     needs_x64,
+    types_text,
 )
 from spmd.lowering.expand import LINKED
 from spmd.lowering.local.callbacks import FREE
@@ -185,17 +186,17 @@ class _Emitter:
         body, types = self.program.body, self.program.types
         empty = [v for v in body.args if types[v].is_empty]
         args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in body.args if v not in empty)
-        results = ", ".join(str(types[v]) for v in body.results)
+        results = types_text([types[v] for v in body.results])
         name = "".join(c if c.isalnum() else "_" for c in self.program.name) or "program"
         self.lines.append(f"module @{name} {{")
-        self.lines.append(f"func.func public @main({args}) -> ({results}) {{")
+        self.lines.append(f"func.func public @main({args}) -> {results} {{")
         for v in empty:
             # XLA for CPUs crashes at calls with arguments of no elements, in jax 0.11.
             self.lines.append(f"{self.define((v,))} = stablehlo.constant dense<> : {types[v]}")
         for op in body.ops:
             self.op(op)
         values = ", ".join(self.names[v] for v in body.results)
-        self.lines.append(f'"func.return"({values}) : ({results}) -> ()')
+        self.lines.append(f'"func.return"({values}) : {results} -> ()')
         self.lines.append("}")
         self.lines += [text for texts in self.functions.values() for text in texts]
         self.lines.append("}")
@@ -254,7 +255,7 @@ class _Emitter:
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         dictionary = f" {{{', '.join(attrs)}}}" if attrs else ""
-        signature = _signature(op.kind.operands, op.kind.results)
+        signature = f"{types_text(op.kind.operands)} -> {types_text(op.kind.results)}"
         tail = f"{dictionary} : {signature} loc({self.loc(op.loc)})"
         self.lines.append(f'{target}"{op.name}"({operands})' + (" ({" if blocks else tail))
         for i, block in enumerate(blocks):
@@ -271,8 +272,8 @@ class _Emitter:
         for op in region.ops:
             self.op(op)
         values = ", ".join(self.names[v] for v in region.results)
-        signature = _signature([types[v] for v in region.results], ())
-        self.lines.append(f'"stablehlo.return"({values}) : {signature}')
+        made = types_text([types[v] for v in region.results])
+        self.lines.append(f'"stablehlo.return"({values}) : {made} -> ()')
 
     def body(self, body: Body) -> None:
         """Writes an op's scalar body, such as a reducer, with values named `%b0`, `%b1`, ..."""
@@ -306,10 +307,6 @@ class _Emitter:
 
 def _matrix(rows: Sequence[Sequence[int]]) -> str:
     return f"dense<{list(map(list, rows))}> : tensor<{len(rows)}x{len(rows[0])}xi64>"
-
-
-def _signature(operands: Sequence[TensorType], results: Sequence[TensorType]) -> str:
-    return f"({', '.join(map(str, operands))}) -> ({', '.join(map(str, results))})"
 
 
 def _attribute(attr: Attribute) -> str:

@@ -234,9 +234,8 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
         out_specs=emitted.specs(emitted.results),
         check_vma=False,
     )
-    where = outside.mesh
     arguments, results = map(
-        formats, emitted.named_ends(where), (emitted.argument_orders, emitted.result_orders)
+        formats, emitted.named_ends(outside.mesh), (emitted.argument_orders, emitted.result_orders)
     )
 
     def run_all(*args: Any) -> Any:
@@ -248,7 +247,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
 
     return plain_jit(
         run_all if outside.devices and emitted.result_hosts else mapped,
-        in_shardings=(*emitted.named(emitted.constant_shardings, where), *arguments),
+        in_shardings=(*emitted.named(emitted.constant_shardings, outside.mesh), *arguments),
         out_shardings=outside.results or results,
         donate_argnums=[count + i for i in emitted.donated],
         keep_unused=True,

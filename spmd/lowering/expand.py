@@ -45,12 +45,12 @@ def expand(program: Program, mesh: Mesh) -> Program:
     sliced = _sliced(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        if any(dtype_bits(t.dtype) == 2 for t in op.kind.operands) and (
-            op.collective or op.name == CONCATENATE
-        ):
-            return _in_bytes(b, op, operands)
-        if op.collective and any(t.dtype in NOT_OF_NCCL for t in op.kind.operands):
-            return _as_known(b, op, operands)
+        if (op.collective or op.name == CONCATENATE) and any(map(_is_tiny, op.kind.operands)):
+            return _retyped(b, op, operands, _is_tiny, "i8", Builder.convert)  # XLA for CPUs fails
+        if op.collective and any(map(_is_foreign, op.kind.operands)):
+            if "body" in op.kind.attrs:  # bfloat16 has all their values
+                return _retyped(b, op, operands, _is_foreign, "bf16", Builder.convert)
+            return _retyped(b, op, operands, _is_foreign, "i8", _bits)
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == CALLBACK and op.kind.attrs[FREE]:
@@ -107,40 +107,34 @@ def _sliced(program: Program) -> set[Value]:
     return found
 
 
-def _in_bytes(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
-    """Appends `op` on bytes, as XLA for CPUs fails on 2 bits; returns results of 2 bits again."""
+def _is_tiny(type_: TensorType) -> bool:
+    return dtype_bits(type_.dtype) == 2
 
-    def wide(type_: TensorType) -> TensorType:
-        return type_._replace(dtype="i8") if dtype_bits(type_.dtype) == 2 else type_
 
-    attrs, types = op.kind.attrs, op.kind.results
+def _is_foreign(type_: TensorType) -> bool:
+    return type_.dtype in NOT_OF_NCCL
+
+
+def _bits(b: Builder, x: Value, dtype: str) -> Value:
+    return as_bits(b, x, b.types[x]._replace(dtype=dtype))
+
+
+def _retyped(
+    b: Builder,
+    op: Op,
+    operands: tuple[Value, ...],
+    changes: Callable[[TensorType], bool],
+    dtype: str,
+    to: Callable[[Builder, Value, str], Value],
+) -> Sequence[Value]:
+    """Appends `op` with `dtype` in types that it `changes`; returns results of their own types."""
+    attrs = op.kind.attrs
     if "body" in attrs:
-        attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), "i8")}
-    read = [b.convert(v, wide(b.types[v]).dtype) for v in operands]
-    made = b.op(op.name, read, [wide(type_) for type_ in types], attrs)
-    return [b.convert(v, type_.dtype) for v, type_ in zip(made, types, strict=True)]
-
-
-def _as_known(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
-    """Appends `op` on types that NCCL knows, and returns results of their own types again."""
-    attrs, dtype = op.kind.attrs, "i8"
-    if "body" in attrs:
-        dtype = "bf16"  # which has all their values
         attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), dtype)}
-
-    def changed(x: Value, to: str) -> Value:
-        if "body" in attrs:
-            return b.convert(x, to)
-        return as_bits(b, x, b.types[x]._replace(dtype=to))
-
-    def is_known(type_: TensorType) -> bool:
-        return type_.dtype not in NOT_OF_NCCL
-
-    read = [v if is_known(b.types[v]) else changed(v, dtype) for v in operands]
-    types = [t if is_known(t) else t._replace(dtype=dtype) for t in op.kind.results]
-    made = b.op(op.name, read, types, attrs)
-    pairs = zip(made, op.kind.results, strict=True)
-    return [v if is_known(t) else changed(v, t.dtype) for v, t in pairs]
+    read = [to(b, v, dtype) if changes(b.types[v]) else v for v in operands]
+    types = [t._replace(dtype=dtype) if changes(t) else t for t in op.kind.results]
+    made = zip(b.op(op.name, read, types, attrs), op.kind.results, strict=True)
+    return [to(b, v, t.dtype) if changes(t) else v for v, t in made]
 
 
 def _where(

@@ -90,8 +90,7 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
             return None
         b.append(op)
         order = wishes.order(result) or range(type_.rank)
-        minor_to_major = [*reversed(order)]
-        text = Opaque(f"[dense<{minor_to_major}> : tensor<{type_.rank}xindex>]")
+        text = Opaque(f"[dense<{[*reversed(order)]}> : tensor<{type_.rank}xindex>]")
         target = {"call_target_name": "LayoutConstraint", "api_version": Opaque("1 : i32")}
         layouts = {"operand_layouts": text, "result_layouts": text}
         return b.op(CUSTOM_CALL, (result,), (type_,), {**target, **layouts})

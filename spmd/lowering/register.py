@@ -10,6 +10,7 @@ from spmd.ir.dialect.composites import COMPOSITES, Composite, Function
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import Rule, parse_rule, whole
 from spmd.ir.program import OpKind, Value
+from spmd.ir.types import types_text
 from spmd.lowering.local.composite import lower_composite
 from spmd.lowering.local.table import LocalOp, local
 
@@ -168,8 +169,7 @@ def _rule_function(
         except ValueError as error:
             raise SpmdError(
                 f"the rule registered for {name} does not fit this use of it: {error}",
-                op=f"({', '.join(map(str, kind.operands))}) -> "
-                f"({', '.join(map(str, kind.results))})",
+                op=f"{types_text(kind.operands)} -> {types_text(kind.results)}",
                 fix="one term for each operand and result, one factor for each dim",
             ) from error
 

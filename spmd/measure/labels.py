@@ -96,10 +96,9 @@ def kernel_kind(name: str) -> str:
 
 def kernel_collective(name: str) -> str:
     """Returns the collective that an NCCL kernel's name tells, as `all_gather`; else `nccl`."""
-    for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send_recv"):
-        if kind.replace("_", "") in name.lower().replace("_", ""):
-            return kind
-    return "nccl"
+    kinds = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send_recv")
+    plain = name.lower().replace("_", "")
+    return next((kind for kind in kinds if kind.replace("_", "") in plain), "nccl")
 
 
 class Labels:

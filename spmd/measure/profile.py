@@ -147,8 +147,7 @@ def read_steps(profile: Any) -> tuple[Step, ...]:
             for event in events
             if begin <= event.start < end
         ]
-        by_start = sorted(inside, key=lambda event: event.start)
-        steps.append(Step((end - begin) * 1e-9, tuple(by_start)))
+        steps.append(Step((end - begin) * 1e-9, tuple(sorted(inside, key=lambda e: e.start))))
     return tuple(steps)
 
 
@@ -196,12 +195,8 @@ class _Thread:
     def first_for(self, device: int, after: float, before: float) -> float:
         """Returns the next start after `after` of an op of `device`; `before` if none is before."""
         at = bisect_right(self.ops, after, key=lambda op: op[0].start)
-        for event, _ in self.ops[at:]:
-            if event.start >= before:
-                break
-            if event.device == device:
-                return event.start
-        return before
+        own = (event.start for event, _ in self.ops[at:] if event.device == device)
+        return min(before, next(own, before))
 
 
 def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:

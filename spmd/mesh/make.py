@@ -91,8 +91,7 @@ def HybridMesh(
             actual=f"ici: {', '.join(ici)}",
             fix=f"add {unknown[0]!r}: 1 to `ici` if it only crosses slices",
         )
-    names = tuple(ici)
-    inner = tuple(ici.values())
+    names, inner = tuple(ici), tuple(ici.values())
     outer = tuple(dcn.get(name, 1) for name in names)
     sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
     check_axes(sizes, names)

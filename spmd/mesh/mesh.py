@@ -21,8 +21,7 @@ class Atom:
     """A prime-sized part of a mesh axis: the smallest part that can split a dim of a tensor.
 
     Axis `data` of size 4 has the atoms `data:(1)2`, its halves, and `data:(2)2`, the two places in
-    a half; in brackets is `pre`, the product of the sizes of the axis's atoms before it. `stride`
-    is how many devices apart, in row-major order, two neighbours along the atom are.
+    a half; in brackets is `pre`.
     """
 
     axis: int  # index of the mesh axis

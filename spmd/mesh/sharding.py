@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -26,8 +26,6 @@ def common_prefix(first: Axes, second: Axes) -> Axes:
 class Sharding:
     """How one value is split: the atoms of each dim, and the atoms over which it is partial.
 
-    `kind` is how the terms of a partial value combine: `add`, `mul`, `max`, `min`, `and`, `or`,
-    `xor`; empty if none. `used` has the atoms of `dims` (each major to minor) and of `partial`.
     Equal shardings are the same object, so they are compared and hashed by identity.
     """
 
@@ -97,9 +95,8 @@ def replicated(rank: int) -> Sharding:
 def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True) -> bool:
     """Whether it has the shape's rank, no atom twice, a kind iff partial; if `even`, no padding."""
     atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
-    if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):
-        return False
-    if bool(sharding.partial) != bool(sharding.kind):
+    is_formed = len(sharding.dims) == len(shape) and len(set(atoms)) == len(atoms)
+    if not is_formed or bool(sharding.partial) != bool(sharding.kind):
         return False
     return not even or all(
         size % mesh.extent(axes) == 0 for size, axes in zip(shape, sharding.dims, strict=True)
@@ -127,13 +124,8 @@ def piece_sizes(size: int, axes: Axes, mesh: Mesh) -> tuple[int, ...]:
 
 def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
     """Returns the shape of one device's piece of a value of this shape, padding included."""
-    atom_sizes = mesh.atom_sizes
-    local = []
-    for size, axes in zip(shape, sharding.dims, strict=True):
-        for a in axes:
-            size = -(-size // atom_sizes[a])
-        local.append(size)
-    return tuple(local)
+    sizes, pairs = mesh.atom_sizes, zip(shape, sharding.dims, strict=True)
+    return tuple([reduce(lambda n, a: -(-n // sizes[a]), axes, size) for size, axes in pairs])
 
 
 def tiles(size: int, axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
@@ -207,7 +199,7 @@ def axes_text(axes: Iterable[int], mesh: Mesh) -> str:
 
 def format_axes(axes: Axes, mesh: Mesh) -> str:
     """Returns atoms as the text of whole axes and parts of axes: `{data, model:(2)2}`."""
-    return "{" + ", ".join(str(ref) for ref in axis_refs(axes, mesh)) + "}"
+    return f"{{{axes_text(axes, mesh)}}}"
 
 
 def format_sharding(sharding: Sharding, mesh: Mesh) -> str:

@@ -194,13 +194,10 @@ def spec_entries(
 
     entries: list[tuple[str, ...] | None] = []
     for entry in spec:
-        if entry is ... or entry is OPEN:
-            entries.append(None)
-        elif entry is None:
-            entries.append(())
-        else:
-            parts = entry if isinstance(entry, tuple | list) else (entry,)
-            entries.append(tuple(map(axis_name, parts)))
+        alone = () if entry is None else (entry,)
+        parts = entry if isinstance(entry, tuple | list) else alone
+        is_open = entry is ... or entry is OPEN
+        entries.append(None if is_open else tuple(map(axis_name, parts)))
     names = [name for entry in entries if entry for name in entry]
     for name in names:
         if names.count(name) > 1:

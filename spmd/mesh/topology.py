@@ -39,11 +39,7 @@ DTYPES = ("f32", "bf16", "f16", "i8", "fp8")  # the dtypes that a chip's peak is
 
 @dataclass(frozen=True)
 class Chip:
-    """A kind of device: arithmetic, memory and links, in operations/s, bytes, bytes/s of a device.
-
-    `overlap` is the share of a collective's time that is saved beside arithmetic; `efficiency` has
-    (kind of kernel, share of a matrix product's speed that it reaches).
-    """
+    """A kind of device: arithmetic, memory, links; in operations/s, bytes, bytes/s of a device."""
 
     name: str  # as in `Topology("name:shape")`
     flops: tuple[tuple[str, float], ...]  # (one of `DTYPES`, operations/s of matrix products)
@@ -302,13 +298,10 @@ class Topology:
     def peak_flops(self, dtype: str) -> float:
         """Returns a device's peak operations/s of products in an MLIR dtype: `bf16`, `f8E4M3FN`."""
         peaks = dict(self.chip.flops)
-        if dtype in peaks:
-            return peaks[dtype]
-        if dtype.startswith("f8") or dtype.startswith("f4"):
+        if dtype.startswith(("f8", "f4")):
             return peaks["fp8"]
-        if dtype in ("ui8", "i4", "ui4", "i2", "ui2"):
-            return peaks["i8"]
-        return peaks["f32"]
+        narrow = dtype in ("ui8", "i4", "ui4", "i2", "ui2")
+        return peaks.get(dtype, peaks["i8" if narrow else "f32"])
 
     def arithmetic_seconds(self, flops: float, dtype: str, kernel: str = "") -> float:
         """Returns the seconds that one device needs for some operations.
@@ -356,10 +349,8 @@ class Topology:
         If this number of `devices` was not measured: of the next larger one, else the largest.
         """
         known = [m for m in self.chip.measured if m.kind == kind]
-        larger = [m for m in known if m.devices >= devices]
-        if larger:
-            return min(larger, key=lambda m: m.devices)
-        return max(known, key=lambda m: m.devices, default=None)
+        known.sort(key=lambda m: m.devices)
+        return next((m for m in known if m.devices >= devices), known[-1] if known else None)
 
     def save(self, path: str | Path) -> None:
         """Writes the topology as JSON, to be edited and read back with `load`."""

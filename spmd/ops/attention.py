@@ -224,8 +224,7 @@ def batched_composite(
                 continue
             whole = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             merged.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
-        again = batched_composite(name, reference, attributes, positions, tensors)
-        results = again(*merged)
+        results = batched_composite(name, reference, attributes, positions, tensors)(*merged)
         parts = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
         return parts, tuple(True for _ in parts)
 
@@ -280,7 +279,7 @@ def piece(kernel: Kernel, *operands: Any, zigzag: int = 1, **spec: Any) -> tuple
         (early, late), (first, second) = _halves(queries), _halves(keys)
         before, behind = _halves(so_far, lse=1)
         others = _pick(is_before, [early, first], [late, second])
-        one, another = _apart(over(*map(_together, [late, first], others)))
+        one, another = _halves(over(*map(_together, [late, first], others)), dim=0)
         behind = _joined(behind, one)
         found = _joined(_pick(is_before, before, behind), another)
         halves = _pick(is_before, [found, behind], [before, found])
@@ -327,7 +326,7 @@ def piece_gradient(
     else:
         (early, late), (first, second) = _halves(queries, lse=1), _halves(keys)
         others = _pick(is_before, [early, first], [late, second])
-        one, another = _apart(over(*map(_together, [late, first], others)))
+        one, another = _halves(over(*map(_together, [late, first], others)), dim=0)
         zeros = [jnp.zeros_like(x) for x in another]
         here, there = _pick(is_before, [another, zeros], [zeros, another])
         dq = dq_BSND + jnp.concatenate([here[0], one[0] + there[0]], 1)
@@ -336,20 +335,15 @@ def piece_gradient(
     return dq, dk, dv
 
 
-def _halves(tensors: Tensors, lse: int = -1) -> tuple[Tensors, Tensors]:
+def _halves(tensors: Tensors, lse: int = -1, dim: int = 1) -> tuple[Tensors, Tensors]:
     """Returns (first, second) halves along S of tensors (B, S, ...); `tensors[lse]`: (B, N, S)."""
-    pairs = [jnp.split(x, 2, 2 if i == lse else 1) for i, x in enumerate(tensors)]
+    pairs = [jnp.split(x, 2, 2 if i == lse else dim) for i, x in enumerate(tensors)]
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _together(one: Tensors, another: Tensors) -> Tensors:
     """Concatenates two lists of tensors pairwise along the batch, for one call of a kernel."""
     return [jnp.concatenate(pair) for pair in zip(one, another, strict=True)]
-
-
-def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    pairs = [jnp.split(x, 2) for x in tensors]
-    return [one for one, _ in pairs], [another for _, another in pairs]
 
 
 def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:

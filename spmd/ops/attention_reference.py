@@ -123,11 +123,10 @@ def gradient(*operands: Any, **attributes: Any) -> tuple[Any, Any, Any]:
         dk = dot("bkgqt,bqkgd->btkd", dscores_BKGQT, q)
         return [dq.reshape(q_BQND.shape)], [dk, dv]
 
-    def zeros() -> Sequence[Any]:
-        return [jnp.zeros(k_BTKD.shape, spec.logits_dtype)] * 2
-
     tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
-    (dq,), (dk, dv) = _by_blocks(block, tensors, mask, keys, zeros)
+    (dq,), (dk, dv) = _by_blocks(
+        block, tensors, mask, keys, lambda: [jnp.zeros(k_BTKD.shape, spec.logits_dtype)] * 2
+    )
     return dq.astype(q_BSND.dtype), dk.astype(k_BTKD.dtype), dv.astype(v_BTKD.dtype)
 
 
@@ -177,8 +176,7 @@ def _by_blocks(
         return jnp.moveaxis(padded, 1, 0)
 
     def joined(x: Any) -> Any:
-        whole = jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])
-        return whole[:, :length]
+        return jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])[:, :length]
 
     def step(sums: list[Any], blocks: Any) -> tuple[list[Any], Sequence[Any]]:
         found, terms = block(*blocks)

@@ -154,11 +154,6 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
     return b.convert(dq, type_.dtype), *sums
 
 
-def ring_reason(label: str) -> str:
-    """Returns the note on the sends of keys of the op `label`, by which reports find them."""
-    return f"keys and values of {label} go round"
-
-
 def _is_by_pieces(op: LocalOp) -> bool:
     """Whether an op is computed one piece of the keys after another, not over all keys at once."""
     (_, queries, _, _), (_, keys, _, _) = (t.shape for t in op.op.kind.operands[:2])
@@ -229,15 +224,12 @@ class _Here:
             # No piece sets out before there is room: one is computed with while the next one comes.
             if self.goes_round and len(self._steps) > 1:
                 keys = self.b.barrier((*keys, self._steps[-2]))[:-1]
-            if self.goes_round:
-                keys = [self._sent(x, way) for x in keys]
-            else:
-                keys = self._slices(place)
+            keys = [self._sent(x, way) for x in keys] if self.goes_round else self._slices(place)
             yield place, keys
 
     def _sent(self, x: Value, way: int) -> Value:
         b, pairs = self.b, to_next(self.axes, self.op.mesh, way)
-        with b.noted(ring_reason(self.op.op.label)):
+        with b.noted(f"keys and values of {self.op.op.label} go round"):
             return b.collective("collective_permute", x, b.types[x], self.axes, pairs=pairs)
 
     def _slices(self, place: int) -> Sequence[Value]:

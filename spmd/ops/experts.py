@@ -135,23 +135,18 @@ def _mix(limit: float | None, *operands: Any) -> Any:
     return _run(FORWARD, "forward", limit, *operands)
 
 
-def _mix_forward(limit: float | None, *operands: Any) -> tuple[Any, tuple[Any, ...]]:
-    # Products are computed again in the backward pass: kept, they would be M / H times the rows.
-    return _mix(limit, *operands), operands
-
-
 def _mix_backward(limit: float | None, operands: tuple[Any, ...], dout_BSH: Any) -> tuple[Any, ...]:
     dx, dgates, *dweights = _run(GRADIENT, "gradient", limit, *operands, dout_BSH)
     return dx, dgates, None, None, *dweights
 
 
-_mix.defvjp(_mix_forward, _mix_backward)
+# Products are computed again in the backward pass: kept, they would be M / H times the rows.
+_mix.defvjp(lambda limit, *operands: (_mix(limit, *operands), operands), _mix_backward)
 
 
 def _run(name: str, function: str, limit: float | None, *operands: Any) -> Any:
-    attributes: dict[str, Any] = {"count": operands[NUMBERS].shape[0]}
-    attributes |= {} if limit is None else {"limit": limit}
-    return _composite(name, function, attributes)(*operands)
+    more: dict[str, Any] = {} if limit is None else {"limit": limit}
+    return _composite(name, function, {"count": operands[NUMBERS].shape[0], **more})(*operands)
 
 
 def _composite(name: str, function: str, attributes: dict[str, Any]) -> Any:
@@ -206,7 +201,9 @@ def _rule(kind: OpKind, results: str, kinds: dict[str, str], trips: int) -> Rule
     rows, choices = kind.operands[:2]
     (*_, (b,), (s,), _), ((e,),) = rule.operands[0], rule.operands[NUMBERS]
     sent = rows.bytes * choices.shape[-1] * trips
-    return rule.with_exchange(e, Exchange((b, s), sent))
+    factors = list(rule.factors)
+    factors[e] = factors[e]._replace(exchange=Exchange((b, s), sent))
+    return rule._replace(factors=tuple(factors))
 
 
 def _lower(op: LocalOp) -> tuple[Value, ...]:

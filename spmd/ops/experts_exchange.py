@@ -52,9 +52,8 @@ def by_collective(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> An
 
 def by_gather(x: Any, out: Any, places: Places, axes: tuple[str, ...]) -> Any:
     """Returns `out` with the rows that arrive, taken out of an all-gather of all devices' rows."""
-    every = jax.lax.all_gather((x, places), axes)
+    rows, (here_NN, sent_NN, there_NN, _) = jax.lax.all_gather((x, places), axes)
     me = jax.lax.axis_index(axes)
-    rows, (here_NN, sent_NN, there_NN, _) = every
     row_R1 = jnp.arange(out.shape[0])[:, None]
     first_N, count_N = there_NN[:, me], sent_NN[:, me]
     is_from_RN = (row_R1 >= first_N) & (row_R1 < first_N + count_N)
@@ -190,11 +189,9 @@ class _Route(NamedTuple):
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Returns `carry` after `turn(i, carry)` for each turn that the busiest device needs."""
-
-        def most() -> Any:
-            return jnp.max(jnp.sum(self.sizes_NN, axis=0))
-
-        return local.in_turns(self.size, self.most, most, turn, carry)
+        return local.in_turns(
+            self.size, self.most, lambda: jnp.max(jnp.sum(self.sizes_NN, axis=0)), turn, carry
+        )
 
 
 def _with(x_RH: Any, gates_R: Any) -> Any:

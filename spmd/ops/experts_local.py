@@ -253,10 +253,6 @@ def tpu_product(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
     return ragged(x_RI, weights_EOI, sizes_E)
 
 
-def _tpu_forward(x_RI: Any, weights_EOI: Any, sizes_E: Any) -> Any:
-    return tpu_product(x_RI, weights_EOI, sizes_E), (x_RI, weights_EOI, sizes_E)
-
-
 def _tpu_backward(kept: Any, dout_RO: Any) -> Any:
     x_RI, weights_EOI, sizes_E = kept
     tiles = _tiles(x_RI.shape, weights_EOI.shape)
@@ -274,7 +270,7 @@ def _tpu_backward(kept: Any, dout_RO: Any) -> Any:
     return dx_RI, dweights_EOI, None
 
 
-tpu_product.defvjp(_tpu_forward, _tpu_backward)
+tpu_product.defvjp(lambda *operands: (tpu_product(*operands), operands), _tpu_backward)
 
 
 def _tiles(rows: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, int, int] | None:

@@ -97,10 +97,9 @@ def paged_attention(
         )  # fmt: skip
     integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
     rest = [x for x in (scales, sinks_KG) if x is not None]
-    operands = (q_ARKGD, pool_ANPK2D, *integers, *rest)
     attributes = {} if window is None else {"window": window}  # one without a value is none
     composite = jax.lax.composite(paged_reference.attend, ATTENTION)
-    heads: jax.Array = composite(*operands, **attributes)
+    heads: jax.Array = composite(q_ARKGD, pool_ANPK2D, *integers, *rest, **attributes)
     return heads
 
 

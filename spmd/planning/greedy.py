@@ -230,13 +230,10 @@ def undivided_notes(problem: Problem) -> list[str]:
     arguments = zip(program.body.args, program.arg_names, strict=True)
     labels = {v: f"result {name}" for v, name in results}
     labels |= {v: f"argument {name}" for v, name in arguments}
-    notes = []
-    for (value, dim), axes in propagated.undivided.items():
-        if value in labels:
-            kept = propagated.proposals[value][dim]
-            notes.append(
-                f"dim {dim} of {labels[value]} has size {program.types[value].shape[dim]}, which "
-                f"{axes_text(axes, mesh)} does not divide: it is split over "
-                f"{axes_text(kept, mesh) or 'nothing'}"
-            )
-    return notes
+    return [
+        f"dim {dim} of {labels[value]} has size {program.types[value].shape[dim]}, which "
+        f"{axes_text(axes, mesh)} does not divide: it is split over "
+        f"{axes_text(propagated.proposals[value][dim], mesh) or 'nothing'}"
+        for (value, dim), axes in propagated.undivided.items()
+        if value in labels
+    ]

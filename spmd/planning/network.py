@@ -110,9 +110,7 @@ class CostNetwork:
         self.exposed, self.by_slack = 1.0, False
         self._slack: Slack | None = None
         self.variables: list[Variable] = []  # of each class of units
-        first: dict[tuple[int, int], Value] = {}
-        for value, place in enumerate(units.of):
-            first.setdefault(place, value)
+        first = {place: value for value, place in reversed([*enumerate(units.of)])}
         self._flows: dict[tuple[int, int], _Flow] = {}
         for use in units.uses:
             source, index = at = use.source, use.result
@@ -157,9 +155,7 @@ class CostNetwork:
         self._reshards = Network()
         self.variables = [self._variable(i, copies) for i in range(len(self.units.units))]
         for at, flow in self._flows.items():
-            share = 1.0
-            if shares and flow.runs:
-                share = min(1.0, flow.runs / flow.reads)
+            share = min(1.0, flow.runs / flow.reads) if shares and flow.runs else 1.0
             self._connect(*at, flow, share)
 
     @cached_property

@@ -116,8 +116,7 @@ class Plan(NamedTuple):
     def idle_axes(self) -> tuple[str, ...]:
         """Names of axes larger than 1 that split nothing: devices along them compute the same."""
         used = {a for sharding in self.arguments for a in sharding.used}
-        for choice in self.choices.values():
-            used.update(a for axes in choice.assignment for a in axes)
+        used |= {a for c in self.choices.values() for axes in c.assignment for a in axes}
         atoms = self.mesh.axis_atoms
         return tuple(name for name, own in atoms.items() if own and used.isdisjoint(own))
 

@@ -140,8 +140,7 @@ class _Costs:
 
     def most(self, row: Row) -> float:
         """Returns the most seconds that stacking equal ops (positions in the body) can save."""
-        ops = self.block.ops
-        return sum(self.own(ops[place], len(row)) + self.moved(place) for place in row)
+        return sum(self.own(self.block.ops[place], len(row)) + self.moved(place) for place in row)
 
     def moved(self, place: int) -> float:
         op, block = self.block.ops[place], self.block

@@ -78,8 +78,7 @@ def backend_of(platform: str | None) -> XlaBackend:
 
 def memory_for(topology: Topology, limit: int | None) -> int:
     """Returns the bytes a program may take on a device: `limit`, else its memory less headroom."""
-    fills = backend_of(topology.platform).fills
-    return int(fills * topology.hbm_bytes) if limit is None else limit
+    return int(backend_of(topology.platform).fills * topology.hbm_bytes) if limit is None else limit
 
 
 def room_for(peak: int, topology: Topology) -> Literal["fits", "tight", "does not fit"]:

@@ -200,7 +200,8 @@ class Fused:
 
     def _is_inside(self, op: Op, what: Role) -> bool:
         result = op.results[0]
-        if self.needed[result] or (self.multiplied[result] and not _is_widening(op)):
+        is_widening = op.name == CONVERT and dtype_bits(op.kind.operands[0].dtype) == 8
+        if self.needed[result] or (self.multiplied[result] and not is_widening):
             return False
         if self.summed[result] and op.name != CONSTANT:
             return (op.kind.about.in_library or op.name == BROADCAST) and self.readers[result] == 1
@@ -271,10 +272,6 @@ def is_thin_product(kind: OpKind) -> bool:
         )
     )
     return min(free, default=0) <= THIN
-
-
-def _is_widening(op: Op) -> bool:
-    return op.name == CONVERT and dtype_bits(op.kind.operands[0].dtype) == 8
 
 
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:

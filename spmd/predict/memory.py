@@ -70,8 +70,7 @@ class MemoryUse(NamedTuple):
     @property
     def peak(self) -> int:
         """The most bytes that one device holds at once, all things together."""
-        held = self.arguments + self.results - self.aliased + self.temporary
-        return held + self.constants
+        return self.arguments + self.results - self.aliased + self.temporary + self.constants
 
     def at_peak(self) -> tuple[Buffer, ...]:
         """Returns the buffers held at the peak, largest first, less those in results' places."""

@@ -107,10 +107,8 @@ def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
             inside = [region(inner.ops) for inner in op.regions]
             if op.is_loop:
                 total += sum(inside) * index.runs(op)
-            elif inside:
-                total += max(inside)
             else:
-                total += arithmetic_seconds(op.kind, topology)
+                total += max(inside) if inside else arithmetic_seconds(op.kind, topology)
         return total
 
     return region(index.program.body.ops) / mesh.size

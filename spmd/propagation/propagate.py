@@ -402,10 +402,9 @@ def flow_through(
         for d, (dim, flag) in enumerate(zip(rule.values[position], flags, strict=True)):
             # What the dim's factors want if they extend what it has, and a mark has not fixed it.
             own, more = have[d], factors_to_dim(dim, assignment, factors, sizes) or ()
-            if flag == CLOSED or len(more) <= len(own) or more[: len(own)] != own:
-                more = own
-            elif len(dim) > 1 and len(set(more)) < len(more):
-                more = own  # two of its factors are split alike
+            is_longer = flag != CLOSED and len(more) > len(own) and more[: len(own)] == own
+            if not is_longer or (len(dim) > 1 and len(set(more)) < len(more)):
+                more = own  # nothing new, or two of its factors are split alike
             kept = more
             while flag >= 0 and flag % math.prod([sizes[a] for a in kept]):
                 kept = kept[:-1]

@@ -40,10 +40,7 @@ States = tuple[Sharding, ...]  # shardings that one value may be in
 
 
 class PathStep(NamedTuple):
-    """One step of a reshard: a collective, slice or mask over the atoms `axes`, in group order.
-
-    `dims` is (dim,) of a slice, gather or reduce-scatter, (from, to) of an all-to-all, else ().
-    """
+    """One step of a reshard: a collective, slice or mask over the atoms `axes`, in group order."""
 
     kind: str  # one of `comm.KINDS`, or `mask`
     before: Sharding
@@ -101,10 +98,8 @@ def reshard(
         unmasked = dst.with_partial(set(dst.partial).difference(owed), dst.kind)
         path = reshard(src, unmasked, type_, mesh, topology, held)
         mask = PathStep("mask", unmasked, dst, owed, ())
-        seconds = path.seconds
-        if dst.kind not in WHOLE_TERMS:
-            seconds += mask_seconds(unmasked, type_, mesh, topology)
-        return Path(lambda: (*path.steps, mask), seconds, path.bytes)
+        more = 0.0 if dst.kind in WHOLE_TERMS else mask_seconds(unmasked, type_, mesh, topology)
+        return Path(lambda: (*path.steps, mask), path.seconds + more, path.bytes)
     legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
     if not legal or not can_reshard(src, dst):
         fix = "use every atom at most once and give every dim its atoms"
@@ -144,9 +139,8 @@ def reshard(
             took, more = terms.cost(-(-bits // (8 * pieces)), -(-bits // (8 * after)))
             seconds, sent, pieces = seconds + took, sent + more, after
     path = Path(lambda: _steps_of(answer, names, src, dst), seconds, sent)
-    if shape == type_.shape:
-        return path
-    if not (torn := {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}):
+    steps = path.steps if shape != type_.shape else ()
+    if not (torn := {d for step in steps for d in torn_dims(step, type_.shape, mesh)}):
         return path
     # A path that gathers these dims before any permute, and cuts them afterwards.
     bare, last = (

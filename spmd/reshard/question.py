@@ -257,7 +257,8 @@ class PricedQuestion:
             slow = frozenset(a for a in self.digits if self.paces[a] >= pace)
             self.slow.append((pace, min(self._latencies[a] for a in slow), slow))
 
-        self.extent, self.price = cache(self._extent), cache(self._price)
+        self.extent = cache(lambda axes: math.prod([self.sizes[a] for a in axes]))
+        self.price = cache(self._price)
         self._facts = cache(self._facts_of)
         self._goal_places = places(self.dst, self.sizes)
         self.goal_digits = frozenset(self._goal_places)
@@ -270,16 +271,13 @@ class PricedQuestion:
         tiles = min(math.prod(self.room) * self.extent(self.partial), self._devices)
         self._smallest_tile = bits // tiles
 
-    def _extent(self, axes: Axes) -> int:
-        return math.prod([self.sizes[a] for a in axes])
-
     def pieces(self, dims: Dims) -> int:
         """Returns the number of pieces of a value whose dims are split over these digits."""
         return math.prod(map(self.extent, dims))
 
     def divides(self, dim: int, axes: Axes) -> bool:
         """Returns whether a dim divides evenly over some digits."""
-        return self.room[dim] % self.extent(axes) == 0
+        return bool(self.room[dim] % self.extent(axes) == 0)
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
         """Returns digits of `pool`, in order, that together divide what `axes` leave of `size`."""

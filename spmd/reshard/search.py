@@ -327,8 +327,7 @@ class _PathSearch:
                 estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
                 if estimate >= limit:
                     continue
-                best[there] = cost
-                came[there] = (here, move)
+                best[there], came[there] = cost, (here, move)
                 turn = (-expanded, number)  # of equals the one found last, nearer to the goal
                 heapq.heappush(heap, (estimate, turn, cost, there))
         return None

@@ -45,8 +45,7 @@ def drawing(
     look: str, width: float, height: float, shapes: Iterable[Html], label: str, **attributes: object
 ) -> Html:
     """Returns an SVG picture of CSS class `look`; sizes are pixels, screen readers say `label`."""
-    box = f"0 0 {width:.0f} {height:.0f}"
-    size = {"viewBox": box, "width": width, "height": height}
+    size = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": width, "height": height}
     return tag(f"svg.{look}", *shapes, **size, role="img", aria_label=label, **attributes)
 
 

@@ -63,8 +63,7 @@ def whole(title: str, lead: Sequence[str], *parts: Html) -> str:
         tag("style", _resource("report.css"), _resource("first.css")),
     )
     header = tag("header", tag("h1", title), *(tag("p.lead", line) for line in lead))
-    script = tag("script", _resource("report.js"))
-    body = tag("body.spmd", pictures.HATCH, header, *parts, script)
+    body = tag("body.spmd", pictures.HATCH, header, *parts, tag("script", _resource("report.js")))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 

@@ -209,8 +209,7 @@ def pipelines(report: PlanReport) -> Html:
         "tile is of a later chunk of the stage's layers. A gradient goes through the same steps "
         "from right to left.",
     )
-    rows = report.pipelines
-    return joined(intro, *(_figure(*steps_picture(row.of), row.title) for row in rows))
+    return joined(intro, *(_figure(*steps_picture(row.of), row.title) for row in report.pipelines))
 
 
 def steps_picture(of: Pipeline) -> Picture:
@@ -259,8 +258,7 @@ def tiles(report: PlanReport) -> Html:
 def _figure(svg: Html, down: str, across: str, title: str, *captions: str) -> Html:
     sides = [f"{arrow} {side}" for arrow, side in (("↓", down), ("→", across)) if side]
     lines = [tag("span", tag("code", text)) for text in (*captions, *sides)]
-    caption = tag("figcaption", tag("b", h.breakable(title)), *lines)
-    return tag("figure", svg, caption)
+    return tag("figure", svg, tag("figcaption", tag("b", h.breakable(title)), *lines))
 
 
 def mesh_picture(mesh: Mesh) -> Picture:

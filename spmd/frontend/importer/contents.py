@@ -88,9 +88,8 @@ def _dense_from_text(text: str) -> Dense:
         words = re.findall(r"[^\s,()\[\]]+", match[1])
         raw = b"".join([element_bytes(word, part) for word in words])
     elements = np.frombuffer(raw, numpy_dtype(type_.dtype))
-    if elements.size == 1:
-        return Dense.of(np.broadcast_to(elements.reshape(()), type_.shape), type_.dtype)
-    return Dense.of(elements.reshape(type_.shape), type_.dtype)
+    shape = () if elements.size == 1 else type_.shape
+    return Dense.of(np.broadcast_to(elements.reshape(shape), type_.shape), type_.dtype)
 
 
 def location_of(location: Any) -> tuple[str, list[Frame]]:
@@ -154,9 +153,8 @@ def attribute(name: str, attr: Any) -> Attribute:
         return _dense_from_text(attr)
     if isinstance(attr, ir.DenseElementsAttr) and name == "value":
         return _dense(attr)
-    if isinstance(attr, ir.BoolAttr | ir.StringAttr):
-        return attr.value
-    if isinstance(attr, ir.IntegerAttr) and str(attr.type) == "i64":
+    is_i64 = isinstance(attr, ir.IntegerAttr) and str(attr.type) == "i64"
+    if is_i64 or isinstance(attr, ir.BoolAttr | ir.StringAttr):
         return attr.value
     if isinstance(attr, ir.DenseBoolArrayAttr):
         return tuple(attr) or None  # an empty tuple would be emitted as one of integers
@@ -171,9 +169,7 @@ def attribute(name: str, attr: Any) -> Attribute:
     if name in (*MARKS, "sdy.sharding_rule"):  # marks become ops, and rules are ours
         return None
     text = str(attr)
-    if name == "value" and text.startswith("dense"):
-        return _dense(attr)
-    return Opaque(text)
+    return _dense(attr) if name == "value" and text.startswith("dense") else Opaque(text)
 
 
 def composite_attribute(attr: Any) -> Attribute:

@@ -84,8 +84,7 @@ def _any_custom_call(importer: Importer, op: Any, env: Env) -> None:
         env[op.results[0]] = env[op.operands[0]]
     else:
         attrs: dict[str, Attribute] | None = None
-        called = op.attributes.get("called_computations", ())
-        names = [attr.value for attr in called]
+        names = [attr.value for attr in op.attributes.get("called_computations", ())]
         function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
         if function is not None:  # a scalar function, which becomes the op's `body`
             attrs = {n: importer.attribute(n, attr) for n, attr in entries_of(op)}
@@ -101,8 +100,7 @@ def _tuple(importer: Importer, op: Any, env: Env) -> None:
         if op.name == "stablehlo.tuple":
             importer.tuples[op.results[0]] = tuple([env[v] for v in op.operands])
         else:
-            index = op.attributes["index"].value
-            env[op.results[0]] = importer.tuples[op.operands[0]][index]
+            env[op.results[0]] = importer.tuples[op.operands[0]][op.attributes["index"].value]
     except KeyError as error:  # of an argument, of a tuple inside a tuple
         raise FrontendError(
             f"{op.name} of tuples that the module does not make itself",
@@ -120,8 +118,7 @@ def _inline(importer: Importer, op: Any, env: Env, stated: str = "callee") -> No
     function = importer.contents.functions[op.attributes[stated].value]
     outer = importer.call_loc
     importer.call_loc = importer.loc(op.location)
-    sides = "argument", "result"
-    ends = [importer.contents.boundary_marks(function, side) for side in sides]
+    ends = [importer.contents.boundary_marks(function, side) for side in ("argument", "result")]
     _written_out(importer, op, env, function, ends, importer.call_loc)
     importer.call_loc = outer
 
@@ -275,8 +272,7 @@ def _collective(importer: Importer, op: Any, env: Env) -> None:
         attrs |= importer.bodies(op)
     loc = loc._replace(note=BY_PIPELINE if SHIFT in loc.scope else BY_USER)
     for result, value in zip(op.results, op.operands, strict=True):
-        type_ = importer.type(result.type)
-        env[result] = importer.add(op.name, env[value], type_, attrs, loc)
+        env[result] = importer.add(op.name, env[value], importer.type(result.type), attrs, loc)
 
 
 def _exchange(

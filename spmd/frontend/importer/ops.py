@@ -187,9 +187,7 @@ class Importer:
 
         In scalar bodies it returns `value`, too. SpecError: it splits over a manual axis.
         """
-        if self.in_bodies or sharding is None:
-            return value
-        if not any(sharding.dims) and all(sharding.open):
+        if self.in_bodies or sharding is None or (not any(sharding.dims) and all(sharding.open)):
             return value
         if self.scopes:
             mesh, manual = self.scopes[-1].mesh, self.scopes[-1].held
@@ -207,8 +205,7 @@ class Importer:
         self, op: Any, name: str, inputs: tuple[Value, ...], given: Attrs | None, loc: Loc
     ) -> OpKind:
         entries = entries_of(op) if len(op.attributes) else ()
-        types = self.b.types
-        operands = tuple([types[v] for v in inputs])
+        operands = tuple([self.b.types[v] for v in inputs])
         is_whole = bool(self.scopes) and self.scopes[-1].is_whole  # all axes are manual here
         is_alone = name == "stablehlo.custom_call" and is_whole
         key = (

@@ -231,8 +231,7 @@ class Builder:
         """Appends `stablehlo.concatenate` along `dim`; returns a single value as it is."""
         if len(values) == 1:
             return values[0]
-        size = sum(self.types[v].shape[dim] for v in values)
-        type_ = self.types[values[0]].with_dim(dim, size)
+        type_ = self.types[values[0]].with_dim(dim, sum(self.types[v].shape[dim] for v in values))
         return self._one("concatenate", values, type_, dimension=dim)
 
     def reduce(self, kind: str, x: Value, dims: Sequence[int]) -> Value:

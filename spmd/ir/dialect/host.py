@@ -28,17 +28,6 @@ op(f"custom_call:{TARGET}", is_same_locally=True, between_memories=True, passes=
 )
 
 
-def _attrs(place: str) -> dict[str, object]:
-    return {
-        "api_version": Opaque("1 : i32"),
-        "backend_config": "",
-        "call_target_name": TARGET,
-        "called_computations": Opaque("[]"),
-        "has_side_effect": True,
-        _PLACE: Opaque(f'{{_xla_buffer_placement = "{place}"}}'),
-    }
-
-
 def moves_to(op: Op) -> str:
     """Where an op moves its operand: `DEVICE`, `HOST`, or nowhere, an empty text."""
     if not op.kind.about.between_memories:
@@ -62,7 +51,15 @@ def with_moves(program: Program, arguments: Iterable[int], results: Iterable[int
     env = {v: b.value(program.types[v]) for v in body.args}
 
     def move(value: Value, place: str) -> Value:
-        return b.op(CUSTOM_CALL, [env[value]], [program.types[value]], _attrs(place))[0]
+        attrs = {
+            "api_version": Opaque("1 : i32"),
+            "backend_config": "",
+            "call_target_name": TARGET,
+            "called_computations": Opaque("[]"),
+            "has_side_effect": True,
+            _PLACE: Opaque(f'{{_xla_buffer_placement = "{place}"}}'),
+        }
+        return b.op(CUSTOM_CALL, [env[value]], [program.types[value]], attrs)[0]
 
     def arrive(reads: Iterable[Value]) -> None:
         if not waiting.isdisjoint(reads):

@@ -36,11 +36,12 @@ def _blocks(kind: OpKind) -> float:
     return max(1, kind.operands[0].shape[-1] / BLOCK)
 
 
-def _transforms(kind: OpKind) -> float:
-    return max(1, math.log(math.prod(kind.attrs["fft_length"]) or 1, TRANSFORM))
-
-
-@op("stablehlo.fft", batched=in_front, is_same_locally=True, passes=_transforms)
+@op(
+    "stablehlo.fft",
+    batched=in_front,
+    is_same_locally=True,
+    passes=lambda kind: max(1, math.log(math.prod(kind.attrs["fft_length"]) or 1, TRANSFORM)),
+)
 def _fft(kind: OpKind) -> Rule:
     """Returns the rule by which all dims may be split but the last ones, which are transformed."""
     return whole(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
@@ -67,14 +68,12 @@ def _batched_call(kind: OpKind, count: int, differs: Sequence[bool]) -> Batched 
         dims = [int(d) + 1 for d in re.findall(r"\d+", found[1])]
         return f"dense<{[*dims, 0] if dims else 0}> : tensor<{len(dims) + 1}xindex>"
 
-    def batch(found: re.Match[str]) -> str:
-        return f'num_batch_dims = "{int(found[1]) + 1}"'
-
     attrs = dict(kind.attrs)
     for name in attrs.keys() & {"operand_layouts", "result_layouts"}:
         attrs[name] = Opaque(_LAYOUT.sub(layout, attrs[name].text))
     if said := attrs.get("mhlo.frontend_attributes"):
-        text = re.sub(r'num_batch_dims = "(\d+)"', batch, said.text)
+        batch = re.compile(r'(?<=num_batch_dims = ")\d+(?=")')
+        text = batch.sub(lambda found: str(int(found[0]) + 1), said.text)
         attrs["mhlo.frontend_attributes"] = Opaque(text)
     return stacked(kind, count, [True] * len(differs), **attrs)
 

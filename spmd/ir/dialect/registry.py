@@ -15,7 +15,7 @@ from spmd.ir.description import (
 )
 from spmd.ir.dialect.rule import Rule, whole
 from spmd.ir.program import Loc, OpKind
-from spmd.ir.types import is_integer
+from spmd.ir.types import is_integer, types_text
 
 RuleFunction = Callable[[OpKind], Rule]
 
@@ -74,10 +74,9 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     if found is None:
         name, function = rule_name(kind), kind.about.rule
         if function is None or not kind.results:
-            types = ", ".join(map(str, kind.operands))
             raise UnsupportedOpError(
                 f"no sharding rule for op {name}",
-                op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
+                op=f"{name}{types_text(kind.operands)} -> {', '.join(map(str, kind.results))}",
                 source=loc.source if loc else None,
                 fix=_registration(name, kind)
                 if kind.results

@@ -110,12 +110,6 @@ class Rule(NamedTuple):
         """For each factor that has an `Exchange` its number, and that exchange."""
         return tuple((i, f.exchange) for i, f in enumerate(self.factors) if f.exchange is not None)
 
-    def with_exchange(self, factor: int, exchange: Exchange) -> Rule:
-        """Returns the rule with an `Exchange` added to factor number `factor`."""
-        factors = list(self.factors)
-        factors[factor] = factors[factor]._replace(exchange=exchange)
-        return self._replace(factors=tuple(factors))
-
     def is_exchanged(self, factor: int, assignment: Sequence[Sequence[int]]) -> bool:
         """Whether an assignment splits a factor by atoms that split its `Exchange.along`, too."""
         exchange = self.factors[factor].exchange

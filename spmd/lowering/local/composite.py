@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 
 from spmd.errors import SpmdError
 from spmd.frontend.canonicalize import canonicalize
-from spmd.frontend.importer.contents import ops_in
+from spmd.frontend.importer.contents import ops_in, replace_op
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE, FROM_MANUAL
@@ -33,7 +33,7 @@ from spmd.ir.dialect.composites import COMPOSITES, Function, arguments_of
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import append_ops
-from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
+from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype, types_text
 from spmd.lowering.local.table import LocalOp
 from spmd.predict.memory import peak_memory
 from spmd.predict.ops import exchanged_bytes
@@ -155,7 +155,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite |
     except Exception as error:
         raise SpmdError(
             f"what computes composite {kind.attrs['name']} on {platform} fails at local shapes",
-            op=f"({', '.join(map(str, kind.operands))})",
+            op=types_text(kind.operands),
             actual=f"{type(error).__name__}: {error}".strip()[:400],
             fix="correct it, or let a kernel return NotImplemented for these shapes",
         ) from error
@@ -163,7 +163,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> TracedComposite |
     if results != kind.results:
         raise SpmdError(
             f"what computes composite {kind.attrs['name']} on {platform} has other results",
-            op=f"({', '.join(map(str, kind.operands))})",
+            op=types_text(kind.operands),
             actual=", ".join(map(str, results)),
             required=", ".join(map(str, kind.results)),
             fix="make the rule and the functions given to spmd.register_composite fit",
@@ -242,9 +242,7 @@ def inline_region(op: Any) -> None:
     *inside, end = block.operations
     for item in inside:
         item.move_before(op)
-    for result, value in zip(op.results, end.operands, strict=True):
-        result.replace_all_uses_with(value)
-    op.erase()
+    replace_op(op, end.operands)
 
 
 def _of_one_device(program: Program) -> Program:

@@ -140,11 +140,12 @@ def _within(b: Builder, length: int, first: Value, count: Value) -> Value:
     """Returns `length` flags: whether position `first + i` is in `[0, count)`."""
     line = TensorType((length,), "i32")
     position = b.binary("add", b.iota(line, 0), b.broadcast(first, line.shape))
-    return b.binary(
-        "and",
-        b.compare("GE", position, b.splat(0, line)),
-        b.compare("LT", position, b.broadcast(count, line.shape)),
-    )
+    return _between(b, position, b.splat(0, line), b.broadcast(count, line.shape))
+
+
+def _between(b: Builder, x: Value, low: Value, end: Value) -> Value:
+    """Returns flags: whether elements of `x` are in `[low, end)`."""
+    return b.binary("and", b.compare("GE", x, low), b.compare("LT", x, end))
 
 
 def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
@@ -247,11 +248,7 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
     starts = vector.join([start_of(b, place) for place in places])
     ends = vector.join([own_count(b, place) for place in places])
     local_index = b.binary("subtract", clamped, starts)
-    inside = b.binary(
-        "and",
-        b.compare("GE", local_index, vector.of([0] * len(places))),
-        b.compare("LT", local_index, ends),
-    )
+    inside = _between(b, local_index, vector.of([0] * len(places)), ends)
     (found,) = op.emit([table, local_index], slice_sizes=sizes)
     type_ = b.types[found]
     batch = [d for d in range(type_.rank) if d not in dims.offset_dims]

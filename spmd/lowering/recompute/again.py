@@ -306,9 +306,7 @@ class _Block:
     def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
         fresh = {v for op in missing.values() for v in op.results}
         gathers = [op for op in missing.values() if op.collective]
-        first = set[Value]()
-        for op in gathers:
-            first |= self.leading_to(op, missing)
+        first = set[Value]().union(*(self.leading_to(op, missing) for op in gathers))
         early = {v: op for v, op in missing.items() if v in first}
         rest = {v: op for v, op in missing.items() if v not in first}
         seconds = sum(self.costs.clock.exchange(op) for op in gathers)

@@ -360,11 +360,10 @@ def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, 
     if len(uses) != 1:
         return None
     (op, number) = uses[0]
-    if op is None or not op.is_loop or not is_untouched(op, number):
+    if op is None or not op.is_loop or loops.get(op.results[0]) is not op:
         return None
-    if loops.get(op.results[0]) is not op or index.users.get(op.results[number]):
-        return None
-    return None if index.users.get(op.regions[0].args[number]) else (op, number)
+    is_read = any(map(index.users.get, (op.results[number], op.regions[0].args[number])))
+    return (op, number) if is_untouched(op, number) and not is_read else None
 
 
 def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
@@ -374,13 +373,13 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
     ops = tuple(
         op for op, place in uses if op is not None and op.name == DYNAMIC_SLICE and place == 0
     )
-    for op in ops:
-        if op.kind.results[0].shape != (1, *op.kind.operands[0].shape[1:]):
-            return ()
     own = {op.results[0] for op in body.ops if op.results}
-    inside = all(op.results[0] in own for op in ops)
+    fits = all(
+        op.results[0] in own and op.kind.results[0].shape == (1, *op.kind.operands[0].shape[1:])
+        for op in ops
+    )
     # The carry is handed on by the body's return as well.
-    return ops if inside and len(uses) == len(ops) + 1 else ()
+    return ops if fits and len(uses) == len(ops) + 1 else ()
 
 
 def _ends(loop: Op, value: Value, index: Index) -> tuple[int, int] | None:

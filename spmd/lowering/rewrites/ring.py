@@ -190,9 +190,8 @@ def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term
             operands = tuple(_Term(v, d) for v, d in zip(op.operands, cut, strict=True))
             if any(d is not None for d in cut):
                 return _Term(value, dim, op, operands)
-    inner = operand_dim(op.kind, dim)
-    tensors = [type_ for type_ in op.kind.operands if type_.rank]
-    if inner is None or any(type_.shape[inner] % count for type_ in tensors):
+    inner = operand_dim(op.kind, dim, count)
+    if inner is None:
         return _Term(value, dim)
     operands = tuple(
         _term(v, inner, count, made) if type_.rank else _Term(v, None)

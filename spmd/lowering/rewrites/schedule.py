@@ -235,10 +235,9 @@ class _Block:
     def is_small(self, op: Op) -> bool:
         if op.collective not in COMBINED or len(op.operands) != 1 or "axes" not in op.kind.attrs:
             return False
-        if not 0 < _bytes(op) <= self.target // MEMBERS:
-            return False
+        fits = 0 < _bytes(op) <= self.target // MEMBERS
         copies = 4 * _bytes(op) / self.clock.topology.hbm_bandwidth
-        return copies < self.clock.exchange(op, sent=False)
+        return fits and copies < self.clock.exchange(op, sent=False)
 
     def may_wait(self, op: Op) -> bool:
         return op.collective != "all_gather" and self.is_small(op)
@@ -480,17 +479,15 @@ def _earliest(spots: Sequence[_Spot], prefetch: int) -> dict[int, int]:
     used: dict[Value, int] = {}
     gathers: dict[frozenset[int], list[tuple[int, int]]] = {}
     for i, spot in reversed(list(enumerate(spots))):
-        use = i
-        if spot.can_move:
-            use = min([used.get(v, len(spots)) for v in spot.op.results], default=i)
+        made = spot.op.results if spot.can_move else ()
+        use = min([used.get(v, len(spots)) for v in made], default=i)
         if spot.is_gather:
             gathers.setdefault(spot.links, []).append((use, i))
         for v in reads(spot.op):
             used[v] = min(use, used.get(v, len(spots)))
     found = {}
-    for uses in gathers.values():
-        in_order = sorted(uses)
-        for number, (_, i) in enumerate(in_order):
-            before = in_order[number - prefetch][0] if number >= prefetch else -1
+    for uses in map(sorted, gathers.values()):
+        for number, (_, i) in enumerate(uses):
+            before = uses[number - prefetch][0] if number >= prefetch else -1
             found[i] = max(spots[i].loop, before)
     return found

@@ -32,33 +32,23 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
 
-def operand_dim(kind: OpKind, dim: int) -> int | None:
-    """Returns the operands' dim to cut so as to cut the result along `dim`; None if none does."""
-    if kind.name == TRANSPOSE:
-        found: int = kind.attrs["permutation"][dim]
-        return found
-    if kind.name != RESHAPE:
-        return dim if kind.about.is_elementwise and len(kind.results) == 1 else None
-    # The dim in front of which the same elements lie: joining pieces along either then gives the
-    # same. From (2, 12) to (2, 3, 4) dim 1 goes to dim 1: of 24 elements, 2 groups lie in front of
-    # both, and each group is split in order.
-    other = kind.operands[0].shape
-    before = math.prod(kind.results[0].shape[:dim])
-    places = [d for d in range(len(other)) if math.prod(other[:d]) == before]
-    if not before or not places:
-        return None
-    return next((d for d in places if other[d] > 1), places[-1])
+def operand_dim(kind: OpKind, dim: int, parts: int) -> int | None:
+    """Returns the operands' dim to cut in `parts`: a part of each makes one of the result's `dim`.
 
-
-def operand_dims(kind: OpKind, dim: int, parts: int) -> list[int | None] | None:
-    """Returns each operand's dim to cut in `parts`: a part of each makes one of the result's `dim`.
-
-    An entry None is a scalar, which is read whole. The list itself is None if parts do not suffice.
+    None if parts do not suffice. Scalars among the operands are read whole.
     """
-    found = operand_dim(kind, dim)
-    if found is None or any(type_.shape[found] % parts for type_ in kind.operands if type_.rank):
-        return None
-    return [found if type_.rank else None for type_ in kind.operands]
+    places = [dim] if kind.about.is_elementwise and len(kind.results) == 1 else []
+    if kind.name == TRANSPOSE:
+        places = [kind.attrs["permutation"][dim]]
+    elif kind.name == RESHAPE:
+        # The dim in front of which the same elements lie: joining pieces along either then gives
+        # the same. From (2, 12) to (2, 3, 4) dim 1 goes to dim 1: of 24 elements, 2 groups lie in
+        # front of both, and each group is split in order.
+        other, before = kind.operands[0].shape, math.prod(kind.results[0].shape[:dim])
+        places = [d for d in range(len(other)) if math.prod(other[:d]) == before > 0]
+        places = [d for d in places if other[d] > 1] or places[-1:]
+    divides = all(t.shape[d] % parts == 0 for d in places[:1] for t in kind.operands if t.rank)
+    return places[0] if places and divides else None
 
 
 class _Kept(NamedTuple):
@@ -162,10 +152,10 @@ def _operand_cuts(op: Op, cut: _Kept, mesh: Mesh) -> list[_Kept | None] | None:
         passes = op.collective in ("all_gather", "all_reduce") and "groups" not in attrs
         passes = passes and set(cut.axes).isdisjoint(attrs["axes"])
         return [cut] if passes and cut.dim != attrs.get("all_gather_dim") else None
-    dims = operand_dims(op.kind, cut.dim, mesh.extent(cut.axes))
-    if dims is None:
+    dim = operand_dim(op.kind, cut.dim, mesh.extent(cut.axes))
+    if dim is None:
         return None
-    return [None if dim is None else cut._replace(dim=dim) for dim in dims]
+    return [cut._replace(dim=dim) if type_.rank else None for type_ in op.kind.operands]
 
 
 def _shared(cuts: Sequence[_Kept]) -> _Kept | None:

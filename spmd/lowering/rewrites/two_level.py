@@ -32,7 +32,7 @@ from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import collective_seconds
+from spmd.predict.ops import Transfer
 
 
 def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
@@ -43,9 +43,8 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
     chains = _chains(program)
 
     def seconds(op: Op) -> float:
-        (sent,), (received,) = op.kind.operands, op.kind.results
-        axes = op.kind.attrs["axes"]
-        return collective_seconds(op.label, axes, sent.bytes, received.bytes, mesh, topology)
+        sent = Transfer.of(op, mesh)
+        return sent.seconds(mesh, topology) if sent else 0.0
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
         if op.collective not in _PARTED or len(op.operands) != 1 or "groups" in op.kind.attrs:
@@ -60,8 +59,7 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
         trial = Builder(b.types)
         trial.begin()
         _, copied = split(trial, x, op, fast, slow, mesh)
-        parts = [part for part in trial.end((), ()).ops if part.collective]
-        in_parts = sum(map(seconds, parts)) + 2 * copied / topology.hbm_bandwidth
+        in_parts = sum(map(seconds, trial.end((), ()).ops)) + 2 * copied / topology.hbm_bandwidth
         if in_parts >= sum(map(seconds, chain)):
             return None
         return split(b, x, op, fast, slow, mesh)[:1]
