@@ -40,13 +40,15 @@ def mixed(x: Any, w: Any) -> Any:
 
 
 def projected(x: Any, w: Any) -> Any:
-    """A plain weight, one of 8 bits, and one of 4 with zeros."""
+    """A plain weight, with adapters, too, one of 8 bits, and one of 4 with zeros."""
     values, scales = (w * 50).astype(jnp.int8), jnp.abs(w[:, 0]) + 1
     packed = (w[:, :8] * 20).astype(jnp.int8).astype(jnp.uint8).reshape(8, 2, 4)
     quantized = {"values": values, "scales": scales}
     fine = {"values": packed, "scales": jnp.abs(w[:, :2]) + 1}
     fine["zeros"] = (w[:, :2] * 4).astype(jnp.int8)
-    return tuple(spmd.ops.linear(x, weight) for weight in (w, quantized, fine))
+    pair, place = (w[:4].reshape(2, 2, -1), w[:2].reshape(2, 2, -1)), jnp.arange(len(x)) % 3 - 1
+    plain = (spmd.ops.linear(x, weight) for weight in (w, quantized, fine))
+    return *plain, *spmd.ops.linears(x, [w], [pair], place)
 
 
 def paged(x: Any, w: Any) -> Any:
