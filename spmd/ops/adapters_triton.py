@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from spmd.ops.products_triton import (
     LEAST,
     LEAST_ROWS,
-    MOST_ROWS,
     MULTIPROCESSORS,
     OUTPUTS,
     PROGRAMS,
@@ -30,6 +29,7 @@ from spmd.ops.products_triton import (
     partial_products,
     places,
     plain_tiles,
+    tiles_for,
     triton,
 )
 
@@ -57,10 +57,13 @@ def adapted(
         begin_1, size = jnp.maximum(place_B, 0).astype(jnp.int32) * rank, rank
     thin = [a_NRI.reshape(-1, inputs) for a_NRI, _ in pairs]
     many = functools.partial(partial_products, interpret=interpret)
-    kinds = {part[0].dtype for part in parts if len(part) == 1}
     tiles = None
-    if rows <= MOST_ROWS and kinds == {x_BI.dtype} and all(len(part) == 1 for part in parts):
+    if rows == 1 and all(len(part) == 1 and part[0].dtype == x_BI.dtype for part in parts):
         tiles = plain_tiles(rows, inputs, outputs, x_BI.dtype.itemsize)
+    elif all(len(part) < 3 for part in parts):  # none has zeros
+        tiles = tiles_for(x_BI, parts)
+    if tiles is not None and tiles.is_paired:  # A needs the rows as they are
+        tiles = None
     if tiles is not None:
         sums = many(x_BI, parts, tiles, x_BI.dtype, thin, begin_1, size)
         found, thin = sums[: len(parts)], sums[len(parts) :]

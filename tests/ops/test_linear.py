@@ -162,7 +162,7 @@ def adapters(
     return pairs, jnp.asarray(place), added
 
 
-@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize(
     ("rows", "ids"), [(1, (7,)), (1, (-1,)), (5, PLACES), (100, (2,)), (150, [4] * 70 + [-1, 5])]
 )
