@@ -29,6 +29,7 @@ from spmd.ops.products_triton import (
     partial_products,
     places,
     plain_tiles,
+    run_one,
     tiles_for,
     triton,
 )
@@ -76,9 +77,13 @@ def adapted(
     return _added(x_BI, found, thin, flat, (place_B, begin_1, size, rank), interpret)
 
 
+def _tile(rows: int) -> int:
+    return min(LEAST, max(LEAST_ROWS, pl.next_power_of_2(rows)))
+
+
 def _thin_tiles(rows: int, inputs: int, outputs: int) -> LinearTiles:
     """Tiles for A alone: programs are made many by cutting what each of them sums."""
-    tile = min(LEAST, max(LEAST_ROWS, pl.next_power_of_2(rows)))
+    tile = _tile(rows)
     at_once = 2 * LEAST if inputs % (2 * LEAST) == 0 else LEAST
     blocks = -(-outputs // OUTPUTS) * -(-rows // tile)
     wanted = min(-(-PROGRAMS // blocks), inputs // at_once // 2)
@@ -92,7 +97,7 @@ def _added(
     """Adds rows times A times B to the results, in place where those are not partial sums."""
     place_B, begin_1, size, rank = about
     rows = x_BI.shape[0]
-    tile = min(LEAST, max(LEAST_ROWS, pl.next_power_of_2(rows)))
+    tile = _tile(rows)
     blocks, tiles = [b_CO.shape[1] // BLOCK for b_CO in flat], -(-rows // tile)
     each = max(1, sum(blocks) * tiles // (2 * MULTIPROCESSORS))
     counts = [-(-n // each) for n in blocks]
@@ -172,11 +177,5 @@ def _kernel(
                 is_mixed |= highest < 0
             pl.when(is_mixed)(lambda: some(0, size))
 
-    first = 0
-    for y, h, b, result, count in zip(found, thin, flat, results, counts, strict=True):
-        mine = functools.partial(run, y, h, b, result, first)
-        if len(counts) == 1:
-            mine()
-        else:
-            pl.when((program >= first) & (program < first + count))(mine)
-        first += count
+    each_of = zip(found, thin, flat, results, strict=True)
+    run_one(program, counts, [functools.partial(run, *given) for given in each_of])

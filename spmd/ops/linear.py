@@ -12,6 +12,7 @@ kernel reads all weights of a composite (`products_triton`). On TPUs one row is 
 many rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these,
 too, each with a scale of its own; 4-bit weights are written in the dtype of `x` first, as few rows'
 are if groups are not of 128. Everywhere else weights are converted to it on their way.
+`spmd.adapted_linear` is the same with low-rank adapters of the rows (`adapters_triton`).
 """
 
 import functools
@@ -108,6 +109,18 @@ def linears(
                 fix="correct the shapes",
             )
     outputs = [part[0].shape[0] for part in parts]
+    fits = len(adapters) in (0, len(outputs)) and all(
+        a.ndim == 3 and a.shape[2] == x_BI.shape[1] and b.shape == (*a.shape[:2], outer)
+        for outer, (a, b) in zip(outputs, adapters, strict=False)
+    )
+    if not fits or (adapters and place_B.shape != x_BI.shape[:1]):
+        raise ArgumentError(
+            "linears cannot add adapters",
+            actual=f"weights of {outputs} outputs, adapters "
+            f"{[(a.shape, b.shape) for a, b in adapters]}, places {place_B.shape}",
+            required="for each weight (A (N, R, I), B (N, R, O)), and a place of each row (B,)",
+            fix="correct the shapes",
+        )
     are_alike = all(n % max(1, min(outputs)) == 0 for n in outputs)
     if len({(v.shape[1:], _in_a_number(v)) for v, *_ in parts}) != 1 or not are_alike:
         own: Sequence[Sequence[Any]] = [[pair] for pair in adapters] or [()] * len(parts)

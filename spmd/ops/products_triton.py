@@ -280,10 +280,20 @@ def _kernel(
                 sum_OR *= scales[0][outputs][:, None]
         result[split, rows, outputs] = sum_OR.T.astype(result.dtype)
 
-    first, every = 0, [(*part, False) for part in weights] + [(values, True) for values in thin]
-    for (values, *scales, is_thin), result, count in zip(every, results, counts, strict=True):
-        mine = functools.partial(run, values, scales, result, first, is_thin)
-        if len(every) == 1:
+    every = [(*part, False) for part in weights] + [(values, True) for values in thin]
+    runs = [
+        functools.partial(run, values, scales, result, is_thin=is_thin)
+        for (values, *scales, is_thin), result in zip(every, results, strict=True)
+    ]
+    run_one(block, counts, runs)
+
+
+def run_one(block: Any, counts: Sequence[int], runs: Sequence[Any]) -> None:
+    """Runs, in a kernel, the function that a block is of, with the first of that one's blocks."""
+    first = 0
+    for count, run in zip(counts, runs, strict=True):
+        mine = functools.partial(run, first=first)
+        if len(counts) == 1:
             mine()
         else:
             pl.when((block >= first) & (block < first + count))(mine)

@@ -18,10 +18,7 @@ def test_both_programs_lose_the_same(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        (
-            "--only=peer",
-            "--peer takes a checkout of github.com/karpathy/nanochat: it is missing",
-        ),
+        ("--only=peer", "--peer takes a checkout of github.com/karpathy/nanochat: it is missing"),
         ("--only=torch", "there is no torch, only peer, jax, spmd"),
         ("--windows=SX", "--windows SX"),
     ],

@@ -309,6 +309,9 @@ def test_linears_shapes_are_checked() -> None:
     ):
         with pytest.raises(ArgumentError, match="linear cannot be computed"):
             linear(x, wrong)
+    pairs, place, _ = adapters(2, (4,), 9, jnp.float32)
+    with pytest.raises(ArgumentError, match="linears cannot add adapters"):
+        linears(x, [jnp.zeros((4, 8))], pairs, place)
 
 
 def test_linears_of_no_weights() -> None:
