@@ -29,7 +29,7 @@ from spmd.ir.dialect.composites import PREFIX
 from spmd.ir.dialect.rule import REDUCE, REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
-from spmd.ops import adapters_triton, products_triton
+from spmd.ops import adapters_triton, products_hopper, products_triton
 
 NAME, ADAPTED = "spmd.linear", "spmd.adapted_linear"
 
@@ -221,9 +221,10 @@ def _kernel(x: Any, *operands: Any) -> Any:
     if x.shape[0] == 1 and _in_a_number(parts[0][0]) == 1:
         return tuple(_row(x, *part) for part in parts)
     dtype = jnp.float32 if any(len(part) == 3 for part in parts) else x.dtype
-    found = products_triton.products(x, [part[:2] for part in parts], dtype)
-    if found is not NotImplemented:
-        return tuple(_shifted(x, *given) for given in zip(found, parts, strict=True))
+    for kernels in (products_hopper, products_triton):
+        found = kernels.products(x, [part[:2] for part in parts], dtype)
+        if found is not NotImplemented:
+            return tuple(_shifted(x, *given) for given in zip(found, parts, strict=True))
     if parts[0][0].ndim == 3:
         return tuple(_unpacked_first(x, *part) for part in parts)
     if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):

@@ -1,10 +1,14 @@
 """Attention over pages for many rows of a slot, on GPUs of Hopper: a Pallas kernel for Mosaic GPU.
 
-A program computes a tile: 128 queries of one key head, which are (row, query head) pairs of rows
-that follow each other. Three warpgroups share it. One fetches blocks of keys and values, page by
-page, as far ahead as shared memory holds them; each of the other two multiplies 64 of the queries
-with every block, and takes turns with the other: while one is at its softmax, the tensor cores work
-for the other (Shah et al., *FlashAttention-3*, 2024).
+A program computes a tile: 128 queries of one key head, which are rows that follow each other, of
+one query head after the other. Three warpgroups share it. One fetches blocks of keys and values,
+page by page, as far ahead as shared memory holds them; each of the other two multiplies 64 of the
+queries with every block, and takes turns with the other: while one is at its softmax, the tensor
+cores work for the other (Shah et al., *FlashAttention-3*, 2024).
+
+A warpgroup's rows are a whole window of its slot's, which are read and written where all rows'
+queries and outputs are. Where a tile has fewer, windows reach back: what two of them have in common
+is computed, and written, twice.
 
 TFLOP/s with a prompt of 2048 and 8192 tokens, 32 heads of 128, on an H100: 312 and 481; the kernel
 for Triton has 175 and 251, cuDNN, whose keys and values are not in pages, 389 and 582. Without
@@ -13,6 +17,7 @@ turns it is 468, with blocks of 64 positions 444.
 Shapes are in the names, as in `spmd.ops.paged`, and
 
     T tiles    Q queries of a warpgroup    S positions of a block    L numbers about a tile
+    C columns: D for each query head
 """
 
 import functools
@@ -33,6 +38,7 @@ BLOCK = 128  # positions whose keys and values are fetched and multiplied at a t
 PIECE = 64  # rows and columns of values whose unknown rows are zeroed at a time
 WIDTHS = (64, 128)
 SHARED_BYTES = 200 << 10
+HEADS = 8  # the most query heads of a program, so that 64 queries are of at least eight rows
 LEAST = 64  # tiles: fewer leave most multiprocessors without work, which other kernels split
 LOWEST = np.float32(-1e30)
 
@@ -47,11 +53,16 @@ def mosaic() -> Any:
 def takes(q_ARKGD: Any, pool_ANPK2D: Any) -> bool:
     """Whether the kernel takes these shapes, on the GPU that is here, in this release of jax."""
     (rows, heads, groups, width), size = q_ARKGD.shape[1:], pool_ANPK2D.shape[2]
-    if len(q_ARKGD) * rows * heads * groups < LEAST * TILE:
+    if len(q_ARKGD) * rows * heads * groups < LEAST * TILE or rows < window_of(groups):
         return False
     fits = q_ARKGD.dtype == pool_ANPK2D.dtype and q_ARKGD.dtype.name in ("bfloat16", "float16")
     fits = fits and width in WIDTHS and groups <= QUERIES and groups & (groups - 1) == 0
     return fits and size >= 16 and size & (size - 1) == 0 and is_here()
+
+
+def window_of(groups: int) -> int:
+    """Returns the rows of a warpgroup, and half of a tile's: slots have at least so many."""
+    return QUERIES // min(groups, HEADS)
 
 
 def is_here() -> bool:
@@ -60,45 +71,46 @@ def is_here() -> bool:
 
 
 def attend_tiles(
-    q_TKZD: Any, pool_NPK2D: Any, table_BM: Any, about_TL: Any, *, groups: int, window: int | None,
+    q_RC: Any, pool_NPK2D: Any, table_BM: Any, about_TL: Any, *, groups: int, window: int | None,
     interpret: bool = False,
 ) -> Any:  # fmt: skip
-    """Returns the heads' outputs, like `q_TKZD`; undefined in queries behind a tile's rows.
+    """Returns the heads' outputs, like `q_RC`; undefined in rows that no tile has.
 
     Args:
-      q_TKZD: Z = 128 queries of each tile, row after row, `groups` of each row.
+      q_RC: the queries of all rows, heads one behind the other, `groups` of each key head.
       pool_NPK2D: the pages of all groups.
       table_BM: the pages of each slot of all groups.
-      about_TL: of each tile the line of its slot in the table, the position of its first row, and
-        how many rows it has.
+      about_TL: of each tile the line of its slot in the table, its first row, the position of that,
+        how many rows it has, and the end of the positions that these see. Tiles without rows do
+        nothing; slots have at least `window_of` rows.
       window: the most positions that a row sees; None is all.
     """
     plgpu = mosaic()
-    tiles, heads, _, width = q_TKZD.shape
-    pages, size = pool_NPK2D.shape[:2]
-    dtype = q_TKZD.dtype
+    tiles, (pages, size, heads, _, width), dtype = len(about_TL), pool_NPK2D.shape, q_RC.dtype
+    own = min(groups, HEADS)  # query heads of a program
+    each = window_of(groups)
     unit = min(size, BLOCK)  # positions that are copied at once
     copies = BLOCK // unit
     bytes_of_block = 2 * BLOCK * width * dtype.itemsize
-    stages = min(4, (SHARED_BYTES - TILE * width * dtype.itemsize) // bytes_of_block)
-    shift = groups.bit_length() - 1
+    stages = min(4, (SHARED_BYTES - 2 * TILE * width * dtype.itemsize) // bytes_of_block)
     factor = np.float32(math.log2(math.e) / math.sqrt(width))
 
     def kernel(
-        q: Any, pool: Any, table: Any, about: Any, out: Any, queries: Any, keys: Any, values: Any,
-        query_there: Any, copied: Any, read: Any, tail_there: Any, tail_ready: Any, turn: Any,
+        q: Any, pool: Any, table: Any, about: Any, out: Any, queries: Any, moved: Any, keys: Any,
+        values: Any, query_there: Any, copied: Any, read: Any, tail_there: Any, tail_ready: Any,
+        turn: Any,
     ) -> None:  # fmt: skip
         keys_there, values_there = copied
         keys_read, values_read = read
         tile, head, me = (jax.lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
         tile = tiles - 1 - tile  # of a prompt the last ones see the most: they begin first
-        slot, position, count = (about[tile, i] for i in range(3))
-        # The end of the positions that the tile sees, its first block, and the end of its blocks.
-        end = jnp.where(count > 0, position + count, 0)
-        first = 0 if window is None else jnp.maximum(position - window + 1, 0) // BLOCK
+        slot, row, position, count, end = (about[tile, i] for i in range(5))
+        lowest = position + jnp.minimum(count - each, 0)
+        # The tile's first block, and the end of its blocks.
+        first = 0 if window is None else jnp.maximum(lowest - window + 1, 0) // BLOCK
         last = (end + BLOCK - 1) // BLOCK
 
-        @pl.when(me == WARPGROUPS)
+        @pl.when((me == WARPGROUPS) & (count > 0))
         def fetch() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
@@ -108,7 +120,7 @@ def attend_tiles(
                     entry = jnp.minimum(place // size, table.shape[1] - 1)
                     page = jnp.clip(table[slot, entry], 0, pages - 1)
                     rows = pl.ds(page * size + place % size, unit)
-                    columns = pl.ds((head * 2 + kind) * width, width)
+                    columns = pl.ds((head * own // groups * 2 + kind) * width, width)
                     into = to.at[pl.ds(i * unit, unit)]
                     plgpu.copy_gmem_to_smem(pool.at[rows, columns], into, barrier)
 
@@ -148,16 +160,22 @@ def attend_tiles(
                 plgpu.barrier_wait(keys_read.at[(block - first) % stages])
                 plgpu.barrier_wait(values_read.at[(block - first) % stages])
 
-        @pl.when(me < WARPGROUPS)
+        @pl.when((me < WARPGROUPS) & (count > 0))
         def compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            mine = queries.at[me]
-            where = pl.ds((tile * heads + head) * TILE + me * QUERIES, QUERIES)
-            plgpu.copy_gmem_to_smem(q.at[where], mine, query_there.at[me])
+            mine, plain = queries.at[me], moved.at[me]
+            before = jnp.minimum(me * each, count - each)
+            parts = [
+                (plain.at[pl.ds(i * each, each)], pl.ds((head * own + i) * width, width))
+                for i in range(own)
+            ]
+            rows = pl.ds(row + before, each)
+            for part, columns in parts:
+                plgpu.copy_gmem_to_smem(q.at[rows, columns], part, query_there.at[me])
             plgpu.barrier_wait(query_there.at[me])
-            # The position of each query's row: a row has `groups` queries.
-            at_QS = iota((QUERIES, BLOCK), 0)
-            row_QS = position + jax.lax.shift_right_logical(at_QS + me * QUERIES, shift)
+            mine[...] = plgpu.load(plain, layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.commit_smem()
+            row_QS = position + before + (iota((QUERIES, BLOCK), 0) & (each - 1))
 
             def change_turns() -> None:
                 plgpu.barrier_arrive(turn)
@@ -221,16 +239,17 @@ def attend_tiles(
                 plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), of_rows),
             )
             # All rows see all of the first blocks.
-            whole = first if window is not None else jnp.minimum((position + 1) // BLOCK, last)
+            whole = first if window is not None else jnp.clip((lowest + 1) // BLOCK, 0, last)
             pl.when(me == 1)(change_turns)
             carry = jax.lax.fori_loop(first, whole, functools.partial(step, is_masked=False), carry)
             carry = jax.lax.fori_loop(whole, last, functools.partial(step, is_masked=True), carry)
             pl.when(me == 0)(change_turns)
             total_QD, _, sum_Q = carry
             sum_Q = jnp.where(sum_Q == 0, 1, sum_Q)
-            mine[...] = (total_QD / _rows(sum_Q, total_QD.shape)).astype(dtype)
+            plain[...] = (total_QD / _rows(sum_Q, total_QD.shape)).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(mine, out.at[where])
+            for part, columns in parts:
+                plgpu.copy_smem_to_gmem(part, out.at[rows, columns])
             plgpu.wait_smem_to_gmem(0)
 
     def iota(shape: tuple[int, int], dim: int) -> Any:
@@ -240,16 +259,18 @@ def attend_tiles(
     stored = [(WARPGROUPS, QUERIES, width), (stages, BLOCK, width), (stages, BLOCK, width)]
     copied = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     read = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
-    out = plgpu.kernel(
+    return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((tiles * heads * TILE, width), dtype),
-        grid=(heads, tiles),
+        out_type=jax.ShapeDtypeStruct(q_RC.shape, dtype),
+        grid=(heads * groups // own, tiles),
         grid_names=("head", "tile"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            *(plgpu.SMEM(shape, dtype, transforms=swizzled) for shape in stored),
-            plgpu.Barrier(num_barriers=WARPGROUPS),
+            plgpu.SMEM(stored[0], dtype, transforms=swizzled),
+            plgpu.SMEM(stored[0], dtype),  # rows that begin anywhere move in no tiles of eight
+            *(plgpu.SMEM(shape, dtype, transforms=swizzled) for shape in stored[1:]),
+            plgpu.Barrier(num_arrivals=own, num_barriers=WARPGROUPS),
             (copied, copied),
             (read, read),
             plgpu.Barrier(num_arrivals=copies),
@@ -258,11 +279,7 @@ def attend_tiles(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
-    )(
-        q_TKZD.reshape(-1, width), pool_NPK2D.reshape(pages * size, heads * 2 * width), table_BM,
-        about_TL,
-    )  # fmt: skip
-    return out.reshape(q_TKZD.shape)
+    )(q_RC, pool_NPK2D.reshape(pages * size, heads * 2 * width), table_BM, about_TL)
 
 
 def _rows(x_Q: Any, shape: tuple[int, ...]) -> Any:

@@ -15,7 +15,7 @@ jax 0.11 still has Pallas's Triton backend, but deprecates it in favour of Mosai
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
     ArgumentError for a pool with too many elements for Pallas. `interpret` runs the kernel step by
     step in jax, on any platform: for tests.
     """
-    q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *rest = operands
+    q_ARKGD, pool_ANPK2D, table_ABM, _, positions_AR, first_AB1, *rest = operands
     groups, width = q_ARKGD.shape[3:]
     if 0 in (*q_ARKGD.shape, *table_ABM.shape) or pool_ANPK2D.shape[4] != 2:
         return NotImplemented
@@ -69,22 +69,22 @@ def attend(*operands: Any, window: int | None = None, interpret: bool = False) -
         )
     # Padding is the rows of one more slot, so that its results are written, too.
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
-    slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
     small = max(SMALL, pl.next_power_of_2(groups))
     on_hopper = not rest and paged_hopper.takes(q_ARKGD, pool_ANPK2D)
-    large = paged_hopper.TILE if on_hopper else max(LARGE, small)
+    large = max(LARGE, small)
     read = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *rest)
     run = functools.partial(_run, read, window=window, interpret=interpret)
-    if rows <= slots or large == small:
-        return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
-    # A slot's rows are all in small tiles, or all in large ones. One that would leave most of a
-    # large tile empty has small ones: there may be many such slots, and memory for all is written.
-    border = max(small, large // 2 if on_hopper else 0) // groups
+    if rows <= slots or (large == small and not on_hopper):
+        return run(_tiles(counts_AB, first_AB1, rows, small // groups), small)
+    # A slot's rows are all in small tiles, or all in large ones. On Hopper one that would leave
+    # most of a large tile empty has small ones.
+    half = paged_hopper.window_of(groups)
+    border, most = (half, 2 * half) if on_hopper else (small // groups, large // groups)
     few_AB = counts_AB <= border
     few_counts_AB, many_counts_AB = (jnp.where(x, counts_AB, 0) for x in (few_AB, ~few_AB))
-    few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups)
-    many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups, least=border + 1)
+    few = _tiles(few_counts_AB, first_AB1, rows, small // groups)
+    many = _tiles(many_counts_AB, first_AB1, rows, most, least=border + 1)
     found = (
         _run_on_hopper(read, many, window=window, interpret=interpret)
         if on_hopper
@@ -100,24 +100,16 @@ def takes(groups: int, width: int, size: int, item: int) -> bool:
     return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
 
 
-class _Tiles(NamedTuple):
-    """How the rows of a kernel call are cut into tiles, one for each program (see `_tiles`)."""
-
-    # (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these are 0
-    # for tiles that are not needed
-    about: Any
-    place: Any  # (A, R): `size` times the tile of each row, and the row's number in it
-    size: int  # the most rows of a tile
-
-
-def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int = 1) -> _Tiles:
+def _tiles(counts_AB: Any, first_AB: Any, rows: int, size: int, *, least: int = 1) -> Any:
     """Cuts each slot's `counts_AB` rows, from row `first_AB` on, into tiles of at most `size` rows.
 
-    `slot_AR` is the slot of each row. A slot that has any rows has at least `least`.
+    There are `rows` in all, and a slot that has any has at least `least`. Returns (A, I, 4), for
+    programs of a kernel: the slot of each tile, its first row and, twice, its number of rows; these
+    are 0 for tiles that are not needed.
     """
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
     # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
-    rows, slots = slot_AR.shape[1], counts_AB.shape[1]
+    slots = counts_AB.shape[1]
     # Tiles hold fewest rows if slots have as few as they can, or one more than a tile.
     fewest = min(least, (size + 1) / 2)
     most = max(1, int(min(rows / fewest, (rows + (size - 1) * min(slots, rows)) / size)))
@@ -135,13 +127,11 @@ def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, least: int
     done_AI = (tile_I - of(begin_AB, slot_AI)) * size
     left_AI = jnp.where(is_needed_AI, jnp.clip(of(counts_AB, slot_AI) - done_AI, 0, size), 0)
     start_AI = jnp.where(is_needed_AI, of(first_AB, slot_AI) + done_AI, 0)
-    about = jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2)
-    place_AR = jnp.arange(rows) - of(first_AB, slot_AR) + of(begin_AB, slot_AR) * size
-    return _Tiles(about, place_AR, size)
+    return jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2)
 
 
 def _run(
-    operands: Any, tiles: _Tiles, queries: int, *, window: int | None, interpret: bool,
+    operands: Any, about: Any, queries: int, *, window: int | None, interpret: bool,
     beside: Any = None,
 ) -> Any:  # fmt: skip
     """Returns (A, R, K, G, D), by tiles of `queries` each.
@@ -152,7 +142,7 @@ def _run(
     scales, sinks = scales_and_sinks(rest)
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, size = pool_ANPK2D.shape[1:3]
-    count = tiles.about.shape[1]
+    count = about.shape[1]
     reach = min(table_ABM.shape[2] * size, window or table_ABM.shape[2] * size)
     item = max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize)
     parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
@@ -199,7 +189,7 @@ def _run(
         of_pool(KEYS, width),
         of_pool(VALUES, width),
     ]
-    inputs = [tiles.about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
+    inputs = [about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
     if scales:
         in_specs += [of_pool(KEYS), of_pool(VALUES)]
         inputs += [scales[0], scales[0]]
@@ -219,41 +209,32 @@ def _run(
         **compiled_with(4, stages, interpret),
     )(*inputs)
     specs = [of_tile, *(of_parts(parts, *rest) for rest in rests)]
-    return call(_combine, queries, specs, [tiles.about, *found], 1)
+    return call(_combine, queries, specs, [about, *found], 1)
 
 
-def _of_rows(heads_AIKQD: Any, tiles: _Tiles, groups: int) -> Any:
-    """Outputs of tiles -> of rows, (A, R, K, G, D)."""
-    outer, count, heads, _, width = heads_AIKQD.shape
-    shape = (outer, count, heads, tiles.size, groups, width)
-    heads_AIKSGD = heads_AIKQD[:, :, :, : tiles.size * groups].reshape(shape)
-    group_A1, tile_AR = jnp.arange(outer)[:, None], tiles.place // tiles.size
-    return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
-
-
-def _run_on_hopper(operands: Any, tiles: _Tiles, *, window: int | None, interpret: bool) -> Any:
+def _run_on_hopper(operands: Any, about: Any, *, window: int | None, interpret: bool) -> Any:
     """As `_run`, by the kernel of `spmd.ops.paged_hopper`."""
     q_ARKGD, pool_ANPK2D, table_ABM, positions_AR = operands
     outer, rows, heads, groups, width = q_ARKGD.shape
     pages, slots = pool_ANPK2D.shape[1], table_ABM.shape[1]
-    slot_AI, start_AI, count_AI, _ = jnp.moveaxis(tiles.about, 2, 0)
-    row_AIS = jnp.minimum(start_AI[..., None] + jnp.arange(tiles.size), rows - 1)
-    group_A11 = jnp.arange(outer)[:, None, None]
-    q_AIKSGD = jnp.moveaxis(q_ARKGD[group_A11, row_AIS], 3, 2)
-    position_AI = jnp.take_along_axis(positions_AR, row_AIS[..., 0], axis=1)
-    is_seeing_AI = (slot_AI < slots) & (position_AI >= 0)
-    line_AI = group_A11[..., 0] * slots + jnp.minimum(slot_AI, slots - 1)
-    about = (line_AI, position_AI, jnp.where(is_seeing_AI, count_AI, 0))
-    found = paged_hopper.attend_tiles(
-        q_AIKSGD.reshape(-1, heads, paged_hopper.TILE, width),
+    slot_AI, row_AI, count_AI, _ = jnp.moveaxis(about, 2, 0)
+    group_A1 = jnp.arange(outer)[:, None]
+    position_AI = jnp.take_along_axis(positions_AR, row_AI, axis=1)
+    end_AI = jnp.where((slot_AI < slots) & (position_AI >= 0), position_AI + count_AI, 0)
+    line_AI = group_A1 * slots + jnp.minimum(slot_AI, slots - 1)
+    tiles = (line_AI, group_A1 * rows + row_AI, position_AI, count_AI, end_AI)
+    found_RC = paged_hopper.attend_tiles(
+        q_ARKGD.reshape(outer * rows, heads * groups * width),
         pool_ANPK2D.reshape(-1, *pool_ANPK2D.shape[2:]),
-        (jnp.clip(table_ABM, 0, pages - 1) + group_A11 * pages).reshape(outer * slots, -1),
-        jnp.stack(about, axis=2).reshape(-1, 3).astype(jnp.int32),
+        (jnp.clip(table_ABM, 0, pages - 1) + group_A1[..., None] * pages).reshape(
+            outer * slots, -1
+        ),
+        jnp.stack(tiles, axis=2).reshape(-1, len(tiles)).astype(jnp.int32),
         groups=groups,
         window=window,
         interpret=interpret,
     )
-    return _of_rows(found.reshape(outer, -1, *found.shape[1:]), tiles, groups)
+    return found_RC.reshape(q_ARKGD.shape)
 
 
 def _kernel(

@@ -156,7 +156,7 @@ def partial_products(
         grid=(sum(counts) * (x_BI.shape[0] // tiles.rows), tiles.splits),
         out_shape=[jax.ShapeDtypeStruct((tiles.splits, len(x_BI), n), kept) for n in widths],
         **compiled_with(tiles.warps, tiles.stages, interpret),
-    )(_pairs(x_BI) if tiles.is_paired else [x_BI], parts, list(thin), begin)
+    )(pairs(x_BI) if tiles.is_paired else [x_BI], parts, list(thin), begin)
     return found
 
 
@@ -207,7 +207,7 @@ def plain_tiles(rows: int, inputs: int, each: Sequence[int], item: int) -> Linea
     return LinearTiles(padded, outputs, at_once, splits, min(MOST_STAGES, SHARED_BYTES // tile))
 
 
-def _pairs(x_BI: Any) -> list[Any]:
+def pairs(x_BI: Any) -> list[Any]:
     """Returns int8 high and low, and a factor for each row: x is (128 high + low) * factor."""
     x32_BI = x_BI.astype(jnp.float32)
     largest_B = jnp.max(jnp.abs(x32_BI), axis=1)

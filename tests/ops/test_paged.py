@@ -388,7 +388,7 @@ def test_blocks_of_the_kernel_lie_in_their_arrays(sizes: Sizes) -> None:
     [
         (Sizes(a=2, b=2, r=48, p=64, m=5, k=1, g=4, d=64), None),
         (Sizes(b=2, r=150, p=32, m=20, k=1, g=1, d=128), None),
-        (Sizes(b=2, r=80, p=128, m=3, k=2, g=2, d=64), 70),
+        (Sizes(b=2, r=80, p=128, m=3, k=2, g=16, d=64), 70),
     ],
     ids=str,
 )
