@@ -39,6 +39,7 @@ from spmd.lowering.local.composite import append_composite, lower_composite
 from spmd.lowering.local.table import LocalOp
 from spmd.lowering.register import register_composite
 from spmd.ops import linear_attention_chunks as chunks
+from spmd.ops import linear_attention_triton as triton
 from spmd.ops.attention import batched_composite
 
 FORWARD = "spmd.linear_attention"
@@ -278,14 +279,15 @@ class _Here:
         return self.b.compare("EQ", self.number, self.b.constant(place, "i32"))
 
 
-for name, function, summed, runs, lower in (
-    (FORWARD, chunks.forward, PASS, 1, _lower_forward),
-    (GRADIENT, chunks.gradient, REDUCE, 3, _lower_gradient),
+for name, function, kernel, summed, runs, lower in (
+    (FORWARD, chunks.forward, triton.forward, PASS, 1, _lower_forward),
+    (GRADIENT, chunks.gradient, triton.gradient, REDUCE, 3, _lower_gradient),
 ):
     register_composite(
         name,
         partial(_rule, summed=summed),
         decomposition=function,
+        kernels={"cuda": kernel},
         flops=partial(_flops, runs=runs),
         lower=lower,
     )

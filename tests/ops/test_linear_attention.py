@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import spmd
-from spmd.ops import linear_attention
+from spmd.ops import linear_attention, linear_attention_chunks, linear_attention_triton
 from spmd.ops.linear_attention_chunks import _inverse
 from tests import close as comparing
+from tests.compilers import needs_cuda_plugin
 from tests.ops.test_attention import EVERY_FLOP_COUNTS
 
 close = functools.partial(comparing.close, least=1e-3)
@@ -208,6 +209,59 @@ def test_mamba2_computes_the_same() -> None:
         )
     given = {**x, "v": dt[..., None] * x["v"], "decay": dt * a}
     close(ours(given, scale=1.0), (want.numpy(), last.numpy().swapaxes(2, 3)), 1e-5)
+
+
+def for_kernels(sizes: tuple[int, ...], delta: bool, packed: bool) -> tuple[list[Any], Any]:
+    """Operands of the composite, those of 16 bits first, and its attributes."""
+    x = made(sizes, delta, False)
+    x["k"] *= 0.9  # rounded, none is longer than 1
+    rest = [x[name] for name in ("decay", "beta") if name in x]
+    if packed:
+        rest += [(np.random.default_rng(1).uniform(size=sizes[:2]) < 0.03).astype(np.int32)]
+    operands = [*(jnp.asarray(x[name], jnp.bfloat16) for name in "qkv"), *rest, x["state"]]
+    return operands, {"delta": delta, "segments": packed, "scale": 0.3, "chunk": 32}
+
+
+@settings(deadline=None, max_examples=4)
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (2, 2, 2))), length=st.integers(64, 150),
+    widths=st.tuples(*[st.sampled_from([16, 32])] * 2), delta=st.booleans(), packed=st.booleans(),
+)  # fmt: skip
+@example(sizes=(1, 1, 2), length=70, widths=(64, 128), delta=True, packed=True)
+def test_kernels_are_the_chunks(
+    sizes: Any, length: int, widths: Any, delta: bool, packed: bool
+) -> None:
+    """Step by step in jax: values and gradients, up to the rounding of what has 16 bits."""
+    b, k, groups = sizes
+    operands, said = for_kernels((b, length, k, k * groups, *widths), delta, packed)
+
+    def both(operands: Any, kernels: Any, **more: Any) -> Any:
+        out, last = kernels.forward(*operands, **said, **more)
+        dout, dlast = jnp.sin(out).astype(jnp.bfloat16).astype(out.dtype), jnp.cos(last)
+        return out, last, kernels.gradient(*operands, dout, dlast, **said, **more)
+
+    interpreted = functools.partial(both, kernels=linear_attention_triton, interpret=True)
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in operands]
+    want = jax.jit(functools.partial(both, kernels=linear_attention_chunks))(wide)
+    comparing.close(jax.jit(interpreted)(operands), want, 0.02)
+
+
+def test_what_is_not_for_the_kernels() -> None:
+    operands, said = for_kernels((1, 64, 1, 1, 16, 16), True, False)
+    short = [*(x[:, :63] for x in operands[:-1]), operands[-1]]
+    wide = [x.astype(jnp.float32) for x in operands]
+    for each in (short, wide):
+        assert linear_attention_triton.forward(*each, **said) is NotImplemented
+
+
+@needs_cuda_plugin
+def test_gpus_keep_no_more_than_states() -> None:
+    structs = [jax.ShapeDtypeStruct((1, 4096, n, 128), jnp.bfloat16) for n in (2, 2, 4)]
+    structs += [jax.ShapeDtypeStruct((1, 4096, 4), jnp.float32)] * 2
+    jitted = spmd.jit(lambda *x: linear_attention(*x)[0], mesh=spmd.Mesh(None, (1,), ("x",)))
+    compiled = jitted.lower(*structs, topology=spmd.Topology("h200:1")).compile()
+    # u, w, what is written, and 128 x 128 numbers for each of 64 positions.
+    assert compiled.memory.temporary < 1.1 * (3 + 2) * 4096 * 4 * 128 * 2
 
 
 def test_bad_shapes_are_named() -> None:
