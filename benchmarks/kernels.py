@@ -120,8 +120,7 @@ def latent_attention_cases(tokens: int = 8192, heads: int = 16) -> Iterator[Case
     def cudnn(q: Any, k: Any, v: Any) -> Any:
         from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-        scale = q.shape[-1] ** -0.5
-        return dot_product_attention(q, k, v, scale=scale, mask_type=MaskType.CAUSAL)
+        return dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask_type=MaskType.CAUSAL)
 
     def args(batch: int, length: int) -> list[Any]:
         shapes = enumerate((192, 192, 128))

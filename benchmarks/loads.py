@@ -101,8 +101,7 @@ class Workload:
         kinds = zip(*map(make_asks, self.loads), strict=True)
         asks = []
         for number, ask in enumerate(itertools.chain.from_iterable(kinds)):
-            words = ask.prompt.split()[1:]
-            prompt = " ".join([*common, f"{number}:", *words])
+            prompt = " ".join([*common, f"{number}:", *ask.prompt.split()[1:]])
             asks.append(dataclasses.replace(ask, number=number, prompt=prompt))
         return asks
 

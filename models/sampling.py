@@ -86,8 +86,7 @@ def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw() -> Any:
-        drawn_B = _draw(logits_BV, params, positions_B)
-        return jnp.where(params.temperature > 0, drawn_B, greedy_B)
+        return jnp.where(params.temperature > 0, _draw(logits_BV, params, positions_B), greedy_B)
 
     drawn_B: Any = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy_B)
     return drawn_B
@@ -149,8 +148,7 @@ def _keep_largest(logits_BV: Any, holds: Callable[[Any], Any]) -> Any:
         trial_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(order_BV >= trial_B[:, None]), trial_B, threshold_B)
 
-    start_B = jnp.zeros(logits_BV.shape[:1], jnp.uint32)
-    threshold_B = jax.lax.fori_loop(0, 32, step, start_B)
+    threshold_B = jax.lax.fori_loop(0, 32, step, jnp.zeros(logits_BV.shape[:1], jnp.uint32))
     return jnp.where(order_BV >= threshold_B[:, None], logits_BV, HIDDEN)
 
 

@@ -47,8 +47,7 @@ def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
 
 def key_of(*decisive: object) -> str:
     """Returns a hash of `decisive` (by repr), our source, and versions of jax, numpy, scipy."""
-    parts = (*map(repr, decisive), _environment())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256("\n".join((*map(repr, decisive), _environment())).encode()).hexdigest()
 
 
 class Store:

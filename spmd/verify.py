@@ -310,8 +310,7 @@ class _Search(NamedTuple):
         def differing_values(arguments: Arrays) -> tuple[Comparison, ...]:
             with on_own_mesh(emitted.boundary_mesh):
                 got = host_arrays(partitioned(*arguments))
-            want = whole(arguments)
-            compared = compare_results(plan.program, got, want, self.tolerance)
+            compared = compare_results(plan.program, got, whole(arguments), self.tolerance)
             return tuple(each for each in compared if not each.ok)
 
         return differing_values

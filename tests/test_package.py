@@ -167,8 +167,7 @@ def test_metadata(wheel: Path):
 @pytest.mark.thorough
 def test_installed_it_runs_a_program(installed: Environment, tmp_path: Path):
     write_user_program(tmp_path)
-    printed = installed.run("python", "program.py", cwd=tmp_path)
-    assert str(installed.bin.parent) in printed
+    assert str(installed.bin.parent) in installed.run("python", "program.py", cwd=tmp_path)
     names = "models", "serving", "scripts"
     absent = f"import importlib.util as u; print([u.find_spec(name) for name in {names}])"
     assert installed.run("python", "-c", absent, cwd=installed.bin) == "[None, None, None]\n"

@@ -136,8 +136,7 @@ class Loops:
         return None
 
     def _result(self, computation: str, element: int | None, given: Given) -> Any:
-        root = self._roots.get(computation, "")
-        return self._value(computation, root, element, given)
+        return self._value(computation, self._roots.get(computation, ""), element, given)
 
     def _value(self, computation: str, name: str, element: int | None, given: Given) -> Any:
         """The integer that a value is, or None.

@@ -220,8 +220,7 @@ def attention(
     if config.kv_lora_rank:
         q_BSND, k_BTKD, v_BTKD = latent_heads(weights, x_BSH, rope, config, mark)
     else:
-        projected = project(x_BSH, weights, QUERY_KEY_VALUE, config)
-        q, k, v = map(mark, "qkv", projected)
+        q, k, v = map(mark, "qkv", project(x_BSH, weights, QUERY_KEY_VALUE, config))
         q_BSND, k_BTKD = split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads)
         q_BSND, k_BTKD = normed_heads(weights, q_BSND, k_BTKD, config)
         q_BSND, k_BTKD = (apply_rope(x, rope, config.rope_magnitude) for x in (q_BSND, k_BTKD))

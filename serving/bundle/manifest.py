@@ -210,8 +210,7 @@ def _at(entry: Entrypoint, values: Mapping[str, int]) -> Entrypoint:
     arguments = tuple(
         dataclasses.replace(a, leaves=_sized(a.leaves, values)) for a in entry.arguments
     )
-    outputs = _sized(entry.outputs, values)
-    return dataclasses.replace(entry, arguments=arguments, outputs=outputs)
+    return dataclasses.replace(entry, arguments=arguments, outputs=_sized(entry.outputs, values))
 
 
 def _sized(leaves: tuple[Any, ...], values: Mapping[str, int]) -> Any:

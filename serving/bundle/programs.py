@@ -328,8 +328,7 @@ def threads() -> int:
 def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> CompiledFunction:
     try:
         rows, platform = int(entry.tags.get("rows", 0)), platform_of(emitted.mesh)
-        chosen = gpu_options(options.compiler_options, platform, rows)
-        executable = compile_emitted(emitted, chosen)
+        executable = compile_emitted(emitted, gpu_options(options.compiler_options, platform, rows))
     except (RuntimeError, SpmdError) as error:
         raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
     mesh = jax_mesh(emitted.mesh)

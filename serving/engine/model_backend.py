@@ -233,8 +233,7 @@ class ModelBackend:
         if kind.removeprefix(PLAIN) not in ("step", "score", "turns"):
             return
         inputs, _ = self._inputs(kind, (size[0], size[1]), _place((), self.limits), False)
-        outputs = self._programs.run(name, inputs)
-        _copied(outputs["drawn"])()
+        _copied(self._programs.run(name, inputs)["drawn"])()
 
     def _bucket(self, kinds: Sequence[str], rows: int, length: int) -> tuple[str, int, int]:
         """The smallest function that is there of some kinds; of those as large the first kind's.

@@ -156,8 +156,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 async def metrics(request: Request) -> Response:
     """`GET /metrics`, for Prometheus."""
-    text = service_of(request).traffic.render()
-    return Response(text, headers={"Content-Type": CONTENT_TYPE})
+    return Response(service_of(request).traffic.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def requests(request: Request) -> Response:

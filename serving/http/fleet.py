@@ -131,8 +131,7 @@ class Member:
         self._process = subprocess.Popen(
             self._words, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        copying = threading.Thread(target=self._copy, args=(asyncio.get_running_loop(),))
-        copying.start()
+        threading.Thread(target=self._copy, args=(asyncio.get_running_loop(),)).start()
         while not self.ended.is_set():
             with contextlib.suppress(httpx.TransportError):
                 if (await self.client.get("/health")).status_code == 200:

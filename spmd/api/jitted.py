@@ -348,12 +348,10 @@ class Jitted(Generic[P, R]):
             """Traces the call in the schedule being tried; `may_reuse`: jax may use its cache."""
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
-            asked = recipe if may_reuse else replace(recipe, fn=again)
-            return trace_call(asked, call, machine)
+            return trace_call(recipe if may_reuse else replace(recipe, fn=again), call, machine)
 
         def planned(request: Request) -> Lowered:
-            stages = compile_module(request, options, together)
-            return Lowered(request, stages, options, machine)
+            return Lowered(request, compile_module(request, options, together), options, machine)
 
         kind = together and f"compiling {together}"
         with progress(self.__name__, options.shows_progress, kind=kind):

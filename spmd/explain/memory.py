@@ -106,8 +106,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     alike = w.grouped(held, lambda row: (row[0], row[1], w.type_text(row[2]), row[3]))
     rows = [(sum(size for *_, size in values), len(values), *key) for key, values in alike.items()]
     heads = ("bytes", "n", "alive as", "made by", "local type", "source")
-    at_peak = w.Table(heads, rows).by("bytes")
-    return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
+    return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, w.Table(heads, rows).by("bytes"))
 
 
 def recomputed(stages: Stages) -> w.Section:

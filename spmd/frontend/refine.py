@@ -311,8 +311,7 @@ def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> Taken:
             function = builder.FuncOp(name, types, visibility="private")
         function.attributes["no_inline"] = ir.UnitAttr.get()
         with ir.InsertionPoint(function.add_entry_block()) as at:
-            inner = builder.CallOp(results, callee, list(at.block.arguments))
-            func.ReturnOp(list(inner.results))
+            func.ReturnOp(list(builder.CallOp(results, callee, list(at.block.arguments)).results))
         replace_op(op, call.results)
     return taken
 

@@ -275,8 +275,7 @@ def _lower_composite(
 ) -> Any:
     """Lowers a composite to one whose operands begin with the symbols' values, as a call's do."""
     (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
-    function = plain_jit(jaxpr_as_fun(closed))
-    results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+    results = mlir.lower_fun(plain_jit(jaxpr_as_fun(closed)), multiple_results=True)(ctx, *values)
     call = results[0].owner
     own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
     stated = {

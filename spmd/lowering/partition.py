@@ -91,8 +91,7 @@ class _Partitioner:
         found = []
         for value, sharding, name in zip(values, shardings, names, strict=True):
             maker = self.producers.get(value)
-            frames = maker.loc.frames if maker else ()
-            self.b.loc = Loc(loc.scope, frames or loc.frames)
+            self.b.loc = Loc(loc.scope, (maker.loc.frames if maker else ()) or loc.frames)
             self.use = name
             found.append(self.get(value, sharding))
         return found

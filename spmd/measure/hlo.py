@@ -77,8 +77,7 @@ def parse_module_text(text: str) -> Module:
             "the text is not an HLO module: it has no ENTRY computation",
             fix='pass compiled.as_text("hlo")',
         )
-    header = text[: text.find("\n")]
-    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[: text.find("\n")])
     return Module(entry, computations, math.prod(map(int, counts)), _frames(tables))
 
 

@@ -107,8 +107,7 @@ class Mesh(jax.sharding.Mesh):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew elsewhere: another process hashes strings in another way.
-        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
-        return Mesh, told
+        return Mesh, (self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology)
 
     def __repr__(self) -> str:
         every = range(self.size)

@@ -128,8 +128,7 @@ def attention(
             positions = keys_T = order.positions(q.shape[1], zigzag)
         elif window is not None and segments is not None and positions is None:
             positions = jnp.arange(q.shape[1])  # beside a mask the kernel takes no window
-        mask = Mask(positions, queries_BS, keys_BT, keys_T)
-        visible_BST = mask.visible(k.shape[1], window)
+        visible_BST = Mask(positions, queries_BS, keys_BT, keys_T).visible(k.shape[1], window)
         return jax.nn.dot_product_attention(
             q, k, v, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],

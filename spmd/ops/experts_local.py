@@ -148,8 +148,7 @@ class _Choices(NamedTuple):
 
     def turn(self, i: Any) -> Turn:
         start = i * self.size
-        padded = jnp.pad(self.order_X, (0, self.size))
-        at_R = jax.lax.dynamic_slice_in_dim(padded, start, self.size)
+        at_R = jax.lax.dynamic_slice_in_dim(jnp.pad(self.order_X, (0, self.size)), start, self.size)
         bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
         is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
         sizes_E = jnp.diff(bounds_E, prepend=0)
@@ -266,8 +265,7 @@ def _tpu_backward(kept: Any, dout_RO: Any) -> Any:
 
     dtype, columns_OR = weights_EOI.dtype, dout_RO.swapaxes(0, 1)
     how = {"preferred_element_type": dtype, "tiling": tiles, "interpret": INTERPRET}
-    dweights_EOI = tgmm(columns_OR, x_RI, sizes_E, **how)
-    return dx_RI, dweights_EOI, None
+    return dx_RI, tgmm(columns_OR, x_RI, sizes_E, **how), None
 
 
 tpu_product.defvjp(lambda *operands: (tpu_product(*operands), operands), _tpu_backward)

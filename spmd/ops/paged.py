@@ -164,8 +164,7 @@ def _attention_rule(kind: OpKind) -> Rule:
     terms = ["a r k g d", "a n p k c d", "a b m", "a r", "a r", "a e"]
     terms += ["a n p k c" if x.rank == 5 else "k g" for x in kind.operands[6:]]
     text = f"{', '.join(terms)} -> {terms[0]}"
-    whole = dict.fromkeys("rdnpcbme", REPLICATE)
-    return parse_rule(text, kind.operands, kind.results, kinds=whole)
+    return parse_rule(text, kind.operands, kind.results, kinds=dict.fromkeys("rdnpcbme", REPLICATE))
 
 
 def _update_rule(kind: OpKind) -> Rule:

@@ -313,8 +313,7 @@ class CostNetwork:
                 again = self._seen(again, source, index, [use])
                 rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
-                target = self.variables[use.target]
-                costs = rows[:, target.choices] * (use.trips * share)
+                costs = rows[:, self.variables[use.target].choices] * (use.trips * share)
                 self._reshards.pair(source, use.target, costs)
 
     def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:

@@ -155,8 +155,7 @@ def test_a_manual_region_and_its_collectives() -> None:
         )
 
     x = np.random.RandomState(2).randn(COUNT * COUNT * 4).astype(np.float32)
-    got = spmd.jit(fn, mesh=mesh, options=CHECKED)(x)
-    close(got, jax.jit(fn)(x), "shard_map")
+    close(spmd.jit(fn, mesh=mesh, options=CHECKED)(x), jax.jit(fn)(x), "shard_map")
 
 
 def test_verify_compares_with_one_device() -> None:

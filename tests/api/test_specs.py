@@ -114,8 +114,7 @@ def test_specs_where_there_are_no_arrays(mesh: spmd.Mesh) -> None:
 
 
 def split_sum(x: Any, w: Any) -> Any:
-    spec = P("data", None, unreduced={"model"})
-    return jnp.einsum("ij,jk->ik", x, w, out_sharding=spec)
+    return jnp.einsum("ij,jk->ik", x, w, out_sharding=P("data", None, unreduced={"model"}))
 
 
 def test_values_that_are_not_added_up_stay_outside() -> None:

@@ -121,8 +121,7 @@ def test_what_is_computed_from_marked_values_counts_once_for_each_mark() -> None
     x, v, w = plan.program.body.args
     groups = [MarkGroup("", values, Sharding(((), ())), 0.0) for values in ((x, v), (v,), (w,))]
     ops = list(plan.program.walk())
-    products = [op.results[0] for op in ops if op.name == "stablehlo.dot_general"]
-    *branches, last = products
+    *branches, last = [op.results[0] for op in ops if op.name == "stablehlo.dot_general"]
     sines = [op.results[0] for op in ops if op.name == "stablehlo.tanh"]
     seconds = {w: 1.0, **dict.fromkeys(branches, 10.0), last: 100.0}
     assert len(branches) == 2

@@ -150,8 +150,7 @@ def test_truncated_bytecode_and_several_whole_ones_in_one_process(
 
 def test_bytecode_that_aborts_the_reader(binary: bytes) -> None:
     name = binary.index(b"stablehlo")
-    damaged = binary[:name] + b"\xff\xfe" + binary[name + 2 :]
-    refused(damaged, "the module cannot be read")
+    refused(binary[:name] + b"\xff\xfe" + binary[name + 2 :], "the module cannot be read")
 
 
 def test_a_hanging_reader(binary: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

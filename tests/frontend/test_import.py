@@ -46,8 +46,7 @@ def line_of(fn, text):
 
 
 def assert_source(op, fn, text, function):
-    expected = f"{inspect.getsourcefile(fn)}:{line_of(fn, text)} ({function})"
-    assert op.loc.source == expected
+    assert op.loc.source == f"{inspect.getsourcefile(fn)}:{line_of(fn, text)} ({function})"
 
 
 # Modules that the importer refuses, and which function it takes.
@@ -132,8 +131,7 @@ def test_the_source_of_an_op_and_of_its_gradient_is_the_users_line():
 def test_an_inlined_call_keeps_its_own_line_its_callers_and_their_scopes():
     first, second = ops(imported(calls_and_scans, X, jnp.ones((3, 4, 4))), "exponential")
     for op, caller in ((first, "x = inner_call"), (second, "return inner_call")):
-        lines = [frame.line for frame in op.loc.frames]
-        assert line_of(calls_and_scans, caller) in lines
+        assert line_of(calls_and_scans, caller) in [frame.line for frame in op.loc.frames]
     assert "/first/" in first.loc.scope
     assert "/while/body/" in second.loc.scope
     for op in (first, second):

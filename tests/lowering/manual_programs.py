@@ -93,8 +93,7 @@ def checked(mesh: Any) -> Function:
 def gathers(mesh: Any) -> Function:
     def body(x: Any, w: Any) -> Any:
         tiled = lax.all_gather(x * x, "x", axis=1, tiled=True)
-        stacked = lax.all_gather(x @ w, "x")
-        return tiled, stacked
+        return tiled, lax.all_gather(x @ w, "x")
 
     return manual(mesh, body, (P("x"), P()), (P("x"), P("x")))
 
@@ -140,8 +139,7 @@ def groups(mesh: Any) -> Function:
     pairs = [[i, size - 1 - i] for i in range(size // 2)]
 
     def body(x: Any, w: Any) -> Any:
-        y = x @ w
-        gathered = lax.all_gather(y, "x", axis_index_groups=pairs, tiled=True)
+        gathered = lax.all_gather(x @ w, "x", axis_index_groups=pairs, tiled=True)
         return lax.psum_scatter(gathered * 2, "x", axis_index_groups=pairs, tiled=True)
 
     return manual(mesh, body, (P("x"), P()), P("x"))

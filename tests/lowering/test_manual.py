@@ -234,8 +234,7 @@ def test_no_permute_waits_for_devices_that_went_another_way() -> None:
 
     def body(x: Any) -> Any:
         x = spmd.mark_sharding(x, MESH, (None, None, "y"))
-        even = lax.axis_index("x") % 2 == 0
-        y = lax.cond(even, convolved, lambda y: y + 1, x)
+        y = lax.cond(lax.axis_index("x") % 2 == 0, convolved, lambda y: y + 1, x)
         return spmd.mark_sharding(y, MESH, (None, None, "y"))
 
     fn = manual(jax_mesh(MESH), body, P("x"), P("x"))
@@ -261,8 +260,7 @@ def test_origins_name_the_region() -> None:
 
 @pytest.mark.parametrize("name", ["gathers", "scatters", "exchanges", "groups", "scan_inside"])
 def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
-    fn = named(name)
-    compiled = spmd.jit(fn, mesh=MESH, in_specs=(("x", None), ())).compile(X, W)
+    compiled = spmd.jit(named(name), mesh=MESH, in_specs=(("x", None), ())).compile(X, W)
     assert compiled.collectives
     assert sent_by_kind(compiled.collectives) == sent_by_kind(
         hlo_collectives(compiled.as_text("hlo"))
@@ -360,8 +358,7 @@ def test_marks_inside_name_free_axes_only() -> None:
 
 @pytest.mark.parametrize("name", ["nested", "inside_scan", "uneven", "groups"])
 def test_verify_runs_the_whole_program_on_the_mesh(name: str) -> None:
-    fn = named(name)
-    verification = spmd.jit(fn, mesh=MESH).compile(X, W).verify(X, W)
+    verification = spmd.jit(named(name), mesh=MESH).compile(X, W).verify(X, W)
     assert verification, str(verification)
 
 
@@ -371,8 +368,7 @@ def test_of_a_wrong_program_with_a_region_results_are_compared(
     from spmd.lowering.local import table as local
 
     step = manual(jax_mesh(MESH), lambda x: lax.psum(jnp.sin(x), "x"), P("x"), P())
-    broken = {**local._LOCAL, "stablehlo.sine": lambda op: op.operands}
-    monkeypatch.setattr(local, "_LOCAL", broken)
+    monkeypatch.setattr(local, "_LOCAL", {**local._LOCAL, "stablehlo.sine": lambda op: op.operands})
     found = spmd.jit(step, mesh=MESH, in_specs=(("x", "y"),)).compile(X).verify(X)
     assert not found
     assert found.culprit is None

@@ -169,8 +169,7 @@ def test_a_nearby_plan_that_fits_is_kept_where_the_fastest_does_not() -> None:
         seconds: float
         bytes: int
 
-    problem = training("mlp").stages.plan.problem
-    greedy, costs = weighed(problem)
+    greedy, costs = weighed(training("mlp").stages.plan.problem)
     search = Search[Any](5, [Made(greedy, 1.0, 9)])
     _try_nearby(costs, costs.solution, search, lambda plan: Made(plan, 2.0, 4), [])
     assert search.best.bytes == 4

@@ -95,8 +95,7 @@ def compare(text: str, mesh: Mesh, theirs: list[shardy.Value]) -> Comparison:
             continue
         ours = stages.propagated.proposals[value]
         if len(dims) == len(ours):
-            planned = _planned(stages, key, value)
-            pairs.append(Pair(value, key, ours, planned, dims))
+            pairs.append(Pair(value, key, ours, _planned(stages, key, value), dims))
     return Comparison(stages, tuple(pairs), necessity(stages.propagated))
 
 
@@ -141,8 +140,7 @@ def _unique(values: list[shardy.Value], mesh: Mesh) -> dict[Key, Dims]:
 
 def atoms(value: shardy.Value, mesh: Mesh) -> Dims:
     attr = ShardingAttr(value.dims, (False,) * len(value.dims))
-    shape = (1,) * len(value.dims)
-    return atoms_of_attr(attr, shape, mesh, value.op, None, even=False)
+    return atoms_of_attr(attr, (1,) * len(value.dims), mesh, value.op, None, even=False)
 
 
 # Reasons. A difference has one of its own, or it comes with another that a chain of ops leads to.

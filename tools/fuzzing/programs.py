@@ -113,8 +113,7 @@ class Maker:
     def shape(self, most_rank: int = 3, largest: int = LARGEST) -> tuple[int, ...]:
         shape: tuple[int, ...] = ()
         for _ in range(self.integer(1, most_rank)):
-            fitting = [n for n in SIZES if math.prod(shape) * n <= largest]
-            shape += (self.pick(fitting),)
+            shape += (self.pick([n for n in SIZES if math.prod(shape) * n <= largest]),)
         return shape
 
     def spec(self, shape: Sequence[int], uneven: bool = False) -> Spec:
@@ -383,8 +382,7 @@ def scan_sum(m: Maker, v: Var) -> None:
     if op == "cumlogsumexp" and not is_float(v):
         op = "cummin"
     x = f"jnp.tanh({v.name})" if op == "cumprod" and is_float(v) else v.name
-    bound = v.bound * v.shape[dim] + 8
-    m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], bound)
+    m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], v.bound * v.shape[dim] + 8)
 
 
 # Shapes.
@@ -714,8 +712,7 @@ def branch(m: Maker, v: Var) -> None:
     for _ in range(count):
         f, x = m.name("f"), m.name("b")
         inner = _body(m, [Var(x, v.type, v.bound)], 1)
-        fits = [w for w in reversed(inner.pool) if w.type == v.type]
-        out = inner.pick(fits)
+        out = inner.pick([w for w in reversed(inner.pool) if w.type == v.type])
         bound = max(bound, out.bound)
         text += _define(m, f, x, inner, out.name)
         reads += _reads(m, inner, (x,), out.name)

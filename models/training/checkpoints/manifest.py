@@ -96,8 +96,7 @@ def find_damage(folder: AnyPath, part: int = 0, parts: int = 1) -> str | None:
 def _read(path: AnyPath) -> dict[str, Any] | str:
     """The files that a manifest lists; a string with the reason if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files: dict[str, Any] = content["files"]
+        files: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["files"]
         for expected in files.values():
             int(expected["bytes"]), str(expected["sha256"])
     except FileNotFoundError:

@@ -218,8 +218,7 @@ class Checkpoints:
         saving = self._saving
         assert saving is not None
         (folder,) = (path for step, path in unfinished(self.folder) if step == saving.step)
-        text = json.dumps(saving.meta, indent=1)
-        (folder / META).write_text(text + "\n", encoding="utf-8")
+        (folder / META).write_text(json.dumps(saving.meta, indent=1) + "\n", encoding="utf-8")
         write_manifest(folder)
 
     def close(self) -> None:

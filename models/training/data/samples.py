@@ -274,8 +274,7 @@ class PackedTokens:
         """All samples once, of one part after the other; the last batch is filled up with some."""
         samples = (windows[number] for windows in self.windows for number in range(len(windows)))
         while batch := list(itertools.islice(samples, self.batch_size)):
-            missing = self.batch_size - len(batch)
-            yield self.stacked([*batch, *itertools.repeat(batch[0], missing)])
+            yield self.stacked([*batch, *itertools.repeat(batch[0], self.batch_size - len(batch))])
 
     @property
     def notes(self) -> list[str]:

@@ -75,8 +75,7 @@ class RunConfig:
             raise RunError("router_bias_rate: with lora adapters alone are trained; set it to 0")
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
-        ways = math.prod(self.mesh.get(axis, 1) for axis in split)
-        unit = ways * self.options.microbatches
+        unit = math.prod(self.mesh.get(axis, 1) for axis in split) * self.options.microbatches
         if self.global_batch % unit == 0:
             return
         over = " x ".join(f"{axis}={self.mesh.get(axis, 1)}" for axis in split)
@@ -225,5 +224,4 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.json`."""
-        text = json.dumps(config.to_json(), indent=1)
-        self.config.write_text(text + "\n", encoding="utf-8")
+        self.config.write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -108,8 +108,7 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
             if isinstance(child, ir.FileLineColLoc):
                 frames.append(Frame(child.filename, child.start_line, location.name_str))
                 return scope
-            inner = walk(child, scope)
-            return location.name_str or inner
+            return location.name_str or walk(child, scope)
         elif isinstance(location, ir.FileLineColLoc):
             frames.append(Frame(location.filename, location.start_line, ""))
         elif isinstance(location, ir.FusedLoc):

@@ -188,8 +188,7 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
         if own is None:
             raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
     axes = tuple(sorted(contents.atoms(own, [(name, 1, 0) for name in names])))
-    held = (outer.held if outer else ()) + axes
-    scope = Scope(contents.mesh, own, axes, held)
+    scope = Scope(contents.mesh, own, axes, (outer.held if outer else ()) + axes)
 
     def end(name: str, value: Value, stated: Stated, made: Any) -> Value:
         """Appends `to_manual` or `from_manual` (`name`), on its inner side a mark by free axes."""

@@ -163,8 +163,7 @@ class Importer:
             if not any(has_effect(inner) for region in regions for inner in region.ops):
                 return
             # Control flow that is there for its effects alone gets a result, for ops go by theirs.
-            flags = [self.flag(loc) for _ in regions]
-            pairs = zip(regions, flags, strict=True)
+            pairs = zip(regions, [self.flag(loc) for _ in regions], strict=True)
             regions = tuple([r._replace(ops=(*r.ops, f), results=f.results) for r, f in pairs])
             kind = OpKind(name, kind.operands, (FLAG,), kind.attrs)
         self.b.loc = loc

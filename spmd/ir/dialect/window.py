@@ -172,8 +172,7 @@ def _pad(kind: OpKind) -> Rule:
         return build.passes(size) if window == Window(size) else build.window(d, size, window)
 
     operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
-    linear = ((0,),) if kind.attrs.get(NEUTRAL) else ()
-    return build.build([operand, []], [result], linear=linear)
+    return build.build([operand, []], [result], linear=((0,),) if kind.attrs.get(NEUTRAL) else ())
 
 
 @op("stablehlo.concatenate", batched=in_front, role=Role.INSIDE)

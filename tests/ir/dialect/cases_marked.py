@@ -100,8 +100,7 @@ def branches(x: Any, y: Any, flag: Any) -> Any:
 
 
 def switch(x: Any, w: Any, which: Any) -> Any:
-    options = [lambda a: a @ w, lambda a: jnp.tanh(a), lambda a: a * 3]
-    return lax.switch(which, options, x)
+    return lax.switch(which, [lambda a: a @ w, lambda a: jnp.tanh(a), lambda a: a * 3], x)
 
 
 # Calls.
@@ -141,8 +140,7 @@ def attention(x: Any, wq: Any, wk: Any, wv: Any, wo: Any) -> Any:
     q, k, v = ((x @ w).reshape(b, s, 4, -1) for w in (wq, wk, wv))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
     scores = jnp.where(jnp.tril(jnp.ones((s, s), bool)), scores, -1e9)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-    return mixed.reshape(b, s, -1) @ wo
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(b, s, -1) @ wo
 
 
 def experts(x: Any, gate: Any, up: Any, down: Any) -> Any:

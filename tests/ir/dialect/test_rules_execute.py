@@ -80,8 +80,7 @@ def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) ->
 
     args = [a for case in group for a in case.args]
     specs: dict[str, Any] = {"in_specs": tuple(in_specs), "out_specs": out_specs}
-    step = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)
-    got = step(*args)
+    got = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)(*args)
     names = [
         case.name for case in group for _ in jax.tree.leaves(jax.eval_shape(case.fn, *case.args))
     ]

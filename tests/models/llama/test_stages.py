@@ -56,8 +56,7 @@ def test_loss_and_gradients_are_those_of_the_scanned_model(
     mesh = spmd.make_mesh(stage=2, data=2, **{"expert" if parts else "model": 2})
     given = sharding.mark_params(params, mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
     step = spmd.jit(value_and_grad(config, sharding.activation_marks(mesh, config)), mesh=mesh)
-    found = step(*given)
-    assert_close(found, wanted, rtol=2e-4, atol=2e-6)
+    assert_close(step(*given), wanted, rtol=2e-4, atol=2e-6)
 
 
 def test_stacked_layers_are_split_over_stages_but_text_is_generated_without_a_pipeline() -> None:

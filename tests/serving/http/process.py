@@ -50,8 +50,7 @@ class Process:
     """
 
     def __init__(self, folder: Path, extra: str = "", serve: str = "") -> None:
-        program = PROGRAM.format(extra=extra, serve=serve)
-        command = [sys.executable, "-c", program, str(folder)]
+        command = [sys.executable, "-c", PROGRAM.format(extra=extra, serve=serve), str(folder)]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.folder = folder
         self.lines: list[str] = []

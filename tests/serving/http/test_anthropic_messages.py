@@ -182,8 +182,7 @@ def test_what_is_not_served_is_said(chat: Any, given: Any, said: str) -> None:
 
 
 def test_models_without_thoughts_keys_and_names() -> None:
-    options = ServerOptions(api_keys=("x",))
-    with messaging(NONE, options=options) as (live, client):
+    with messaging(NONE, options=ServerOptions(api_keys=("x",))) as (live, client):
         with pytest.raises(anthropic.BadRequestError, match="thinking: this model has no thoughts"):
             ask(client, thinking=ON)
         with pytest.raises(anthropic.NotFoundError, match="there is no 'other' here"):

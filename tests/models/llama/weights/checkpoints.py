@@ -143,8 +143,7 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.3)
-    size = "20KB" if variant == SHARDED else "5GB"
-    model.save_pretrained(folder, max_shard_size=size)
+    model.save_pretrained(folder, max_shard_size="20KB" if variant == SHARDED else "5GB")
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -170,8 +169,7 @@ def theirs(folder: Path) -> Any:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def their_logits(folder: Path) -> np.ndarray:

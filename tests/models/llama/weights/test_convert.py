@@ -164,8 +164,7 @@ def test_who_has_which_part(whole, cut):
 
 
 def test_a_vocabulary_that_is_not_divided_stays_whole():
-    config = dataclasses.replace(CONFIG, vocab_size=255)
-    assert cuts(config, 4)["lm_head.weight"].dim is None
+    assert cuts(dataclasses.replace(CONFIG, vocab_size=255), 4)["lm_head.weight"].dim is None
     assert cuts(CONFIG, 4)["lm_head.weight"].dim == 0
 
 
@@ -196,8 +195,7 @@ def test_checkpoints_of_training(config, tmp_path, devices8):
     assert unfinished.is_dir()
     with ranks_source(tmp_path / "ranks") as source:
         write_hf(source, tmp_path / "whole")
-    loaded = weights.load(tmp_path / "whole", config)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path / "whole", config), params)
     script.main(["--from", f"{tmp_path}/run", "--out", f"{tmp_path}/other", "--mesh", "data=2"])
     with checkpoint_source(tmp_path / "other", "3") as source:
         table = np.asarray(source.tensors["model.embed_tokens.weight"])

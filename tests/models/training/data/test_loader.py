@@ -21,8 +21,7 @@ SPEC = P("data", None)
 
 
 def dataset(**more):
-    tokens = np.arange(5000, dtype=np.uint32)
-    text = corpus.from_documents(np.array_split(tokens, 37), 5000)
+    text = corpus.from_documents(np.array_split(np.arange(5000, dtype=np.uint32), 37), 5000)
     settings = {"seq_len": 8, "batch_size": 8, "seed": 1, "boundaries": True, **more}
     return PackedTokens([corpus.whole(text)], **settings)
 

@@ -236,8 +236,7 @@ def test_a_flipped_bit_of_a_copy_is_found_and_its_device_named(devices8, spec, n
 
 
 def test_a_trace_of_some_steps(tmp_path: Path):
-    add = jax.jit(counting_step)
-    run(add, steps=4, profiler=Profiler(ProfileRange.parse("2:3"), tmp_path))
+    run(jax.jit(counting_step), steps=4, profiler=Profiler(ProfileRange.parse("2:3"), tmp_path))
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
