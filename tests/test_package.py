@@ -94,7 +94,6 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources in a folder called spmd, as a clone is."""
     folder = tmp_path_factory.mktemp("work") / "spmd"
     folder.mkdir()
     for name in SOURCES:

@@ -36,7 +36,6 @@ def wait_for(stream: io.StringIO, text: str) -> None:
 
 
 def screen(text: str) -> str:
-    """What a terminal's line shows in the end."""
     shown: list[str] = []
     for part in text.split("\r"):
         shown[: len(part)] = part

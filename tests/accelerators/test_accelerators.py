@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(COUNT < 2, reason="one device")
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """Products of float32 in float32."""
     with jax.default_matmul_precision("highest"):
         yield
 

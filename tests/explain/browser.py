@@ -22,8 +22,6 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page in a browser of its own; a context manager."""
-
     def __init__(self, program: str, profile: Path) -> None:
         read_ours, write_theirs = os.pipe()
         read_theirs, write_ours = os.pipe()

@@ -39,7 +39,6 @@ def soon() -> Iterator[None]:
 
 
 def refused(source: Any, words: str = "") -> str:
-    """The message of the error that a module ends in."""
     with pytest.raises(spmd.SpmdError) as caught:
         spmd.compile_stablehlo(source, spmd.make_mesh(data=4, model=2))
     text = str(caught.value)

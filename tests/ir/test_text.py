@@ -22,7 +22,6 @@ F32 = TensorType((), "f32")
 
 
 def one_op(attrs, name="test.op"):
-    """A program of a single op without operands."""
     kind = OpKind(name, (), (F32,), attrs)
     return Program("p", (F32,), Region((), (Op(kind, (), (0,)),), (0,)), (), ("r",))
 

@@ -24,7 +24,6 @@ from tests.waiting import PATIENCE
 
 
 def compare(store: Memory, members, me: int, what: dict[str, str], timeout_s: float) -> None:
-    """One comparison, as `check_same` makes it."""
     occasion = Occasion(store, tuple(members), "x", is_aside=True)
     occasion.judged(me, what, refuse_differences, timeout_s)
 

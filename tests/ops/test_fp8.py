@@ -36,7 +36,6 @@ def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def products(dims: Any, x: Any, w: Any, dy: Any) -> tuple[Any, ...]:
-    """The product, and the gradients of its operands."""
     result, pull = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
     return result, *pull(dy)
 

@@ -54,7 +54,6 @@ class Case(NamedTuple):
 
     @property
     def operands(self) -> list[Any]:
-        """As the composite has them."""
         return [jnp.asarray(x) for x in self if x is not None]
 
 
@@ -176,7 +175,6 @@ def test_rows_without_a_position_are_zero() -> None:
 
 
 def written(pool: Any, new: Any, case: Case) -> Any:
-    """By a loop over rows."""
     pool, size = np.array(pool), pool.shape[2]
     for group, row in np.argwhere(case.positions >= 0):
         position = case.positions[group, row]

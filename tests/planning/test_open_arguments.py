@@ -39,7 +39,6 @@ def lowered(batch: Any, topology: str | None = None) -> spmd.Lowered:
 
 
 def placed(program: spmd.Lowered) -> dict[str, str]:
-    """How each argument lies."""
     plan = program.stages.plan
     names = plan.program.arg_names
     return dict(zip(names, [format_sharding(s, plan.mesh) for s in plan.arguments], strict=True))

@@ -74,7 +74,6 @@ def relation(ours: Dims, theirs: Dims) -> str:
 
 
 def compile_text(text: str, mesh: Mesh) -> Stages:
-    """Our stages on a marked module."""
     request = Request(parse_module(text), mesh, spmd.Topology(f"cpu:{mesh.size}"))
     return compile_module(request, spmd.Options(check=True))
 
@@ -192,7 +191,6 @@ class _Facts(NamedTuple):
 
 
 def explain(comparison: Comparison) -> dict[Pair, tuple[str, ...]]:
-    """The reasons for every pair that differs."""
     different = [pair for pair in comparison.pairs if pair.relation != EQUAL]
     facts = _facts(comparison.stages)
     found = {pair: _own_reasons(comparison, facts, pair) for pair in different}
@@ -278,7 +276,6 @@ def _groups(comparison: Comparison, values: list[int]) -> dict[int, int]:
 
 
 def describe(comparison: Comparison, pair: Pair, why: tuple[str, ...]) -> str:
-    """One line on one pair that differs."""
     mesh = comparison.stages.plan.mesh
     where, op, number = pair.key
     ours, theirs = (format_sharding(Sharding(d), mesh) for d in (pair.ours, pair.theirs))

@@ -21,7 +21,6 @@ MESH = Mesh(None, (4, 2), ("data", "model"))
 
 
 def forget() -> None:
-    """Nothing is remembered of what was asked before."""
     reshard.cache_clear()
     cheapest.cache_clear()
 

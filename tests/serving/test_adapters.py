@@ -62,7 +62,6 @@ class Made(NamedTuple):
     bundle: Path
 
     def theirs(self, name: str | None) -> Any:
-        """PEFT's model with an adapter."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.model)
         return peft.PeftModel.from_pretrained(model, self.adapters / name) if name else model
 

@@ -19,8 +19,6 @@ TOPOLOGY = spmd.Topology("cpu:8")
 
 
 class Arg(NamedTuple):
-    """An argument's type, and its spec if it is marked."""
-
     struct: jax.ShapeDtypeStruct
     at: Any
 
@@ -58,8 +56,6 @@ def mark(x: Any, *spec: Any) -> Any:
 
 
 def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients of a function's sum with respect to all arguments."""
-
     def all_of(*args: Any) -> Any:
         return jax.grad(lambda *a: (fn(*a) ** 2).sum(), tuple(range(len(args))))(*args)
 

@@ -126,7 +126,6 @@ SPLIT = {"gate": {"weight": ()}, "experts": {name: {"weight": ("expert",)} for n
 
 
 def structs(hidden: int, inner: int) -> Any:
-    """Structs of a router and its experts."""
     struct = lambda *shape: {"weight": jax.ShapeDtypeStruct(shape, jnp.float32)}  # noqa: E731
     shapes = ((8, inner, hidden), (8, inner, hidden), (8, hidden, inner))
     experts = {name: struct(*shape) for name, shape in zip(NAMES, shapes, strict=True)}

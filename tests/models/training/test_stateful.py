@@ -73,7 +73,6 @@ def alone(init, loss, steps=STEPS):
 
 
 def comparable(tree: Any) -> list[Any]:
-    """A tree's leaves, with the data of keys."""
     leaves = jax.tree.leaves(tree)
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
     return [jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key, strict=True)]

@@ -66,14 +66,12 @@ class Process:
         self.lines.extend(self.process.stderr)
 
     def let(self, what: str) -> None:
-        """Let it `load`, or its model `run`."""
         (self.folder / what).touch()
 
     def wait_health(self, status: int) -> None:
         wait_until(lambda: get(f"{self.url}/health").status_code == status)
 
     def end(self) -> str:
-        """Wait for its end; what it has written."""
         self.process.wait(PATIENCE)
         self.reader.join(PATIENCE)
         return "".join(self.lines)

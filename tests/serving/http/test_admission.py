@@ -75,7 +75,6 @@ INFER = "/v2/models/gated/infer"
 
 
 def status(connection: socket.socket) -> int:
-    """The status of an answer, once it is here."""
     with connection:
         return int(connection.makefile("rb").readline().split()[1])
 
@@ -335,7 +334,6 @@ def two_connections(live: Live) -> Iterator[ExitStack]:
 
 
 def refused(live: Live) -> float:
-    """How many the metrics say were refused."""
     text = live.service.traffic.render().decode()
     counts = [line for line in text.splitlines() if 'reason="connections_full"' in line]
     return sum(float(line.split()[-1]) for line in counts if "_total{" in line)

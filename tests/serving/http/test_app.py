@@ -43,7 +43,6 @@ def refused(client: httpx.Client, status: int = 400, path: str = "completions", 
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream, exactly as they are to be written."""
     parts = text.split("\n\n")
     assert parts.pop() == ""
     assert all(part.startswith("data: ") and "\n" not in part for part in parts)

@@ -126,7 +126,6 @@ SHARDED = "grouped"
 
 
 def write(variant: str, folder: Path, **changes: Any) -> None:
-    """Write a variant with transformers."""
     import torch
     import transformers
 
@@ -147,7 +146,6 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All of a folder, by name."""
     return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
 
 
@@ -165,7 +163,6 @@ def with_random_biases(params: Any) -> Any:
 
 @functools.cache
 def theirs(folder: Path) -> Any:
-    """transformers' model of a folder, in float32."""
     import torch
     import transformers
 

@@ -39,7 +39,6 @@ EXPERTS = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint in Hugging Face's format, in several files."""
     folder = tmp_path_factory.mktemp("convert") / "whole"
     with fresh_source(CONFIG, 0) as source:
         write_hf(source, folder, max_file_bytes=20_000)

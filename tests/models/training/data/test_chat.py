@@ -136,7 +136,6 @@ def tokenized(tmp_path, rows, name="rows.jsonl"):
 
 
 def answers(batch, row, mask):
-    """The learned texts of a sample, by segment."""
     found: dict[int, bytearray] = {}
     leaves = (batch[name][row] for name in ("targets", "segment_ids", mask))
     for token, segment, counts in zip(*leaves, strict=True):

@@ -40,7 +40,6 @@ def content(folder):
 
 
 def decoded(folder):
-    """The texts of the documents in a folder."""
     corpus = token_folder.open_folder(folder)
     tokenizer = token_folder.folder_tokenizer(folder)
     found = []
