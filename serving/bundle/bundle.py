@@ -260,7 +260,8 @@ class Bundle:
         Raises:
           BundleError: no such function, or inputs of other shapes or dtypes.
         """
-        return fill(self.functions[name].tree, self.run_flat(name, jax.tree.leaves(inputs)))
+        leaves = self.run_flat(name, jax.tree.leaves(inputs))
+        return fill(self.functions[name].tree, leaves)
 
     def run_flat(self, name: str, inputs: Sequence[Any]) -> list[jax.Array]:
         """Run a function on the leaves of its inputs; returns the leaves of its outputs."""

@@ -108,7 +108,8 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
             if isinstance(child, ir.FileLineColLoc):
                 frames.append(Frame(child.filename, child.start_line, location.name_str))
                 return scope
-            return location.name_str or walk(child, scope)
+            inner = walk(child, scope)
+            return location.name_str or inner
         elif isinstance(location, ir.FileLineColLoc):
             frames.append(Frame(location.filename, location.start_line, ""))
         elif isinstance(location, ir.FusedLoc):
