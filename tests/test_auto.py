@@ -150,10 +150,7 @@ TREES = st.recursive(SPECS, lambda inner: st.dictionaries(KEYS, inner, min_size=
 
 @given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
 def test_printed_rules_give_each_leaf_its_spec(tree: Any) -> None:
-    def is_spec(node: Any) -> bool:
-        return list(node) == [""]
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: list(node) == [""])
     specs = {path_name(path): spec[""] for path, spec in leaves}
     mesh = spmd.Mesh(None, (8,), ("data",))
     named = {f"params/{name}": spec for name, spec in specs.items()}

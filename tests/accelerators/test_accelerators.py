@@ -110,10 +110,6 @@ def test_the_compiled_program_moves_what_the_plan_says() -> None:
 LONG = 4096
 
 
-def rolled(x: Any) -> Any:
-    return jnp.concatenate([x[3:], x[:3]]) + jnp.roll(x, -5)
-
-
 SPLIT_DIMS: dict[str, Callable[..., Any]] = {
     "sort": lambda x: jnp.sort(x),
     "argsort": lambda x: jnp.argsort(x),
@@ -121,7 +117,7 @@ SPLIT_DIMS: dict[str, Callable[..., Any]] = {
     "argmax": lambda x: (jnp.argmax(x), jnp.argmin(x)),
     "cumsum": lambda x: jnp.cumsum(x),
     "cummax": lambda x: lax.cummax(x),
-    "rolled": rolled,
+    "rolled": lambda x: jnp.concatenate([x[3:], x[:3]]) + jnp.roll(x, -5),
     "uneven": lambda x: jnp.diff(x[: LONG - 3]) * 2,
     "scatter": lambda x: jnp.zeros(LONG).at[(jnp.abs(x) * 997).astype(int) % LONG].add(x),
     "take": lambda x: x[(jnp.abs(x) * 997).astype(int) % LONG],

@@ -132,10 +132,7 @@ def test_of_any_type_and_size(mesh: spmd.Mesh) -> None:
 
 
 def test_beside_donated_arguments(mesh: spmd.Mesh) -> None:
-    def update(state: Any, x: Any) -> Any:
-        return state + x * TABLE, x.sum()
-
-    jitted = spmd.jit(update, mesh=mesh, donate_argnums=0)
+    jitted = spmd.jit(lambda state, x: (state + x * TABLE, x.sum()), mesh=mesh, donate_argnums=0)
     state = placed(mesh, jnp.zeros_like(X))
     for _ in range(3):
         state, _ = jitted(state, placed(mesh))

@@ -216,10 +216,7 @@ def rematerialized(mesh: Any) -> Function:
 def mapped(mesh: Any) -> Function:
     body = manual(mesh, lambda x, w: lax.psum(jnp.tanh(x @ w), "x") + 1, (P("x"), P()), P())
 
-    def fn(x: Any, w: Any) -> Any:
-        return jax.vmap(body, in_axes=(0, None))(jnp.stack([x, 2 * x, -x]), w)
-
-    return fn
+    return lambda x, w: jax.vmap(body, in_axes=(0, None))(jnp.stack([x, 2 * x, -x]), w)
 
 
 def nested(mesh: Any) -> Function:
@@ -304,10 +301,7 @@ def one_after_another(mesh: Any) -> Function:
     first = manual(mesh, lambda y: jnp.sin(y), P("x"), P("x"))
     second = manual(mesh, lambda y: lax.ppermute(y, "x", ring(mesh)), P(None, "x"), P(None, "x"))
 
-    def fn(x: Any, w: Any) -> Any:
-        return second(first(x @ w) * 2) @ w.T
-
-    return fn
+    return lambda x, w: second(first(x @ w) * 2) @ w.T
 
 
 WITHOUT_GRADIENT = (extremes, while_inside)

@@ -156,10 +156,7 @@ def test_explicit_axes_want_the_types_that_in_specs_say() -> None:
 
 
 def test_nothing_moves_but_what_the_user_wrote() -> None:
-    def body(x: Any, w: Any) -> Any:
-        return lax.psum(x @ w, "x")
-
-    fn = manual(jax_mesh(MESH), body, (P("x", None), P()), P())
+    fn = manual(jax_mesh(MESH), lambda x, w: lax.psum(x @ w, "x"), (P("x", None), P()), P())
     specs: dict[str, Any] = {"in_specs": (("x", None), (None, "y")), "out_specs": (None, "y")}
     compiled = partitioned(fn, X, W, mesh=MESH, **specs)
     (record,) = compiled.collectives
@@ -173,10 +170,7 @@ def test_nothing_moves_but_what_the_user_wrote() -> None:
 def test_free_axes_split_the_inside() -> None:
     """A contraction over a free axis inside the region is summed over it, with the users' sum."""
 
-    def body(x: Any, w: Any) -> Any:
-        return jnp.tanh(lax.psum(x @ w, "x"))
-
-    fn = manual(jax_mesh(MESH), body, (P("x"), P()), P())
+    fn = manual(jax_mesh(MESH), lambda x, w: jnp.tanh(lax.psum(x @ w, "x")), (P("x"), P()), P())
     specs: dict[str, Any] = {"in_specs": (("x", "y"), ("y", None)), "out_specs": (None, None)}
     compiled = partitioned(fn, X, W, mesh=MESH, **specs)
     kinds = {(c.kind, c.axes) for c in compiled.collectives}
@@ -344,10 +338,7 @@ def test_named_computations_are_inlined_with_their_marks() -> None:
 
 
 def test_marks_inside_name_free_axes_only() -> None:
-    def body(x: Any) -> Any:
-        return spmd.mark_sharding(x, MESH, ("x", None))
-
-    fn = manual(jax_mesh(MESH), body, P("x"), P("x"))
+    fn = manual(jax_mesh(MESH), lambda x: spmd.mark_sharding(x, MESH, ("x", None)), P("x"), P("x"))
     with pytest.raises(spmd.SpecError, match=r"inside a jax\.shard_map over it") as caught:
         spmd.jit(fn, mesh=MESH).lower(X)
     assert "mark the other axes alone" in str(caught.value)

@@ -30,11 +30,8 @@ pytestmark = pytest.mark.usefixtures("devices8")
 def accumulated(how: str, micro: int = 8) -> Any:
     """A step that sums the gradients of several microbatches: in a scan, a loop, or unrolled."""
 
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
-
     def step(w: Any, batch: Any) -> Any:
-        grad = jax.grad(loss)
+        grad = jax.grad(lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))
         zeros = jax.tree.map(jnp.zeros_like, w)
         if how == "scan":
 

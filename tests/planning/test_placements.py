@@ -103,10 +103,7 @@ def linear_attention(q: Any, k: Any, v: Any, g: Any) -> Any:
 
 
 def by_heads(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def marked(*args: Any) -> Any:
-        return fn(*(spmd.mark_sharding(x, SEQ, (None, None, "seq")) for x in args))
-
-    return marked
+    return lambda *args: fn(*(spmd.mark_sharding(x, SEQ, (None, None, "seq")) for x in args))
 
 
 @pytest.mark.thorough

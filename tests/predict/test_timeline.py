@@ -65,19 +65,13 @@ def test_communication_hides_behind_independent_arithmetic() -> None:
 
 
 def test_a_reader_waits_for_communication() -> None:
-    def make(b: Builder, x: int, w: int) -> list[int]:
-        return [dot(b, x, gather(b, w))]
-
-    found = timeline(make)
+    found = timeline(lambda b, x, w: [dot(b, x, gather(b, w))])
     assert found.seconds == pytest.approx(GATHER + DOT)
     assert found.exposed_seconds == pytest.approx(GATHER)
 
 
 def test_what_comes_later_goes_first_where_arithmetic_waits() -> None:
-    def make(b: Builder, x: int, w: int) -> list[int]:
-        return [dot(b, x, gather(b, w)), b.binary("add", x, x)]
-
-    found = timeline(make)
+    found = timeline(lambda b, x, w: [dot(b, x, gather(b, w)), b.binary("add", x, x)])
     added = 2 * WHOLE.bytes / TOPOLOGY.hbm_bandwidth
     assert added < GATHER
     assert found.compute_seconds == pytest.approx(DOT + added)

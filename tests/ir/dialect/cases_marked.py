@@ -66,10 +66,7 @@ def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scanned(x: Any, ws: Any) -> Any:
-    def body(h: Any, w: Any) -> Any:
-        return jnp.tanh(h @ w), h.sum(1)
-
-    return lax.scan(body, x, ws)
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum(1)), x, ws)
 
 
 def scan_marked_inside(x: Any, w: Any) -> Any:
@@ -105,10 +102,6 @@ def switch(x: Any, w: Any, which: Any) -> Any:
 @jax.jit
 def layer(x: Any, w: Any) -> Any:
     return jax.nn.gelu(x @ w)
-
-
-def called_twice(x: Any, v: Any, w: Any) -> Any:
-    return layer(layer(x, v), w) + 1
 
 
 @jax.custom_vjp
@@ -355,7 +348,7 @@ MARKED: tuple[Marked, ...] = (
     Marked("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y + 1)),
            (ROWS, COLUMNS)),
     # Calls and transformations.
-    Marked("calls.function_twice", called_twice, (*XW, arg(32, 16))),
+    Marked("calls.function_twice", lambda x, v, w: layer(layer(x, v), w) + 1, (*XW, arg(32, 16))),
     Marked("calls.custom_vjp", gradients(lambda x, w: clipped(x @ w)), XW),
     Marked("calls.remat", gradients(rematerialized),
            (ROWS, arg(16, 16, at=(..., "model")), SQUARE)),
