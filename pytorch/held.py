@@ -1,7 +1,5 @@
 """Torch modules on a mesh: `Sharded` is called like a module, `TrainStep` trains one."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
@@ -174,7 +172,7 @@ def shard(
     *,
     seed: int = 0,
     options: Options | None = None,
-) -> Sharded:
+) -> "Sharded":
     """Returns a torch module on a mesh: its tensors are split, its forward pass is compiled.
 
     Args:
@@ -281,7 +279,7 @@ def train_step(
     *,
     seed: int = 0,
     options: Options | None = None,
-) -> TrainStep:
+) -> "TrainStep":
     """Returns a function of a batch that does one step of training a torch module on a mesh.
 
     Args:

@@ -13,8 +13,6 @@ A form must save at least some seconds of each run, to pay for what predictions 
 compile it, more kernels. The plan records which forms were compared, and reports show it.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -162,7 +160,7 @@ class Trial:
         options: Options,
         donated: tuple[int, ...],
         clock: Stopwatch,
-        unpriced: Trial | None = None,
+        unpriced: "Trial | None" = None,
     ) -> None:
         if plan.byte_price and unpriced is None:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)

@@ -13,8 +13,6 @@ Weights are (O, I). At each point of `marks.MARK_POINTS` a value is passed to `m
 it, perhaps with a sharding; `sharding.py` decides which.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -124,7 +122,7 @@ def last_states(
     mark: Mark = no_marks,
     segment_ids_BS: jax.Array | None = None,
     positions_BS: jax.Array | None = None,
-) -> Ran:
+) -> "Ran":
     """(what the last layer makes (B, S, H), normalized, and loads), as of `logits_and_loads`."""
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", embeddings(table_VH, tokens_BS, config))
@@ -146,7 +144,7 @@ def run_layers(
     segment_ids_BS: jax.Array | None,
     config: LlamaConfig,
     mark: Mark,
-) -> Ran:
+) -> "Ran":
     """Runs all layers: those that are alike and have the same window together."""
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
@@ -185,7 +183,7 @@ def decoder_layer(
     window: int | None,
     config: LlamaConfig,
     mark: Mark,
-) -> Ran:
+) -> "Ran":
     """One layer: attention, then the MLP. The input of each is normalized, its output is added."""
     normed_BSH = norm(x_BSH, layer["input_layernorm"], config)
     weights = layer["self_attn"]

@@ -4,8 +4,6 @@ GKE tells TPU pods their numbers. GPU and CPU pods get their number from their J
 index, and process 0's name from the JobSet's own DNS names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,7 +38,7 @@ class Volume:
     read_only: bool = False  # whether it is mounted for reading alone
 
     @classmethod
-    def parse(cls, kind: Kind, text: str) -> Volume:
+    def parse(cls, kind: Kind, text: str) -> "Volume":
         """Parses `NAME=PATH`, with `:ro` behind it for reading alone.
 
         Raises:

@@ -3,8 +3,6 @@
 `manifest_json.py` reads and writes them, and says what must hold.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -155,7 +153,7 @@ class Manifest:
     # name -> symbol; in shapes of the state, of inputs and of outputs
     symbols: Mapping[str, Symbol] = dataclasses.field(default_factory=dict)
 
-    def sized(self, values: Mapping[str, Sizes]) -> Manifest:
+    def sized(self, values: Mapping[str, Sizes]) -> "Manifest":
         """The same with numbers in all shapes.
 
         Args:

@@ -1,7 +1,5 @@
 """A `Backend` over exported functions: picks each call's bucket, pads inputs, reads results."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -202,7 +200,7 @@ class ModelBackend:
         return () if adapted else (PLAIN + kind,)
 
     def _inputs(
-        self, kind: str, size: tuple[int, int], placed: _Placed, alternatives: bool
+        self, kind: str, size: tuple[int, int], placed: "_Placed", alternatives: bool
     ) -> tuple[dict[str, Any], Any]:
         """The inputs of a step, and where the tokens of the parts that draw will be."""
         limits, (rows, length) = self.limits, size

@@ -12,8 +12,6 @@ version is loaded beside the old one, and takes its place when it is ready; what
 ends there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """`jit` returns a function that is compiled for a mesh on the first call of each kind."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -69,11 +67,11 @@ class JitOptions(TypedDict, total=False):
 
 
 @overload
-def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
+def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> "Jitted[P, R]": ...
 @overload
 def jit(
     fn: None = None, **options: Unpack[JitOptions]
-) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+) -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 def jit(
     fn: Any = None,
     *,
@@ -243,7 +241,7 @@ class Jitted(Generic[P, R]):
             inline=recipe.inline,
         )
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> "Traced":
         """Traces the function as `jax.jit(fn).trace` does, but its `lower` plans with `spmd`."""
         lower = functools.partial(self.lower, *args, **kwargs)
         return Traced(self.inlined.trace(*args, **kwargs), lower)

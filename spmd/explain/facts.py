@@ -1,7 +1,5 @@
 """Gathers what reports show of a program: its stages, figures of one run, and shardings."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

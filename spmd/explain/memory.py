@@ -1,7 +1,5 @@
 """Reports the memory of a program on one device, as XLA states it or as predicted, and remat."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ class Memory(NamedTuple):
         return self.arguments + self.results - self.aliased + self.temporary + self.constants
 
     @staticmethod
-    def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
+    def of(analysis: Any, constants: int = 0, passed: int = 0) -> "Memory":
         """Converts XLA's `memory_analysis()`; all bytes are 0 if that is None.
 
         `constants` are all bytes of constants, `passed` those of them that XLA counts as arguments.
@@ -52,7 +50,7 @@ class Memory(NamedTuple):
         )
 
     @staticmethod
-    def predicted(use: MemoryUse) -> Memory:
+    def predicted(use: MemoryUse) -> "Memory":
         """Converts a prediction, for a program that XLA has not compiled yet; `code` is 0."""
         held = use.arguments, use.results, use.aliased, use.temporary
         return Memory(*held, 0, True, use.constants)

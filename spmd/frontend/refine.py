@@ -7,8 +7,6 @@
 symbolic dims, but refuses composites.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

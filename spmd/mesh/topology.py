@@ -1,7 +1,5 @@
 """`Topology`: a machine's devices and links. `Chip`: the figures of one kind of device."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -361,7 +359,7 @@ class Topology:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> Topology:
+    def load(path: str | Path) -> "Topology":
         """Returns the topology that `save` wrote.
 
         Raises:
@@ -384,7 +382,7 @@ class Topology:
             ) from error
 
     @staticmethod
-    def for_devices(devices: Sequence[Any]) -> Topology:
+    def for_devices(devices: Sequence[Any]) -> "Topology":
         """Guesses the topology of jax devices from their kind and coordinates.
 
         Raises:

@@ -4,8 +4,6 @@ Shapes are in the names, as in `spmd.ops.experts`. A *choice* is one of the C ex
 chosen. Products are of rows that are sorted by their expert.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -134,7 +132,7 @@ class _Choices(NamedTuple):
     most: int
 
     @staticmethod
-    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> _Choices:
+    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> "_Choices":
         chosen_X, here = chosen_BSC.reshape(-1), numbers_E.shape[0]
         is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
         place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)

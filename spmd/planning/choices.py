@@ -1,7 +1,5 @@
 """The choices that planners weigh for an op, and tables of what reshards between them cost."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ bound: people can see how far from the best it is at most.
 Nothing depends on the clock or on hash order: every process finds the same.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -57,7 +55,7 @@ class Network:
         total = sum(float(costs[s]) for costs, s in zip(self.unary, states, strict=True))
         return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
 
-    def restricted(self, alive: Sequence[Table]) -> Network:
+    def restricted(self, alive: Sequence[Table]) -> "Network":
         """Returns the network with only the states `alive[v]`, by number, of each variable v."""
         smaller = Network()
         for costs, kept in zip(self.unary, alive, strict=True):
@@ -258,7 +256,7 @@ class Passing:
                     for edge in edges:
                         np.minimum.reduce(edge.costs + (mine - edge.got)[:, None], out=edge.sent)
 
-    def restricted(self, alive: Sequence[Table]) -> Passing:
+    def restricted(self, alive: Sequence[Table]) -> "Passing":
         """Returns a copy with only the states `alive[v]` of each variable v, and their messages."""
         smaller = Passing(self.network.restricted(alive))
         for v, edges in enumerate(smaller.edges):

@@ -6,8 +6,6 @@ inside whatever reads them, again for each reader unless that is expensive. Cont
 reductions, collectives and library calls read and write memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -320,7 +318,7 @@ class Kernel(NamedTuple):
     writes_over: bool = False  # an operand of the same size that no op reads again
     is_copy: bool = False  # of a value, transposed
     handed: tuple[Value, ...] = ()  # for a loop, the operands in whose memory its carries lie
-    regions: tuple[tuple[Kernel, ...], ...] = ()  # for control flow, each region's kernels
+    regions: "tuple[tuple[Kernel, ...], ...]" = ()  # for control flow, each region's kernels
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -1,7 +1,5 @@
 """The cheapest moves that answer a question: A* over shardings."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A headless Chromium, driven by the DevTools protocol over two pipes: no package is needed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -53,7 +51,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> "Browser":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,8 +5,6 @@ result's type inferred by jax. Each float value carries a bound of its magnitude
 overflows; what could be discontinuous is left in, and told from errors by perturbation (`check`).
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -80,7 +78,7 @@ class Maker:
     """Grows one block: the program, or the body of a loop inside it."""
 
     def __init__(self, draw: Any, mesh: Sequence[tuple[str, int]], settings: Settings,
-                 gradient: bool, outer: Maker | None = None) -> None:  # fmt: skip
+                 gradient: bool, outer: "Maker | None" = None) -> None:  # fmt: skip
         self.draw = draw
         self.mesh = dict(mesh)
         self.settings = settings
@@ -215,7 +213,7 @@ class Maker:
     def visible(self) -> list[Var]:
         return self.pool + (self.outer.visible() if self.outer else [])
 
-    def grow(self, lines: int, ops: Sequence[Callable[[Maker], None]]) -> None:
+    def grow(self, lines: int, ops: "Sequence[Callable[[Maker], None]]") -> None:
         """Adds up to so many ops."""
         for _ in range(lines):
             self.pick(ops)(self)

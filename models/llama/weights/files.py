@@ -5,8 +5,6 @@ the tensors of each. Files are memory-mapped, so reading a slice reads only its 
 an object store are read by ranges.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -371,7 +369,7 @@ class RangedFile:
         """The names of the tensors."""
         return list(self._entries)
 
-    def get_slice(self, name: str) -> RangedTensor:
+    def get_slice(self, name: str) -> "RangedTensor":
         """A tensor, of which nothing is read yet."""
         if name not in self._entries:
             raise SafetensorError(f"it has no tensor {name}")

@@ -13,8 +13,6 @@ manifest, which is written last, says that all is there (`remote.py`). Restoring
 device's part of each array.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
@@ -227,7 +225,7 @@ class Checkpoints:
             self.finish()
         self._manager.close()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *exception: object) -> None:

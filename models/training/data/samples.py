@@ -4,8 +4,6 @@ There is no state, such as a position in a file or a random generator. A run tha
 1000, or on another number of hosts, sees the same batches as one that never stopped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -309,7 +307,7 @@ class PackedTokens:
         """The number of a step's first sample: so many are seen before the step."""
         return self.before + step * self.batch_size
 
-    def going_on(self, step: int, seen: int) -> PackedTokens:
+    def going_on(self, step: int, seen: int) -> "PackedTokens":
         """The same after so many steps that have seen so many samples, in batches of any size."""
         return dataclasses.replace(self, before=seen - step * self.batch_size)
 

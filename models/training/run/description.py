@@ -1,7 +1,5 @@
 """What a training run is asked to do, validated, and the folder with its results."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -147,7 +145,7 @@ class Within:
 
     name: str
 
-    def __get__(self, folder: RunFolder, kind: type) -> Path:
+    def __get__(self, folder: "RunFolder", kind: type) -> Path:
         return folder.path / self.name
 
 
@@ -174,7 +172,7 @@ class RunFolder:
     kept: StorePath | None = None
 
     @classmethod
-    def at(cls, where: str | AnyPath) -> RunFolder:
+    def at(cls, where: str | AnyPath) -> "RunFolder":
         """The folder of a path or URL.
 
         Raises:

@@ -5,8 +5,6 @@ metrics of one's own; an evaluation's `eval_loss`, and those metrics as `eval_NA
 `save_seconds` and `save_stall_seconds`. Every sink gets every record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

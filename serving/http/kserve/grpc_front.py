@@ -4,8 +4,6 @@ So keys, limits, errors, logs and metrics are those of the paths below `/v2`, an
 a single model does. Messages are those that the package tritonclient brings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json

@@ -4,8 +4,6 @@ What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go
 the next (see report.js).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

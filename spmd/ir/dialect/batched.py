@@ -6,8 +6,6 @@ For most ops only the types change, and attributes that number dims or have an e
 theirs is `in_front`. Other ops have a function of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ be recomputed: all-gathers of weights, elementwise chains, norms, products. It i
 Jain et al., "Checkmate" (MLSys 2020), relaxed by a price so that minimum cuts solve it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -116,7 +114,7 @@ def _collecting_less(
 class _Rewrite:
     """Rewrites both loops of a `Pair`, each run `runs` times, so that fewer values are stacked."""
 
-    def __init__(self, pair: Pair, costs: Costs, runs: int, b: Builder) -> None:
+    def __init__(self, pair: "Pair", costs: Costs, runs: int, b: Builder) -> None:
         self.pair, self.b, self.index = pair, b, costs.clock.index
         self.around = _around(pair.forward, self.index)
         self.cores = {stack.written: _core(stack.piece, self.index) for stack in pair.stacks}

@@ -1,7 +1,5 @@
 """Decoding with a cache is the forward pass: every token's distribution, greedy texts, meshes."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -75,7 +73,7 @@ def plain(params: Any, config: LlamaConfig, **changes: Any) -> ModelBackend:
 
 
 @functools.cache
-def random_programs() -> Plain:
+def random_programs() -> "Plain":
     """Compiled once; what a test leaves in the pages is garbage to the next."""
     return Plain(*random_model(2), FEW)
 
