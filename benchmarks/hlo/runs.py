@@ -72,20 +72,10 @@ _SAME = {"bitcast", "convert", "copy", "opt-barrier", "optimization-barrier", "r
 """Opcodes whose result is their operand, if that is an integer; or a tuple of them."""
 
 _OF_TWO: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "maximum": max,
-    "minimum": min,
-    "and": operator.and_,
-    "or": operator.or_,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "maximum": max,
+    "minimum": min, "and": operator.and_, "or": operator.or_, "LT": operator.lt, "LE": operator.le,
+    "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
 """Opcode, or direction of a `compare`, -> what it makes of two integers."""
 
 Given = Callable[[int, int | None], Any]

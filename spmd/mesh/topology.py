@@ -190,16 +190,9 @@ def slices_of(kind: str) -> dict[str, str]:
 
 # Patterns of `device.device_kind`, most specific first.
 DEVICE_KINDS = (
-    (r"TPU v4", "v4"),
-    (r"TPU v5 ?lite|TPU v5e", "v5e"),
-    (r"TPU v5", "v5p"),
-    (r"TPU v6", "v6e"),
-    (r"TPU ?7", "tpu7x"),
-    (r"A100", "a100"),
-    (r"H200", "h200"),
-    (r"H100", "h100"),
-    (r"cpu", "cpu"),
-)
+    (r"TPU v4", "v4"), (r"TPU v5 ?lite|TPU v5e", "v5e"), (r"TPU v5", "v5p"), (r"TPU v6", "v6e"),
+    (r"TPU ?7", "tpu7x"), (r"A100", "a100"), (r"H200", "h200"), (r"H100", "h100"), (r"cpu", "cpu"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, init=False)

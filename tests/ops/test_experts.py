@@ -85,13 +85,8 @@ def test_eight_bits(dtype: str, biased: bool, devices8: Any) -> None:
         return experts(x, gates, chosen, *weights[:3], scales=weights[3:], **given)
 
     specs = [("x",)] * 3 + [
-        ("y", "z"),
-        ("y", "z"),
-        ("y", None, "z"),
-        ("y", "z"),
-        ("y", "z"),
-        ("y",),
-    ]
+        ("y", "z"), ("y", "z"), ("y", None, "z"), ("y", "z"), ("y", "z"), ("y",),
+    ]  # fmt: skip
     args = (x, gates, chosen, *values, *scales)
     compiled = spmd.jit(run, mesh=mesh, in_specs=specs, options=EVERY_FLOP_COUNTS).compile(*args)
     close(compiled(*args), jax.jit(functools.partial(plain, **given))(x, gates, chosen, *wide))

@@ -25,18 +25,10 @@ _YARN = {
 }  # fmt: skip
 
 _LATENT = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "heads": {"num_key_value_heads": 4},
