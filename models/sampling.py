@@ -107,9 +107,8 @@ def _draw(logits_BV: Any, params: SamplingParams, positions_B: Any) -> Any:
 
 def keep(logits_BV: Any, params: SamplingParams) -> Any:
     """Logits, minus infinity for those that `top_k`, `top_p` and `min_p`, in this order, drop."""
-    has_filters = jnp.any((params.top_k > 0) | (params.top_p < 1))
     logits_BV = jax.lax.cond(
-        has_filters,
+        jnp.any((params.top_k > 0) | (params.top_p < 1)),
         lambda: _top_p(_top_k(logits_BV, params.top_k), params.top_p),
         lambda: logits_BV,
     )

@@ -122,12 +122,11 @@ class LlamaProgram(TrainingProgram):
         table = sharding.table_named(run.sharding)
         points = sharding.activation_marks(mesh, self.model, table)
         # Held-out losses are of texts alone.
-        evaluated = dataclasses.replace(self.model, router_aux_loss_coef=0.0)
         losses: tuple[Any, ...] = tuple(
             functools.partial(preference_loss, config=config, mark=points, beta=run.dpo_beta)
             if "answers" in batch
             else batch_loss(config, points, run.z_loss if config is self.model else 0.0)
-            for config in (self.model, evaluated)
+            for config in (self.model, dataclasses.replace(self.model, router_aux_loss_coef=0.0))
         )
         if teacher is not None:
             taught = functools.partial(

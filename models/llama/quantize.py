@@ -139,9 +139,8 @@ def quantized_types(config: LlamaConfig, kind: str) -> Any:
 def weight_types(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
     """The result of `quantize_weight` as `jax.ShapeDtypeStruct`s."""
     if kind != "int4":
-        dtype = jnp.int8 if kind == "int8" else FP8
         return {
-            "values": jax.ShapeDtypeStruct(shape, dtype),
+            "values": jax.ShapeDtypeStruct(shape, jnp.int8 if kind == "int8" else FP8),
             "scales": jax.ShapeDtypeStruct(shape[:-1], np.float32),
         }
     outputs, inputs = shape

@@ -166,10 +166,9 @@ def _texts(group: Sequence[bytes]) -> list[str]:
 def _check_signature(module: Any, entry: Entrypoint, what: str) -> None:
     """Raise unless a module takes and gives what the manifest says."""
     args, results = signature(module)
-    wanted_results = [*entry.leaves("state"), *entry.outputs]
     for kind, found, wanted in (
         ("takes", args, entry.leaves()),
-        ("gives", results, wanted_results),
+        ("gives", results, [*entry.leaves("state"), *entry.outputs]),
     ):
         if len(found) != len(wanted):
             raise BundleError(

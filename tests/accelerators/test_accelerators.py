@@ -154,9 +154,8 @@ def test_a_manual_region_and_its_collectives() -> None:
 
 
 def test_verify_compares_with_one_device() -> None:
-    mesh = meshes()[0]
     step = spmd.jit(
-        lambda x, w: jax.nn.softmax(x @ w), mesh=mesh, in_specs=(("data", "model"), None)
+        lambda x, w: jax.nn.softmax(x @ w), mesh=meshes()[0], in_specs=(("data", "model"), None)
     )
     args = (np.ones((16, 32), np.float32), np.ones((32, 8), np.float32))
     assert step.compile(*args).verify(*args).ok

@@ -30,9 +30,8 @@ class Browser:
         ]  # fmt: skip
 
         # The browser reads commands from descriptor 3 and answers on 4.
-        shell = f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}'
         self.process = subprocess.Popen(
-            ["bash", "-c", shell, program, *flags],
+            ["bash", "-c", f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}', program, *flags],
             pass_fds=(read_theirs, write_theirs),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

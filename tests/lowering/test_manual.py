@@ -95,13 +95,12 @@ def assert_all_same(fns: Mapping[str, Any], mesh: spmd.Mesh, is_marked: bool) ->
 def on_meshes() -> list[Any]:
     """All programs on `4x2`, some on `8`; `test_gradients` has the values on 2x2x2, too."""
     some = PROGRAMS[::4]
-    heavy = [p for p in PROGRAMS if p not in some]
     return [
         pytest.param(case.values[0], name, id=f"{case.id} on {name}", marks=marks)
         for name, programs, marks in (
             ("4x2", PROGRAMS, ()),
             ("8", some, ()),
-            ("8", heavy, pytest.mark.heavy),
+            ("8", [p for p in PROGRAMS if p not in some], pytest.mark.heavy),
             ("2x2x2", PROGRAMS, pytest.mark.heavy),
         )
         for case in groups(programs)

@@ -158,9 +158,8 @@ def test_what_is_hidden_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_rings_inside_scans_and_recomputed_layers() -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     q, k, v, w = tensors(2, 16, 2, 2)
-    spec = ("y", "x")
 
-    specs = (spec,) * 3
+    specs = (("y", "x"),) * 3
     textbook = recomputed(functools.partial(plain, causal=True), w)
     how: dict[str, Any] = {"mesh": mesh, "in_specs": specs, "out_specs": (None, specs)}
     how["options"] = EVERY_FLOP_COUNTS

@@ -94,9 +94,8 @@ def test_carries_of_a_loop_lie_in_one_place() -> None:
     def f(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=8)[0].sum()
 
-    use = use_of(f, SQUARE, SQUARE)
     # The carry, and the product that is written beside it before the carry is free.
-    assert use.temporary // SIZE == 2
+    assert use_of(f, SQUARE, SQUARE).temporary // SIZE == 2
 
 
 def test_stacked_results_of_a_loop_are_written_in_place() -> None:

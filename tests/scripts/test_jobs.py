@@ -169,8 +169,7 @@ def misfits(value: Any, fields: Any, path: str = "") -> list[str]:
 
 
 def test_the_check_finds_what_is_wrong():
-    wrong = {"kind": 1, "spec": {"replicas": 1, "replicatedJobs": {}}}
-    assert misfits(wrong, FIELDS) == [
+    assert misfits({"kind": 1, "spec": {"replicas": 1, "replicatedJobs": {}}}, FIELDS) == [
         ".kind is int", ".spec.replicas is unknown", ".spec.replicatedJobs is no list",
     ]  # fmt: skip
 

@@ -139,9 +139,8 @@ def experts(x: Any, gate: Any, up: Any, down: Any) -> Any:
 
 
 def conv(x: Any, k: Any, stride: int = 1, **options: Any) -> Any:
-    numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
-        x, k, (stride, stride), "SAME", dimension_numbers=numbers, **options
+        x, k, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
     )
 
 

@@ -488,9 +488,8 @@ def test_types_of_quantized_weights():
     params, config = random_model(2)
     for kind in quantize.QUANTIZATIONS:
         packed = quantize.quantize(params, kind)
-        types = quantize.quantized_types(config, kind)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), packed) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), types
+            lambda x: (x.shape, x.dtype), quantize.quantized_types(config, kind)
         )
 
 

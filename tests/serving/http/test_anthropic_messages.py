@@ -85,8 +85,7 @@ def test_a_text_whole_and_streamed(chat: Any) -> None:
     assert again.usage.cache_read_input_tokens + again.usage.input_tokens == size
     counted = client.messages.count_tokens(model=MODEL, messages=[USER], system="Be brief.")
     assert counted.input_tokens == size
-    kinds = [event.type for event in ask(client, stream=True)]
-    assert list(dict.fromkeys(kinds)) == [
+    assert list(dict.fromkeys([event.type for event in ask(client, stream=True)])) == [
         "message_start", "content_block_start", "content_block_delta", "content_block_stop",
         "message_delta", "message_stop",
     ]  # fmt: skip

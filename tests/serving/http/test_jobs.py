@@ -126,8 +126,7 @@ def test_sampling(beginner: Language) -> None:
     }  # fmt: skip
     sampling = complete(beginner, prompt="a", **body).jobs[0].sampling
     assert dataclasses.asdict(sampling) == {**body, "top_k": 0, "logit_bias": ()}
-    defaults = complete(beginner, prompt="a", seed=0).jobs[0].sampling
-    assert dataclasses.asdict(defaults) == {
+    assert dataclasses.asdict(complete(beginner, prompt="a", seed=0).jobs[0].sampling) == {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
         "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0, "logit_bias": (),
     }  # fmt: skip

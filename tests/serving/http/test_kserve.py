@@ -61,8 +61,7 @@ def infer(live: Live, *inputs: Any, status: int = 200, **more: Any) -> Any:
 
 
 def test_tensors_in_and_out(live: Live) -> None:
-    answer = infer(live, x([1, 2.5, 3], [1, 3]), scale(), id="7")
-    assert answer == {
+    assert infer(live, x([1, 2.5, 3], [1, 3]), scale(), id="7") == {
         "model_name": "scaler",
         "model_version": "1",
         "id": "7",
