@@ -14,15 +14,7 @@ import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import AbstractMesh, NamedSharding
 
-from spmd.api.arguments import (
-    Selected,
-    arg_specs,
-    check_memory,
-    function_name,
-    is_in_host,
-    mesh_of,
-    result_specs,
-)
+from spmd.api import arguments
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
@@ -172,8 +164,8 @@ def jit(
             mesh,
             _one_of(in_specs, in_shardings, "in"),
             _one_of(out_specs, out_shardings, "out"),
-            Selected.of(fn, static_argnums, static_argnames),
-            Selected.of(fn, donate_argnums, donate_argnames),
+            arguments.Selected.of(fn, static_argnums, static_argnames),
+            arguments.Selected.of(fn, donate_argnums, donate_argnames),
             keep_unused,
             inline,
             options,
@@ -197,7 +189,7 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, recipe: Recipe) -> None:
         functools.update_wrapper(self, recipe.fn, updated=())
-        self.__name__ = function_name(recipe.fn)
+        self.__name__ = arguments.function_name(recipe.fn)
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
         self._is_on_cpu = self._runs_alone = False
@@ -409,7 +401,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
         mesh = as_mesh(around)
         if recipe.in_specs is not None:
             given = recipe.arguments(args, kwargs)
-            specs = arg_specs(recipe.in_specs, given, recipe.parameters, len(args))
+            specs = arguments.arg_specs(recipe.in_specs, given, recipe.parameters, len(args))
             values = _with_marks([argument.value for argument in given], specs, mesh)
             marked = dict(zip([argument.key for argument in given], values, strict=True))
             args = tuple(marked.get(i, arg) for i, arg in enumerate(args))
@@ -417,7 +409,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
         results = recipe.fn(*args, **kwargs)
         if recipe.out_specs is None:
             return results
-        return _with_marks(results, result_specs(recipe.out_specs, results), mesh)
+        return _with_marks(results, arguments.result_specs(recipe.out_specs, results), mesh)
 
     return call
 
@@ -429,7 +421,7 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
         if spec is None or isinstance(leaf, jax.Ref):  # a ref lies as what was put into it
             return leaf
         if isinstance(spec, NamedSharding):
-            if is_in_host(spec):
+            if arguments.is_in_host(spec):
                 raise SpecError(
                     "an argument or result of a function inside of another one is to lie in the "
                     "host's memory",
@@ -437,8 +429,8 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
                     actual=str(spec),
                     fix="say so of the arguments and results of the outer function",
                 )
-            check_memory(spec, "an argument or result")
-            return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
+            arguments.check_memory(spec, "an argument or result")
+            return mark_sharding(leaf, arguments.mesh_of(spec, mesh), spec.spec)
         return mark_sharding(leaf, mesh, spec)
 
     leaves, structure = jax.tree.flatten(tree)
