@@ -154,15 +154,11 @@ def test_source_leaves_out_libraries_and_the_compiler_itself():
 @pytest.mark.parametrize(
     ("fn", "dtype", "reducer"),
     [
-        (jnp.sum, "f32", "add"),
-        (jnp.max, "f32", "max"),
-        (jnp.min, "i32", "min"),
-        (jnp.prod, "f32", "mul"),
-        (jnp.all, "i1", "and"),
-        (jnp.any, "i1", "or"),
+        (jnp.sum, "f32", "add"), (jnp.max, "f32", "max"), (jnp.min, "i32", "min"),
+        (jnp.prod, "f32", "mul"), (jnp.all, "i1", "and"), (jnp.any, "i1", "or"),
         (partial(jax.lax.reduce_xor, axes=(0,)), "i32", "xor"),
     ],
-)
+)  # fmt: skip
 def test_reducers_are_recognised_and_their_init_is_neutral(fn, dtype, reducer):
     (op,) = ops(imported(fn, jnp.ones((4,), numpy_dtype(dtype))), "reduce")
     assert op.kind.attrs["body"] == reducer_body(reducer, dtype)
