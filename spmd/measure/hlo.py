@@ -30,15 +30,11 @@ class Module(NamedTuple):
 
 
 COLLECTIVES = {
-    "all-gather": "all_gather",
-    "all-reduce": "all_reduce",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-    "collective-broadcast": "collective_broadcast",
+    "all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all", "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute", "collective-broadcast": "collective_broadcast",
     "send": "collective_permute",
-}
+}  # fmt: skip
 """Maps opcodes that send data between devices to the kind of collective, as spmd names it."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")

@@ -100,16 +100,11 @@ def test_the_spans_of_a_request(stream: bool) -> None:
     assert request.name == "POST /v1/completions"
     assert request.kind == request.SPAN_KIND_SERVER
     assert attributes(request) == {
-        "http.request.method": "POST",
-        "url.path": "/v1/completions",
-        "client.address": "127.0.0.1",
-        "http.request.header.x-request-id": ["abc"],
-        "http.response.status_code": 200,
-        "gen_ai.request.model": MODEL,
-        "gen_ai.response.finish_reasons": ["length", "length"],
-        "gen_ai.usage.input_tokens": 5,
-        "gen_ai.usage.output_tokens": 16,
-    }
+        "http.request.method": "POST", "url.path": "/v1/completions", "client.address": "127.0.0.1",
+        "http.request.header.x-request-id": ["abc"], "http.response.status_code": 200,
+        "gen_ai.request.model": MODEL, "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.input_tokens": 5, "gen_ai.usage.output_tokens": 16,
+    }  # fmt: skip
     inner = [span for span in collector.spans if span.parent_span_id == request.span_id]
     assert len(inner) == len(collector.spans) - 1 == 6
     for choice in (0, 1):
