@@ -56,7 +56,6 @@ CASES = {
     f"{HALF} to {HALF} others, TP": (FEWER, over(range(HALF, COUNT), *PARALLEL, model=HALF)),
 }  # fmt: skip
 
-
 HEADER = ("weights go", "as", "received", "least", "XLA sends", "memory", "s", "device_put s")
 
 

@@ -160,7 +160,6 @@ class Held:
         raise NotImplementedError
 
 
-# ---------------------------------------------------------------------------------------------
 # A module's forward pass.
 
 
@@ -266,7 +265,6 @@ class Sharded(Held):
         return ModuleProgram(compiled, changed, outputs)
 
 
-# ---------------------------------------------------------------------------------------------
 # A training step.
 
 

@@ -85,7 +85,6 @@ def test_what_is_wrong_is_found(text: str) -> None:
     assert problems(text)
 
 
-# ---------------------------------------------------------------------------------------------
 # Kernels that nobody registered.
 
 CALLS: dict[str, list[tuple[int, ...]]] = {
@@ -130,7 +129,6 @@ def test_a_kernel_runs_by_the_rule_that_is_proposed(mesh: spmd.Mesh, line: int) 
     np.testing.assert_allclose(ours(), jax.jit(fn)(X[0], X), rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------
 # Meshes, specs and calls.
 
 

@@ -64,7 +64,6 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 # writes several iterations of ours as one, so that `i < 8` may count 0, 2, 4, 6. So the counter is
 # followed: where it starts, what an iteration makes of it, and whether the condition still holds.
 
-
 MOST = 1 << 16
 """So many iterations are followed."""
 

@@ -387,7 +387,6 @@ Rows = tuple[Angles | None, jax.Array | None]
 Ran = tuple[jax.Array, Loads | None]
 """What layers return: the stream behind them, and the sum of their experts' loads."""
 
-
 Run = Callable[[Params, jax.Array, Rows], Ran]
 """Called with a layer, the stream before it, and what differs between sequences."""
 

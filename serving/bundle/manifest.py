@@ -29,7 +29,6 @@ STORED_AS: Mapping[str, str] = {
 }  # fmt: skip
 """Every dtype that an array of a bundle may have -> that in which safetensors holds its bits."""
 
-
 Shape = tuple[Annotated[Any, int | str], ...]
 """Sizes; of symbolic dims expressions of symbols (`n`, `2*n`), until `Manifest.sized`."""
 

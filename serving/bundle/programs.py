@@ -51,7 +51,6 @@ Say = Callable[[str], None]
 Placed = Mapping[str, NamedSharding]
 """Path of every weight and state leaf -> where it lies."""
 
-
 Aim = Literal["fit", "fill", "guess"]
 """What a plan does about memory: `fit` keeps to what a device has; `fill` is the fastest plan, as a
 symbol takes the memory that it leaves; `guess` is made by the quick planner, to

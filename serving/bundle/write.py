@@ -28,7 +28,6 @@ from spmd.serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 TOKENIZER = "tokenizer"
 GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
-
 Goldens = Callable[[Path], Sequence[Mapping[str, Any]]]
 
 

@@ -67,7 +67,6 @@ PROBES = [
     Route("/health", ready),
 ]
 
-
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 """Strangers may make up others; those count as one."""
 

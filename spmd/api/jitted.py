@@ -437,7 +437,6 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
     return jax.tree.unflatten(structure, map(mark, leaves, specs))
 
 
-# ---------------------------------------------------------------------------------------------
 # What it is made of for frameworks that take a user's objects apart into arrays.
 
 

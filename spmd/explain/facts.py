@@ -280,7 +280,6 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
     return f"{w.bytes_text(part)} (unpartitioned {w.bytes_text(whole)}{ratio})"
 
 
-# ---------------------------------------------------------------------------------------------
 # How arguments, results and intermediate values are sharded and why, equal ones together.
 
 

@@ -59,7 +59,6 @@ def idle_text(axes: Sequence[str]) -> str:
     return f"nothing is split over {which} of the mesh: the devices along it repeat the same work"
 
 
-# ---------------------------------------------------------------------------------------------
 # The parts of a report, which text and page both show; and the layout of text.
 
 Look = Literal["text", "number", "code", "path", "name", "source", "kind"]

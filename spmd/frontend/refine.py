@@ -215,7 +215,6 @@ def _shape(text: str) -> ArgumentDims:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # Symbols that are arguments of `main` become constants; the passes fold what calls get of them.
 
 
@@ -259,7 +258,6 @@ def _bind(function: Any, symbols: Mapping[str, int]) -> None:
     function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
 
 
-# ---------------------------------------------------------------------------------------------
 # Composites, which jaxlib refuses, are calls meanwhile, each of a function of its own:
 #
 #   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0; %1 = call @f.7(%a)

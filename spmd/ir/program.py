@@ -40,7 +40,6 @@ class Callback:
 
 Value = int
 
-
 _NOT_THEIRS = ("<", *COMPILER)
 
 

@@ -153,7 +153,6 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # The text.
 
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}

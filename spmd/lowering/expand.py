@@ -183,7 +183,6 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
     return b.once(("index", axes), make)
 
 
-# ---------------------------------------------------------------------------------------------
 # Ordered callbacks.
 
 LINKED = "linked"

@@ -311,7 +311,6 @@ class _Partitioner:
         self.keep(op, choice, self.b.op(op.name, operands, types, attrs, tuple(regions)))
 
 
-# ---------------------------------------------------------------------------------------------
 # Reshard steps as ops; and without permutes where devices may take different branches.
 
 

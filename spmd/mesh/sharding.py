@@ -147,7 +147,6 @@ def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
     return size % mesh.extent(axes) == 0
 
 
-# ---------------------------------------------------------------------------------------------
 # Text: `[{data}, {model, data:(2)2}] partial add {x}`.
 
 
@@ -229,7 +228,6 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
     return tuple(atoms)
 
 
-# ---------------------------------------------------------------------------------------------
 # Axes of one mesh in the atoms of another that arranges the same devices otherwise.
 #
 # On (data=4, model=2), whose atoms are data:(1)2, data:(2)2 and model:

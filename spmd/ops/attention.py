@@ -230,7 +230,6 @@ def batched_composite(
     return run
 
 
-# ---------------------------------------------------------------------------------------------
 # One more piece of the keys.
 #
 # Where a sequence is split over P devices, device `own` has the `own`-th part of the queries, and
@@ -359,7 +358,6 @@ def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
     return run
 
 
-# ---------------------------------------------------------------------------------------------
 # What computes them on which platform.
 
 KERNELS = {"cuda": attention_cudnn, "tpu": attention_splash}

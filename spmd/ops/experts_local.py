@@ -231,7 +231,6 @@ def with_terms(totals: Sequence[Any], terms: Sequence[Any]) -> list[Any]:
     return [total + x.astype(total.dtype) for total, x in zip(totals, terms, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------
 # On TPUs the gradient of the weights is jax's kernel (megablox), which takes each row once. XLA
 # makes a product over all rows for each expert, with the rows of the others hidden: of four
 # experts, four times the arithmetic.

@@ -195,7 +195,6 @@ def _bytes_read(kind: OpKind) -> list[float]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
 # On TPUs: jax's kernel for rows of several slots at once. It wants sequences one behind the other,
 # each with rows: slots without rows are left out. It knows no scales of keys and no sinks: these
 # are left to the reference.

@@ -206,7 +206,6 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------
 # Assignments of one op: which atoms split its factors, from what lies around it or at large.
 
 Claims = Mapping[int, Axes]  # factor -> atoms that one operand or result has on it

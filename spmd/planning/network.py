@@ -334,7 +334,6 @@ class CostNetwork:
         return (wanted,) if wanted is not None else None
 
 
-# ---------------------------------------------------------------------------------------------
 # Slack: how long a device computes between making a value and reading it.
 #
 # A machine that communicates beside its arithmetic hides a reshard there. Gathers of weights and
@@ -388,7 +387,6 @@ def slack_of(choices: Choices, units: Units) -> Slack:
     return {key: seconds / count for key, (seconds, count) in found.items()}
 
 
-# ---------------------------------------------------------------------------------------------
 # Decoding: the plan that a solution of the network stands for.
 
 

@@ -65,12 +65,10 @@ class Network:
         return smaller
 
 
-# ---------------------------------------------------------------------------------------------
 # Elimination: variables are replaced by their best responses, one after another. The one whose
 # neighbours have the fewest joint states goes first (bucket elimination, Dechter 1999; with one or
 # two neighbours these are the reductions of partitioned boolean quadratic programming, Scholz and
 # Eckstein 2002). What is found is exact as far as it goes.
-
 
 Joint = tuple[int, ...]  # variables of one factor, ascending
 
@@ -190,13 +188,11 @@ class Elimination:
         return math.prod([self.sizes[u] for u in self._near(v)], start=self.sizes[v])
 
 
-# ---------------------------------------------------------------------------------------------
 # Lower bounds by message passing: which states of a network's variables no best solution has.
 #
 # Tree-reweighted message passing (Kolmogorov 2006) moves costs between variables and pairs,
 # changing no sum, until the sum of everyone's own least cost is as large as it gets: a lower bound.
 # A state whose own excess over it is more than some known solution has left to lose can be dropped.
-
 
 SWEEPS = 6  # of a round
 
@@ -325,7 +321,6 @@ class Passing:
         return lower, excess
 
 
-# ---------------------------------------------------------------------------------------------
 # The solver.
 
 TABLE_LIMIT = 1 << 18  # entries of the largest table that elimination may build

@@ -299,7 +299,6 @@ def _is_same(order: Order, type_: TensorType) -> bool:
     return long == sorted(long)
 
 
-# ---------------------------------------------------------------------------------------------
 # The kernels that XLA makes of a local program, in the order in which they run.
 #
 #     before: %3 = dot %1, %2; %4 = exp %3; %5 = abs %4; %6 = dot %5, %2

@@ -314,7 +314,6 @@ def tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
     return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))
 
 
-# ---------------------------------------------------------------------------------------------
 # What flows through one op when the propagation visits it: a pure function of the op's shape and
 # the proposals around it, so that ops that are alike share it.
 

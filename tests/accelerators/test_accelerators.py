@@ -109,7 +109,6 @@ def test_the_compiled_program_moves_what_the_plan_says() -> None:
 
 LONG = 4096
 
-
 SPLIT_DIMS: dict[str, Callable[..., Any]] = {
     "sort": lambda x: jnp.sort(x),
     "argsort": lambda x: jnp.argsort(x),

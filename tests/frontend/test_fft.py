@@ -15,7 +15,6 @@ from tests.close import partitioned
 GPUS = spmd.Topology("h200:8")
 SHAPE = (16, 8, 24)
 
-
 CASES = {
     "fft2": lambda x: jnp.fft.fft2(x + 1j),
     "ifft2": lambda x: jnp.fft.ifft2(x + 1j * x[::-1]),

@@ -51,7 +51,6 @@ def assert_source(op, fn, text, function):
 
 # Modules that the importer refuses, and which function it takes.
 
-
 IDENTITY = "(%0: tensor<f32>) -> tensor<f32> { return %0 : tensor<f32> }"
 
 

@@ -126,7 +126,6 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
 
 # Random programs.
 
-
 Edge = tuple[int, int, int]
 EDGES = st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30))
 

@@ -51,7 +51,6 @@ program @"a \"name\"\n"(
 }
 """  # noqa: E501 (an op a line)
 
-
 IMPORTED = {case.name: case for case in CASES if case.name not in ("callback", "inspected")}
 
 

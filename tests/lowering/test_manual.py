@@ -43,7 +43,6 @@ MESHES: dict[str, dict[str, int]] = {
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"))
 BY_USER = "written by the user in shard_map"
 
-
 TOGETHER = 6
 """Programs that are run as one, each with specs of its own."""
 
@@ -261,7 +260,6 @@ def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
 
 
 # Modules.
-
 
 A = np.arange(32, dtype=np.float32).reshape(8, 4)
 BLOCKS = A.reshape(4, 2, 4)

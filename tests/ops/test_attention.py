@@ -343,7 +343,6 @@ def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
 
 # Kernels, as far as a CPU can tell. `tests/accelerators/test_attention.py` runs them.
 
-
 SPEC: dict[str, Any] = dict(causal=True, segments=False, scale=0.125, logits_dtype="float32")
 
 

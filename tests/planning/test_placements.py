@@ -43,7 +43,6 @@ def planned(fn: Any, mesh: spmd.Mesh, args: Sequence[Any], **options: Any) -> sp
 
 # Programs that somebody marked by hand, because the plan had been worse.
 
-
 STACKED: dict[str, Spec] = {"up": (None, "data", None), "down": (None, None, "data")}
 
 

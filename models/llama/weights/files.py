@@ -320,7 +320,6 @@ def file_index(plan: Mapping[str, Sequence[TensorEntry]]) -> dict[str, Any]:
 
 # Reads safetensors that are on an object store: the header, then of each tensor what is needed.
 
-
 REQUEST_BYTES = 2**23
 """How much a request asks for; several are under way at a time."""
 

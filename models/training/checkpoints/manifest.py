@@ -20,7 +20,6 @@ HASHING_THREADS = 8
 PART = "hashes.process_"
 """How the files begin in which processes write down what they have hashed."""
 
-
 Listed = dict[str, dict[str, Any]]
 """A file's path within the folder -> `bytes` and `sha256`."""
 

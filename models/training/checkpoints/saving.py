@@ -23,7 +23,6 @@ SHARED_BYTES = 2**20
 """Of arrays that several devices hold, parts of at least this size are written by several
 processes. For smaller ones it is not worth compiling the program that slices them."""
 
-
 TIMEOUT_S = 4 * 3600
 """The most seconds that a save may take. Dead processes are noticed much sooner, by their peers."""
 

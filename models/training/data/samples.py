@@ -27,7 +27,6 @@ from spmd.models.training.paths import at_once
 # With shares 3 and 1, a cycle of the mixture is a a b a (and so on), so every beginning of the
 # stream has nearly the wanted shares.
 
-
 Int64s = npt.NDArray[np.int64]
 
 CYCLE = 1024

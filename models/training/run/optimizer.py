@@ -24,7 +24,6 @@ NOT_DECAYED = ("norm", "bias")
 NOT_DECAYED_NAMES = ("scale", "embedding")
 """Nor those of these names: flax's norms and embeddings."""
 
-
 NUMBERS = {
     "positive": ("total_steps", "learning_rate", "clip_norm"),
     "at least 0": ("warmup_steps", "weight_decay"),

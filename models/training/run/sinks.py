@@ -25,7 +25,6 @@ from spmd.models.training.run.stateful import TAKEN
 Record = dict[str, Any]
 """`step`, and numbers by name; `error`, if present, is a sentence."""
 
-
 PER_S = "_per_s"
 """How the names of rates end."""
 

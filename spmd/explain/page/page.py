@@ -183,7 +183,6 @@ def _memory(report: PlanReport) -> Html:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # The candidates of a search beside each other.
 
 PALETTE = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")

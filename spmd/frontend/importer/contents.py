@@ -227,7 +227,6 @@ def cloned(op: Any, values: dict[Any, Any]) -> Any:
     return copy
 
 
-# ---------------------------------------------------------------------------------------------
 # Functions, meshes and shardings.
 
 AxisRef = tuple[str, int, int]
@@ -504,7 +503,6 @@ class Scope(NamedTuple):
         return len(self.held) == len(self.mesh.atoms)
 
 
-# ---------------------------------------------------------------------------------------------
 # GSPMD's text. `{devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}` splits dim 0 in two, and
 # dim 1 not; what is left, 4, is replicated. Which device has which tile is a list of them, or the
 # devices in order, reshaped to 4x2, transposed, and reshaped to 2x1x4. That is a mesh with an axis

@@ -54,10 +54,8 @@ SAME = (
 )  # fmt: skip
 """Shardy ops whose result is their operand, mostly in another sharding; they become marks."""
 
-
 Marks = Sequence[ShardingAttr | None]
 
-# ---------------------------------------------------------------------------------------------
 # Calls, composites, tuples, and custom calls that name a function.
 
 
@@ -154,7 +152,6 @@ def _callback(importer: Importer, op: Any, env: Env, target: str) -> None:
     env.update(zip(op.results, results, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------
 # Manual regions. A region without operands may read any value around it, as those of control flow
 # do. Its boundary becomes ops inside, with rules like any other:
 #
@@ -241,7 +238,6 @@ def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
     return stated
 
 
-# ---------------------------------------------------------------------------------------------
 # Collectives in manual regions. Devices are positions in the mesh, flattened row-major: jax numbers
 # them so in replica groups, in pairs of a permute and in `partition_id`, whatever ids they have in
 # hardware.
@@ -360,7 +356,6 @@ def _axes_of_groups(groups: Groups, crossed: Axes, mesh: Mesh) -> Axes | None:
     return axes if set(mesh.groups(axes)) == set(groups) else None
 
 
-# ---------------------------------------------------------------------------------------------
 # Shardy's other ops: marks and named computations.
 
 

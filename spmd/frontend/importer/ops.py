@@ -276,7 +276,6 @@ class Importer:
             self.in_bodies -= 1
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops that StableHLO's own passes write with others, one at a time.
 #
 # before: `%2 = stablehlo.dynamic_pad %x, %zero, %low, %high, %inner` with constant amounts
@@ -371,7 +370,6 @@ LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legali
 """Name of each op that StableHLO's passes rewrite as other ops -> the handler that does so."""
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops that no program to be partitioned may contain, each with the reason and the way out.
 
 

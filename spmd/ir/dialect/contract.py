@@ -156,7 +156,6 @@ def _ragged_dot(kind: OpKind) -> Rule:
     return build.build([lhs, rhs, sizes], [result], reduction="add", linear=((0,), (1,)))
 
 
-# ---------------------------------------------------------------------------------------------
 # Look-ups and searches.
 
 

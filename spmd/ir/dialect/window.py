@@ -115,7 +115,6 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     return build.build([operand], [result])
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops whose pieces read elements of their neighbours' pieces.
 
 
@@ -214,7 +213,6 @@ def _dynamic_update_slice(kind: OpKind) -> Rule:
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 
 
-# ---------------------------------------------------------------------------------------------
 # Sliding windows.
 
 
@@ -334,7 +332,6 @@ def _select_and_scatter(kind: OpKind) -> Rule:
     return build.build([operand, source, []], [operand])
 
 
-# ---------------------------------------------------------------------------------------------
 # Convolution.
 
 

@@ -77,7 +77,6 @@ def recompute(
     return program, tuple(dropped)
 
 
-# ---------------------------------------------------------------------------------------------
 # A backward loop recomputes what its forward loop would stack for it.
 #
 # before: `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x, %q }; while { read %q ... }`
@@ -260,7 +259,6 @@ def _around(loop: Op, index: Index) -> dict[Value, Value]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
 # What a loop collects, one piece in each trip, and a later loop reads again piece by piece.
 #
 #     %5 = while(%i = 0, %a = zeros) { %p = tanh ...; return %i + 1, dynamic_update_slice %a, %p }

@@ -114,7 +114,6 @@ def schedule(
     return order(program, clock, prefetch, room)
 
 
-# ---------------------------------------------------------------------------------------------
 # Small collectives together.
 
 MEMBERS = 4  # a flat buffer has room for at least so many collectives; larger ones stay alone
@@ -365,7 +364,6 @@ def _unpacked(b: Builder, op: Op, part: Value) -> None:
     b.append(Op(kind, (part,), op.results, (), op.loc))
 
 
-# ---------------------------------------------------------------------------------------------
 # Collectives early.
 
 _NEVER = float("inf")

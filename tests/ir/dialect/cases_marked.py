@@ -196,7 +196,6 @@ EXPERTS = (
 IMAGE = arg(8, 16, 16, 8, at=("data", ..., ..., ...))
 KERNEL = arg(3, 3, 8, 16, at=(..., ..., ..., "model"))
 
-
 MARKED: tuple[Marked, ...] = (
     # Elementwise.
     Marked("elementwise.chain", lambda x: jnp.exp(jnp.sin(x) * 2 + x), (BOTH,)),

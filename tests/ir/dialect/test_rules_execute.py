@@ -38,7 +38,6 @@ OTHER_SPECS = {"rfft": 1}
 """Cases that draw other specs: XLA's CPU backend (jaxlib 0.10) cannot run an FFT of what a gather
 along a minor dim made, as it leaves the gather's layout to the FFT (fft_thunk.cc, RET_CHECK)."""
 
-
 TOGETHER = 8
 """Cases that are one program: each has its own specs, and much is done once for all of them."""
 

@@ -22,7 +22,6 @@ PACKED = {  # two documents in each row, of other lengths in each
     "positions_BS": np.stack([np.r_[: 3 * row + 4, : 28 - 3 * row] for row in range(8)]),
 }
 
-
 EXPERTS: Any = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
 
 

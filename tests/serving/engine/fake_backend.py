@@ -25,7 +25,6 @@ LIMITS = Limits(
 EMPTY = -1
 """What a page says where nothing was written."""
 
-
 Allowed = Callable[[list[int]], Words | None]
 
 

@@ -31,7 +31,6 @@ CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
 )
 
-
 EXPERTS = dataclasses.replace(
     CONFIG, model_type="mixtral", num_experts=4, num_experts_per_tok=2, scan_layers=True
 )

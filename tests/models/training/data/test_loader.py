@@ -71,7 +71,6 @@ def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
 
 # Functions
 
-
 WRONG = {
     "['x'][1] is 0.5": [np.ones(2), 0.5],
     "['x'] is a scalar of float32": np.float32(1),

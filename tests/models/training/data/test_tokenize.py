@@ -112,7 +112,6 @@ def test_long_documents_come_in_parts(tmp_path, monkeypatch):
 
 # Errors
 
-
 BAD_LINES = [
     (b'{"text": "a"', r"no valid JSON: .* at column 13"),
     (b'{"text": "\xff"}', r"no valid UTF-8 at byte 10"),
