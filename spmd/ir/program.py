@@ -242,12 +242,6 @@ def has_effect(op: Op) -> bool:
     return op.kind.about.has_effect or any(map(has_effect, inner))
 
 
-def defined_in(region: Region) -> set[Value]:
-    """Returns all values that a region defines, those of regions inside it too."""
-    inner = (r.args for op in walk_region(region) for r in op.regions)
-    return set(region.args).union(*inner, *(op.results for op in walk_region(region)))
-
-
 def free_values(region: Region) -> tuple[Value, ...]:
     """Returns the values that a region reads and does not define, in order of first use."""
     read: list[Value] = []

@@ -218,24 +218,18 @@ class _Rewrite:
                 instead[op.results[0]] = b.reshape(core, op.kind.results[0].shape)
         made = b.end((), ()).ops
         kept = (op for op in body.ops if not op.results or op.results[0] not in instead)
-        ops = _late(made, [with_operands(op, instead) for op in kept])
+        ops = [with_operands(op, instead) for op in kept]
+        for op in reversed(made):  # right before the first op that reads its results
+            own = set(op.results)
+            readers = (i for i, other in enumerate(ops) if not own.isdisjoint(reads(other)))
+            ops.insert(next(readers, len(ops)), op)
         results = tuple(instead.get(v, v) for v in body.results)
-        loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
+        loop = loop._replace(regions=(loop.regions[0], Region(body.args, tuple(ops), results)))
         return recarried(loop, b.types, {s.read for s in self.gone}, carries)
 
     def places(self, first: Value, value: Value) -> list[Value]:
         index = self.b.types[first]
         return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
-
-
-def _late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Returns `ops` with each op of `made` put right before the first op that reads its results."""
-    found = list(ops)
-    for op in reversed(made):
-        own = set(op.results)
-        readers = (i for i, other in enumerate(found) if not own.isdisjoint(reads(other)))
-        found.insert(next(readers, len(found)), op)
-    return tuple(found)
 
 
 def _core(piece: Value, index: Index) -> Value:
