@@ -4,8 +4,6 @@ A value is an integer; `Program.types[value]` is its type. All regions share the
 may read values defined outside and before it, and a table over values is a flat list.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +102,7 @@ class OpKind:
     attrs: Mapping[str, Attribute]
     _cache: dict[str, Any]
 
-    _interned: ClassVar[dict[Any, OpKind]] = {}
+    _interned: ClassVar[dict[Any, "OpKind"]] = {}
 
     def __new__(
         cls,
@@ -112,7 +110,7 @@ class OpKind:
         operands: tuple[TensorType, ...],
         results: tuple[TensorType, ...],
         attrs: Mapping[str, Attribute],
-    ) -> OpKind:
+    ) -> "OpKind":
         """Returns the one object with these fields, made when they first occur."""
         # Python has 1 == True == 1.0, with equal hashes: without the types in the key, the kind of
         # an op with `is_stable = 1` would be handed out for one with `is_stable = True`.
@@ -152,7 +150,7 @@ class OpKind:
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"
 
-    def __lt__(self, other: OpKind) -> bool:
+    def __lt__(self, other: "OpKind") -> bool:
         return self.name < other.name
 
 
@@ -162,7 +160,7 @@ class Op(NamedTuple):
     kind: OpKind
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
-    regions: tuple[Region, ...] = ()
+    regions: "tuple[Region, ...]" = ()
     loc: Loc = Loc()
 
     @property
