@@ -329,8 +329,7 @@ class Topology:
         """
         if not self.chip.torus_dims:
             return 1.0
-        dims = _torus_dims(self, mesh)[axis]
-        sizes = [self.shape[dim] for dim in dims if dim < len(self.shape)]
+        sizes = [self.shape[dim] for dim in _torus_dims(self, mesh)[axis] if dim < len(self.shape)]
         each = [_ways(self.chip, size) for size in sizes]
         return max([1.0, *(sum(each) * s / 4 / w for s, w in zip(sizes, each, strict=True))])
 

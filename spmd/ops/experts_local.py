@@ -141,8 +141,7 @@ class _Choices(NamedTuple):
         order_X = jnp.argsort(place_X, stable=True)
         most = total // choices * min(choices, here)  # no row chooses an expert twice
         size = turn_size(total * here / count, most)
-        place_TC = inverse(order_X).reshape(-1, choices)
-        return _Choices(order_X, place_TC, ends_E, choices, size, most)
+        return _Choices(order_X, inverse(order_X).reshape(-1, choices), ends_E, choices, size, most)
 
     def turn(self, i: Any) -> Turn:
         start = i * self.size

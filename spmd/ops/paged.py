@@ -227,8 +227,7 @@ def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
         for a in range(count)
     ]
     # Of rows that no sequence has nothing is written.
-    is_seeing_AR = (last_AR >= 0)[..., None, None, None]
-    return jnp.where(is_seeing_AR, jnp.stack(groups), 0)
+    return jnp.where((last_AR >= 0)[..., None, None, None], jnp.stack(groups), 0)
 
 
 def _group(

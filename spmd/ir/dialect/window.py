@@ -111,8 +111,7 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     source, target = kind.operands[0].shape, kind.results[0].shape
     shared = build.dims(source[: len(target)])
     operand = shared + build.dims(source[len(shared) :], REPLICATE)
-    result = shared + build.dims(target[len(shared) :], REPLICATE)
-    return build.build([operand], [result])
+    return build.build([operand], [shared + build.dims(target[len(shared) :], REPLICATE)])
 
 
 # Ops whose pieces read elements of their neighbours' pieces.

@@ -486,6 +486,5 @@ def _earliest(spots: Sequence[_Spot], prefetch: int) -> dict[int, int]:
     found = {}
     for uses in map(sorted, gathers.values()):
         for number, (_, i) in enumerate(uses):
-            before = uses[number - prefetch][0] if number >= prefetch else -1
-            found[i] = max(spots[i].loop, before)
+            found[i] = max(spots[i].loop, uses[number - prefetch][0] if number >= prefetch else -1)
     return found
