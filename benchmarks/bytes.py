@@ -151,8 +151,7 @@ def compile_with_xla(built: Built, args: tuple[Any, ...]) -> Moved:
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    memory = Memory.of(compiled.memory_analysis())
-    return read(str(compiled.as_text()), memory, seconds)
+    return read(str(compiled.as_text()), Memory.of(compiled.memory_analysis()), seconds)
 
 
 def read(text: str, memory: Memory, seconds: float) -> Moved:

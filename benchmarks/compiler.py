@@ -47,8 +47,7 @@ def lower(step: Step) -> spmd.Lowered:
     # Einsums are ops that Shardy, the peer, knows, too.
     config = model_of(step.model, step.layers, scan_layers=step.scan, attention="einsum")
     machine, shape = spmd.Topology(f"h200:{mesh.size}"), (2 * mesh.size, 1024)
-    options = spmd.Options(memory_limit=UNLIMITED)
-    return Case(config, mesh, machine, shape, options=options).lower()
+    return Case(config, mesh, machine, shape, options=spmd.Options(memory_limit=UNLIMITED)).lower()
 
 
 STAGES = (

@@ -58,8 +58,7 @@ def random_weights(types: Any, shardings: Any, config: LlamaConfig) -> Any:
             made = made.astype(dtype)
         return jax.lax.with_sharding_constraint(made, sharding)
 
-    count = len(jax.tree.leaves(types))
-    keys = iter(jax.random.split(jax.random.key(0), count))
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(types))))
     return jax.tree.map(
         lambda x, place: make(next(keys), x.shape, x.dtype, place), types, shardings
     )

@@ -66,17 +66,13 @@ def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> Any:
 
 def with_gradient(case: Case, of: tuple[int, ...]) -> Iterator[Case]:
     """A case, and the same with the gradient of a loss by some arguments."""
-
-    def loss(*args: Any) -> Any:
-        return jnp.sum(case.fn(*args).astype(jnp.float32) ** 2)
-
     yield case
     # Of each product of the forward pass there are two more; attention has five of its two.
     more = 3.5 if case.name.startswith("attention") else 3
     name, size = f"{case.name}, with gradient", case.bytes
     if case.name.startswith("linear_attention"):  # operands are read again, and gradients written
         size *= 3
-    fn = jax.value_and_grad(loss, of)
+    fn = jax.value_and_grad(lambda *args: jnp.sum(case.fn(*args).astype(jnp.float32) ** 2), of)
     yield case._replace(name=name, fn=fn, flops=more * case.flops, bytes=size)
 
 
@@ -120,8 +116,7 @@ def latent_attention_cases(tokens: int = 8192, heads: int = 16) -> Iterator[Case
     def cudnn(q: Any, k: Any, v: Any) -> Any:
         from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-        scale = q.shape[-1] ** -0.5
-        return dot_product_attention(q, k, v, scale=scale, mask_type=MaskType.CAUSAL)
+        return dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask_type=MaskType.CAUSAL)
 
     def args(batch: int, length: int) -> list[Any]:
         shapes = enumerate((192, 192, 128))

@@ -1,7 +1,5 @@
 """Clients of an OpenAI-compatible server: ask, read the stream, time it, and doubt every answer."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

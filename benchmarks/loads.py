@@ -19,8 +19,6 @@ Examples:
     JAX_PLATFORMS=cpu benchmarks/run loads --max_length 256 --scale 0.05 --trace_seconds 0.2
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -78,7 +76,7 @@ class Workload:
         """Tokens of the longest sequence that it may ask for."""
         return self.common + max(1 + load.words[1] + load.tokens[1] for load in self.loads)
 
-    def scaled(self, scale: float) -> Workload:
+    def scaled(self, scale: float) -> "Workload":
         """With so many times as many requests, at once and in all, words and tokens; at least 1."""
 
         def times(count: int) -> int:
@@ -101,8 +99,7 @@ class Workload:
         kinds = zip(*map(make_asks, self.loads), strict=True)
         asks = []
         for number, ask in enumerate(itertools.chain.from_iterable(kinds)):
-            words = ask.prompt.split()[1:]
-            prompt = " ".join([*common, f"{number}:", *words])
+            prompt = " ".join([*common, f"{number}:", *ask.prompt.split()[1:]])
             asks.append(dataclasses.replace(ask, number=number, prompt=prompt))
         return asks
 

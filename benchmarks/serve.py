@@ -173,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     try:
-        load = make_load(given)
-        result = asyncio.run(run(given, load))
+        result = asyncio.run(run(given, make_load(given)))
         summary = summarize(result)
         print_summary(summary)
         if given.json:

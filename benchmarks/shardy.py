@@ -65,8 +65,7 @@ def marked_module(request: Request) -> Any:
 
 def marked_text(request: Request) -> str:
     """The text of `marked_module`, an op on every line."""
-    module = marked_module(request)
-    return str(module.operation.get_asm(enable_debug_info=False))
+    return str(marked_module(request).operation.get_asm(enable_debug_info=False))
 
 
 def main_of(module: Any) -> Any:

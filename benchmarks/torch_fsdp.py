@@ -70,8 +70,7 @@ def _model(config: LlamaConfig) -> Any:
 
     def rotated(x_BHTD: Any, cos_TD: Any, sin_TD: Any) -> Any:
         first, second = x_BHTD.chunk(2, -1)
-        turned = (first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD)
-        return torch.cat(turned, -1)
+        return torch.cat((first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD), -1)
 
     class Layer(nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
         def __init__(self) -> None:

@@ -150,10 +150,8 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 
     def fresh(placed: Any) -> tuple[Any, Any]:
-        draw = jax.jit(lambda key: init(key, config), out_shardings=placed[0])
-        params = draw(jax.random.key(0))
-        state = jax.jit(partial(initial_state, optimizer), out_shardings=placed[1])(params)
-        return params, state
+        params = jax.jit(lambda key: init(key, config), out_shardings=placed[0])(jax.random.key(0))
+        return params, jax.jit(partial(initial_state, optimizer), out_shardings=placed[1])(params)
 
     def measured(name: str, program: Any, placed: Any, compile_seconds: float) -> tuple[Row, Run]:
         loop = Loop(program, *fresh(placed), batch)

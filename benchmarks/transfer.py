@@ -56,7 +56,6 @@ CASES = {
     f"{HALF} to {HALF} others, TP": (FEWER, over(range(HALF, COUNT), *PARALLEL, model=HALF)),
 }  # fmt: skip
 
-
 HEADER = ("weights go", "as", "received", "least", "XLA sends", "memory", "s", "device_put s")
 
 
@@ -102,8 +101,7 @@ def line(name: str, kind: str, weights: Any) -> list[str]:
         seconds.append(f"{time.perf_counter() - start:.3f}")
     moved, sent = move(tree), "-"
     jax.tree.map(np.testing.assert_array_equal, moved, wanted)
-    leaves = jax.tree.leaves(moved)
-    each = (lacking(source, x.sharding, x.shape, x.dtype.itemsize) for x in leaves)
+    each = (lacking(source, x.sharding, x.shape, x.dtype.itemsize) for x in jax.tree.leaves(moved))
     least: Counter[Any] = sum(each, Counter())
     if source.device_set == to.device_set:
         text = str(jax.jit(convert, out_shardings=places).lower(tree).compile().as_text())

@@ -46,8 +46,7 @@ def loss_fn(params, tokens_BS):
         gate_BSM, up_BSM = jnp.einsum("bsh,xhm->xbsm", norm(x_BSH), w["gate_up"])
         x_BSH += (jax.nn.silu(gate_BSM) * up_BSM) @ w["down"]
     logits_BSV = norm(x_BSH) @ params["embed"].T
-    targets_BS = tokens_BS[:, 1:]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BSV, targets_BS))
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BSV, tokens_BS[:, 1:]))
 
 
 def train_step(params, state, tokens_BS):

@@ -30,8 +30,7 @@ class Model(nnx.Module):
 
 
 def mean_loss(model, batch):
-    logits = model(batch["x"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["label"]).mean()
 
 
 def data(step):  # a step has the same batch, whoever asks and when

@@ -86,8 +86,7 @@ def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw() -> Any:
-        drawn_B = _draw(logits_BV, params, positions_B)
-        return jnp.where(params.temperature > 0, drawn_B, greedy_B)
+        return jnp.where(params.temperature > 0, _draw(logits_BV, params, positions_B), greedy_B)
 
     drawn_B: Any = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy_B)
     return drawn_B
@@ -108,9 +107,8 @@ def _draw(logits_BV: Any, params: SamplingParams, positions_B: Any) -> Any:
 
 def keep(logits_BV: Any, params: SamplingParams) -> Any:
     """Logits, minus infinity for those that `top_k`, `top_p` and `min_p`, in this order, drop."""
-    has_filters = jnp.any((params.top_k > 0) | (params.top_p < 1))
     logits_BV = jax.lax.cond(
-        has_filters,
+        jnp.any((params.top_k > 0) | (params.top_p < 1)),
         lambda: _top_p(_top_k(logits_BV, params.top_k), params.top_p),
         lambda: logits_BV,
     )
@@ -149,8 +147,7 @@ def _keep_largest(logits_BV: Any, holds: Callable[[Any], Any]) -> Any:
         trial_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(order_BV >= trial_B[:, None]), trial_B, threshold_B)
 
-    start_B = jnp.zeros(logits_BV.shape[:1], jnp.uint32)
-    threshold_B = jax.lax.fori_loop(0, 32, step, start_B)
+    threshold_B = jax.lax.fori_loop(0, 32, step, jnp.zeros(logits_BV.shape[:1], jnp.uint32))
     return jnp.where(order_BV >= threshold_B[:, None], logits_BV, HIDDEN)
 
 

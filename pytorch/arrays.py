@@ -78,7 +78,6 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None, device: Any = None) 
     return tensor if dtype is None else tensor.to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------
 # The tensors of a module.
 
 Rules = Mapping[Any, Any]
@@ -171,7 +170,6 @@ def specs_of(
     }
 
 
-# ---------------------------------------------------------------------------------------------
 # What a call is given.
 
 TENSOR = object()

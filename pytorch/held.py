@@ -1,7 +1,5 @@
 """Torch modules on a mesh: `Sharded` is called like a module, `TrainStep` trains one."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import call
@@ -162,7 +160,6 @@ class Held:
         raise NotImplementedError
 
 
-# ---------------------------------------------------------------------------------------------
 # A module's forward pass.
 
 
@@ -174,7 +171,7 @@ def shard(
     *,
     seed: int = 0,
     options: Options | None = None,
-) -> Sharded:
+) -> "Sharded":
     """Returns a torch module on a mesh: its tensors are split, its forward pass is compiled.
 
     Args:
@@ -268,7 +265,6 @@ class Sharded(Held):
         return ModuleProgram(compiled, changed, outputs)
 
 
-# ---------------------------------------------------------------------------------------------
 # A training step.
 
 
@@ -281,7 +277,7 @@ def train_step(
     *,
     seed: int = 0,
     options: Options | None = None,
-) -> TrainStep:
+) -> "TrainStep":
     """Returns a function of a batch that does one step of training a torch module on a mesh.
 
     Args:

@@ -5,8 +5,6 @@ schedulers work. Their numbers are computed here in double precision, as PyTorch
 arguments of the program: another learning rate needs no other program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from spmd.errors import ArgumentError, described
 from spmd.torch.arrays import State, array_of, tensor_of
 
 
-def optimizer_of(given: Any, state: State) -> OptaxOptimizer | TorchOptimizer:
+def optimizer_of(given: Any, state: State) -> "OptaxOptimizer | TorchOptimizer":
     """Wraps an optimizer of optax or torch for a training step; ArgumentError for anything else."""
     if isinstance(given, torch.optim.Optimizer):
         return TorchOptimizer(given, state)

@@ -158,8 +158,7 @@ def put_adapter(bundle: Bundle, place: int, folder: str | None) -> None:
         p.removeprefix(ADAPTERS): x for p, x in bundle.state.items() if p.startswith(ADAPTERS)
     }
     try:
-        pairs = {} if folder is None else lora.read(folder)
-        found = lora.placed(pairs, leaves, str(folder))
+        found = lora.placed({} if folder is None else lora.read(folder), leaves, str(folder))
     except WeightsError as error:
         raise BundleError(str(error)) from error
     bundle.run("adapt", {"place": np.int32(place), "adapters": nested(found)})

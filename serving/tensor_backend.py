@@ -42,8 +42,7 @@ class BundleInfer:
 
     def __init__(self, bundle: Bundle, function: str | None = None) -> None:
         self.bundle = bundle
-        primary = bundle.manifest.functions[bundle.manifest.primary]
-        self.name = function or _origin(primary).name
+        self.name = function or _origin(bundle.manifest.functions[bundle.manifest.primary]).name
         variants = bundle.manifest.variants(self.name)
         if not variants or variants[0].name not in bundle.functions:
             names = ", ".join(dict.fromkeys(_origin(e).name for e in bundle.functions.values()))

@@ -4,8 +4,6 @@ The planner solves the same problem as for any plan, with more to choose from: a
 any sharding over whole axes that divide its dims, an op may split every factor over every axis.
 """
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ class ChosenSpecs:
     _inferred: frozenset[str]
 
     @staticmethod
-    def of(lowered: Lowered) -> ChosenSpecs:
+    def of(lowered: Lowered) -> "ChosenSpecs":
         """Returns those of a planned program."""
         names, plan = lowered.request.arg_names, lowered.stages.plan
         specs = dict(zip(names, _specs(plan, lowered.mesh), strict=False))

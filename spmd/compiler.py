@@ -13,8 +13,6 @@ A form must save at least some seconds of each run, to pay for what predictions 
 compile it, more kernels. The plan records which forms were compared, and reports show it.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -162,7 +160,7 @@ class Trial:
         options: Options,
         donated: tuple[int, ...],
         clock: Stopwatch,
-        unpriced: Trial | None = None,
+        unpriced: "Trial | None" = None,
     ) -> None:
         if plan.byte_price and unpriced is None:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
@@ -300,19 +298,15 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
     emitted = _emit(laid_out, request.donated, clock)
     plan, parts = trial.plan, trial.partitioned
     if options.check:
-        _check(plan.program, parts, laid_out)
+        body, types = plan.program.body, plan.program.types
+        check_program(plan.program)
+        for stage, local in (("local", parts), ("optimized", laid_out)):
+            ends = (body.args, local.arguments), (body.results, local.results)
+            pairs = [zip(values, shardings, strict=True) for values, shardings in ends]
+            pieces = [[local_type(types[v], s, local.mesh) for v, s in end] for end in pairs]
+            check_program(local.program, stage, pieces)
     made = plan.program, plan.propagated, plan, parts, laid_out, trial.timeline, emitted
     return Stages(*made, clock.seconds, how == "kept")
-
-
-def _check(whole: Program, partitioned: Partitioned, optimized: Partitioned) -> None:
-    """Raises LegalityError for malformed programs, or local arguments, results of wrong shapes."""
-    check_program(whole)
-    for stage, local in (("local", partitioned), ("optimized", optimized)):
-        ends = (whole.body.args, local.arguments), (whole.body.results, local.results)
-        pairs = [zip(values, shardings, strict=True) for values, shardings in ends]
-        pieces = [[local_type(whole.types[v], s, local.mesh) for v, s in end] for end in pairs]
-        check_program(local.program, stage, pieces)
 
 
 def _check_same_request(

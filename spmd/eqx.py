@@ -3,8 +3,6 @@
 Needs equinox (`pip install equinox`). Arrays are arguments of the program, all else is constant.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings
@@ -100,7 +98,7 @@ class FilterJit(Front):
             return method(self._jitted(len(args), tuple(sorted(kwargs))), *args, **named)
 
 
-def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_arrays(constants: "_Constants", function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `function` with what is no array put back from `constants`, in it and its arguments.
 
     Returns the arrays of its result, and the result's other leaves as `_Constants`.

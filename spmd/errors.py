@@ -4,8 +4,6 @@ A message says what was asked, the op and the user's source line, what is there 
 (shardings, with sizes), and how to fix it. Fields that do not apply are left out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ Needs flax (`pip install flax`). `nnx.split_context` takes modules apart into st
 and `nnx.merge_context` makes modules of both; `spmd.jit` compiles a function of these arrays.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +103,7 @@ class ModuleJit(Front):
         by_name = dict(**{name: given[name] for name in kwargs}, **graph)
         return tuple(given[i] for i in range(len(args))), by_name
 
-    def _on_arrays(self, graph: _Graph, *args: Any, **kwargs: Any) -> Any:
+    def _on_arrays(self, graph: "_Graph", *args: Any, **kwargs: Any) -> Any:
         given: dict[Place, Any] = dict(enumerate(args)) | kwargs
         state = nnx.State({i: given[place] for i, place in enumerate(graph.places)})
         with nnx.merge_context(_TAG, inner=True) as context:

@@ -6,8 +6,6 @@ and goes to neighbours of the best so far: a prime factor of one axis moved to a
 the other order, another choice.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools
@@ -70,7 +68,7 @@ class Spot(NamedTuple):
         said = (*self.axes, *zip(names, self.chosen, strict=True))
         return ", ".join(f"{name}={value}" for name, value in said)
 
-    def neighbours(self, choices: Mapping[str, Sequence[Any]]) -> Iterator[Spot]:
+    def neighbours(self, choices: Mapping[str, Sequence[Any]]) -> "Iterator[Spot]":
         """Yields the points that differ in one thing; those most likely to be better first."""
         places = range(len(self.axes))
         for a, b in itertools.permutations(places, 2):

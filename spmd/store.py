@@ -5,8 +5,6 @@ is ever out of date, and those not used for longest are deleted when the folder 
 data, never code; one that cannot be read or written is computed again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -29,7 +27,7 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd"
 
 
-def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
+def store_in(folder: str | os.PathLike[str] | None, kind: str) -> "Store | None":
     """Returns the store `folder/kind`; None if the folder is `none`, or the user has no home.
 
     The folder is `$SPMD_CACHE_DIR` when left out, else `spmd` in that of jax's compilation cache if
@@ -47,8 +45,7 @@ def store_in(folder: str | os.PathLike[str] | None, kind: str) -> Store | None:
 
 def key_of(*decisive: object) -> str:
     """Returns a hash of `decisive` (by repr), our source, and versions of jax, numpy, scipy."""
-    parts = (*map(repr, decisive), _environment())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256("\n".join((*map(repr, decisive), _environment())).encode()).hexdigest()
 
 
 class Store:

@@ -1,7 +1,5 @@
 """Transfers: a pytree goes from the devices and shardings of one program to those of another."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter

@@ -5,8 +5,6 @@ values that later ops read are compared. If the first wrong op is a loop, both p
 by itself for one iteration after the other, and the first one that differs is searched likewise.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -48,7 +46,7 @@ class Culprit(NamedTuple):
     op: Op | None  # None where only the reshard of a result can be at fault
     text: str  # the op, its operands' and results' shardings and its source line
     inside: tuple[str, ...]  # the loops and branches around it, outermost first
-    comparisons: tuple[Comparison, ...]  # of the values that differ at the cut behind it
+    comparisons: "tuple[Comparison, ...]"  # of the values that differ at the cut behind it
 
     def __str__(self) -> str:
         lines = [self.text]
@@ -61,7 +59,7 @@ class Verification(NamedTuple):
     """Holds the outcome of `verify`; it is true if all results agree, and `str` makes a report."""
 
     ok: bool
-    comparisons: tuple[Comparison, ...]  # one for each result
+    comparisons: "tuple[Comparison, ...]"  # one for each result
     culprit: Culprit | None = None  # the first op whose value differs, if one was found
     problem: str = ""  # what is wrong in words, where no op is to blame
 
@@ -310,8 +308,7 @@ class _Search(NamedTuple):
         def differing_values(arguments: Arrays) -> tuple[Comparison, ...]:
             with on_own_mesh(emitted.boundary_mesh):
                 got = host_arrays(partitioned(*arguments))
-            want = whole(arguments)
-            compared = compare_results(plan.program, got, want, self.tolerance)
+            compared = compare_results(plan.program, got, whole(arguments), self.tolerance)
             return tuple(each for each in compared if not each.ok)
 
         return differing_values

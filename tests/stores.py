@@ -49,8 +49,7 @@ def serving_gs() -> Iterator[StorePath]:
     started = server.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
     started.start()
     where = f"http://127.0.0.1:{port}"
-    variables = {"STORAGE_EMULATOR_HOST": where, "TENSORSTORE_GCS_HTTP_URL": where}
-    with environment(variables):
+    with environment({"STORAGE_EMULATOR_HOST": where, "TENSORSTORE_GCS_HTTP_URL": where}):
         yield StorePath(f"gs://{BUCKET}")
     started.stop()
 

@@ -87,8 +87,7 @@ def test_manual_axes_are_left_alone(name: str) -> None:
     fn = next(p for p in manual_programs.PROGRAMS if p.name == name).make(jax_mesh(mesh))
     args = (manual_programs.X, manual_programs.W)
     found = spmd.auto(fn, mesh, *args, topology=H200)
-    got = found.jitted(*found.mark(*args))
-    assert_close(got, jax.jit(fn)(*args))
+    assert_close(found.jitted(*found.mark(*args)), jax.jit(fn)(*args))
 
 
 def test_what_is_chosen_runs(mesh: spmd.Mesh) -> None:
@@ -97,8 +96,7 @@ def test_what_is_chosen_runs(mesh: spmd.Mesh) -> None:
     params = jax.tree.map(drawn, structs(32, 64)[0])
     state, x = OPTIMIZER.init(params), jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
     found = spmd.auto(step, mesh, params, state, x, topology=H200)
-    partitioned = found.jitted(*found.mark(params, state, x))
-    assert_close(partitioned, jax.jit(step)(params, state, x))
+    assert_close(found.jitted(*found.mark(params, state, x)), jax.jit(step)(params, state, x))
 
 
 def forward(count: int, x: Any, w: Any) -> Any:
@@ -152,10 +150,7 @@ TREES = st.recursive(SPECS, lambda inner: st.dictionaries(KEYS, inner, min_size=
 
 @given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
 def test_printed_rules_give_each_leaf_its_spec(tree: Any) -> None:
-    def is_spec(node: Any) -> bool:
-        return list(node) == [""]
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: list(node) == [""])
     specs = {path_name(path): spec[""] for path, spec in leaves}
     mesh = spmd.Mesh(None, (8,), ("data",))
     named = {f"params/{name}": spec for name, spec in specs.items()}

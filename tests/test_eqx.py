@@ -89,8 +89,7 @@ def test_donated_arguments_are_gone_unless_there_are_none(mesh: spmd.Mesh) -> No
             spmd.eqx.filter_jit(jnp.sum, mesh=mesh, donate=donate)(x + 1)
         assert ("donated buffers" in "".join(str(w.message) for w in said)) == (donate == "warn")
     x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",)) for _ in range(2))
-    split = spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")
-    split(x, y)
+    spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")(x, y)
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
@@ -109,8 +108,7 @@ def test_specs_by_the_users_own_parameters_and_of_results(mesh: spmd.Mesh) -> No
     assert "model/layers/0/weight" in compiled.request.arg_names
     assert compiled.input_shardings[0][-1].spec[0] == "data"
     fn = spmd.eqx.filter_jit(lambda x: {"x": x + 1}, mesh=mesh, out_specs={"x": ("model", "data")})
-    out = fn(jnp.ones((8, 8)))["x"]
-    assert tuple(out.sharding.spec) == ("model", "data")
+    assert tuple(fn(jnp.ones((8, 8)))["x"].sharding.spec) == ("model", "data")
 
 
 @pytest.mark.parametrize("name", ["static_argnums", "donate_argnames"])

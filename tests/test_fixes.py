@@ -85,7 +85,6 @@ def test_what_is_wrong_is_found(text: str) -> None:
     assert problems(text)
 
 
-# ---------------------------------------------------------------------------------------------
 # Kernels that nobody registered.
 
 CALLS: dict[str, list[tuple[int, ...]]] = {
@@ -130,7 +129,6 @@ def test_a_kernel_runs_by_the_rule_that_is_proposed(mesh: spmd.Mesh, line: int) 
     np.testing.assert_allclose(ours(), jax.jit(fn)(X[0], X), rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------
 # Meshes, specs and calls.
 
 
@@ -172,8 +170,7 @@ def test_ways_to_write_what_was_meant(mesh: spmd.Mesh) -> None:
     marked = run(mark, tree=tree, **own)
     assert not marked["b"].sharding.is_fully_replicated
     step = spmd.jit(lambda xw, y: layer(*xw) + y, mesh=mesh, in_specs=(("data", "model"), None))
-    each = fix_of(lambda: step((X, W), W))
-    assert run(each[0]) == jax.sharding.PartitionSpec("data", "model")
+    assert run(fix_of(lambda: step((X, W), W))[0]) == jax.sharding.PartitionSpec("data", "model")
 
 
 def test_compiled_programs(mesh: spmd.Mesh) -> None:
@@ -194,8 +191,7 @@ def test_compiled_programs(mesh: spmd.Mesh) -> None:
     placed = jax.device_put(X, compiled.in_shardings[0])
     donating = spmd.jit(lambda x, y: (x + 1, y * 2), mesh=mesh, donate_argnums=0)
     code, _ = fix_of(lambda: donating(placed, placed))
-    got = donating(placed, run(code, array=placed))
-    np.testing.assert_array_equal(got[1], X * 2)
+    np.testing.assert_array_equal(donating(placed, run(code, array=placed))[1], X * 2)
 
 
 def test_keys_of_an_exported_program(mesh: spmd.Mesh) -> None:
@@ -239,8 +235,7 @@ def test_topologies_and_rules(mesh: spmd.Mesh, tmp_path: Path) -> None:
     saving, loading = fix_of(lambda: spmd.Topology("v9:8"))
     path = str(tmp_path / "own.json")
     run(saving, path=path)
-    there = spmd.jit(layer, mesh=mesh).lower(X, W, topology=run(loading, path=path))
-    assert there.cost > 0
+    assert spmd.jit(layer, mesh=mesh).lower(X, W, topology=run(loading, path=path)).cost > 0
 
     def register(**more: Any) -> None:
         spmd.register_rule("test_fixes_total", "i j -> i", kinds={"j": "reduce"}, **more)

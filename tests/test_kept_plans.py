@@ -229,8 +229,7 @@ def test_reports_name_the_lines_of_now(tmp_path: Path, no_planner: Callable[[], 
     def lower(text: str) -> spmd.Lowered:
         space: dict[str, Any] = {}
         exec(compile(text, "/somewhere/model.py", "exec"), space)
-        options = spmd.Options(cache_dir=tmp_path)
-        return spmd.jit(space["f"], mesh=MESH, options=options).lower(
+        return spmd.jit(space["f"], mesh=MESH, options=spmd.Options(cache_dir=tmp_path)).lower(
             struct((64, 64), "data", "model")
         )
 

@@ -64,8 +64,7 @@ def marked_for_another_mesh(mesh: spmd.Mesh) -> Any:
 
 
 def argument_on_another_mesh(mesh: spmd.Mesh) -> Any:
-    x = spmd.mark_sharding(X, spmd.make_mesh(x=4), ("x",))
-    return spmd.jit(double, mesh=mesh)(x)
+    return spmd.jit(double, mesh=mesh)(spmd.mark_sharding(X, spmd.make_mesh(x=4), ("x",)))
 
 
 def donated_twice(mesh: spmd.Mesh) -> Any:
@@ -76,8 +75,7 @@ def donated_twice(mesh: spmd.Mesh) -> Any:
 
 
 def compiled_for_another_shape(mesh: spmd.Mesh) -> Any:
-    compiled = spmd.jit(dense, mesh=mesh).compile(X, W)
-    return compiled(jnp.ones((16, 16)), W)
+    return spmd.jit(dense, mesh=mesh).compile(X, W)(jnp.ones((16, 16)), W)
 
 
 MARKS = [

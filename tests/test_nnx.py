@@ -38,10 +38,7 @@ def made() -> tuple[Any, Any]:
 
 
 def train(model: Any, optimizer: Any, x: Any, scale: Any) -> Any:
-    def loss(model: Any) -> Any:
-        return (model(x) ** 2).mean() * scale
-
-    value, gradient = nnx.value_and_grad(loss)(model)
+    value, gradient = nnx.value_and_grad(lambda model: (model(x) ** 2).mean() * scale)(model)
     optimizer.update(model, gradient)
     return value, model
 

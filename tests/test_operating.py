@@ -59,8 +59,7 @@ def test_the_service_finds_the_pods(objects: dict[str, Any], pod: Any, container
 
 def test_flags_are_those_of_the_server(container: Any) -> None:
     """Those in use, and those that comments offer."""
-    given = make_parser().parse_args(container["args"])
-    assert given.log_format == "json"
+    assert make_parser().parse_args(container["args"]).log_format == "json"
     offered = re.findall(r"# With [^:]+: +(--\w+), (\S+)", TEXT)
     assert len(offered) == 2
     for flag, value in offered:
@@ -154,5 +153,4 @@ def test_fields_of_the_log_that_the_page_names() -> None:
     stream: Any = types.SimpleNamespace(records=[])
     exchange = HttpExchange("abc", "POST", "/v1/completions", "127.0.0.1", 200, stream=stream)
     record = logging.makeLogRecord({logs.FIELDS: exchange.fields() | {"trace_id": ""}})
-    written = json.loads(logs.JsonFormatter().format(record))
-    assert set(shown) == set(written)
+    assert set(shown) == set(json.loads(logs.JsonFormatter().format(record)))

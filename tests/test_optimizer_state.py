@@ -21,8 +21,7 @@ def compiled(request: Any) -> Made:
 
 
 def is_factored(training: Training) -> bool:
-    state = jax.eval_shape(training.optimizer.init, training.params)
-    return "FactoredState" in str(state)
+    return "FactoredState" in str(jax.eval_shape(training.optimizer.init, training.params))
 
 
 @pytest.mark.thorough

@@ -94,7 +94,6 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources in a folder called spmd, as a clone is."""
     folder = tmp_path_factory.mktemp("work") / "spmd"
     folder.mkdir()
     for name in SOURCES:
@@ -167,8 +166,7 @@ def test_metadata(wheel: Path):
 @pytest.mark.thorough
 def test_installed_it_runs_a_program(installed: Environment, tmp_path: Path):
     write_user_program(tmp_path)
-    printed = installed.run("python", "program.py", cwd=tmp_path)
-    assert str(installed.bin.parent) in printed
+    assert str(installed.bin.parent) in installed.run("python", "program.py", cwd=tmp_path)
     names = "models", "serving", "scripts"
     absent = f"import importlib.util as u; print([u.find_spec(name) for name in {names}])"
     assert installed.run("python", "-c", absent, cwd=installed.bin) == "[None, None, None]\n"

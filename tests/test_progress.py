@@ -36,7 +36,6 @@ def wait_for(stream: io.StringIO, text: str) -> None:
 
 
 def screen(text: str) -> str:
-    """What a terminal's line shows in the end."""
     shown: list[str] = []
     for part in text.split("\r"):
         shown[: len(part)] = part
@@ -75,8 +74,7 @@ def test_nothing_is_shown(
 
 
 def test_notebooks_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    shell = SimpleNamespace(get_ipython=lambda: object())
-    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: object()))
     stream = io.StringIO()
     with progress("step", True, stream):
         wait_for(stream, "spmd: step (0 s)")

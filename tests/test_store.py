@@ -34,8 +34,7 @@ def test_what_is_damaged_is_not_there(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "a").write_bytes(damage)
     assert store.get("a") is None
     store.put("a", b"content")
-    whole = (tmp_path / "a").read_bytes()
-    (tmp_path / "a").write_bytes(whole[:-1])
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-1])
     assert store.get("a") is None
 
 

@@ -155,8 +155,7 @@ def test_leaves_of_all_kinds() -> None:
         kept = {name: x for name, x in tree.items() if name != "unused"}
         return kept | {"again": tree["mask"], "new": jnp.arange(4.0)}
 
-    whole = NamedSharding(LAST.mesh, P())
-    moved = spmd.transfer(tree, whole, convert=convert)
+    moved = spmd.transfer(tree, NamedSharding(LAST.mesh, P()), convert=convert)
     wanted = convert(tree)
     assert (jax.random.bits(moved.pop("key")) == jax.random.bits(wanted.pop("key"))).all()
     jax.tree.map(np.testing.assert_array_equal, moved, wanted)

@@ -26,8 +26,7 @@ def check(fn: Any, *args: Any, mesh: spmd.Mesh, gradient: bool = True) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, jax.jit(fn)(*args))
     if gradient:
         scalar = lambda *xs: jnp.sum(jnp.sin(fn(*xs)))  # noqa: E731
-        argnums = tuple(i for i, a in enumerate(args) if a.dtype == np.float32)
-        grad = jax.grad(scalar, argnums)
+        grad = jax.grad(scalar, tuple(i for i, a in enumerate(args) if a.dtype == np.float32))
         got = spmd.jit(grad, mesh=mesh, options=options)(*args)
         want = jax.jit(grad)(*args)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)

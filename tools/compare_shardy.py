@@ -77,5 +77,4 @@ def written(page: str, found: Mapping[str, Comparison]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the page."""
     Parser("tools/run compare_shardy", __doc__).parse_args(arguments)
-    page = written(PAGE.read_text(encoding="utf-8"), comparisons())
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), comparisons()), encoding="utf-8")

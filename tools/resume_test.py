@@ -111,10 +111,9 @@ def write_text(folder: Path) -> None:
 
 def environment(devices: int, cache: Path) -> dict[str, str]:
     """That of the runs: virtual CPU devices, and a folder of compiled programs."""
-    given = os.environ.get("XLA_FLAGS", "")
     return {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": with_device_count(given, devices),
+        "XLA_FLAGS": with_device_count(os.environ.get("XLA_FLAGS", ""), devices),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",

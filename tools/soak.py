@@ -217,8 +217,7 @@ class Crowd:
 
     async def _complete(self, rng: random.Random, model: str, known: str) -> str:
         prompt, form = rng.choice(PROMPTS), rng.randrange(len(FORMS))
-        body = request(prompt, model) | FORMS[form]
-        answer = await self._http.post("/v1/completions", json=body)
+        answer = await self._http.post("/v1/completions", json=request(prompt, model) | FORMS[form])
         if answer.status_code == 200:
             self._check((known, prompt, form), answer.json()["choices"][0]["text"])
         return self._status(answer, 200, 429)
@@ -403,7 +402,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         async def go() -> int:
             crowd = Crowd(server, expected)
             probe = Probe(server)
-            ended = await run(given, server, probe, crowd)
-            return report(server, probe, crowd, ended)
+            return report(server, probe, crowd, await run(given, server, probe, crowd))
 
         sys.exit(1 if asyncio.run(go()) else 0)

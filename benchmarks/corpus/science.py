@@ -31,13 +31,12 @@ def signals() -> Made:
     def fn(kernel: Any, x: Any) -> Any:
         matrix = sparse.BCOO.fromdense(jnp.eye(16)[::2], nse=8)
         rows = jnp.linspace(0.0, 6.0, 16).reshape(4, 4)
-        resized = jax.image.resize(x, (BATCH, 8), "cubic")
         return {
             "convolve": jsp.signal.convolve(x, kernel, mode="same"),
             "fft": jsp.signal.fftconvolve(x, kernel, mode="valid"),
             "stft": jnp.abs(jsp.signal.stft(x, nperseg=8)[2]),
             "coordinates": jsp.ndimage.map_coordinates(x, [rows, rows.T], order=1),
-            "resized": resized,
+            "resized": jax.image.resize(x, (BATCH, 8), "cubic"),
             "poly": (jnp.polyval(kernel[0], x), jnp.vander(x[:, 0], 3)),
             "sparse": matrix @ x.T,
             "gradient": jax.grad(lambda k: jnp.sum(jsp.signal.convolve(x, k) ** 2))(kernel),

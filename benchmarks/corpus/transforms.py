@@ -70,16 +70,13 @@ def implicit() -> Made:
         matrix = w @ w.T + 4 * jnp.eye(4)
         solved, _ = jax.scipy.sparse.linalg.cg(lambda v: v @ matrix, x, maxiter=8)
 
-        def residual(z: Any) -> Any:
-            return z - 0.3 * jnp.tanh(z @ w) - x
-
         def iterate(f: Any, start: Any) -> Any:
             return lax.fori_loop(0, 20, lambda _, z: z - f(z), start)
 
         def linear(f: Any, y: Any) -> Any:
             return lax.fori_loop(0, 20, lambda _, z: z - (f(z) - y), y)
 
-        root = lax.custom_root(residual, x, iterate, linear)
+        root = lax.custom_root(lambda z: z - 0.3 * jnp.tanh(z @ w) - x, x, iterate, linear)
         return jnp.mean(solved**2) + jnp.mean(root**2)
 
     args = (normal(0, 4, 4) * 0.4, normal(1, BATCH, 4))

@@ -95,8 +95,7 @@ def wire_seconds(collective: HloCollective, mesh: Mesh, topology: Topology) -> f
     axes = [i for i, size in enumerate(mesh.sizes) if size == group]
     bandwidth = chip.ici.bandwidth
     if group == topology.count:
-        ways = [2 if size % chip.wrap == 0 else 1 for size in topology.shape if size > 1]
-        bandwidth *= sum(ways)
+        bandwidth *= sum([2 if size % chip.wrap == 0 else 1 for size in topology.shape if size > 1])
     elif axes:
         bandwidth = topology.link(mesh, axes[0]).bandwidth
     steps = latency_steps(collective.kind, [2] * int(math.log2(group)))

@@ -64,7 +64,6 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 # writes several iterations of ours as one, so that `i < 8` may count 0, 2, 4, 6. So the counter is
 # followed: where it starts, what an iteration makes of it, and whether the condition still holds.
 
-
 MOST = 1 << 16
 """So many iterations are followed."""
 
@@ -72,20 +71,10 @@ _SAME = {"bitcast", "convert", "copy", "opt-barrier", "optimization-barrier", "r
 """Opcodes whose result is their operand, if that is an integer; or a tuple of them."""
 
 _OF_TWO: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "maximum": max,
-    "minimum": min,
-    "and": operator.and_,
-    "or": operator.or_,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "maximum": max,
+    "minimum": min, "and": operator.and_, "or": operator.or_, "LT": operator.lt, "LE": operator.le,
+    "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
 """Opcode, or direction of a `compare`, -> what it makes of two integers."""
 
 Given = Callable[[int, int | None], Any]
@@ -136,8 +125,7 @@ class Loops:
         return None
 
     def _result(self, computation: str, element: int | None, given: Given) -> Any:
-        root = self._roots.get(computation, "")
-        return self._value(computation, root, element, given)
+        return self._value(computation, self._roots.get(computation, ""), element, given)
 
     def _value(self, computation: str, name: str, element: int | None, given: Given) -> Any:
         """The integer that a value is, or None.

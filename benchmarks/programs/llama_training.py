@@ -110,8 +110,7 @@ def accumulate_in_scan(loss_and_grads: LossAndGrads, params: Any, batches: Any) 
     def body(total: Any, batch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, loss_and_grads(params, batch)), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    return jax.lax.scan(body, zeros, batches)[0]
+    return jax.lax.scan(body, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batches)[0]
 
 
 def accumulate_in_fori_loop(loss_and_grads: LossAndGrads, params: Any, batches: Any) -> Any:

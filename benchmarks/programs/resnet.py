@@ -38,8 +38,7 @@ def build(mesh: spmd.Mesh, spec: tuple[Any, ...]) -> Built:
     params = jax.tree.map(lambda s: marked(mesh, (), s.shape, s.dtype), structs_of(init))
     images = marked(mesh, spec, (BATCH, SIZE, SIZE, 3))
     labels = marked(mesh, spec[:1], (BATCH,), jnp.int32)
-    args = (params, structs_of(optimizer.init, params), images, labels)
-    return Built(step, args, donate=(0, 1))
+    return Built(step, (params, structs_of(optimizer.init, params), images, labels), donate=(0, 1))
 
 
 def init() -> dict[str, Any]:

@@ -24,7 +24,6 @@ from spmd.models.sampling import Report
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape of what a group has of it, in the order in which they lie."""
 
-
 PLAIN = "plain_"
 """With what the kinds of functions begin that leave out the adapters which there are."""
 

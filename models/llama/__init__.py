@@ -11,12 +11,6 @@ from spmd.models.llama.named import CONFIGS, named_config
 from spmd.models.llama.objective import loss
 
 __all__ = [
-    "CONFIGS",
-    "ConfigError",
-    "LlamaConfig",
-    "RopeScaling",
-    "forward",
-    "init",
-    "loss",
+    "CONFIGS", "ConfigError", "LlamaConfig", "RopeScaling", "forward", "init", "loss",
     "named_config",
-]
+]  # fmt: skip

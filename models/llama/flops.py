@@ -33,8 +33,7 @@ def flops_per_token(
     width = heads * (key + (value or key)) / 2
     idle = config.num_experts - config.num_experts_per_tok
     idle *= config.num_hidden_layers - config.first_k_dense_replace
-    expert = 3 * config.hidden_size * config.expert_width
-    parameters = config.parameter_count() - idle * expert
+    parameters = config.parameter_count() - idle * (3 * config.hidden_size * config.expert_width)
     if convention == "palm":
         return 6.0 * parameters + 12.0 * config.num_hidden_layers * width * seq_len
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size

@@ -5,8 +5,6 @@ Beside a projection's `weight` (O, I) lie `lora_A` (R, I) and `lora_B` (O, R), a
 `{"base": those of the model, "lora": adapters by the same paths}`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -57,7 +55,7 @@ class LoraConfig:
             raise ConfigError(f"{self}: give rank=16,alpha=32,targets={'+'.join(TARGETS)}, or less")
 
     @classmethod
-    def parse(cls, text: str) -> LoraConfig:
+    def parse(cls, text: str) -> "LoraConfig":
         """`"rank=16"`, `"rank=16,alpha=32,targets=q_proj+v_proj"`."""
         given = dict(part.partition("=")[::2] for part in text.split(","))
         try:

@@ -13,8 +13,6 @@ Weights are (O, I). At each point of `marks.MARK_POINTS` a value is passed to `m
 it, perhaps with a sharding; `sharding.py` decides which.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -124,7 +122,7 @@ def last_states(
     mark: Mark = no_marks,
     segment_ids_BS: jax.Array | None = None,
     positions_BS: jax.Array | None = None,
-) -> Ran:
+) -> "Ran":
     """(what the last layer makes (B, S, H), normalized, and loads), as of `logits_and_loads`."""
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", embeddings(table_VH, tokens_BS, config))
@@ -146,7 +144,7 @@ def run_layers(
     segment_ids_BS: jax.Array | None,
     config: LlamaConfig,
     mark: Mark,
-) -> Ran:
+) -> "Ran":
     """Runs all layers: those that are alike and have the same window together."""
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
@@ -185,7 +183,7 @@ def decoder_layer(
     window: int | None,
     config: LlamaConfig,
     mark: Mark,
-) -> Ran:
+) -> "Ran":
     """One layer: attention, then the MLP. The input of each is normalized, its output is added."""
     normed_BSH = norm(x_BSH, layer["input_layernorm"], config)
     weights = layer["self_attn"]
@@ -220,8 +218,7 @@ def attention(
     if config.kv_lora_rank:
         q_BSND, k_BTKD, v_BTKD = latent_heads(weights, x_BSH, rope, config, mark)
     else:
-        projected = project(x_BSH, weights, QUERY_KEY_VALUE, config)
-        q, k, v = map(mark, "qkv", projected)
+        q, k, v = map(mark, "qkv", project(x_BSH, weights, QUERY_KEY_VALUE, config))
         q_BSND, k_BTKD = split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads)
         q_BSND, k_BTKD = normed_heads(weights, q_BSND, k_BTKD, config)
         q_BSND, k_BTKD = (apply_rope(x, rope, config.rope_magnitude) for x in (q_BSND, k_BTKD))
@@ -389,7 +386,6 @@ Rows = tuple[Angles | None, jax.Array | None]
 
 Ran = tuple[jax.Array, Loads | None]
 """What layers return: the stream behind them, and the sum of their experts' loads."""
-
 
 Run = Callable[[Params, jax.Array, Rows], Ran]
 """Called with a layer, the stream before it, and what differs between sequences."""

@@ -219,7 +219,6 @@ _GPT_OSS_120B: Fields = {
     "eos_token_id": 200_002,
 }  # fmt: skip
 
-
 _SMALL = {"tie_word_embeddings": True}
 _SHORT = {**_SMALL, "max_position_embeddings": 32_768}
 

@@ -122,12 +122,11 @@ class LlamaProgram(TrainingProgram):
         table = sharding.table_named(run.sharding)
         points = sharding.activation_marks(mesh, self.model, table)
         # Held-out losses are of texts alone.
-        evaluated = dataclasses.replace(self.model, router_aux_loss_coef=0.0)
         losses: tuple[Any, ...] = tuple(
             functools.partial(preference_loss, config=config, mark=points, beta=run.dpo_beta)
             if "answers" in batch
             else batch_loss(config, points, run.z_loss if config is self.model else 0.0)
-            for config in (self.model, evaluated)
+            for config in (self.model, dataclasses.replace(self.model, router_aux_loss_coef=0.0))
         )
         if teacher is not None:
             taught = functools.partial(
@@ -251,8 +250,7 @@ class LlamaProgram(TrainingProgram):
         wanted = without_teacher(self.step.in_formats[0])
         if params is not None and len(jax.tree.leaves(params)) < len(jax.tree.leaves(wanted)):
             add = functools.partial(with_states, config=self.model)
-            make = jax.jit(add, out_shardings=wanted, donate_argnums=0)
-            params = make(params)
+            params = jax.jit(add, out_shardings=wanted, donate_argnums=0)(params)
         return super().fresh_params(params, seed=seed)
 
 
@@ -289,12 +287,10 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
         shardings: tree of the parameters' shardings, or formats.
     """
     if config.scan_layers:
-        make = jax.jit(functools.partial(init, config=config), out_shardings=shardings)
-        return make(key)
+        return jax.jit(functools.partial(init, config=config), out_shardings=shardings)(key)
     outer_key, keys_L = init_keys(key, config)
     outer = {n: value for n, value in shardings.items() if n not in ("layers", "dense")}
-    make_outer = functools.partial(init_outer, config=config)
-    params = jax.jit(make_outer, out_shardings=outer)(outer_key)
+    params = jax.jit(functools.partial(init_outer, config=config), out_shardings=outer)(outer_key)
     makers: dict[Any, Any] = {}
     for stack, of_model in config.stacks.items():
         made = {}

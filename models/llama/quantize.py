@@ -52,8 +52,7 @@ def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
         return _int4(rows_OI, xp)
     if kind not in ("int8", "fp8"):
         raise ConfigError(f"no quantization is called {kind!r}; there are {QUANTIZATIONS}")
-    largest = INT8_MAX if kind == "int8" else FP8_MAX
-    scales_O = _scales(rows_OI, largest, xp)
+    scales_O = _scales(rows_OI, INT8_MAX if kind == "int8" else FP8_MAX, xp)
     scaled_OI = rows_OI * (1 / scales_O)[..., None]
     values_OI = xp.rint(scaled_OI).astype(np.int8) if kind == "int8" else scaled_OI.astype(FP8)
     return {"values": values_OI, "scales": scales_O}
@@ -140,9 +139,8 @@ def quantized_types(config: LlamaConfig, kind: str) -> Any:
 def weight_types(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
     """The result of `quantize_weight` as `jax.ShapeDtypeStruct`s."""
     if kind != "int4":
-        dtype = jnp.int8 if kind == "int8" else FP8
         return {
-            "values": jax.ShapeDtypeStruct(shape, dtype),
+            "values": jax.ShapeDtypeStruct(shape, jnp.int8 if kind == "int8" else FP8),
             "scales": jax.ShapeDtypeStruct(shape[:-1], np.float32),
         }
     outputs, inputs = shape

@@ -15,8 +15,6 @@ Activations are split along the sequence over `seq` (`docs/long_sequences.md`), 
 (`LlamaConfig.stages`), and the sequences behind it: no stage computes the logits of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -99,11 +97,11 @@ class SpecTable(NamedTuple):
     activations: Mapping[str, Spec]  # point -> spec
     batch: Spec = (BATCH, None)  # spec of token ids (B, S)
 
-    def with_residuals(self, spec: Spec) -> SpecTable:
+    def with_residuals(self, spec: Spec) -> "SpecTable":
         """The same table with another spec of the residual stream."""
         return self._replace(activations={**self.activations, **dict.fromkeys(RESIDUALS, spec)})
 
-    def over(self, axes: Mapping[Entry, Entry]) -> SpecTable:
+    def over(self, axes: Mapping[Entry, Entry]) -> "SpecTable":
         """The same table with entries replaced by others, in parameters and activations.
 
         Args:

@@ -1,7 +1,5 @@
 """`TrainerOptions` of a training run of any model."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -105,7 +103,7 @@ class TrainerOptions:
         metrics_words(",".join(self.metrics))
 
     @classmethod
-    def from_yaml(cls, file: str | Path, **overrides: Any) -> TrainerOptions:
+    def from_yaml(cls, file: str | Path, **overrides: Any) -> "TrainerOptions":
         """The options in a file, each by its name: `steps: 100`.
 
         Args:

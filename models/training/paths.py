@@ -313,8 +313,7 @@ def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
         folder.rename(target)
         return
     assert isinstance(target, StorePath)
-    names = sorted(file_sizes(folder), key=lambda name: name == last)
-    for name in names:
+    for name in sorted(file_sizes(folder), key=lambda name: name == last):
         (folder / name).ask("cp_file", (target / name).place)  # its bytes do not come here
     remove_tree(folder, last)
 

@@ -8,8 +8,6 @@
 The order of these things is here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -179,7 +177,7 @@ class Trainer:
         held_out: Dataset | None = None,
         hooks: Hooks | None = None,
         about: Mapping[str, Any] | None = None,
-    ) -> Trainer:
+    ) -> "Trainer":
         """A trainer of a program that is made elsewhere.
 
         Args:

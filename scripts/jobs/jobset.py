@@ -4,8 +4,6 @@ GKE tells TPU pods their numbers. GPU and CPU pods get their number from their J
 index, and process 0's name from the JobSet's own DNS names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,7 +38,7 @@ class Volume:
     read_only: bool = False  # whether it is mounted for reading alone
 
     @classmethod
-    def parse(cls, kind: Kind, text: str) -> Volume:
+    def parse(cls, kind: Kind, text: str) -> "Volume":
         """Parses `NAME=PATH`, with `:ro` behind it for reading alone.
 
         Raises:
@@ -124,9 +122,8 @@ def container_fields(port: int) -> dict[str, Any]:
     """Fields of the container of every pod."""
 
     def probe(path: str, period: int, failures: int) -> dict[str, Any]:
-        program = _PROBE.format(port=port, path=path)
         return {
-            "exec": {"command": ["python3", "-c", program]},
+            "exec": {"command": ["python3", "-c", _PROBE.format(port=port, path=path)]},
             "periodSeconds": period,
             "timeoutSeconds": 10,
             "failureThreshold": failures,
@@ -182,10 +179,9 @@ def jobset_yaml(job: Job, jobset: JobSet) -> str:
     if jobset.http_port is not None:  # a Service whose only pod is process 0's
         name = {"name": f"{job.name}-{PORT_NAME}", "namespace": jobset.namespace}
         of_first = {JOB_LABEL: "0", INDEX_LABEL: "0"}
-        port = {"name": PORT_NAME, "port": 80, "targetPort": jobset.http_port}
         spec = {
             "selector": {"jobset.sigs.k8s.io/jobset-name": job.name, **of_first},
-            "ports": [port],
+            "ports": [{"name": PORT_NAME, "port": 80, "targetPort": jobset.http_port}],
         }
         service = {"apiVersion": "v1", "kind": "Service", "metadata": _given(name), "spec": spec}
         objects.append(service)

@@ -105,7 +105,6 @@ _running = threading.Lock()
 """Programs begin one after the other, those of several bundles, too: if two devices took two in
 different orders, their collectives would wait for each other."""
 
-
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 

@@ -18,8 +18,6 @@ reason, by `spmd.launch.peers`. How they end:
     it is lost itself                                                  exit 76
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json
@@ -204,7 +202,7 @@ _ASKED = b"t"
 _LOG = logging.getLogger("serving")
 
 
-def join(timeout_s: float = 300.0) -> Leader | Follower | None:
+def join(timeout_s: float = 300.0) -> "Leader | Follower | None":
     """Connects the processes of a job, after `spmd.initialize`.
 
     Returns:

@@ -3,8 +3,6 @@
 `manifest_json.py` reads and writes them, and says what must hold.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -30,7 +28,6 @@ STORED_AS: Mapping[str, str] = {
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
 }  # fmt: skip
 """Every dtype that an array of a bundle may have -> that in which safetensors holds its bits."""
-
 
 Shape = tuple[Annotated[Any, int | str], ...]
 """Sizes; of symbolic dims expressions of symbols (`n`, `2*n`), until `Manifest.sized`."""
@@ -155,7 +152,7 @@ class Manifest:
     # name -> symbol; in shapes of the state, of inputs and of outputs
     symbols: Mapping[str, Symbol] = dataclasses.field(default_factory=dict)
 
-    def sized(self, values: Mapping[str, Sizes]) -> Manifest:
+    def sized(self, values: Mapping[str, Sizes]) -> "Manifest":
         """The same with numbers in all shapes.
 
         Args:
@@ -210,8 +207,7 @@ def _at(entry: Entrypoint, values: Mapping[str, int]) -> Entrypoint:
     arguments = tuple(
         dataclasses.replace(a, leaves=_sized(a.leaves, values)) for a in entry.arguments
     )
-    outputs = _sized(entry.outputs, values)
-    return dataclasses.replace(entry, arguments=arguments, outputs=outputs)
+    return dataclasses.replace(entry, arguments=arguments, outputs=_sized(entry.outputs, values))
 
 
 def _sized(leaves: tuple[Any, ...], values: Mapping[str, int]) -> Any:

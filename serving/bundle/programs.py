@@ -51,7 +51,6 @@ Say = Callable[[str], None]
 Placed = Mapping[str, NamedSharding]
 """Path of every weight and state leaf -> where it lies."""
 
-
 Aim = Literal["fit", "fill", "guess"]
 """What a plan does about memory: `fit` keeps to what a device has; `fill` is the fastest plan, as a
 symbol takes the memory that it leaves; `guess` is made by the quick planner, to
@@ -328,8 +327,7 @@ def threads() -> int:
 def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> CompiledFunction:
     try:
         rows, platform = int(entry.tags.get("rows", 0)), platform_of(emitted.mesh)
-        chosen = gpu_options(options.compiler_options, platform, rows)
-        executable = compile_emitted(emitted, chosen)
+        executable = compile_emitted(emitted, gpu_options(options.compiler_options, platform, rows))
     except (RuntimeError, SpmdError) as error:
         raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
     mesh = jax_mesh(emitted.mesh)

@@ -31,23 +31,12 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
 from spmd.progress import Stopwatch
+from spmd.serving.bundle import programs
 from spmd.serving.bundle.bundle import Bundle
 from spmd.serving.bundle.cache import Cache, as_text, from_text
 from spmd.serving.bundle.folder import check_hashes, read_manifest
 from spmd.serving.bundle.function import BundleError, one_line
 from spmd.serving.bundle.manifest import AUTO, PLATFORMS, WEIGHTS, Entrypoint, Manifest, Sizes
-from spmd.serving.bundle.programs import (
-    FunctionKey,
-    Placed,
-    Say,
-    compile_functions,
-    emitted_of,
-    nothing_split,
-    placements,
-    static_module,
-    with_all_leaves,
-    with_primary,
-)
 from spmd.serving.bundle.symbols import Held, plan_sized, planner, too_much
 from spmd.serving.bundle.tensors import check_stored, read_weights
 
@@ -95,7 +84,7 @@ class Modules:
             )
         return entry.modules[self.platform]
 
-    def lower(self, entry: Entrypoint, asked: FunctionKey) -> Emitted:
+    def lower(self, entry: Entrypoint, asked: programs.FunctionKey) -> Emitted:
         """A function, lowered or taken from the cache; in a job by process 0, for all.
 
         Raises:
@@ -108,7 +97,7 @@ class Modules:
             try:
                 if file not in self.modules:  # for several sizes it is parsed once
                     self.modules[file] = parse_module(self.text(self.files[file]))
-                module = static_module(self.modules[file], entry, asked)
+                module = programs.static_module(self.modules[file], entry, asked)
                 _check_signature(module, entry, what)
                 called = calls_of(module).custom_calls
                 known = {key.partition(":")[2] for key in CANONICAL}
@@ -118,7 +107,7 @@ class Modules:
                         f"{what} calls {', '.join(unknown[:5])[:200]}, which is unknown here; "
                         "import what registers it (spmd.register_rule), or export without it"
                     )
-                return emitted_of(module, self.mesh, asked, self.options)
+                return programs.emitted_of(module, self.mesh, asked, self.options)
             except (SpmdError, BytecodeError) as error:
                 raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
 
@@ -166,10 +155,9 @@ def _texts(group: Sequence[bytes]) -> list[str]:
 def _check_signature(module: Any, entry: Entrypoint, what: str) -> None:
     """Raise unless a module takes and gives what the manifest says."""
     args, results = signature(module)
-    wanted_results = [*entry.leaves("state"), *entry.outputs]
     for kind, found, wanted in (
         ("takes", args, entry.leaves()),
-        ("gives", results, wanted_results),
+        ("gives", results, [*entry.leaves("state"), *entry.outputs]),
     ):
         if len(found) != len(wanted):
             raise BundleError(
@@ -252,9 +240,11 @@ def load_bundle(
     with _fitting(folder), contextlib.ExitStack() as caching:
         if cache is not None:
             caching.enter_context(cache.executables())
-        soon = wanted if first is None else with_all_leaves(manifest, first(manifest), wanted)
+        soon = (
+            wanted if first is None else programs.with_all_leaves(manifest, first(manifest), wanted)
+        )
         _tell(console, f"planning {len(soon)} of {len(wanted)} functions for {mesh}")
-        first_names = with_primary(manifest, soon)
+        first_names = programs.with_primary(manifest, soon)
         names = list(dict.fromkeys([*first_names, *wanted]))
         count = len(first_names)
         modules = Modules(folder, manifest, names, count, mesh.refined(), options, cache)
@@ -270,9 +260,9 @@ def load_bundle(
         reading = functools.partial(_read, folder, manifest, unchecked, console, clock)
         waiting = functools.partial(_status, console, f"compiling {count} functions")
         made = planned.emitted, planned.more, wanted, options, reading, waiting
-        parts = clock("compiling", compile_functions, manifest, mesh, *made)
+        parts = clock("compiling", programs.compile_functions, manifest, mesh, *made)
         notes += clock("compiling", too_much, planned, parts.programs, mesh)
-        notes += nothing_split(manifest, planned.emitted, mesh)
+        notes += programs.nothing_split(manifest, planned.emitted, mesh)
         if cache is not None:
             notes += cache.notes
         bundle = clock("state", Bundle, manifest, mesh, parts, notes, planned.symbols)
@@ -284,14 +274,14 @@ def load_bundle(
 def _held(folder: str | Path, mesh: Mesh, options: Options, cache: Cache | None) -> Held:
     """What a bundle will hold on a mesh, as its primary function has it for the least sizes."""
     manifest = read_manifest(folder)
-    names = with_primary(manifest, ())
+    names = programs.with_primary(manifest, ())
     modules = Modules(Path(folder), manifest, names, len(names), mesh.refined(), options, cache)
     least = {
         name: -(-symbol.at_least // symbol.multiple_of) * symbol.multiple_of
         for name, symbol in manifest.symbols.items()
     }
     planned = planner(manifest, mesh, modules.lower)(least, (), "fit")
-    return manifest, placements(planned.manifest, planned.emitted, mesh)
+    return manifest, programs.placements(planned.manifest, planned.emitted, mesh)
 
 
 def _check_files(folder: Path, manifest: Manifest, console: Console | None) -> list[str]:
@@ -315,7 +305,7 @@ def _read(
     unchecked: Sequence[str],
     console: Console | None,
     clock: Stopwatch,
-    placed: Placed,
+    placed: programs.Placed,
 ) -> Mapping[str, jax.Array]:
     """Reads the weights onto the mesh, and meanwhile compares the hashes of files."""
     with contextlib.ExitStack() as checking:
@@ -345,7 +335,7 @@ def _tell(console: Console | None, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _status(console: Console | None, text: str = "") -> Iterator[Say]:
+def _status(console: Console | None, text: str = "") -> Iterator[programs.Say]:
     """Says what goes on in one line of a terminal, at first a text, or not at all."""
     if console is None or not console.is_terminal or jax.process_index():
         yield lambda text: None

@@ -1,7 +1,5 @@
 """Weights as safetensors: streamed out tensor by tensor, read in shard by shard."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -128,7 +126,7 @@ def read_weights(
     return {leaf.path: array for leaf, array in zip(leaves, arrays, strict=True)}
 
 
-def lazy_tensors(file: str | Path) -> dict[str, LazyTensor]:
+def lazy_tensors(file: str | Path) -> "dict[str, LazyTensor]":
     """The tensors of a file of safetensors, each read when it is asked for.
 
     Raises:

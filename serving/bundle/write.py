@@ -18,15 +18,7 @@ from spmd.errors import SpmdError
 from spmd.frontend.artifact import CustomCalls, artifact_version, function_artifact
 from spmd.models.llama.weights.files import write_json
 from spmd.models.llama.weights.save import TOKENIZER_FILES
-from spmd.serving.bundle.describe import (
-    arguments_of,
-    check_manifest,
-    entrypoint,
-    leaves_of,
-    plain_specs,
-    state_leaves,
-    symbols_of,
-)
+from spmd.serving.bundle import describe
 from spmd.serving.bundle.folder import hash_files, new_folder
 from spmd.serving.bundle.function import BundleError, Function, one_line
 from spmd.serving.bundle.manifest import MANIFEST, PLATFORMS, WEIGHTS, Entrypoint, Manifest
@@ -35,7 +27,6 @@ from spmd.serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 
 TOKENIZER = "tokenizer"
 GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
-
 
 Goldens = Callable[[Path], Sequence[Mapping[str, Any]]]
 
@@ -100,7 +91,7 @@ def write_bundle(
         raise BundleError("there is no function to export")
     if len({function.name for function in functions}) != len(functions):
         raise BundleError("two functions have the same name")
-    arrays, weight_leaves = jax.tree.leaves(weights), leaves_of(weights, WEIGHTS)
+    arrays, weight_leaves = jax.tree.leaves(weights), describe.leaves_of(weights, WEIGHTS)
     tokenizer = tokenizer_files(tokenizer_from) if tokenizer_from is not None else {}
     with new_folder(folder) as unfinished:
         (unfinished / "functions").mkdir()
@@ -111,15 +102,15 @@ def write_bundle(
             primary=primary or functions[0].name,
             functions=entrypoints,
             weights=weight_leaves,
-            state=state_leaves(state),
-            specs=plain_specs(specs or {}),
+            state=describe.state_leaves(state),
+            specs=describe.plain_specs(specs or {}),
             contract=dict(contract or {}),
             goldens=() if callable(goldens) else tuple(goldens),
             quantization=quantization,
             tokenizer=tuple(f"{TOKENIZER}/{file}" for file in tokenizer),
-            symbols=symbols_of(functions),
+            symbols=describe.symbols_of(functions),
         )
-        check_manifest(manifest)
+        describe.check_manifest(manifest)
         if weight_leaves:
             write_weights(
                 unfinished / WEIGHTS, weight_leaves, arrays,
@@ -179,7 +170,7 @@ def producer() -> dict[str, str]:
 
 def _write(folder: Path, function: Function, platforms: Sequence[str]) -> Entrypoint:
     """Export a function for every platform; equal artifacts are one file."""
-    arguments_of(function)  # before it is traced
+    describe.arguments_of(function)  # before it is traced
     modules: dict[str, str] = {}
     written: dict[bytes, str] = {}
     calls: list[CustomCalls] = []
@@ -201,4 +192,4 @@ def _write(folder: Path, function: Function, platforms: Sequence[str]) -> Entryp
             written[data] = f"functions/{function.name}{suffix}.mlirbc"
             (folder / written[data]).write_bytes(data)
         modules[platform] = written[data]
-    return entrypoint(function, out, modules, calls)
+    return describe.entrypoint(function, out, modules, calls)

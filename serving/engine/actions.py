@@ -1,7 +1,5 @@
 """The scheduler's vocabulary: jobs go in, steps and progress come out."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -37,12 +35,12 @@ class Job:
     reports_ids: bool = False  # whether its reader gets the ids of tokens
     salt: str = ""  # pages are shared with those jobs alone that have the same
     adapter: int = -1  # as of `SlotPart`
-    thought: Marks | None = None  # stop strings count behind the thought only, if it may begin so
+    thought: "Marks | None" = None  # stop strings count behind the thought only, if it may begin so
     # which tokens may be drawn, by how many were drawn before; a guide's first one, too
-    masks: Masks = dataclasses.field(default=(), compare=False)
+    masks: "Masks" = dataclasses.field(default=(), compare=False)
     # says which tokens may be drawn next. From the second token on each waits for its mask
     # (`Scheduler.allow`).
-    guide: Guide | None = None
+    guide: "Guide | None" = None
     key: int = 0  # a number that no other job of the engine has
     client: str = ""  # who asks; clients get equal shares of the tokens
     user: str = ""  # whom the client asks for; users of a client share what it gets

@@ -115,8 +115,7 @@ class FairQueue(Generic[Item]):
         self._clients.enter(client)
         self._users.setdefault(client, Shares()).enter(user)
         line = self._lines.setdefault(client, {}).setdefault(user, deque())
-        place = bisect.bisect(line, item.priority, key=lambda waiting: waiting.priority)
-        line.insert(place, item)
+        line.insert(bisect.bisect(line, item.priority, key=lambda waiting: waiting.priority), item)
         self._length += 1
 
     def first(self) -> Item | None:

@@ -1,7 +1,5 @@
 """A `Backend` over exported functions: picks each call's bucket, pads inputs, reads results."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -202,7 +200,7 @@ class ModelBackend:
         return () if adapted else (PLAIN + kind,)
 
     def _inputs(
-        self, kind: str, size: tuple[int, int], placed: _Placed, alternatives: bool
+        self, kind: str, size: tuple[int, int], placed: "_Placed", alternatives: bool
     ) -> tuple[dict[str, Any], Any]:
         """The inputs of a step, and where the tokens of the parts that draw will be."""
         limits, (rows, length) = self.limits, size
@@ -233,8 +231,7 @@ class ModelBackend:
         if kind.removeprefix(PLAIN) not in ("step", "score", "turns"):
             return
         inputs, _ = self._inputs(kind, (size[0], size[1]), _place((), self.limits), False)
-        outputs = self._programs.run(name, inputs)
-        _copied(outputs["drawn"])()
+        _copied(self._programs.run(name, inputs)["drawn"])()
 
     def _bucket(self, kinds: Sequence[str], rows: int, length: int) -> tuple[str, int, int]:
         """The smallest function that is there of some kinds; of those as large the first kind's.

@@ -31,7 +31,6 @@ SILENT_SECONDS = 5.0
 
 _ORDERS = ("submit", "cancel", "end", "allow", "stop")
 
-
 _progress: Callable[[Any], Progress] = functools.partial(tuple.__new__, Progress)
 """Makes one of a tuple, faster than its constructor does."""
 

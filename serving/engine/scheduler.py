@@ -362,8 +362,7 @@ class Scheduler:
         for request in requests:
             asked = request.job
             drawn = asked.max_tokens - request.wanted
-            changes = any(at > drawn for at, _ in asked.masks)
-            if asked.guided or asked.logprobs or changes:
+            if asked.guided or asked.logprobs or any(at > drawn for at, _ in asked.masks):
                 return 1
             while request.room < request.filled + count:
                 group = self._group(request)

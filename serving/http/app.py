@@ -67,7 +67,6 @@ PROBES = [
     Route("/health", ready),
 ]
 
-
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 """Strangers may make up others; those count as one."""
 
@@ -156,8 +155,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 async def metrics(request: Request) -> Response:
     """`GET /metrics`, for Prometheus."""
-    text = service_of(request).traffic.render()
-    return Response(text, headers={"Content-Type": CONTENT_TYPE})
+    return Response(service_of(request).traffic.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def requests(request: Request) -> Response:

@@ -88,7 +88,6 @@ DEFAULT = """\
 DEFAULT_STOPS = ("\nUser:", "\nSystem:")
 """A base model goes on with the user's next turn; these strings end the assistant's."""
 
-
 THOUGHTS = (
     Marks("<think>", "</think>", False),
     Marks(

@@ -12,8 +12,6 @@ version is loaded beside the old one, and takes its place when it is ready; what
 ends there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -131,8 +129,7 @@ class Member:
         self._process = subprocess.Popen(
             self._words, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        copying = threading.Thread(target=self._copy, args=(asyncio.get_running_loop(),))
-        copying.start()
+        threading.Thread(target=self._copy, args=(asyncio.get_running_loop(),)).start()
         while not self.ended.is_set():
             with contextlib.suppress(httpx.TransportError):
                 if (await self.client.get("/health")).status_code == 200:

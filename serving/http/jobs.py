@@ -147,8 +147,7 @@ def completion_work(ask: CompletionAsk, language: Language, grammar: Grammar | N
     for given in ask.prompts:
         _check_size(given, ask, language)
     prompts = [_prompt(prompt, language, ask.special) for prompt in ask.prompts]
-    score = ask.echo and ask.logprobs is not None
-    return _work(ask, language, prompts, ask.stops, score, grammar)
+    return _work(ask, language, prompts, ask.stops, ask.echo and ask.logprobs is not None, grammar)
 
 
 def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) -> Work:

@@ -56,7 +56,6 @@ from spmd.serving.http.tools.reader import MessageReader
 #
 # Log-probabilities are written as OpenAI does for completions and chats, as vLLM does for prompts.
 
-
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 
@@ -363,7 +362,6 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 MOST_NAMES = 8
 
 NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.,:$ -]")
-
 
 Names = tuple[tuple[str, str], ...]
 """What chats call a part of a request, and what another API calls it."""

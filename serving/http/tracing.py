@@ -7,8 +7,6 @@ is under way, tracing costs nothing.
 Only this module imports OpenTelemetry's libraries, and it is imported if traces are asked for.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Metrics that do not depend on the kind of model: what HTTP was asked for, and how it ended."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections import deque
@@ -50,7 +48,7 @@ class Weighted:
     """
 
     def __init__(
-        self, name: str, help_text: str, buckets: tuple[float, ...], requests: RequestMetrics
+        self, name: str, help_text: str, buckets: tuple[float, ...], requests: "RequestMetrics"
     ) -> None:
         self._about = name, help_text, requests.model
         self._bounds = buckets

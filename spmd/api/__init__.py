@@ -14,22 +14,7 @@ from spmd.api.planned import STAGES
 from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_request, static_module
 
 __all__ = [
-    "STAGES",
-    "Compiled",
-    "Front",
-    "Jitted",
-    "Lowered",
-    "Selected",
-    "caller",
-    "compile_stablehlo",
-    "jit",
-    "like_parameters",
-    "lower_stablehlo",
-    "mark_sharding",
-    "mark_tree",
-    "module_request",
-    "path_name",
-    "pipeline",
-    "static_module",
-    "with_keywords",
-]
+    "STAGES", "Compiled", "Front", "Jitted", "Lowered", "Selected", "caller", "compile_stablehlo",
+    "jit", "like_parameters", "lower_stablehlo", "mark_sharding", "mark_tree", "module_request",
+    "path_name", "pipeline", "static_module", "with_keywords",
+]  # fmt: skip

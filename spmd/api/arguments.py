@@ -168,7 +168,6 @@ def _tree_type(tree: Any) -> Any:
     return treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-# ---------------------------------------------------------------------------------------------
 # Specs: as users give them, and spelled out with an entry for each dim.
 
 Specs = Sequence[Any] | Mapping[str, Any] | None

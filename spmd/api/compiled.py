@@ -1,7 +1,5 @@
 """Programs to hold on to: `Lowered`, which needs no device, and `Compiled`, which runs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +66,7 @@ class Lowered(Planned):
       measured: None. That of a `Compiled` is what its `measure` returned last; reports show it.
     """
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
         """Compiles by XLA for the machine that it was lowered for, else for the mesh's devices.
 
         `compiler_options` go to XLA, over those in `options`. MeshError: it has no compiler here.
@@ -359,7 +357,7 @@ class Compiled(Planned):
             lower = partial(emit_plan, options=self.options)
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
-    def measure(self, *args: Any, steps: int = 10, **kwargs: Any) -> Measured:
+    def measure(self, *args: Any, steps: int = 10, **kwargs: Any) -> "Measured":
         """Runs steps of the program, and compares their times with the predicted ones.
 
         After warming up, `steps` steps are timed one by one, from the call until all results are
@@ -395,7 +393,7 @@ class Compiled(Planned):
         self.measured = self.compared(run_steps(feed.run, feed.prepare, steps))
         return self.measured
 
-    def compared(self, run: Run) -> Measured:
+    def compared(self, run: "Run") -> "Measured":
         """Returns the measured times of `run`, steps of this program, beside the predicted ones."""
         from spmd.explain.measured import compare
         from spmd.measure.labels import Labels

@@ -1,7 +1,5 @@
 """`jit` returns a function that is compiled for a mesh on the first call of each kind."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -16,15 +14,7 @@ import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.sharding import AbstractMesh, NamedSharding
 
-from spmd.api.arguments import (
-    Selected,
-    arg_specs,
-    check_memory,
-    function_name,
-    is_in_host,
-    mesh_of,
-    result_specs,
-)
+from spmd.api import arguments
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
 from spmd.api.marks import caller, mark_sharding
@@ -69,11 +59,11 @@ class JitOptions(TypedDict, total=False):
 
 
 @overload
-def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> Jitted[P, R]: ...
+def jit(fn: Callable[P, R], **options: Unpack[JitOptions]) -> "Jitted[P, R]": ...
 @overload
 def jit(
     fn: None = None, **options: Unpack[JitOptions]
-) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+) -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 def jit(
     fn: Any = None,
     *,
@@ -174,8 +164,8 @@ def jit(
             mesh,
             _one_of(in_specs, in_shardings, "in"),
             _one_of(out_specs, out_shardings, "out"),
-            Selected.of(fn, static_argnums, static_argnames),
-            Selected.of(fn, donate_argnums, donate_argnames),
+            arguments.Selected.of(fn, static_argnums, static_argnames),
+            arguments.Selected.of(fn, donate_argnums, donate_argnames),
             keep_unused,
             inline,
             options,
@@ -199,7 +189,7 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, recipe: Recipe) -> None:
         functools.update_wrapper(self, recipe.fn, updated=())
-        self.__name__ = function_name(recipe.fn)
+        self.__name__ = arguments.function_name(recipe.fn)
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
         self._is_on_cpu = self._runs_alone = False
@@ -243,7 +233,7 @@ class Jitted(Generic[P, R]):
             inline=recipe.inline,
         )
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> "Traced":
         """Traces the function as `jax.jit(fn).trace` does, but its `lower` plans with `spmd`."""
         lower = functools.partial(self.lower, *args, **kwargs)
         return Traced(self.inlined.trace(*args, **kwargs), lower)
@@ -348,12 +338,10 @@ class Jitted(Generic[P, R]):
             """Traces the call in the schedule being tried; `may_reuse`: jax may use its cache."""
             doing("trace")
             again = functools.wraps(recipe.fn, updated=())(lambda *a, **k: recipe.fn(*a, **k))
-            asked = recipe if may_reuse else replace(recipe, fn=again)
-            return trace_call(asked, call, machine)
+            return trace_call(recipe if may_reuse else replace(recipe, fn=again), call, machine)
 
         def planned(request: Request) -> Lowered:
-            stages = compile_module(request, options, together)
-            return Lowered(request, stages, options, machine)
+            return Lowered(request, compile_module(request, options, together), options, machine)
 
         kind = together and f"compiling {together}"
         with progress(self.__name__, options.shows_progress, kind=kind):
@@ -413,7 +401,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
         mesh = as_mesh(around)
         if recipe.in_specs is not None:
             given = recipe.arguments(args, kwargs)
-            specs = arg_specs(recipe.in_specs, given, recipe.parameters, len(args))
+            specs = arguments.arg_specs(recipe.in_specs, given, recipe.parameters, len(args))
             values = _with_marks([argument.value for argument in given], specs, mesh)
             marked = dict(zip([argument.key for argument in given], values, strict=True))
             args = tuple(marked.get(i, arg) for i, arg in enumerate(args))
@@ -421,7 +409,7 @@ def _marked(recipe: Recipe) -> Callable[..., Any]:
         results = recipe.fn(*args, **kwargs)
         if recipe.out_specs is None:
             return results
-        return _with_marks(results, result_specs(recipe.out_specs, results), mesh)
+        return _with_marks(results, arguments.result_specs(recipe.out_specs, results), mesh)
 
     return call
 
@@ -433,7 +421,7 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
         if spec is None or isinstance(leaf, jax.Ref):  # a ref lies as what was put into it
             return leaf
         if isinstance(spec, NamedSharding):
-            if is_in_host(spec):
+            if arguments.is_in_host(spec):
                 raise SpecError(
                     "an argument or result of a function inside of another one is to lie in the "
                     "host's memory",
@@ -441,15 +429,14 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
                     actual=str(spec),
                     fix="say so of the arguments and results of the outer function",
                 )
-            check_memory(spec, "an argument or result")
-            return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
+            arguments.check_memory(spec, "an argument or result")
+            return mark_sharding(leaf, arguments.mesh_of(spec, mesh), spec.spec)
         return mark_sharding(leaf, mesh, spec)
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(mark, leaves, specs))
 
 
-# ---------------------------------------------------------------------------------------------
 # What it is made of for frameworks that take a user's objects apart into arrays.
 
 

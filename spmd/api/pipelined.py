@@ -236,7 +236,6 @@ def _leading(tree: Any, what: str, shape: str, dim: int = 0) -> int:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # Schedules: what they need, and which is taken where nobody says. How long a schedule takes depends
 # on all that is around it, so a program is traced and planned with each, and the one with the
 # shortest predicted run is taken, as with other forms of a program.

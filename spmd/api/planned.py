@@ -1,7 +1,5 @@
 """Programs with a plan: reports about shardings, costs and reasons, and texts of each stage."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os
@@ -98,7 +96,7 @@ class Planned:
 
     # Reports are loaded when asked for: training and serving go without.
 
-    def _facts(self, prices: bool = False) -> Facts:
+    def _facts(self, prices: bool = False) -> "Facts":
         from spmd.explain.facts import Facts
 
         file = os.path.basename(self.request.function[0]) if self.request.function else ""
@@ -113,7 +111,7 @@ class Planned:
             self.measured,
         )
 
-    def _report(self, prices: bool = False) -> PlanReport:
+    def _report(self, prices: bool = False) -> "PlanReport":
         return self._facts(prices).report()
 
     def to_json(self, *, prices: bool = False) -> dict[str, Any]:

@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, rest = make_parser().parse_known_args(flags)
     default_to_cpus()
     build, axes = program(given.program)
-    choices = read_choices(build, rest)
     found = spmd.plan(
         build,
         given.machines,
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meshes=given.mesh,
         prices=given.price,
         most_seconds=given.seconds,
-        **choices,
+        **read_choices(build, rest),
     )
     print(found.text(given.top))
     for row in found.rows[: given.compile]:

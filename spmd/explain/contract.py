@@ -73,8 +73,7 @@ def assert_plan(program: Any, file: str | os.PathLike[str], budget: Budget = BUD
         return
     if not path.exists():
         raise AssertionError(f"there is no plan {path}; {WRITE}=1 writes it")
-    kept = from_json(json.loads(path.read_text(encoding="utf-8")))
-    found = breaches(kept, now, budget)
+    found = breaches(from_json(json.loads(path.read_text(encoding="utf-8"))), now, budget)
     if found:
         lines = "\n".join(found)
         raise AssertionError(f"{path}: the plan became worse\n{lines}\nif it has to be, {WRITE}=1")

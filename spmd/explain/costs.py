@@ -5,8 +5,6 @@ Arithmetic costs the seconds that it takes. A collective costs its seconds less 
 same source lines, so their costs are summed.
 """
 
-from __future__ import annotations
-
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 and `from_json` turn it into plain dicts and back. Numbers are bytes and seconds.
 """
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence

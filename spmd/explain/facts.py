@@ -1,7 +1,5 @@
 """Gathers what reports show of a program: its stages, figures of one run, and shardings."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -282,7 +280,6 @@ def _against(leaves: Sequence[Leaf], held: int | None = None) -> str:
     return f"{w.bytes_text(part)} (unpartitioned {w.bytes_text(whole)}{ratio})"
 
 
-# ---------------------------------------------------------------------------------------------
 # How arguments, results and intermediate values are sharded and why, equal ones together.
 
 

@@ -1,7 +1,5 @@
 """Reports the memory of a program on one device, as XLA states it or as predicted, and remat."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ class Memory(NamedTuple):
         return self.arguments + self.results - self.aliased + self.temporary + self.constants
 
     @staticmethod
-    def of(analysis: Any, constants: int = 0, passed: int = 0) -> Memory:
+    def of(analysis: Any, constants: int = 0, passed: int = 0) -> "Memory":
         """Converts XLA's `memory_analysis()`; all bytes are 0 if that is None.
 
         `constants` are all bytes of constants, `passed` those of them that XLA counts as arguments.
@@ -52,7 +50,7 @@ class Memory(NamedTuple):
         )
 
     @staticmethod
-    def predicted(use: MemoryUse) -> Memory:
+    def predicted(use: MemoryUse) -> "Memory":
         """Converts a prediction, for a program that XLA has not compiled yet; `code` is 0."""
         held = use.arguments, use.results, use.aliased, use.temporary
         return Memory(*held, 0, True, use.constants)
@@ -106,8 +104,7 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
     alike = w.grouped(held, lambda row: (row[0], row[1], w.type_text(row[2]), row[3]))
     rows = [(sum(size for *_, size in values), len(values), *key) for key, values in alike.items()]
     heads = ("bytes", "n", "alive as", "made by", "local type", "source")
-    at_peak = w.Table(heads, rows).by("bytes")
-    return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, at_peak)
+    return MemoryCurve(tuple(map(tuple, curve)), use.peak_at, w.Table(heads, rows).by("bytes"))
 
 
 def recomputed(stages: Stages) -> w.Section:

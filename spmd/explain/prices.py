@@ -13,8 +13,6 @@ makes a program much slower is warned of even where prices were not asked for.
     share of a mark  =  1  -  time of the program planned without it  /  time of the program
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import defaultdict
@@ -139,7 +137,7 @@ class Prices:
         return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
-    def costly_mark(self) -> Relief | None:
+    def costly_mark(self) -> "Relief | None":
         """The marks that cost most, if that is more than `LEAST_SHARE` of a run; else None.
 
         Marks that save memory for arguments do not count. A group is tried only if a run takes

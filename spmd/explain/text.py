@@ -105,7 +105,6 @@ def brief(what: str, facts: Facts) -> str:
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
 
 
-# ---------------------------------------------------------------------------------------------
 # One value: why each dim is split or not, and which uses reshard it.
 
 Found = list[tuple[str, Value, Sharding | None]]  # (title, value, its sharding)
@@ -295,7 +294,6 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
             yield f"  {step.kind} over {w.axes_text(step.axes, mesh)}: {what}"
 
 
-# ---------------------------------------------------------------------------------------------
 # Two plans side by side: what changed, and what that costs.
 
 

@@ -17,7 +17,6 @@ MOST_SLOTS = 100_000
 
 PREDICTED, MEASURED = 1, 2  # numbers of the trace's two processes
 
-
 Slice = tuple[str, str, float, float, dict[str, Any]]
 """A rectangle: (lane, name, start and end in seconds, what is shown when it is selected)."""
 

@@ -1,7 +1,5 @@
 """Formats what reports show: shardings, times and source lines, tables, lines of text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -61,7 +59,6 @@ def idle_text(axes: Sequence[str]) -> str:
     return f"nothing is split over {which} of the mesh: the devices along it repeat the same work"
 
 
-# ---------------------------------------------------------------------------------------------
 # The parts of a report, which text and page both show; and the layout of text.
 
 Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
@@ -110,12 +107,12 @@ class Table(NamedTuple):
     sort: str = ""  # the column by which the rows are in order already, descending
     search: str = ""  # what the rows are, for a box on the page that filters them; no box if empty
 
-    def by(self, head: str) -> Table:
+    def by(self, head: str) -> "Table":
         """Returns the table sorted by the column `head`, of numbers, the largest first."""
         at = self.heads.index(head)
         return self._replace(rows=sorted(self.rows, key=lambda row: -row[at]), sort=head)
 
-    def first(self, most: int) -> Table:
+    def first(self, most: int) -> "Table":
         """Returns the table with only its first `most` rows."""
         return self._replace(rows=self.rows[:most])
 
@@ -160,7 +157,7 @@ class Section(NamedTuple):
     body: Table | list[Item]
     empty: str = ""  # what is said if there is nothing; if empty, the section is left out
 
-    def lines(self) -> Lines:
+    def lines(self) -> "Lines":
         """Yields title and body as lines of text; for an empty body `empty`, or nothing at all."""
         parts = [self.body] if isinstance(self.body, Table) else self.body
         lines = [line for part in parts for line in part.lines()]

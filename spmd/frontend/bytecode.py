@@ -36,8 +36,7 @@ def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
     """Returns each module's MLIR text, all read by one child process; or raises BytecodeError."""
     # `-P` and the own path of this file: the reader imports this installation, and nothing from the
     # current folder. A crash shows as a negative return code, the number of the signal.
-    size = sum(map(len, modules))
-    limit = _SECONDS + _SECONDS_PER_MEGABYTE * size / 2**20
+    limit = _SECONDS + _SECONDS_PER_MEGABYTE * sum(map(len, modules)) / 2**20
     reader = subprocess.run(
         [sys.executable, "-P", os.path.abspath(__file__), str(math.ceil(limit))],
         input=b"".join(_framed(data) for data in modules),

@@ -132,7 +132,6 @@ def _scan(site: Site) -> Sequence[Value]:
     return y, b.reshape(part(y, size - 1, size), site.op.kind.results[1].shape)
 
 
-# ---------------------------------------------------------------------------------------------
 # Older ops. Others, and dynamic ones whose result's type does not say all, are written anew when
 # they are imported (`LEGALIZED` of `importer/ops.py`).
 
@@ -213,7 +212,6 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------
 # FFTs of several dims as those of one dim each, so that only this one has to be whole.
 #
 # before: `%1 = fft %0 [8, 16]`
@@ -241,7 +239,6 @@ def _fft(site: Site) -> Sequence[Value]:
     return site.computed(in_turn)
 
 
-# ---------------------------------------------------------------------------------------------
 # Batch normalization as sums and elementwise ops (StableHLO specification, `batch_norm_*`): over a
 # split batch its statistics are partial sums, like any other.
 #
@@ -317,7 +314,6 @@ _READERS: dict[str, Canonical] = {
     "stablehlo.select_and_scatter": lambda s: (s.b.broadcast(s.operands[2], s.result.shape),),
 }
 """Op -> what it is where an operand has no elements and the results have."""
-
 
 CANONICAL: Mapping[str, Canonical] = {
     "chlo.scan": _scan,

@@ -30,7 +30,6 @@ Row = tuple[int, ...]  # one op of each lane, all of one kind, by their indices 
 OUTSIDE = -1
 """In `Block.users`: for an op, the program's results; for an operand, the op's regions."""
 
-
 Stack = tuple[tuple[Value, ...], ...]
 """Rows of equal ops, each to become a batched op; an op is given by its first result."""
 
@@ -253,7 +252,6 @@ def _structure(region: Region) -> Hashable:
     return inside(region)
 
 
-# ---------------------------------------------------------------------------------------------
 # Loops: what differs among the lanes inside.
 
 
@@ -291,7 +289,6 @@ def _spread(region: Region, count: int, given: Sequence[bool]) -> list[bool] | N
     return [env[v] for v in region.results]
 
 
-# ---------------------------------------------------------------------------------------------
 # Writing: rows are done at once.
 
 

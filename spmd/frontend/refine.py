@@ -7,8 +7,6 @@
 symbolic dims, but refuses composites.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools
@@ -23,19 +21,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.contents import (
-    Contents,
-    callees,
-    entries_of,
-    function_type,
-    items_of,
-    location_of,
-    named_ops,
-    ops_in,
-    replace_op,
-    stated_of,
-    tensor_type,
-)
+from spmd.frontend.importer import contents
 from spmd.frontend.importer.module import malformed
 from spmd.frontend.sizes import LONGEST, Dim, size_of
 from spmd.ir.program import Loc
@@ -61,8 +47,8 @@ def is_dynamic(module: ir.Module) -> bool:
     with module.context:
         return any(
             _symbols(function)
-            or not all(map(_is_static, itertools.chain(*function_type(function))))
-            for function in named_ops(module, "func.func").values()
+            or not all(map(_is_static, itertools.chain(*contents.function_type(function))))
+            for function in contents.named_ops(module, "func.func").values()
         )
 
 
@@ -70,7 +56,7 @@ def is_dynamic(module: ir.Module) -> bool:
 def symbols_of(module: ir.Module) -> tuple[str, ...]:
     """Returns the names (`n`) of the symbols whose values are a module's first arguments."""
     with module.context:
-        return tuple(_symbols(Contents(module).main()).values())
+        return tuple(_symbols(contents.Contents(module).main()).values())
 
 
 @malformed()
@@ -85,11 +71,11 @@ def refine(
     """
     with module.context, ir.Location.unknown():
         copy = ir.Module.parse(_bytes(module))
-        contents = Contents(copy)
-        contents.check_calls()
-        main = contents.main()
+        inside = contents.Contents(copy)
+        inside.check_calls()
+        main = inside.main()
         _bind(main, symbols)
-        types = function_type(main)[0]
+        types = contents.function_type(main)[0]
         if len(types) != len(shapes):
             raise FrontendError(
                 f"{len(shapes)} shapes are given for {len(types)} arguments",
@@ -112,10 +98,10 @@ def refine(
                 fix="correct the sizes of its symbolic dims",
             ) from error
         _to_composites(copy, taken)
-        for op in ops_in(copy.operation):
+        for op in contents.ops_in(copy.operation):
             dynamic = next((v.type for v in op.results if not _is_static(v.type)), None)
             if dynamic is not None:
-                scope, frames = location_of(op.location)
+                scope, frames = contents.location_of(op.location)
                 raise FrontendError(
                     f"a dim depends on data: {op.name} gives {dynamic}",
                     source=Loc(scope, tuple(frames)).source,
@@ -164,8 +150,8 @@ def stated_dims(module: ir.Module) -> list[ArgumentDims]:
         ... polymorphic shapes specifications: args[0].shape = (n, 4),args[2].shape = (2*n,). ...
     """
     with module.context:
-        main = Contents(module).main()
-        types, own = function_type(main)[0], _symbols(main)
+        main = contents.Contents(module).main()
+        types, own = contents.function_type(main)[0], _symbols(main)
         dims = [_dims(type_) for i, type_ in enumerate(types) if i not in own]
         specifications = _specifications(module)
     dynamic = [i for i, argument in enumerate(dims) if None in argument]
@@ -178,7 +164,7 @@ def stated_dims(module: ir.Module) -> list[ArgumentDims]:
 
 def _dims(type_: Any) -> ArgumentDims:
     if not isinstance(type_, ir.RankedTensorType):
-        return tensor_type(type_).shape
+        return contents.tensor_type(type_).shape
     return tuple(
         None if type_.is_dynamic_dim(dim) else type_.get_dim_size(dim) for dim in range(type_.rank)
     )
@@ -186,7 +172,7 @@ def _dims(type_: Any) -> ArgumentDims:
 
 def _specifications(module: ir.Module) -> list[ArgumentDims]:
     """Returns the shapes in the error message of the first shape assertion; [] without one."""
-    for op in ops_in(module.operation):
+    for op in contents.ops_in(module.operation):
         attributes = op.attributes
         is_call = op.name == "stablehlo.custom_call"
         if is_call and attributes["call_target_name"].value == "shape_assertion":
@@ -217,13 +203,12 @@ def _shape(text: str) -> ArgumentDims:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # Symbols that are arguments of `main` become constants; the passes fold what calls get of them.
 
 
 def _symbols(function: Any) -> dict[int, str]:
     """Returns position -> symbol of the arguments that are values of symbols."""
-    stated = enumerate(stated_of(function, "arg_attrs"))
+    stated = enumerate(contents.stated_of(function, "arg_attrs"))
     return {i: str(attrs[SYMBOL].value) for i, attrs in stated if SYMBOL in attrs}
 
 
@@ -253,7 +238,7 @@ def _bind(function: Any, symbols: Mapping[str, int]) -> None:
             argument.replace_all_uses_with(constant.result)
     for position in sorted(own, reverse=True):
         block.erase_argument(position)
-    inputs, results = function_type(function)
+    inputs, results = contents.function_type(function)
     kept = [i for i in range(len(inputs)) if i not in own]
     type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
     attrs = list(function.attributes["arg_attrs"])
@@ -261,7 +246,6 @@ def _bind(function: Any, symbols: Mapping[str, int]) -> None:
     function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
 
 
-# ---------------------------------------------------------------------------------------------
 # Composites, which jaxlib refuses, are calls meanwhile, each of a function of its own:
 #
 #   %1 = composite "f" %0 {@f}    becomes    %a = barrier %0; %1 = call @f.7(%a)
@@ -280,8 +264,8 @@ def _is_static(type_: Any) -> bool:
 
 def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
     """Returns a composite's attributes, with sizes in place of symbolic dims (`DIM`)."""
-    attributes, name = dict(entries_of(composite)), "composite_attributes"
-    found = items_of(attributes.get(name, ()))
+    attributes, name = dict(contents.entries_of(composite)), "composite_attributes"
+    found = contents.items_of(attributes.get(name, ()))
     for key, attr in found.items():
         if isinstance(attr, ir.StringAttr) and attr.value.startswith(DIM):
             size = size_of(attr.value.removeprefix(DIM), symbols)
@@ -291,11 +275,11 @@ def _sized(composite: Any, symbols: Mapping[str, int]) -> dict[str, Any]:
 
 def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> Taken:
     """Replaces composites by calls; returns function -> the composite's (attributes, location)."""
-    functions, taken, builder = named_ops(module, "func.func"), Taken(), cast(Any, func)
-    for op in ops_in(module.operation):
+    functions, taken, builder = contents.named_ops(module, "func.func"), Taken(), cast(Any, func)
+    for op in contents.ops_in(module.operation):
         if op.name != "stablehlo.composite":
             continue
-        (callee,) = callees(op)
+        (callee,) = contents.callees(op)
         name = f"{callee}.{len(taken)}"
         taken[name] = _sized(op, symbols), op.location
         operands, results = list(op.operands), [result.type for result in op.results]
@@ -311,20 +295,19 @@ def _to_calls(module: ir.Module, symbols: Mapping[str, int]) -> Taken:
             function = builder.FuncOp(name, types, visibility="private")
         function.attributes["no_inline"] = ir.UnitAttr.get()
         with ir.InsertionPoint(function.add_entry_block()) as at:
-            inner = builder.CallOp(results, callee, list(at.block.arguments))
-            func.ReturnOp(list(inner.results))
-        replace_op(op, call.results)
+            func.ReturnOp(list(builder.CallOp(results, callee, list(at.block.arguments)).results))
+        contents.replace_op(op, call.results)
     return taken
 
 
 def _to_composites(module: ir.Module, taken: Taken) -> None:
     """Replaces the calls of functions in `taken` by the composites that they were."""
-    for op in ops_in(module.operation):
+    for op in contents.ops_in(module.operation):
         if BEHIND in op.attributes:
-            replace_op(op, op.operands)
+            contents.replace_op(op, op.operands)
         elif op.name == "func.call" and (by := taken.get(op.attributes["callee"].value)):
             attributes, at = {**by[0], "decomposition": op.attributes["callee"]}, by[1]
             types, operands = [value.type for value in op.results], list(op.operands)
             with ir.InsertionPoint(op), at:
                 made = ir.Operation.create("stablehlo.composite", types, operands, attributes)
-            replace_op(op, made.results)
+            contents.replace_op(op, made.results)

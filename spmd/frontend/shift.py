@@ -135,8 +135,7 @@ def _chosen(
             "interior_padding": none,
             NEUTRAL: True,
         }
-        zero = b.splat(0, type_.with_shape(()))
-        return b.op(PAD, (now(value), zero), (type_,), padding)[0]
+        return b.op(PAD, (now(value), b.splat(0, type_.with_shape(()))), (type_,), padding)[0]
 
     type_ = join.kind.results[0]
     places = b.iota(TensorType(type_.shape, "i32"), dim)

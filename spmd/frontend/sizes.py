@@ -22,11 +22,8 @@ _NODES = (
     ast.BinOp, ast.Call, ast.Constant, ast.Load, ast.Name, ast.UnaryOp, ast.USub, *_OPERATORS,
 )  # fmt: skip
 _FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
-    "floordiv": operator.floordiv,
-    "max": max,
-    "min": min,
-    "mod": operator.mod,
-}
+    "floordiv": operator.floordiv, "max": max, "min": min, "mod": operator.mod,
+}  # fmt: skip
 
 
 def symbols_in(dims: Iterable[Dim]) -> tuple[str, ...]:

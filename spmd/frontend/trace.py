@@ -256,7 +256,6 @@ def _stated(positions: Sequence[int]) -> list[int]:
     return [] if list(positions) == list(range(len(positions))) else list(positions)
 
 
-# ---------------------------------------------------------------------------------------------
 # `jax.custom_partitioning`. Where a program names devices, jax lowers it to a custom call that only
 # points to its Python callbacks. We need none: what it computes is inlined, and partitioned.
 
@@ -265,7 +264,6 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
 
 
-# ---------------------------------------------------------------------------------------------
 # Composites in programs with symbolic dims. jax lowers a function there to one that takes the
 # symbols' values in front of its arguments, and forgets to pass them to a composite's function.
 
@@ -275,8 +273,7 @@ def _lower_composite(
 ) -> Any:
     """Lowers a composite to one whose operands begin with the symbols' values, as a call's do."""
     (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
-    function = plain_jit(jaxpr_as_fun(closed))
-    results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+    results = mlir.lower_fun(plain_jit(jaxpr_as_fun(closed)), multiple_results=True)(ctx, *values)
     call = results[0].owner
     own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
     stated = {
@@ -297,7 +294,6 @@ def _lower_composite(
     return list(made.results)
 
 
-# ---------------------------------------------------------------------------------------------
 # A mark that jax's own sharding constraint refuses: a dim that its axes don't divide, or a mesh
 # with the devices in another order. It is linear like the constraint, lowers to the same op, and so
 # runs under plain `jax.jit` too.
@@ -339,7 +335,6 @@ batching.primitive_batchers[_uneven_mark] = _batch_mark
 mlir.register_lowering(_uneven_mark, _lower_mark)
 
 
-# ---------------------------------------------------------------------------------------------
 # Callbacks of jax become calls of our own, which name the Python function by its number.
 #
 # jax lowers a callback to a custom call that points to a Python object of the lowering, on one

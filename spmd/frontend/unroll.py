@@ -29,16 +29,12 @@ from spmd.ir.rewrite import Now, edit_ops, remove_dead, repeat_op
 from spmd.ir.types import numpy_dtype
 
 _FOLDED: Mapping[str, Callable[..., int]] = {
-    "stablehlo.add": operator.add,
-    "stablehlo.subtract": operator.sub,
-    "stablehlo.multiply": operator.mul,
-    "stablehlo.maximum": max,
-    "stablehlo.minimum": min,
-    "stablehlo.negate": operator.neg,
-    "stablehlo.convert": int,
+    "stablehlo.add": operator.add, "stablehlo.subtract": operator.sub,
+    "stablehlo.multiply": operator.mul, "stablehlo.maximum": max, "stablehlo.minimum": min,
+    "stablehlo.negate": operator.neg, "stablehlo.convert": int,
     "stablehlo.select": lambda which, yes, no: yes if which else no,
     "stablehlo.clamp": lambda low, x, high: min(max(x, low), high),
-}
+}  # fmt: skip
 """Name of an op on integer scalars, such as counters and indices -> how it is computed here."""
 
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {

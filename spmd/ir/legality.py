@@ -4,8 +4,6 @@ A failure is a bug of the stage that made the program, never the user's fault. T
 the right values is for tests, and MLIR's own verifier reads what is emitted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NoReturn
 

@@ -4,8 +4,6 @@ A value is an integer; `Program.types[value]` is its type. All regions share the
 may read values defined outside and before it, and a table over values is a flat list.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +37,6 @@ class Callback:
 
 
 Value = int
-
 
 _NOT_THEIRS = ("<", *COMPILER)
 
@@ -105,7 +102,7 @@ class OpKind:
     attrs: Mapping[str, Attribute]
     _cache: dict[str, Any]
 
-    _interned: ClassVar[dict[Any, OpKind]] = {}
+    _interned: ClassVar[dict[Any, "OpKind"]] = {}
 
     def __new__(
         cls,
@@ -113,7 +110,7 @@ class OpKind:
         operands: tuple[TensorType, ...],
         results: tuple[TensorType, ...],
         attrs: Mapping[str, Attribute],
-    ) -> OpKind:
+    ) -> "OpKind":
         """Returns the one object with these fields, made when they first occur."""
         # Python has 1 == True == 1.0, with equal hashes: without the types in the key, the kind of
         # an op with `is_stable = 1` would be handed out for one with `is_stable = True`.
@@ -153,7 +150,7 @@ class OpKind:
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"
 
-    def __lt__(self, other: OpKind) -> bool:
+    def __lt__(self, other: "OpKind") -> bool:
         return self.name < other.name
 
 
@@ -163,7 +160,7 @@ class Op(NamedTuple):
     kind: OpKind
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
-    regions: tuple[Region, ...] = ()
+    regions: "tuple[Region, ...]" = ()
     loc: Loc = Loc()
 
     @property
@@ -241,12 +238,6 @@ def has_effect(op: Op) -> bool:
     """Whether an op, or one inside it, must run even if nothing reads its results (a callback)."""
     inner = (inner for region in op.regions for inner in region.ops)
     return op.kind.about.has_effect or any(map(has_effect, inner))
-
-
-def defined_in(region: Region) -> set[Value]:
-    """Returns all values that a region defines, those of regions inside it too."""
-    inner = (r.args for op in walk_region(region) for r in op.regions)
-    return set(region.args).union(*inner, *(op.results for op in walk_region(region)))
 
 
 def free_values(region: Region) -> tuple[Value, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
-from spmd.ir.program import Body, Op, Program, Region, Value, defined_in
+from spmd.ir.program import Body, Op, Program, Region, Value, walk_region
 from spmd.ir.types import (
     DIM_NUMBERS,
     Attribute,
@@ -175,8 +175,10 @@ def _return(region: Region) -> str:
 
 def _unused(region: Region, types: Sequence[TensorType]) -> Iterator[str]:
     """Returns lines `unused %3, %7 : tensor<8xf32>` for value numbers that nothing defines."""
+    inner = (r.args for op in walk_region(region) for r in op.regions)
+    defined = set(region.args).union(*inner, *(op.results for op in walk_region(region)))
     left: dict[TensorType, list[Value]] = {}
-    for value in sorted(set(range(len(types))) - defined_in(region)):
+    for value in sorted(set(range(len(types))) - defined):
         left.setdefault(types[value], []).append(value)
     return (f"unused {_values(values)} : {type_}" for type_, values in left.items())
 

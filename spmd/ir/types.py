@@ -1,7 +1,5 @@
 """Types of values, and the structured attributes of ops."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -53,15 +51,15 @@ class TensorType(NamedTuple):
             return "!stablehlo.token"
         return "tensor<" + "".join(f"{n}x" for n in self.shape) + self.dtype + ">"
 
-    def with_shape(self, shape: tuple[int, ...]) -> TensorType:
+    def with_shape(self, shape: tuple[int, ...]) -> "TensorType":
         """Returns the type with the same element type and another shape."""
         return TensorType(shape, self.dtype)
 
-    def with_dim(self, dim: int, size: int) -> TensorType:
+    def with_dim(self, dim: int, size: int) -> "TensorType":
         """Returns the type with size `size` in dim `dim`."""
         return self.with_shape((*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
-    def scaled(self, dim: int, times: int, parts: int = 1) -> TensorType:
+    def scaled(self, dim: int, times: int, parts: int = 1) -> "TensorType":
         """Returns the type with a dim's size times `times` and divided by `parts`, rounded down."""
         return self.with_dim(dim, self.shape[dim] * times // parts)
 
@@ -155,7 +153,7 @@ class Dense(NamedTuple):
         return np.broadcast_to(flat.reshape(() if self.splat else self.type.shape), self.type.shape)
 
     @staticmethod
-    def of(array: Any, dtype: str) -> Dense:
+    def of(array: Any, dtype: str) -> "Dense":
         """Returns the constant with an array's elements, as `dtype`; a splat if all are equal."""
         # Elements are compared as bytes, which keeps -0.0 apart from 0.0 and knows equal NaNs.
         elements = np.asarray(array, numpy_dtype(dtype))

@@ -349,10 +349,8 @@ def digest(text: str) -> str:
 
 # Programs: before XLA sees one, the processes of its mesh compare what they have compiled.
 
-
 PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 """How the names of XLA flags begin that may differ from process to process."""
-
 
 Texts = Mapping[str, tuple[str, Callable[[], str]]]
 """Name -> (hash of a text without source locations, function that returns the text with them)."""

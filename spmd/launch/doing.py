@@ -32,7 +32,6 @@ _OTHERS = (
 )
 _PACKAGES = {"site-packages", "dist-packages"}  # what is below them is installed
 
-
 ALIVE = "alive"  # folder of the signs of life in the job's store
 LEFT = "left"  # sign of a process that knows why the job ends: its silence means nothing
 AT_END = "nothing more, it is at its end"

@@ -50,7 +50,6 @@ COLLECTIVE_FAILED = re.compile(
 )
 """Matches the text of an error that the end of another process has most likely caused."""
 
-
 SHOWN = 4  # so many lost processes are named with their hosts
 
 

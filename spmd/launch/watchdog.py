@@ -6,8 +6,6 @@ needs no lock: it writes the stacks even when the other cannot run. The other pr
 as they end, when they hear why the job does (`spmd.launch.peers`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler
@@ -85,7 +83,7 @@ class Watchdog:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         with contextlib.suppress(OSError):  # a full disk is no reason not to watch
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)

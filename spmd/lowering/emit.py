@@ -4,8 +4,6 @@ The compiler's output, `Emitted`, is text and plain data only; `execute` parses 
 lowers the program. All ops are in MLIR's generic form, so that none needs a printer of its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +108,7 @@ class Emitted:
             for shardings, hosts in ends
         )
 
-    def major_to_minor(self) -> Emitted:
+    def major_to_minor(self) -> "Emitted":
         """Returns a copy whose arguments and results have the default order of dims in memory."""
         arguments, results = (None,) * len(self.arguments), (None,) * len(self.results)
         return replace(self, argument_orders=arguments, result_orders=results)
@@ -155,7 +153,6 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # The text.
 
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}

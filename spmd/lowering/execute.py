@@ -314,7 +314,6 @@ def without_shardings(module: ir.Module) -> str:
         return str(copy.operation.get_asm(enable_debug_info=True))
 
 
-# ---------------------------------------------------------------------------------------------
 # Python functions that a program calls: the calls in its module become jax's own.
 #
 # `mlir.emit_python_callback` writes what a backend needs (a custom call on CPUs and GPUs, send and

@@ -148,8 +148,7 @@ def _where(
     b.begin()
     done = b.end((), b.repeat(op.kind, operands))
     b.begin()
-    others = b.end((), otherwise())
-    return b.op(IF, (flag,), op.kind.results, {}, (done, others))
+    return b.op(IF, (flag,), op.kind.results, {}, (done, b.end((), otherwise())))
 
 
 def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
@@ -177,15 +176,13 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
             if stride * size < mesh.size:
                 part = b.binary("remainder", part, b.constant(size, "i32"))
             if index is not None:
-                scaled = b.binary("multiply", index, b.constant(size, "i32"))
-                part = b.binary("add", scaled, part)
+                part = b.binary("add", b.binary("multiply", index, b.constant(size, "i32")), part)
             index = part
         return index if index is not None else b.constant(0, "i32")
 
     return b.once(("index", axes), make)
 
 
-# ---------------------------------------------------------------------------------------------
 # Ordered callbacks.
 
 LINKED = "linked"

@@ -18,8 +18,6 @@ results of that kind are pinned to the order of the donated argument by a custom
     %8 = scatter %zeros, %rows; %9 = custom_call %8 {call_target_name = "LayoutConstraint"}
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -71,7 +69,7 @@ def lay_out(
     )
 
 
-def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Program:
+def _pinned(program: Program, wishes: "_Wishes", links: Sequence[Value]) -> Program:
     """Pins memory orders of large concatenates and scatters tied to donated arguments, `links`."""
     ranks = [(value, program.types[value].rank) for value in links]
     classes = {wishes.of((value, dim)) for value, rank in ranks for dim in range(rank)}

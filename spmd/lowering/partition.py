@@ -16,15 +16,7 @@ from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import Order, TensorType, local_type
-from spmd.lowering.local.dims import (
-    Split,
-    cut,
-    dynamic_take_dim,
-    gather_dim,
-    join,
-    own_piece,
-    per_device,
-)
+from spmd.lowering.local import dims
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axes_text, replicated, spec_text
@@ -91,8 +83,7 @@ class _Partitioner:
         found = []
         for value, sharding, name in zip(values, shardings, names, strict=True):
             maker = self.producers.get(value)
-            frames = maker.loc.frames if maker else ()
-            self.b.loc = Loc(loc.scope, frames or loc.frames)
+            self.b.loc = Loc(loc.scope, (maker.loc.frames if maker else ()) or loc.frames)
             self.use = name
             found.append(self.get(value, sharding))
         return found
@@ -312,7 +303,6 @@ class _Partitioner:
         self.keep(op, choice, self.b.op(op.name, operands, types, attrs, tuple(regions)))
 
 
-# ---------------------------------------------------------------------------------------------
 # Reshard steps as ops; and without permutes where devices may take different branches.
 
 
@@ -322,7 +312,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
     # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)
     if step.kind == "slice":
-        return own_piece(b, x, step.dims[0], step.axes, mesh)
+        return dims.own_piece(b, x, step.dims[0], step.axes, mesh)
     if step.kind == "mask" and step.after.kind in WHOLE_TERMS:
         return x
     if step.kind == "mask":
@@ -330,32 +320,32 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
         return b.select(first, x, b.splat(0, type_))
     if step.kind == "all_gather":
         (dim,) = step.dims
-        x = gather_dim(b, x, dim, step.axes, mesh)
-        return join(b, x, Split(dim, type_.shape[dim], step.axes, mesh))
+        x = dims.gather_dim(b, x, dim, step.axes, mesh)
+        return dims.join(b, x, dims.Split(dim, type_.shape[dim], step.axes, mesh))
     if step.kind == "all_to_all":
         source, target = step.dims
-        x = cut(b, x, target, step.axes, mesh)
+        x = dims.cut(b, x, target, step.axes, mesh)
         pieces = b.types[x].scaled(source, mesh.extent(step.axes))
         pieces = pieces.with_dim(target, type_.shape[target])
         how = {"concat_dimension": source, "split_dimension": target}
         x = b.collective(step.kind, x, pieces, step.axes, **how)
-        return join(b, x, Split(source, type_.shape[source], step.axes, mesh))
+        return dims.join(b, x, dims.Split(source, type_.shape[source], step.axes, mesh))
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
         return b.collective(step.kind, x, type_, step.axes, pairs=pairs)
     if step.kind == "reduce_scatter":
-        x = cut(b, x, step.dims[0], step.axes, mesh)
+        x = dims.cut(b, x, step.dims[0], step.axes, mesh)
     # Whether XLA's backends reduce this way across devices; bitwise ones only for predicates.
     bitwise = ("and", "or") if type_.dtype == "i1" else ()
     if step.before.kind not in ("add", "mul", "max", "min", *bitwise):  # of the gathered terms
-        terms = gather_dim(b, b.reshape(x, (1, *b.types[x].shape)), 0, step.axes, mesh)
+        terms = dims.gather_dim(b, b.reshape(x, (1, *b.types[x].shape)), 0, step.axes, mesh)
         reduced = b.reduce(step.before.kind, terms, (0,))
         is_whole = step.kind == "all_reduce"
         return reduced if is_whole else b.local_slice(reduced, type_, step.axes, step.dims[0])
     body = reducer_body(step.before.kind, type_.dtype)
-    dims = {"scatter_dimension": step.dims[0]} if step.kind == "reduce_scatter" else {}
-    assert dims or step.kind == "all_reduce", step.kind
-    return b.collective(step.kind, x, type_, step.axes, body=body, **dims)
+    to = {"scatter_dimension": step.dims[0]} if step.kind == "reduce_scatter" else {}
+    assert to or step.kind == "all_reduce", step.kind
+    return b.collective(step.kind, x, type_, step.axes, body=body, **to)
 
 
 HELD = "spmd.held"
@@ -393,14 +383,14 @@ def without_permutes(program: Program, mesh: Mesh) -> Program:
         # sends to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices
         # without a sender have zeros, as behind a permute.
         (x,), axes, type_ = operands, op.kind.attrs["axes"], op.kind.results[0]
-        gathered = gather_dim(b, b.reshape(x, (1, *type_.shape)), 0, axes, mesh)
+        gathered = dims.gather_dim(b, b.reshape(x, (1, *type_.shape)), 0, axes, mesh)
         sender = [-1] * mesh.size
         for source, to in op.kind.attrs["pairs"]:
             sender[to] = mesh.coordinate(source, axes)
-        mine = per_device(b, tuple(range(len(mesh.atoms))), sender)
+        mine = dims.per_device(b, tuple(range(len(mesh.atoms))), sender)
         zero = b.constant(0, "i32")
         start = b.binary("maximum", mine, zero)
-        received = b.reshape(dynamic_take_dim(b, gathered, 0, start, 1), type_.shape)
+        received = b.reshape(dims.dynamic_take_dim(b, gathered, 0, start, 1), type_.shape)
         if -1 not in sender:
             return (received,)
         return (b.select(b.compare("GE", mine, zero), received, b.splat(0, type_)),)

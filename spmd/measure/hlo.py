@@ -30,15 +30,11 @@ class Module(NamedTuple):
 
 
 COLLECTIVES = {
-    "all-gather": "all_gather",
-    "all-reduce": "all_reduce",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-    "collective-broadcast": "collective_broadcast",
+    "all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all", "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute", "collective-broadcast": "collective_broadcast",
     "send": "collective_permute",
-}
+}  # fmt: skip
 """Maps opcodes that send data between devices to the kind of collective, as spmd names it."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
@@ -77,8 +73,7 @@ def parse_module_text(text: str) -> Module:
             "the text is not an HLO module: it has no ENTRY computation",
             fix='pass compiled.as_text("hlo")',
         )
-    header = text[: text.find("\n")]
-    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[: text.find("\n")])
     return Module(entry, computations, math.prod(map(int, counts)), _frames(tables))
 
 

@@ -98,8 +98,7 @@ def HybridMesh(
     if topology is not None:
         return _mesh_of(topology, devices, sizes, names, outer)
     used = _first_devices(devices, names, sizes)
-    slices = {getattr(device, "slice_index", None) for device in used}
-    if len(slices) == math.prod(outer) > 1:
+    if len({getattr(device, "slice_index", None) for device in used}) == math.prod(outer) > 1:
         arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
     else:  # one slice, or devices without slices: the same logical layout over what there is
         blocks = np.asarray(used, dtype=object).reshape(outer + inner)

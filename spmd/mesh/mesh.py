@@ -1,7 +1,5 @@
 """`Mesh`: devices arranged along named axes; `Atom`: a prime-sized part of an axis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +57,7 @@ class Mesh(jax.sharding.Mesh):
     dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
     topology: Any = field(default=None, repr=False)  # a `Topology`, whose module has this one
 
-    def __new__(cls, *_: Any, **__: Any) -> Mesh:
+    def __new__(cls, *_: Any, **__: Any) -> "Mesh":
         """Returns a mesh without fields, for `__init__` to fill: jax's `__new__` wants devices."""
         return object.__new__(cls)
 
@@ -107,8 +105,7 @@ class Mesh(jax.sharding.Mesh):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew elsewhere: another process hashes strings in another way.
-        told = self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology
-        return Mesh, told
+        return Mesh, (self.device_ids, self.sizes, self.axis_names, self.dcn_sizes, self.topology)
 
     def __repr__(self) -> str:
         every = range(self.size)
@@ -210,7 +207,7 @@ class Mesh(jax.sharding.Mesh):
             for name, atoms in self.axis_atoms.items()
         }
 
-    def refined(self) -> Mesh:
+    def refined(self) -> "Mesh":
         """Returns a mesh of the same devices in which every atom is an axis.
 
         `model=4` becomes `model.0=2, model.1=2`. So a spec, which names whole axes, can split 2 key

@@ -1,7 +1,5 @@
 """`Sharding`: how a value is split over a mesh; local shapes, text, axes of another mesh."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, reduce
@@ -37,9 +35,9 @@ class Sharding:
     kind: str
     used: frozenset[int]  # every atom that splits a dim or is partial
 
-    _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], Sharding]] = {}
+    _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], "Sharding"]] = {}
 
-    def __new__(cls, dims: tuple[Axes, ...], partial: Axes = (), kind: str = "") -> Sharding:
+    def __new__(cls, dims: tuple[Axes, ...], partial: Axes = (), kind: str = "") -> "Sharding":
         """Returns the sharding with these fields: the one that exists, or a new one."""
         key = (dims, partial, kind)
         found = cls._interned.get(key)
@@ -55,7 +53,7 @@ class Sharding:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Sharding is frozen: {name} cannot be set")
 
-    def __reduce__(self) -> tuple[type[Sharding], tuple[tuple[Axes, ...], Axes, str]]:
+    def __reduce__(self) -> tuple[type["Sharding"], tuple[tuple[Axes, ...], Axes, str]]:
         return Sharding, (self.dims, self.partial, self.kind)
 
     def __repr__(self) -> str:
@@ -66,11 +64,11 @@ class Sharding:
         """The number of dims of the value."""
         return len(self.dims)
 
-    def full(self) -> Sharding:
+    def full(self) -> "Sharding":
         """Returns the sharding that has the same atoms for each dim, and is not partial."""
         return Sharding(self.dims) if self.partial else self
 
-    def with_partial(self, partial: Iterable[int], kind: str) -> Sharding:
+    def with_partial(self, partial: Iterable[int], kind: str) -> "Sharding":
         """Returns the sharding with the same dims, partial over `partial` by `kind`: `add`, ..."""
         atoms = tuple(sorted(set(partial)))
         return Sharding(self.dims, atoms, kind if atoms else "")
@@ -147,7 +145,6 @@ def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
     return size % mesh.extent(axes) == 0
 
 
-# ---------------------------------------------------------------------------------------------
 # Text: `[{data}, {model, data:(2)2}] partial add {x}`.
 
 
@@ -229,7 +226,6 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
     return tuple(atoms)
 
 
-# ---------------------------------------------------------------------------------------------
 # Axes of one mesh in the atoms of another that arranges the same devices otherwise.
 #
 # On (data=4, model=2), whose atoms are data:(1)2, data:(2)2 and model:

@@ -1,7 +1,5 @@
 """`Topology`: a machine's devices and links. `Chip`: the figures of one kind of device."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -192,16 +190,9 @@ def slices_of(kind: str) -> dict[str, str]:
 
 # Patterns of `device.device_kind`, most specific first.
 DEVICE_KINDS = (
-    (r"TPU v4", "v4"),
-    (r"TPU v5 ?lite|TPU v5e", "v5e"),
-    (r"TPU v5", "v5p"),
-    (r"TPU v6", "v6e"),
-    (r"TPU ?7", "tpu7x"),
-    (r"A100", "a100"),
-    (r"H200", "h200"),
-    (r"H100", "h100"),
-    (r"cpu", "cpu"),
-)
+    (r"TPU v4", "v4"), (r"TPU v5 ?lite|TPU v5e", "v5e"), (r"TPU v5", "v5p"), (r"TPU v6", "v6e"),
+    (r"TPU ?7", "tpu7x"), (r"A100", "a100"), (r"H200", "h200"), (r"H100", "h100"), (r"cpu", "cpu"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, init=False)
@@ -338,8 +329,7 @@ class Topology:
         """
         if not self.chip.torus_dims:
             return 1.0
-        dims = _torus_dims(self, mesh)[axis]
-        sizes = [self.shape[dim] for dim in dims if dim < len(self.shape)]
+        sizes = [self.shape[dim] for dim in _torus_dims(self, mesh)[axis] if dim < len(self.shape)]
         each = [_ways(self.chip, size) for size in sizes]
         return max([1.0, *(sum(each) * s / 4 / w for s, w in zip(sizes, each, strict=True))])
 
@@ -361,7 +351,7 @@ class Topology:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> Topology:
+    def load(path: str | Path) -> "Topology":
         """Returns the topology that `save` wrote.
 
         Raises:
@@ -384,7 +374,7 @@ class Topology:
             ) from error
 
     @staticmethod
-    def for_devices(devices: Sequence[Any]) -> Topology:
+    def for_devices(devices: Sequence[Any]) -> "Topology":
         """Guesses the topology of jax devices from their kind and coordinates.
 
         Raises:

@@ -9,16 +9,6 @@ from spmd.ops.linear_attention import linear_attention
 from spmd.ops.paged import paged_attention, paged_update
 
 __all__ = [
-    "Fp8State",
-    "attention",
-    "experts",
-    "fp8_dot",
-    "fp8_state",
-    "from_zigzag",
-    "linear",
-    "linear_attention",
-    "linears",
-    "paged_attention",
-    "paged_update",
-    "zigzag",
-]
+    "Fp8State", "attention", "experts", "fp8_dot", "fp8_state", "from_zigzag", "linear",
+    "linear_attention", "linears", "paged_attention", "paged_update", "zigzag",
+]  # fmt: skip

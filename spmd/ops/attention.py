@@ -128,8 +128,7 @@ def attention(
             positions = keys_T = order.positions(q.shape[1], zigzag)
         elif window is not None and segments is not None and positions is None:
             positions = jnp.arange(q.shape[1])  # beside a mask the kernel takes no window
-        mask = Mask(positions, queries_BS, keys_BT, keys_T)
-        visible_BST = mask.visible(k.shape[1], window)
+        visible_BST = Mask(positions, queries_BS, keys_BT, keys_T).visible(k.shape[1], window)
         return jax.nn.dot_product_attention(
             q, k, v, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
@@ -231,7 +230,6 @@ def batched_composite(
     return run
 
 
-# ---------------------------------------------------------------------------------------------
 # One more piece of the keys.
 #
 # Where a sequence is split over P devices, device `own` has the `own`-th part of the queries, and
@@ -360,7 +358,6 @@ def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:
     return run
 
 
-# ---------------------------------------------------------------------------------------------
 # What computes them on which platform.
 
 KERNELS = {"cuda": attention_cudnn, "tpu": attention_splash}

@@ -44,8 +44,7 @@ def gradient(*operands: Any, **attributes: Any) -> Any:
     q, k, v, out, dout = map(_heads_first, tensors)
 
     def one(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
-        infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
-        kept = (q, k, v, segments, None, out, lse, *infos)
+        kept = (q, k, v, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         return _splash()._splash_attention_bwd(**kernel.kwargs, res=kept, do=dout)[3:6]
 
     # The kernel knows no scale: q comes in multiplied by it, so its gradient has to be, too.

@@ -147,8 +147,7 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
         sums = here.put([b.splat(0, b.types[x]) for x in here.keys[:2]], 0, own)
     for place, keys in here.others(-1):
         operands = q, *keys[:2], *kept, here.is_before(place), dq
-        types = b.types[dq], *here.key_types
-        dq, *terms = here.piece(PIECE_GRADIENT, operands, keys, types)
+        dq, *terms = here.piece(PIECE_GRADIENT, operands, keys, (b.types[dq], *here.key_types))
         sums = here.added(terms, sums) if here.goes_round else here.put(sums, place, terms)
     sums = here.added(own, sums) if here.goes_round else sums
     return b.convert(dq, type_.dtype), *sums

@@ -247,7 +247,6 @@ _PLATFORMS: dict[str, tuple[experts_exchange.Send, experts_local.Product]] = {
 }
 """Platform -> (how devices exchange rows, how rows are multiplied by their experts' weights)."""
 
-
 _OWED = ", b s h -> b s h, b s c, e m h, e m h, e h m"
 
 for name, function, products, trips, results, kinds in (

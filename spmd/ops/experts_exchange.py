@@ -18,8 +18,6 @@ experts are chosen equally often, so mostly there is one turn; if a device gets 
 its group take part in further turns. Nothing is dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -130,7 +128,7 @@ class _Route(NamedTuple):
     most: int
 
     @staticmethod
-    def of(chosen_BSC: Any, here: int, count: int, axes: tuple[str, ...]) -> _Route:
+    def of(chosen_BSC: Any, here: int, count: int, axes: tuple[str, ...]) -> "_Route":
         chosen_X, devices = chosen_BSC.reshape(-1), count // here
         place_X = jnp.where((chosen_X > 0) & (chosen_X <= count), chosen_X - 1, count)
         is_chosen = place_X[:, None] == jnp.arange(count)

@@ -4,8 +4,6 @@ Shapes are in the names, as in `spmd.ops.experts`. A *choice* is one of the C ex
 chosen. Products are of rows that are sorted by their expert.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -134,7 +132,7 @@ class _Choices(NamedTuple):
     most: int
 
     @staticmethod
-    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> _Choices:
+    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> "_Choices":
         chosen_X, here = chosen_BSC.reshape(-1), numbers_E.shape[0]
         is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
         place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)
@@ -143,13 +141,11 @@ class _Choices(NamedTuple):
         order_X = jnp.argsort(place_X, stable=True)
         most = total // choices * min(choices, here)  # no row chooses an expert twice
         size = turn_size(total * here / count, most)
-        place_TC = inverse(order_X).reshape(-1, choices)
-        return _Choices(order_X, place_TC, ends_E, choices, size, most)
+        return _Choices(order_X, inverse(order_X).reshape(-1, choices), ends_E, choices, size, most)
 
     def turn(self, i: Any) -> Turn:
         start = i * self.size
-        padded = jnp.pad(self.order_X, (0, self.size))
-        at_R = jax.lax.dynamic_slice_in_dim(padded, start, self.size)
+        at_R = jax.lax.dynamic_slice_in_dim(jnp.pad(self.order_X, (0, self.size)), start, self.size)
         bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
         is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
         sizes_E = jnp.diff(bounds_E, prepend=0)
@@ -234,7 +230,6 @@ def with_terms(totals: Sequence[Any], terms: Sequence[Any]) -> list[Any]:
     return [total + x.astype(total.dtype) for total, x in zip(totals, terms, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------
 # On TPUs the gradient of the weights is jax's kernel (megablox), which takes each row once. XLA
 # makes a product over all rows for each expert, with the rows of the others hidden: of four
 # experts, four times the arithmetic.
@@ -266,8 +261,7 @@ def _tpu_backward(kept: Any, dout_RO: Any) -> Any:
 
     dtype, columns_OR = weights_EOI.dtype, dout_RO.swapaxes(0, 1)
     how = {"preferred_element_type": dtype, "tiling": tiles, "interpret": INTERPRET}
-    dweights_EOI = tgmm(columns_OR, x_RI, sizes_E, **how)
-    return dx_RI, dweights_EOI, None
+    return dx_RI, tgmm(columns_OR, x_RI, sizes_E, **how), None
 
 
 tpu_product.defvjp(lambda *operands: (tpu_product(*operands), operands), _tpu_backward)

@@ -164,8 +164,7 @@ def _attention_rule(kind: OpKind) -> Rule:
     terms = ["a r k g d", "a n p k c d", "a b m", "a r", "a r", "a e"]
     terms += ["a n p k c" if x.rank == 5 else "k g" for x in kind.operands[6:]]
     text = f"{', '.join(terms)} -> {terms[0]}"
-    whole = dict.fromkeys("rdnpcbme", REPLICATE)
-    return parse_rule(text, kind.operands, kind.results, kinds=whole)
+    return parse_rule(text, kind.operands, kind.results, kinds=dict.fromkeys("rdnpcbme", REPLICATE))
 
 
 def _update_rule(kind: OpKind) -> Rule:
@@ -196,7 +195,6 @@ def _bytes_read(kind: OpKind) -> list[float]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
 # On TPUs: jax's kernel for rows of several slots at once. It wants sequences one behind the other,
 # each with rows: slots without rows are left out. It knows no scales of keys and no sinks: these
 # are left to the reference.
@@ -229,8 +227,7 @@ def attend_on_tpu(*operands: Any, window: int | None = None) -> Any:
         for a in range(count)
     ]
     # Of rows that no sequence has nothing is written.
-    is_seeing_AR = (last_AR >= 0)[..., None, None, None]
-    return jnp.where(is_seeing_AR, jnp.stack(groups), 0)
+    return jnp.where((last_AR >= 0)[..., None, None, None], jnp.stack(groups), 0)
 
 
 def _group(

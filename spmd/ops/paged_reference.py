@@ -58,8 +58,7 @@ def attend(
     pieces = []
     for x in flat:  # rows -1 behind the others are padding
         widths = ((0, count * at_once - groups * rows), *((0, 0),) * (x.ndim - 1))
-        padded = jnp.pad(x, widths, constant_values=-1)
-        pieces.append(padded.reshape(count, at_once, *x.shape[1:]))
+        pieces.append(jnp.pad(x, widths, constant_values=-1).reshape(count, at_once, *x.shape[1:]))
     heads_XKGD = jax.lax.map(some, pieces).reshape(-1, *q_ARKGD.shape[2:])
     return heads_XKGD[: groups * rows].reshape(q_ARKGD.shape)
 
@@ -71,8 +70,7 @@ def scales_and_sinks(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
     """Returns (A, R): the last position that each row sees; -1 (none) for rows of padding."""
-    rows_R = jnp.arange(positions_AR.shape[1])
-    return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
+    return jnp.where(jnp.arange(positions_AR.shape[1]) < first_AB1[:, -1:], positions_AR, -1)
 
 
 def _attend_row(

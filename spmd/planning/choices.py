@@ -1,7 +1,5 @@
 """The choices that planners weigh for an op, and tables of what reshards between them cost."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -208,7 +206,6 @@ def axis_sets(runs: Sequence[Axes]) -> list[Axes]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------
 # Assignments of one op: which atoms split its factors, from what lies around it or at large.
 
 Claims = Mapping[int, Axes]  # factor -> atoms that one operand or result has on it

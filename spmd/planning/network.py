@@ -6,8 +6,6 @@ seconds and the seconds of the reshards between what a producer leaves and what 
 times the trips of the loops around it. What looks alike (`units.py`) is one variable.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -67,7 +65,7 @@ class _States(NamedTuple):
     at: Table
 
     @staticmethod
-    def of(states: Sequence[Sharding]) -> _States:
+    def of(states: Sequence[Sharding]) -> "_States":
         index: dict[Sharding, int] = {}
         at = [index.setdefault(state, len(index)) for state in states]
         return _States(tuple(index), np.array(at, dtype=np.intp))
@@ -134,7 +132,7 @@ class CostNetwork:
         self._close = CLOSE
         self._build(known)
 
-    def settled(self) -> CostNetwork:
+    def settled(self) -> "CostNetwork":
         """Makes the network anew if its solution calls for other shared copies; returns itself."""
         if (copies := self.agreed()) != self.copies:
             self._build(copies)
@@ -192,7 +190,7 @@ class CostNetwork:
         ]
         return solve(self.network, allowed)._replace(lower=self.solution.lower)
 
-    def with_exposed(self, exposed: float, by_slack: bool) -> CostNetwork:
+    def with_exposed(self, exposed: float, by_slack: bool) -> "CostNetwork":
         """Returns a copy of the network in which arithmetic hides a part of reshards.
 
         A reshard of t seconds costs `exposed * t`; with `by_slack` at least `t - slack`, where
@@ -313,8 +311,7 @@ class CostNetwork:
                 again = self._seen(again, source, index, [use])
                 rows[with_copy] = np.minimum(rows[with_copy], again)
             if rows.any():
-                target = self.variables[use.target]
-                costs = rows[:, target.choices] * (use.trips * share)
+                costs = rows[:, self.variables[use.target].choices] * (use.trips * share)
                 self._reshards.pair(source, use.target, costs)
 
     def _seen(self, costs: Table, source: int, index: int, uses: Iterable[Use]) -> Table:
@@ -337,7 +334,6 @@ class CostNetwork:
         return (wanted,) if wanted is not None else None
 
 
-# ---------------------------------------------------------------------------------------------
 # Slack: how long a device computes between making a value and reading it.
 #
 # A machine that communicates beside its arithmetic hides a reshard there. Gathers of weights and
@@ -391,7 +387,6 @@ def slack_of(choices: Choices, units: Units) -> Slack:
     return {key: seconds / count for key, (seconds, count) in found.items()}
 
 
-# ---------------------------------------------------------------------------------------------
 # Decoding: the plan that a solution of the network stands for.
 
 

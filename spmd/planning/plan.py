@@ -125,7 +125,6 @@ class Plan(NamedTuple):
         return self.choices[op.results[0]]
 
 
-# ---------------------------------------------------------------------------------------------
 # A plan as plain data, and back: what was decided, without the problem that it was decided for.
 
 _AS_THEY_ARE = (  # fields that are numbers or text

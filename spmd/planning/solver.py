@@ -11,8 +11,6 @@ bound: people can see how far from the best it is at most.
 Nothing depends on the clock or on hash order: every process finds the same.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -57,7 +55,7 @@ class Network:
         total = sum(float(costs[s]) for costs, s in zip(self.unary, states, strict=True))
         return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
 
-    def restricted(self, alive: Sequence[Table]) -> Network:
+    def restricted(self, alive: Sequence[Table]) -> "Network":
         """Returns the network with only the states `alive[v]`, by number, of each variable v."""
         smaller = Network()
         for costs, kept in zip(self.unary, alive, strict=True):
@@ -67,12 +65,10 @@ class Network:
         return smaller
 
 
-# ---------------------------------------------------------------------------------------------
 # Elimination: variables are replaced by their best responses, one after another. The one whose
 # neighbours have the fewest joint states goes first (bucket elimination, Dechter 1999; with one or
 # two neighbours these are the reductions of partitioned boolean quadratic programming, Scholz and
 # Eckstein 2002). What is found is exact as far as it goes.
-
 
 Joint = tuple[int, ...]  # variables of one factor, ascending
 
@@ -192,13 +188,11 @@ class Elimination:
         return math.prod([self.sizes[u] for u in self._near(v)], start=self.sizes[v])
 
 
-# ---------------------------------------------------------------------------------------------
 # Lower bounds by message passing: which states of a network's variables no best solution has.
 #
 # Tree-reweighted message passing (Kolmogorov 2006) moves costs between variables and pairs,
 # changing no sum, until the sum of everyone's own least cost is as large as it gets: a lower bound.
 # A state whose own excess over it is more than some known solution has left to lose can be dropped.
-
 
 SWEEPS = 6  # of a round
 
@@ -258,7 +252,7 @@ class Passing:
                     for edge in edges:
                         np.minimum.reduce(edge.costs + (mine - edge.got)[:, None], out=edge.sent)
 
-    def restricted(self, alive: Sequence[Table]) -> Passing:
+    def restricted(self, alive: Sequence[Table]) -> "Passing":
         """Returns a copy with only the states `alive[v]` of each variable v, and their messages."""
         smaller = Passing(self.network.restricted(alive))
         for v, edges in enumerate(smaller.edges):
@@ -327,7 +321,6 @@ class Passing:
         return lower, excess
 
 
-# ---------------------------------------------------------------------------------------------
 # The solver.
 
 TABLE_LIMIT = 1 << 18  # entries of the largest table that elimination may build

@@ -216,7 +216,6 @@ def _refined(colours: Sequence[int], edges: Sequence[Edge], radius: int) -> list
     return list(colours)
 
 
-# ---------------------------------------------------------------------------------------------
 # What units decide between: the states of arguments and carries, and the choices of ops. They have
 # three sources, the likely first. *Suggested* are choices that follow from the proposals for an
 # op's values. *Taken* are those of a plan for ops of the same kind. *Placed* is every way to split

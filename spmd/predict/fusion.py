@@ -6,8 +6,6 @@ inside whatever reads them, again for each reader unless that is expensive. Cont
 reductions, collectives and library calls read and write memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -301,7 +299,6 @@ def _is_same(order: Order, type_: TensorType) -> bool:
     return long == sorted(long)
 
 
-# ---------------------------------------------------------------------------------------------
 # The kernels that XLA makes of a local program, in the order in which they run.
 #
 #     before: %3 = dot %1, %2; %4 = exp %3; %5 = abs %4; %6 = dot %5, %2
@@ -320,7 +317,7 @@ class Kernel(NamedTuple):
     writes_over: bool = False  # an operand of the same size that no op reads again
     is_copy: bool = False  # of a value, transposed
     handed: tuple[Value, ...] = ()  # for a loop, the operands in whose memory its carries lie
-    regions: tuple[tuple[Kernel, ...], ...] = ()  # for control flow, each region's kernels
+    regions: "tuple[tuple[Kernel, ...], ...]" = ()  # for control flow, each region's kernels
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -4,8 +4,6 @@ The planner asks here for an op's share under an assignment; the timeline and re
 op of a local program, and for what it sends to other devices.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -215,7 +213,7 @@ class Transfer(NamedTuple):
     group: int  # how many devices exchange with one another
 
     @staticmethod
-    def of(op: Op, mesh: Mesh) -> Transfer | None:
+    def of(op: Op, mesh: Mesh) -> "Transfer | None":
         """Returns what an op of a local program exchanges with other devices; None if nothing."""
         attrs = op.kind.attrs
         if AXES in attrs:

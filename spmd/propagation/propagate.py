@@ -13,8 +13,6 @@ order first;
 recorded for the planner.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +103,7 @@ class Propagated:
 class _Node(NamedTuple):
     """What propagation visits: an op, or a tie of values sharded alike (as a loop's carry is)."""
 
-    shape: Shape
+    shape: "Shape"
     values: tuple[Value, ...]
     op: Op
 
@@ -316,7 +314,6 @@ def tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
     return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))
 
 
-# ---------------------------------------------------------------------------------------------
 # What flows through one op when the propagation visits it: a pure function of the op's shape and
 # the proposals around it, so that ops that are alike share it.
 

@@ -281,9 +281,7 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     return tuple(zip(source.tolist(), range(mesh.size), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------
 # From the answer to a question back to steps, with the cost model's own figures.
-
 
 WHOLE_TERMS = frozenset({"max", "min", "and", "or"})  # a whole value is each term: max(x, x) is x
 SPLITTABLE = WHOLE_TERMS | {"add"}  # a whole value can be made terms: of a sum all but one are 0

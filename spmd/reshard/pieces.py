@@ -44,8 +44,7 @@ def copies(have: dict[Any, Box], need: dict[Any, Box], sent: Counter[Any]) -> li
     for target, wanted in need.items():
         found.append(pieces := list[Copy]())
         for held in sorted(holders):
-            pairs = zip(held, wanted, strict=True)
-            box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+            box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True))
             size = math.prod(max(0, stop - start) for start, stop in box)
             if size:
                 source = target

@@ -157,7 +157,6 @@ def atom_digits(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # Atoms that play the same part become one digit.
 
 
@@ -208,7 +207,6 @@ def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
     return runs
 
 
-# ---------------------------------------------------------------------------------------------
 # A question as a search problem: what a step costs, and what no path can undercut.
 
 TICKS = 1e24  # of the clock in a second: a byte takes a whole number of them, but for 1e-11

@@ -1,7 +1,5 @@
 """The cheapest moves that answer a question: A* over shardings."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +18,6 @@ from spmd.reshard.question import (
     moved,
 )
 
-# ---------------------------------------------------------------------------------------------
 # The steps that a search tries out of a sharding: every legal one, or those towards the goal.
 
 
@@ -234,7 +231,6 @@ def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
     return goal[start:end]
 
 
-# ---------------------------------------------------------------------------------------------
 # The search.
 
 # The weights of the lower bound with which a directed search goes over shardings, one after

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(COUNT < 2, reason="one device")
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """Products of float32 in float32."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -110,11 +109,6 @@ def test_the_compiled_program_moves_what_the_plan_says() -> None:
 
 LONG = 4096
 
-
-def rolled(x: Any) -> Any:
-    return jnp.concatenate([x[3:], x[:3]]) + jnp.roll(x, -5)
-
-
 SPLIT_DIMS: dict[str, Callable[..., Any]] = {
     "sort": lambda x: jnp.sort(x),
     "argsort": lambda x: jnp.argsort(x),
@@ -122,7 +116,7 @@ SPLIT_DIMS: dict[str, Callable[..., Any]] = {
     "argmax": lambda x: (jnp.argmax(x), jnp.argmin(x)),
     "cumsum": lambda x: jnp.cumsum(x),
     "cummax": lambda x: lax.cummax(x),
-    "rolled": rolled,
+    "rolled": lambda x: jnp.concatenate([x[3:], x[:3]]) + jnp.roll(x, -5),
     "uneven": lambda x: jnp.diff(x[: LONG - 3]) * 2,
     "scatter": lambda x: jnp.zeros(LONG).at[(jnp.abs(x) * 997).astype(int) % LONG].add(x),
     "take": lambda x: x[(jnp.abs(x) * 997).astype(int) % LONG],
@@ -155,14 +149,12 @@ def test_a_manual_region_and_its_collectives() -> None:
         )
 
     x = np.random.RandomState(2).randn(COUNT * COUNT * 4).astype(np.float32)
-    got = spmd.jit(fn, mesh=mesh, options=CHECKED)(x)
-    close(got, jax.jit(fn)(x), "shard_map")
+    close(spmd.jit(fn, mesh=mesh, options=CHECKED)(x), jax.jit(fn)(x), "shard_map")
 
 
 def test_verify_compares_with_one_device() -> None:
-    mesh = meshes()[0]
     step = spmd.jit(
-        lambda x, w: jax.nn.softmax(x @ w), mesh=mesh, in_specs=(("data", "model"), None)
+        lambda x, w: jax.nn.softmax(x @ w), mesh=meshes()[0], in_specs=(("data", "model"), None)
     )
     args = (np.ones((16, 32), np.float32), np.ones((32, 8), np.float32))
     assert step.compile(*args).verify(*args).ok

@@ -203,8 +203,7 @@ def test_jax_has_the_same_on_one_gpu() -> None:
 
     def loss(implementation: Any) -> Any:
         def run(q: Any, k: Any, v: Any) -> Any:
-            ids = documents(2, 256)
-            out = attention(q, k, v, segment_ids=ids, implementation=implementation)
+            out = attention(q, k, v, segment_ids=documents(2, 256), implementation=implementation)
             return jnp.sum(out.astype(jnp.float32) * w)
 
         return jax.jit(jax.grad(run, (0, 1, 2)))
@@ -228,7 +227,6 @@ def test_wide_heads(width: int) -> None:
 
 def test_what_no_kernel_takes_is_computed_by_the_reference() -> None:
     q, k, v, _ = (x.astype(jnp.float16)[..., :36] for x in tensors(2, 64, 4, 2, 64))
-    mesh = spmd.make_mesh(devices=DEVICES[:1], x=1)
-    compiled = spmd.jit(attention, mesh=mesh).compile(q, k, v)
+    compiled = spmd.jit(attention, mesh=spmd.make_mesh(devices=DEVICES[:1], x=1)).compile(q, k, v)
     assert CALL not in compiled.as_text("emitted")
     close((compiled(q, k, v),), (attention(q, k, v),), "output")

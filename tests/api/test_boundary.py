@@ -32,8 +32,7 @@ def test_shardings_and_formats_are_those_of_key_arrays(mesh: spmd.Mesh) -> None:
     specs = (None, ("data",), ("data",))
     key, keys, x = jax.random.key(0), make(1), jnp.ones(8)
     compiled = spmd.jit(fn, mesh=mesh, in_specs=specs, out_specs=specs).compile(key, keys, x)
-    found = [sharding.spec for sharding in compiled.in_shardings]
-    assert found == [P(), P("data"), P("data")]
+    assert [sharding.spec for sharding in compiled.in_shardings] == [P(), P("data"), P("data")]
     assert [len(sharding.spec) for sharding in compiled.out_shardings] == [1, 1, 1]
     assert [placed.sharding for placed in compiled.in_formats] == list(compiled.in_shardings)
     assert [placed.sharding for placed in compiled.out_formats] == list(compiled.out_shardings)
@@ -82,8 +81,7 @@ def test_results_and_arguments_without_elements(mesh: spmd.Mesh) -> None:
     """float0, the gradient of integers, is what it is under `jax.jit`: numpy's, and an argument."""
 
     def fn(i: Any, x: Any) -> Any:
-        wanted = jax.grad(lambda i, x: (x * i[:, None]).sum(), argnums=(0, 1), allow_int=True)
-        return wanted(i, x)
+        return jax.grad(lambda i, x: (x * i[:, None]).sum(), argnums=(0, 1), allow_int=True)(i, x)
 
     def vjp(params: Any, x: Any) -> Any:
         y, back = jax.vjp(lambda p: p["w"] * x + p["n"], params)

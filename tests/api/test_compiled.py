@@ -44,8 +44,7 @@ def test_a_partitioned_program_is_exported_and_called_elsewhere(mesh: spmd.Mesh)
 
     w = spmd.mark_sharding(jnp.arange(512.0).reshape(16, 32) / 512, mesh, (None, "model"))
     x = spmd.mark_sharding(jnp.ones((8, 16)), mesh, ("data",))
-    lowered = spmd.jit(fn).lower({"w": w}, x, scale=2.0)
-    again = jax.export.deserialize(lowered.export().serialize())
+    again = jax.export.deserialize(spmd.jit(fn).lower({"w": w}, x, scale=2.0).export().serialize())
     assert again.nr_devices == 8
     assert "sdy.manual_computation" in again.mlir_module()
     got, want = again.call({"w": w}, x, scale=2.0), fn({"w": w}, x, scale=2.0)
@@ -86,8 +85,7 @@ def test_stages_have_what_those_of_jax_have(mesh: spmd.Mesh) -> None:
 def test_operations_are_counted_before_and_after_xla(mesh: spmd.Mesh) -> None:
     x: Any = spmd.mark_sharding(np.ones((64, 32), np.float32), mesh, ("data",))
     w = np.random.default_rng(0).standard_normal((32, 1024), np.float32)  # a constant
-    step = spmd.jit(lambda x: jnp.tanh(x @ w), mesh=mesh, out_specs=("data", "model"))
-    lowered = step.lower(x)
+    lowered = spmd.jit(lambda x: jnp.tanh(x @ w), mesh=mesh, out_specs=("data", "model")).lower(x)
     assert lowered.stages.emitted.constants
     whole: Any = jax.jit(lambda x: jnp.tanh(x @ w)).lower(x).cost_analysis()
     for planned in (lowered, lowered.compile()):
@@ -101,8 +99,7 @@ def test_operations_are_counted_before_and_after_xla(mesh: spmd.Mesh) -> None:
 def test_a_compiled_program_is_saved_as_jax_saves_it(mesh: spmd.Mesh) -> None:
     x = spmd.mark_sharding(np.ones((8, 16), np.float32), mesh, ("data",))
     params = {"w": spmd.mark_sharding(np.ones((16, 4), np.float32), mesh, (None, "model"))}
-    step = spmd.jit(scaled, mesh=mesh, donate_argnums=0)
-    compiled = step.compile(params, x, scale=2.0)
+    compiled = spmd.jit(scaled, mesh=mesh, donate_argnums=0).compile(params, x, scale=2.0)
     again = serialize_executable.deserialize_and_load(*saved(compiled))
     results, wanted = again(params, x, scale=2.0), scaled({"w": np.ones((16, 4))}, np.ones((8, 16)))
     np.testing.assert_allclose(results["y"], 2 * wanted["y"], rtol=1e-6)

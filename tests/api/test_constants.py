@@ -132,10 +132,7 @@ def test_of_any_type_and_size(mesh: spmd.Mesh) -> None:
 
 
 def test_beside_donated_arguments(mesh: spmd.Mesh) -> None:
-    def update(state: Any, x: Any) -> Any:
-        return state + x * TABLE, x.sum()
-
-    jitted = spmd.jit(update, mesh=mesh, donate_argnums=0)
+    jitted = spmd.jit(lambda state, x: (state + x * TABLE, x.sum()), mesh=mesh, donate_argnums=0)
     state = placed(mesh, jnp.zeros_like(X))
     for _ in range(3):
         state, _ = jitted(state, placed(mesh))
@@ -155,8 +152,7 @@ def test_verify_finds_a_wrong_op(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatc
 def test_exported_they_are_in_the_text_and_modules_may_have_them(mesh: spmd.Mesh) -> None:
     lowered = spmd.jit(shifted, mesh=mesh).lower(placed(mesh))
     data = lowered.export().serialize()
-    call = jax.jit(jax.export.deserialize(data).call)
-    equal(call(placed(mesh)), shifted(X))
+    equal(jax.jit(jax.export.deserialize(data).call)(placed(mesh)), shifted(X))
     module = jax.jit(shifted).lower(X).as_text()
     compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")])
     assert len(compiled.stages.emitted.constants) == 1

@@ -72,12 +72,10 @@ def test_a_function_is_one_program_wherever_it_is_compiled_and_reports_name_it(
 
     jitted = spmd.jit(f, mesh=spmd.make_mesh(data=8))
     here = jitted.lower(jnp.ones(8))
-    there = jitted.lower(jnp.ones(8))
-    assert here.as_text("emitted") == there.as_text("emitted")
+    assert here.as_text("emitted") == jitted.lower(jnp.ones(8)).as_text("emitted")
     functions = {frame.function for op in here.stages.program.walk() for frame in op.loc.frames}
     assert functions == {f.__qualname__}
-    mesh = spmd.make_mesh(data=8)
-    lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
+    lowered = spmd.jit(functools.partial(Module()), mesh=spmd.make_mesh(data=8)).lower(jnp.ones(8))
     assert "program: Module of test_jitted.py\n" in lowered.explain()
 
 

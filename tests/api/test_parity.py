@@ -441,15 +441,13 @@ def explicit_axes_in_a_shard_map(jit: Jit) -> Any:
 
 @case
 def under_a_mesh_of_another_shape(jit: Jit) -> Any:
-    other = jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(other):
+    with jax.set_mesh(jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,))):
         return jit(f)(w(), x())
 
 
 @case
 def arguments_on_meshes_of_other_axes(jit: Jit) -> Any:
-    devices = np.asarray(jax.devices()[:8])
-    merged = jax.sharding.Mesh(devices, ("all",))
+    merged = jax.sharding.Mesh(np.asarray(jax.devices()[:8]), ("all",))
     turned = jax.sharding.Mesh(mesh_of().devices.reshape(2, 4), ("a", "b"))
     g = jit(lambda w, x, y: (x @ w + y.T, w + 1, y * 2))
     return g(w(), placed(P("all"), 8, 16, mesh=merged), placed(P("b", "a"), 32, 8, mesh=turned))

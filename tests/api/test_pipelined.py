@@ -123,8 +123,7 @@ def test_values_and_gradients(name: str, request: Any, wanted: Any) -> None:
 
 @pytest.mark.thorough
 def test_1f1b_beside_a_model_axis(wanted: Any) -> None:
-    case = Case("1f1b", 4, planner="greedy", stage=2, data=2, model=2)
-    assert_same(case.found, wanted)
+    assert_same(Case("1f1b", 4, planner="greedy", stage=2, data=2, model=2).found, wanted)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])

@@ -114,8 +114,7 @@ def test_specs_where_there_are_no_arrays(mesh: spmd.Mesh) -> None:
 
 
 def split_sum(x: Any, w: Any) -> Any:
-    spec = P("data", None, unreduced={"model"})
-    return jnp.einsum("ij,jk->ik", x, w, out_sharding=spec)
+    return jnp.einsum("ij,jk->ik", x, w, out_sharding=P("data", None, unreduced={"model"}))
 
 
 def test_values_that_are_not_added_up_stay_outside() -> None:
@@ -158,14 +157,11 @@ def test_values_whose_gradients_are_to_be_added_up_lie_as_without() -> None:
     own = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x, w = np.arange(64, dtype=np.float32).reshape(8, 8), np.ones((8, 4), np.float32)
 
-    def loss(w: Any, x: Any) -> Any:
-        return ((x @ w) ** 2).sum()
-
     with jax.set_mesh(own):
         x_split = jax.device_put(x, NamedSharding(own, P("data")))
         w_reduced = jax.device_put(w, NamedSharding(own, P(None, None, reduced={"data"})))
         doubled = spmd.jit(lambda w: w * 2)(w_reduced)
         assert doubled.sharding == jax.jit(lambda w: w * 2)(w_reduced).sharding
-        gradient = jax.grad(loss)
+        gradient = jax.grad(lambda w, x: ((x @ w) ** 2).sum())
         found = spmd.jit(lambda *a: jax.sharding.reshard(gradient(*a), P()))(w_reduced, x_split)
     np.testing.assert_allclose(found, gradient(w, x), rtol=1e-5)

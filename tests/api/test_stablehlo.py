@@ -42,8 +42,7 @@ STEP = """module {
 
 
 def test_updates_of_a_module_are_donated_and_lie_like_their_arguments(mesh: spmd.Mesh) -> None:
-    specs = [None, ("data", None)]
-    compiled = spmd.compile_stablehlo(STEP, mesh, specs, updates=[(0, 1)])
+    compiled = spmd.compile_stablehlo(STEP, mesh, [None, ("data", None)], updates=[(0, 1)])
     assert compiled.out_shardings[0] == compiled.in_shardings[1]
     w = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
     first = jax.device_put(np.ones((4, 8), np.float32), compiled.in_shardings[1])

@@ -191,7 +191,6 @@ def test_symbolic_dims_of_a_function() -> None:
     with pytest.raises(SpmdError, match="argument 0 of tanh has the symbolic dim b") as caught:
         step.lower(struct)
     assert "spmd.compile_stablehlo(exported, mesh, symbols={'b': 8})" in str(caught.value.fix)
-    saved = export.export(step)(struct)
-    compiled = spmd.compile_stablehlo(saved, mesh, symbols={"b": 8})
+    compiled = spmd.compile_stablehlo(export.export(step)(struct), mesh, symbols={"b": 8})
     x = np.ones((8, 8), np.float32)
     np.testing.assert_allclose(compiled(x)[0], np.tanh(x), rtol=1e-5)

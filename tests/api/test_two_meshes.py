@@ -78,8 +78,7 @@ def test_the_mesh_of_the_first_mark_is_the_programs() -> None:
 
 
 def test_jax_constraints_of_another_order_of_devices() -> None:
-    mesh = MESHES["transposed"]
-    where = NamedSharding(jax_mesh(mesh), P("q", "p"))
+    where = NamedSharding(jax_mesh(MESHES["transposed"]), P("q", "p"))
 
     def fn(x: Any) -> Any:
         return jax.lax.with_sharding_constraint(jnp.sin(x), where)
@@ -101,8 +100,7 @@ def test_parts_of_axes_at_the_boundary_send_nothing() -> None:
       }
     }"""
     mesh = spmd.make_mesh(a=4, b=2)
-    specs = [None, ("a", None)]
-    compiled = spmd.compile_stablehlo(module, mesh, specs, updates=[(0, 0)])
+    compiled = spmd.compile_stablehlo(module, mesh, [None, ("a", None)], updates=[(0, 0)])
     marked, whole = compiled.in_shardings
     wanted = placed(MESHES["p=2,q=4"], ("q", "p"))
     assert marked.devices_indices_map(X.shape) == wanted

@@ -45,8 +45,7 @@ def _values(dtypes: list[str], shapes: Any = SHAPES[:1]) -> dict[str, Any]:
 
 
 def _keys() -> dict[str, Any]:
-    kinds = ("threefry2x32", "rbg")
-    keys = {k: jax.random.split(jax.random.key(1, impl=k), (6, 4)) for k in kinds}
+    keys = {k: jax.random.split(jax.random.key(1, impl=k), (6, 4)) for k in ("threefry2x32", "rbg")}
     return keys | {f"{kind} of none": key[:0] for kind, key in keys.items()}
 
 
@@ -132,8 +131,7 @@ def test_fed_back_and_donated(given: Any) -> None:
 
 def test_exported(step: Any, given: Any, wanted: Any) -> None:
     exported = step.lower(given).export()
-    placed = jax.device_put(given, step.compile(given).in_shardings[0])
-    same(exported.call(placed), wanted)
+    same(exported.call(jax.device_put(given, step.compile(given).in_shardings[0])), wanted)
 
 
 def test_exported_with_a_symbolic_dim() -> None:
@@ -141,8 +139,7 @@ def test_exported_with_a_symbolic_dim() -> None:
     rows = export.symbolic_shape("n", constraints=["mod(n, 3) == 0"])[0]
     structs = {n: jax.ShapeDtypeStruct((rows, 4), x.dtype) for n, x in given.items()}
     called = export.export(jax.jit(PLAIN))(structs).call
-    specs = (jax.tree.map(_spec, given),)
-    run = spmd.jit(called, mesh=MESH, in_specs=specs)
+    run = spmd.jit(called, mesh=MESH, in_specs=(jax.tree.map(_spec, given),))
     same(run(given), jax.jit(PLAIN)(given))
     text = run.lower(given).stages.emitted.module
     sent = {line for line in text.splitlines() if '"stablehlo.all_gather"' in line}

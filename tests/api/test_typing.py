@@ -70,7 +70,6 @@ opt_state = compiled.init(1, optimizer.init, params)
 params, opt_state, loss = step(params, opt_state, batch)
 assert_type(loss, jax.Array)
 
-
 split = NamedSharding(mesh, PartitionSpec("data"))
 
 

@@ -82,8 +82,7 @@ def test_a_program_that_fails_is_a_row() -> None:
 
 def test_open_arguments_are_placed_as_planned() -> None:
     mesh, built = Program("tiny/step", AXES, build_scanned_step).make()
-    lowered = spmd.jit(built.fn, mesh=mesh).lower(*built.args)
-    placed = placed_arguments(lowered, built.args)
+    placed = placed_arguments(spmd.jit(built.fn, mesh=mesh).lower(*built.args), built.args)
     assert tuple(placed[1].sharding.spec) == ("data", "model")  # momentum: a piece each
     jax.jit(built.fn, donate_argnums=built.donate).lower(*placed)
 

@@ -66,8 +66,6 @@ def test_every_answer_is_right(live: Live, chat: bool, rate: float | None) -> No
     assert find_doubles(answers) == []
 
 
-# ---------------------------------------------------------------------------------------------
 # Servers that cheat.
-
 
 DONE = "[DONE]"

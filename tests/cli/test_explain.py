@@ -21,8 +21,7 @@ FORMS = ("text", "bytecode", "portable")
 
 
 def two_layers(params: Any, x: Any) -> Any:
-    h = jax.nn.relu(x @ params["w_in"])
-    return {"y": h @ params["w_out"]}
+    return {"y": jax.nn.relu(x @ params["w_in"]) @ params["w_out"]}
 
 
 def lowered_by_jax() -> Any:

@@ -41,8 +41,7 @@ def test_a_named_model_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFi
     kept = tmp_path / "best.json"
     files = ["--out", str(out), "--report", str(page), "--json", str(kept)]
     assert main(["plan", "tiny", "h200:4", *flags, *files]) == 0
-    text = capsys.readouterr().out
-    assert "MFU" in text and page.read_text().startswith("<!doctype html>")
+    assert "MFU" in capsys.readouterr().out and page.read_text().startswith("<!doctype html>")
     given = make_parser(None).parse_args(["--settings", str(out)])
     assert given.mesh == yaml.safe_load(out.read_text())["mesh"] and given.model == "tiny"
     assert (given.global_batch, given.seq_len, given.remat) == (16, 64, "full")

@@ -39,8 +39,7 @@ def test_partitioned_equals_unpartitioned(program: Program, mesh_name: str) -> N
     mesh = spmd.make_mesh(**MESHES[mesh_name])
     args = [mark(arg, word, mesh) for arg, word in zip(made.args, made.specs, strict=True)]
     compiled = spmd.jit(made.fn, mesh=mesh, options=spmd.Options(check=True)).compile(*args)
-    got = compiled(*args)
-    assert_same_trees(got, want)
+    assert_same_trees(compiled(*args), want)
     # One metric, in which nothing is better than the bound, and no greedy plan than this one.
     facts = compiled._facts()
     assert_marks_hold(facts.plan)

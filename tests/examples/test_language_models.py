@@ -75,11 +75,10 @@ def gpt2(folder: Path) -> Served:
     from examples import serve_gpt2
 
     torch.manual_seed(0)
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=256, n_positions=48, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5,
-            **ends,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
         )
     ).eval()  # fmt: skip
     for name, parameter in model.named_parameters():

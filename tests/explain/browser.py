@@ -1,7 +1,5 @@
 """A headless Chromium, driven by the DevTools protocol over two pipes: no package is needed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -22,8 +20,6 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page in a browser of its own; a context manager."""
-
     def __init__(self, program: str, profile: Path) -> None:
         read_ours, write_theirs = os.pipe()
         read_theirs, write_ours = os.pipe()
@@ -34,9 +30,8 @@ class Browser:
         ]  # fmt: skip
 
         # The browser reads commands from descriptor 3 and answers on 4.
-        shell = f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}'
         self.process = subprocess.Popen(
-            ["bash", "-c", shell, program, *flags],
+            ["bash", "-c", f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}', program, *flags],
             pass_fds=(read_theirs, write_theirs),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -55,7 +50,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> "Browser":
         return self
 
     def __exit__(self, *_: object) -> None:

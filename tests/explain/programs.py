@@ -25,7 +25,6 @@ def lowered(
 
 @lru_cache
 def trained(is_scanned: bool) -> spmd.Lowered:
-    """A tiny Llama's training step."""
     planner = "exact" if is_scanned else "greedy"
     training = llama(spmd.make_mesh(data=4, model=2), "adamw", is_scanned)
     return training.lower(topology=spmd.Topology("h200:8"), planner=planner)

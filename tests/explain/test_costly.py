@@ -9,17 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.prices import (
-    LEAST_SECONDS,
-    LEAST_SHARE,
-    MarkGroup,
-    Price,
-    _seconds_behind,
-    costly_text,
-    mark_groups,
-    relief_of,
-    replanned,
-)
+from spmd.explain import prices
 from spmd.mesh.sharding import Sharding
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
@@ -57,8 +47,8 @@ def test_a_mark_inside_that_costs_much_is_named_with_its_line_and_both_times() -
     assert costly.seconds == pytest.approx(program.cost)
     assert costly.without == pytest.approx(without.cost)
     assert costly.share == pytest.approx(1 - without.cost / program.cost)
-    assert costly.share > LEAST_SHARE
-    said = costly_text(costly, MESH)
+    assert costly.share > prices.LEAST_SHARE
+    said = prices.costly_text(costly, MESH)
     assert said.startswith("mark_sharding at explain/test_costly.py")
     assert OF_A_RUN.search(said)
     assert said in program.summary()
@@ -79,13 +69,15 @@ def test_where_the_marked_values_lie_as_they_are_marked_that_is_no_advice(
 ) -> None:
     program, _ = lowered(lambda x, v, w: products(x, v, w, ("model", None)))
     plan = program.stages.plan
-    without = replanned(plan, [v for v in plan.propagated.marks if v not in plan.program.body.args])
+    without = prices.replanned(
+        plan, [v for v in plan.propagated.marks if v not in plan.program.body.args]
+    )
     monkeypatch.setattr("spmd.explain.prices.replanned", lambda *_, **__: without)
-    x = next(group for group in mark_groups(plan) if group.name == "argument x")
-    relief = relief_of(plan, x)
-    costly = relief._replace(price=Price(-1.0, 0), seconds=2.0)
+    x = next(group for group in prices.mark_groups(plan) if group.name == "argument x")
+    relief = prices.relief_of(plan, x)
+    costly = relief._replace(price=prices.Price(-1.0, 0), seconds=2.0)
     said = 'argument x ("data", None) costs 50.0% of a predicted run: 2 s, without it 1 s'
-    assert costly_text(costly, MESH) == said
+    assert prices.costly_text(costly, MESH) == said
 
 
 def test_marks_that_fit_are_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +99,7 @@ def test_neither_a_mark_that_keeps_arguments_small_nor_a_tiny_program_is_spoken_
     assert not said
     few = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     program, found = lowered(lambda x, v, w: products(x, v, w, (None, None)), x=few)
-    assert program.cost < LEAST_SECONDS
+    assert program.cost < prices.LEAST_SECONDS
     assert not found
     assert program.prices.costly_mark is None
 
@@ -119,12 +111,13 @@ def test_what_is_computed_from_marked_values_counts_once_for_each_mark() -> None
 
     plan = lowered(fn)[0].stages.plan
     x, v, w = plan.program.body.args
-    groups = [MarkGroup("", values, Sharding(((), ())), 0.0) for values in ((x, v), (v,), (w,))]
+    groups = [
+        prices.MarkGroup("", values, Sharding(((), ())), 0.0) for values in ((x, v), (v,), (w,))
+    ]
     ops = list(plan.program.walk())
-    products = [op.results[0] for op in ops if op.name == "stablehlo.dot_general"]
-    *branches, last = products
+    *branches, last = [op.results[0] for op in ops if op.name == "stablehlo.dot_general"]
     sines = [op.results[0] for op in ops if op.name == "stablehlo.tanh"]
     seconds = {w: 1.0, **dict.fromkeys(branches, 10.0), last: 100.0}
     assert len(branches) == 2
-    assert _seconds_behind(plan, groups, seconds) == [120.0, 20.0, 101.0]
-    assert _seconds_behind(plan, groups, dict.fromkeys(sines, 1.0)) == [1.0, 1.0, 1.0]
+    assert prices._seconds_behind(plan, groups, seconds) == [120.0, 20.0, 101.0]
+    assert prices._seconds_behind(plan, groups, dict.fromkeys(sines, 1.0)) == [1.0, 1.0, 1.0]

@@ -39,8 +39,7 @@ def lowered(devices8: Any) -> Any:
     struct = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     weights = [spmd.mark_sharding(struct, mesh, ("data", None))] * 2
     x = spmd.mark_sharding(struct, mesh, ("data", None))
-    step = spmd.jit(forward, mesh=mesh)
-    return step.lower(weights, x, topology=spmd.Topology("h200:8"))
+    return spmd.jit(forward, mesh=mesh).lower(weights, x, topology=spmd.Topology("h200:8"))
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +107,7 @@ def test_repr_is_one_line(lowered: Any, devices8: Any) -> None:
         r"device, [\d.]+ MiB memory per device, predicted [\d.]+ us>",
         repr(lowered),
     )
-    mesh = spmd.make_mesh(data=8)
-    double = spmd.jit(jnp.sin, mesh=mesh)
+    double = spmd.jit(jnp.sin, mesh=spmd.make_mesh(data=8))
     assert repr(double) == "<spmd.jit of sin on data=8: compiled for 0 kinds of call>"
     double(jnp.ones(8))
     assert repr(double) == "<spmd.jit of sin on data=8: compiled for 1 kind of call>"

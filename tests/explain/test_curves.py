@@ -45,8 +45,7 @@ def test_a_loop_takes_the_time_of_all_iterations() -> None:
     def looped(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=5)[0]
 
-    specs = (("data", None), (None, "model"))
-    low = lowered(looped, (64, 64), (64, 64), specs=specs)
+    low = lowered(looped, (64, 64), (64, 64), specs=(("data", None), (None, "model")))
     bars = bars_of(low._report().timeline)
     (loop,) = [slot for slot in low.timeline.slots if slot.op.is_loop]
     inside = [s for s in low.timeline.slots if s.depth > loop.depth]

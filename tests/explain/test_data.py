@@ -21,7 +21,6 @@ def program(request: Any) -> spmd.Lowered:
 
 @pytest.fixture(scope="module")
 def read(program: spmd.Lowered) -> PlanReport:
-    """What comes back from a file."""
     return from_json(json.loads(json.dumps(program.to_json())))
 
 

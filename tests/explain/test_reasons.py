@@ -43,8 +43,7 @@ def test_a_gather_names_the_argument() -> None:
     w = spmd.mark_sharding(jax.ShapeDtypeStruct((512, 512), jnp.float32), MESH, ("data", None))
     x = spmd.mark_sharding(jax.ShapeDtypeStruct((8192, 512), jnp.float32), MESH, ("data", None))
     jitted = spmd.jit(step, mesh=MESH, out_specs=("data", None))
-    program = jitted.lower({"layers": [{"w": w}]}, x, topology=spmd.Topology("h200:8"))
-    (found,) = program.collectives
+    (found,) = jitted.lower({"layers": [{"w": w}]}, x, topology=spmd.Topology("h200:8")).collectives
     assert found.kind == "all_gather"
     assert found.reason == (
         'operand 1 of dot_general needs it whole, argument params/layers/*/w is ("data", None)'
@@ -154,8 +153,7 @@ def test_patterns_and_source_lines(training: Any) -> None:
     assert many.count("argument opt_state/0/") >= 8
     assert re.search(r"\d+ more match", many)
     line = linear.__code__.co_firstlineno + 1
-    specs = (("data", None), (None, "model"))
-    program = lowered(block, (1024, 512), (512, 256), specs=specs)
+    program = lowered(block, (1024, 512), (512, 256), specs=(("data", None), (None, "model")))
     assert "dot_general" in program.explain(f"{HERE}:{line}")
     with pytest.raises(spmd.ArgumentError):
         program.explain("nowhere.py:1")

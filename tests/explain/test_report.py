@@ -120,8 +120,7 @@ def test_text_says_how_sure_the_solver_is(compiled: Any, text: str) -> None:
     assert "exact: of every placement none has a smaller sum of costs" in text
     wide = spmd.Mesh(None, (2, 2, 2), ("a", "b", "c"))
     jitted = spmd.jit(lambda x: x @ x, mesh=wide, in_specs=(("a", "b"),))
-    three = jitted.lower(np.zeros((8, 8), np.float32), topology=spmd.Topology("h200:8"))
-    plan = three.stages.plan
+    plan = jitted.lower(np.zeros((8, 8), np.float32), topology=spmd.Topology("h200:8")).stages.plan
     assert ": of every placement of two axes at a time none has a smaller" in proof_text(plan)
     unsure = plan._replace(solver="local search", gap=0.021)
     assert "at most 2.1% above the least" in proof_text(unsure)

@@ -68,8 +68,7 @@ def test_what_goes_round_is_counted(long: Any) -> None:
     items: Any = rings(long.stages.plan).body
     forward, backward = items
     piece = 2 * LENGTH // 8 * KEY_HEADS * WIDTH * 2  # keys and values, bf16
-    said = "spmd.attention: 8 pieces go round seq in zigzag order (2 alike)"
-    assert forward.title == said
+    assert forward.title == "spmd.attention: 8 pieces go round seq in zigzag order (2 alike)"
     assert dict(forward.rows)["each sends"] == f"{bytes_text(7 * piece)}, gathered or round"
     assert dict(backward.rows)["each sends"] == f"{bytes_text(14 * piece)}, gathered or round"
     held = f"{bytes_text(3 * piece)}; gathered {bytes_text(8 * piece)}"

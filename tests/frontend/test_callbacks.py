@@ -154,8 +154,7 @@ def test_custom_partitioning_is_inlined(fn: Any, marked: bool, mesh: spmd.Mesh) 
     def program(x: Any) -> Any:
         return fn(spmd.mark_sharding(x, mesh, ("data", "model")) if marked else x)
 
-    options = Options(check=True)
-    step = spmd.jit(program, mesh=mesh, in_specs=(("data", "model"),), options=options)
+    step = spmd.jit(program, mesh=mesh, in_specs=(("data", "model"),), options=Options(check=True))
     for got, want in zip(*map(jax.tree.leaves, (step(X), jax.jit(fn)(X))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert [c.kind for c in step.compile(X).collectives] != []

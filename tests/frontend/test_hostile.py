@@ -39,7 +39,6 @@ def soon() -> Iterator[None]:
 
 
 def refused(source: Any, words: str = "") -> str:
-    """The message of the error that a module ends in."""
     with pytest.raises(spmd.SpmdError) as caught:
         spmd.compile_stablehlo(source, spmd.make_mesh(data=4, model=2))
     text = str(caught.value)
@@ -150,8 +149,7 @@ def test_truncated_bytecode_and_several_whole_ones_in_one_process(
 
 def test_bytecode_that_aborts_the_reader(binary: bytes) -> None:
     name = binary.index(b"stablehlo")
-    damaged = binary[:name] + b"\xff\xfe" + binary[name + 2 :]
-    refused(damaged, "the module cannot be read")
+    refused(binary[:name] + b"\xff\xfe" + binary[name + 2 :], "the module cannot be read")
 
 
 def test_a_hanging_reader(binary: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

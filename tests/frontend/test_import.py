@@ -46,12 +46,10 @@ def line_of(fn, text):
 
 
 def assert_source(op, fn, text, function):
-    expected = f"{inspect.getsourcefile(fn)}:{line_of(fn, text)} ({function})"
-    assert op.loc.source == expected
+    assert op.loc.source == f"{inspect.getsourcefile(fn)}:{line_of(fn, text)} ({function})"
 
 
 # Modules that the importer refuses, and which function it takes.
-
 
 IDENTITY = "(%0: tensor<f32>) -> tensor<f32> { return %0 : tensor<f32> }"
 
@@ -132,8 +130,7 @@ def test_the_source_of_an_op_and_of_its_gradient_is_the_users_line():
 def test_an_inlined_call_keeps_its_own_line_its_callers_and_their_scopes():
     first, second = ops(imported(calls_and_scans, X, jnp.ones((3, 4, 4))), "exponential")
     for op, caller in ((first, "x = inner_call"), (second, "return inner_call")):
-        lines = [frame.line for frame in op.loc.frames]
-        assert line_of(calls_and_scans, caller) in lines
+        assert line_of(calls_and_scans, caller) in [frame.line for frame in op.loc.frames]
     assert "/first/" in first.loc.scope
     assert "/while/body/" in second.loc.scope
     for op in (first, second):
@@ -156,15 +153,11 @@ def test_source_leaves_out_libraries_and_the_compiler_itself():
 @pytest.mark.parametrize(
     ("fn", "dtype", "reducer"),
     [
-        (jnp.sum, "f32", "add"),
-        (jnp.max, "f32", "max"),
-        (jnp.min, "i32", "min"),
-        (jnp.prod, "f32", "mul"),
-        (jnp.all, "i1", "and"),
-        (jnp.any, "i1", "or"),
+        (jnp.sum, "f32", "add"), (jnp.max, "f32", "max"), (jnp.min, "i32", "min"),
+        (jnp.prod, "f32", "mul"), (jnp.all, "i1", "and"), (jnp.any, "i1", "or"),
         (partial(jax.lax.reduce_xor, axes=(0,)), "i32", "xor"),
     ],
-)
+)  # fmt: skip
 def test_reducers_are_recognised_and_their_init_is_neutral(fn, dtype, reducer):
     (op,) = ops(imported(fn, jnp.ones((4,), numpy_dtype(dtype))), "reduce")
     assert op.kind.attrs["body"] == reducer_body(reducer, dtype)

@@ -35,8 +35,7 @@ def everything(x_ND: Any, steps: Any) -> Any:
     four, _ = pair(twice, 0.5, scale=1.0)
     halves = rows.reshape(n // 2, 2, -1).sum(1) + jnp.ones((n // 2, 1)) * (n % 4)
     row = lambda i: jax.lax.dynamic_index_in_dim(x_ND, i, keepdims=False)  # noqa: E731
-    zeros_D = jnp.zeros(x_ND.shape[1])
-    total = jax.lax.fori_loop(0, n, lambda i, sum_D: sum_D + row(i) * i, zeros_D)
+    total = jax.lax.fori_loop(0, n, lambda i, sum_D: sum_D + row(i) * i, jnp.zeros(x_ND.shape[1]))
     last = jax.lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, c[1] * 1.5), (0, four))
     return last[1], halves, total, jnp.float32(n) + x_ND.mean()
 
@@ -44,8 +43,7 @@ def everything(x_ND: Any, steps: Any) -> Any:
 @pytest.fixture(scope="module")
 def artifact() -> bytes:
     (n,) = export.symbolic_shape("n", constraints=["mod(n, 2) == 0", "n >= 4"])
-    args = (struct(n, 4), struct(dtype=jnp.int32))
-    return function_artifact(everything, args, platform="cpu")[0]
+    return function_artifact(everything, (struct(n, 4), struct(dtype=jnp.int32)), platform="cpu")[0]
 
 
 @pytest.mark.parametrize("size", [4, 10])

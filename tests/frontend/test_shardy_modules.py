@@ -93,8 +93,7 @@ def without_shardy() -> Iterator[None]:
 
 def lowered(fn: Callable[..., Any]) -> str:
     where = NamedSharding(jax_mesh(a=4, b=2), P("a"))
-    jitted = jax.jit(fn, in_shardings=(where, None))
-    return str(jitted.lower(X, W).compiler_ir("stablehlo"))
+    return str(jax.jit(fn, in_shardings=(where, None)).lower(X, W).compiler_ir("stablehlo"))
 
 
 def after(passes: str, text: str) -> str:
@@ -106,8 +105,7 @@ def after(passes: str, text: str) -> str:
 
 
 def assert_same(text: str, wanted: Any, axes: dict[str, int], *args: Any) -> spmd.Compiled:
-    options = Options(check=True)
-    compiled = spmd.compile_stablehlo(text, spmd.make_mesh(**axes), options=options)
+    compiled = spmd.compile_stablehlo(text, spmd.make_mesh(**axes), options=Options(check=True))
     for got, want in zip(compiled(*args), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     return compiled
@@ -271,15 +269,13 @@ def test_ops_and_attributes() -> None:
     ]
     values, types = ", ".join(f"%r{i}" for i in range(len(ops))), ", ".join([T] * len(ops))
     text = module("\n".join([*ops, f"return {values} : {types}"]), types)
-    mesh = spmd.make_mesh(a=4, b=2)
-    program = import_module(parse_module(text), mesh=mesh).program
+    program = import_module(parse_module(text), mesh=spmd.make_mesh(a=4, b=2)).program
     marks = [op.kind.attrs["sharding"] for op in program.walk() if op.name == "spmd.mark"]
     wanted = [mark for case in CASES.values() for mark in (whole(("a",), ()), case.mark) if mark]
     assert marks == wanted
     assert not any("sdy" in attr for op in program.walk() for attr in op.kind.attrs)
     results = [-np.sin(X) if "negate" in op else np.sin(X) for op in ops]
-    compiled = assert_same(text, results, {"a": 4, "b": 2}, X)
-    assert compiled.verify(X)
+    assert assert_same(text, results, {"a": 4, "b": 2}, X).verify(X)
 
 
 def test_a_constraint_that_nobody_reads_marks_its_operand() -> None:
@@ -330,8 +326,7 @@ def test_strings_that_stand_for_shardings() -> None:
         return %0 : tensor<16x16xf32>
       }
     }""".replace("\\\\22", "\\22")
-    compiled = assert_same(text, np.sin(X), {"a": 4, "b": 2}, X)
-    assert compiled.in_shardings[0].spec == P("b", None)
+    assert assert_same(text, np.sin(X), {"a": 4, "b": 2}, X).in_shardings[0].spec == P("b", None)
 
 
 @pytest.mark.parametrize("mesh", ["@empty_mesh", 'mesh<["z"=1]>'])
@@ -343,8 +338,7 @@ def test_the_arguments_of_a_module_for_one_device_are_open(mesh: str) -> None:
         return %0 : {T}
       }}
     }}"""
-    compiled = assert_same(text, np.sin(X), {"a": 4, "b": 2}, X)
-    assert not compiled.in_shardings[0].is_fully_replicated
+    assert not assert_same(text, np.sin(X), {"a": 4, "b": 2}, X).in_shardings[0].is_fully_replicated
 
 
 @pytest.mark.parametrize("where", ["argument", "result", "region"])

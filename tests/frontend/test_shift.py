@@ -16,8 +16,7 @@ from tests.close import partitioned
 def joins_of(fn: Callable[..., Any], x: Any) -> list[int]:
     """How many rows the concatenations of a program make, as it is planned."""
     mesh = spmd.Mesh(None, (8,), ("seq",))
-    lowered = spmd.jit(fn, mesh=mesh, in_specs=(("seq",),)).lower(x)
-    ops = lowered.stages.program.walk()
+    ops = spmd.jit(fn, mesh=mesh, in_specs=(("seq",),)).lower(x).stages.program.walk()
     return [op.kind.results[0].shape[0] for op in ops if op.label == "concatenate"]
 
 

@@ -126,7 +126,6 @@ def test_lanes_compute_what_they_did(group: list[Case], shared: int | None) -> N
 
 # Random programs.
 
-
 Edge = tuple[int, int, int]
 EDGES = st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30))
 
@@ -185,8 +184,7 @@ def test_layers_found_from_their_gradients_stay_apart() -> None:
         return (x**2).sum()
 
     program = program_of(jax.grad(loss), matrices(4, 4, 4), matrices(1, 8, 4)[0])
-    stacks = everything(program)
-    after = stacked(program, stacks)
+    after = stacked(program, everything(program))
     check_program(after)
 
     def products(program: Program) -> list[tuple[int, ...]]:
@@ -351,8 +349,7 @@ def adamw_like(ws: Any, moments: Any, x: Any) -> Any:
             out = out + jnp.tanh(out @ w)
         return (out**2).mean()
 
-    gradients = jax.grad(loss)(ws)
-    moments = [0.9 * m + 0.1 * g for m, g in zip(moments, gradients, strict=True)]
+    moments = [0.9 * m + 0.1 * g for m, g in zip(moments, jax.grad(loss)(ws), strict=True)]
     return [w - 1e-3 * m / (jnp.abs(m) + 1e-8) for w, m in zip(ws, moments, strict=True)], moments
 
 

@@ -21,10 +21,7 @@ def made(*shape: int) -> jax.Array:
 
 
 def scan_over(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-    def layer(x: jax.Array, w: jax.Array) -> Any:
-        return jnp.tanh(x @ w) + x, x.sum()
-
-    out, sums = jax.lax.scan(layer, x, w, **options)
+    out, sums = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) + x, x.sum()), x, w, **options)
     return out.sum() + (sums * jnp.arange(LAYERS)).sum()
 
 

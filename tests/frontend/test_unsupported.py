@@ -53,11 +53,10 @@ def test_refused_by_name_and_reason(name: str) -> None:
         with parsed.context, ir.Location.unknown():
             called = ir.StringAttr.get(target)
             attributes: dict[str, ir.Attribute] = {"call_target_name": called} if target else {}
-            first = parsed.body.operations[0].regions[0].blocks[0].operations[0]
             ir.Operation.create(
                 "stablehlo.custom_call" if target else op,
                 attributes=attributes,
-                ip=ir.InsertionPoint(first),
+                ip=ir.InsertionPoint(parsed.body.operations[0].regions[0].blocks[0].operations[0]),
             )
     with pytest.raises(spmd.UnsupportedOpError) as caught:
         import_module(parsed)

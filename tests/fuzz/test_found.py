@@ -39,8 +39,7 @@ def test_a_loop_that_returns_another_carry() -> None:
         return lax.fori_loop(0, 3, lambda i, c: (c[0], c[0], c[1] + i), (x, y, y))
 
     mesh = spmd.Mesh(None, (3, 2), ("a", "b"))
-    specs = (("b", None), (None, "b"))
-    check(fn, numbers(6, 4), numbers(6, 4), mesh=mesh, in_specs=specs)
+    check(fn, numbers(6, 4), numbers(6, 4), mesh=mesh, in_specs=(("b", None), (None, "b")))
 
 
 @pytest.mark.parametrize("out", [("a", None), (("b", "a"), None), (None, "b")], ids=str)
@@ -109,8 +108,7 @@ def test_a_merged_dim_whose_parts_are_split_alike() -> None:
         return jnp.concatenate([x.reshape(6, 32), y], 0)
 
     specs = ((None, None, "a"), (None, "a"))
-    mesh = spmd.Mesh(None, (2,), ("a",))
-    check(fn, numbers(6, 2, 16), numbers(6, 32), mesh=mesh, in_specs=specs)
+    check(fn, numbers(6, 2, 16), numbers(6, 32), mesh=spmd.Mesh(None, (2,), ("a",)), in_specs=specs)
 
 
 @pytest.mark.parametrize("op", ["add", "set", "max"])

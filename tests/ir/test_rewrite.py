@@ -47,8 +47,7 @@ def test_what_is_read_in_between_stays() -> None:
         once = jnp.transpose(x, (1, 0, 2))
         return jnp.tanh(once), jnp.transpose(once, (1, 0, 2)) * 2
 
-    mesh = spmd.make_mesh(data=2)
-    assert transposes(partitioned(fn, X, mesh=mesh, tolerance=1e-6)) == 1
+    assert transposes(partitioned(fn, X, mesh=spmd.make_mesh(data=2), tolerance=1e-6)) == 1
 
 
 def labels(program: Program) -> list[str]:

@@ -22,7 +22,6 @@ F32 = TensorType((), "f32")
 
 
 def one_op(attrs, name="test.op"):
-    """A program of a single op without operands."""
     kind = OpKind(name, (), (F32,), attrs)
     return Program("p", (F32,), Region((), (Op(kind, (), (0,)),), (0,)), (), ("r",))
 
@@ -51,7 +50,6 @@ program @"a \"name\"\n"(
   unused %4 : tensor<f32>
 }
 """  # noqa: E501 (an op a line)
-
 
 IMPORTED = {case.name: case for case in CASES if case.name not in ("callback", "inspected")}
 

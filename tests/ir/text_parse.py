@@ -166,7 +166,6 @@ class _Parser:
                   tuple(regions))  # fmt: skip
 
     def block(self) -> Region:
-        """Arguments, ops and results, from behind `(` to before the closing bracket."""
         args = self.listed(self.argument, ")")
         self.expect("{")
         return Region(args, self.ops(), self.values())

@@ -6,8 +6,6 @@ from spmd.launch.store import JobStore
 
 
 class Memory(JobStore):
-    """A store within this process."""
-
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.changed = threading.Condition()

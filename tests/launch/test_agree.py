@@ -8,25 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from spmd.errors import LaunchError, MeshError, SpmdError
-from spmd.launch.agree import (
-    Occasion,
-    check_same,
-    check_same_sources,
-    deciding,
-    heard,
-    refuse_differences,
-    settings,
-    sources,
-    without_locations,
-)
+from spmd.launch import agree
 from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 
 
 def compare(store: Memory, members, me: int, what: dict[str, str], timeout_s: float) -> None:
-    """One comparison, as `check_same` makes it."""
-    occasion = Occasion(store, tuple(members), "x", is_aside=True)
-    occasion.judged(me, what, refuse_differences, timeout_s)
+    occasion = agree.Occasion(store, tuple(members), "x", is_aside=True)
+    occasion.judged(me, what, agree.refuse_differences, timeout_s)
 
 
 def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
@@ -61,7 +50,7 @@ def test_everyone_hears_who_differs_or_did_not_come():
 
 def differing(found: dict[int, dict[str, str]]) -> str:
     with pytest.raises(LaunchError) as error:
-        refuse_differences(found)
+        agree.refuse_differences(found)
     return str(error.value)
 
 
@@ -83,13 +72,15 @@ def test_several_names_are_all_said_and_many_or_long_values_in_few_words():
 
 def test_neither_source_locations_nor_flags_of_a_process_own_count(monkeypatch: pytest.MonkeyPatch):
     module = 'module {\n  op loc(#loc0)\n}\n#loc0 = loc("%s/a.py":1:0)\n'
-    assert without_locations(module % "/one") == without_locations(module % "/two")
-    assert "op" in without_locations(module % "/one")
+    assert agree.without_locations(module % "/one") == agree.without_locations(module % "/two")
+    assert "op" in agree.without_locations(module % "/one")
     flags = "--xla_dump_to=/x --xla_force_host_platform_device_count=4 --xla_a=1 --xla_b"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    found = {name: value for name, value in settings().items() if name.startswith("XLA_FLAGS")}
+    found = {
+        name: value for name, value in agree.settings().items() if name.startswith("XLA_FLAGS")
+    }
     assert found == {"XLA_FLAGS --xla_a": "1", "XLA_FLAGS --xla_b": "(given)"}
-    assert settings()["jax_enable_x64"] == "False"
+    assert agree.settings()["jax_enable_x64"] == "False"
 
 
 def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(
@@ -98,27 +89,27 @@ def test_what_is_the_users_is_hashed_and_what_is_installed_is_not(
     file, own = tmp_path / "data.py", "sources of own.data (hash)"
     file.write_text("seed = 1\n")
     monkeypatch.setitem(sys.modules, "own.data", SimpleNamespace(__file__=str(file)))
-    before = sources()
+    before = agree.sources()
     unwanted = {"jax", "numpy", "json", "pytest", "spmd", "spmd.launch.agree"}
     assert not {f"sources of {name} (hash)" for name in unwanted} & before.keys()
     file.write_text("seed = 2\n")
-    after = sources()
+    after = agree.sources()
     assert [name for name in before if before[name] != after[name]] == [own]
 
 
 def test_neither_a_module_that_only_some_have_nor_one_process_alone_differs():
     found = {0: {"a": "1", "b": "2"}, 1: {"a": "1"}, 2: {"a": "1", "b": "3"}}
     with pytest.raises(LaunchError, match=r"differ in b\n  actual: process 2: 3; process 0: 2\n"):
-        refuse_differences(found, may_lack=True)
-    refuse_differences({0: found[0], 1: found[1]}, may_lack=True)
-    check_same({"--a": "1"})
-    check_same_sources()
+        agree.refuse_differences(found, may_lack=True)
+    agree.refuse_differences({0: found[0], 1: found[1]}, may_lack=True)
+    agree.check_same({"--a": "1"})
+    agree.check_same_sources()
 
 
 @pytest.mark.parametrize("result", [None, "text", {"what": "is no error"}, ["a"]])
 def test_what_is_decided_is_heard(result: object):
     told: list[str] = []
-    assert deciding(lambda: result, told.append, "it") == heard(told[0]) == result
+    assert agree.deciding(lambda: result, told.append, "it") == agree.heard(told[0]) == result
 
 
 def test_what_is_raised_is_heard():
@@ -127,9 +118,9 @@ def test_what_is_raised_is_heard():
     def fail(error: Exception) -> str:
         told: list[str] = []
         with pytest.raises(type(error)):
-            deciding(lambda: (_ for _ in ()).throw(error), told.append, "planning")
+            agree.deciding(lambda: (_ for _ in ()).throw(error), told.append, "planning")
         with pytest.raises(SpmdError) as other:
-            heard(told[0])
+            agree.heard(told[0])
         return f"{type(other.value).__name__}: {other.value}"
 
     error = MeshError("no such mesh", fix="make one")

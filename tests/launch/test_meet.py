@@ -55,8 +55,7 @@ def _say(port: int, text: bytes) -> None:
 
 def test_all_come_in_any_order_or_are_named():
     assert told([(2, 3), (1, 3), (0, 3)]) == ["", "", ""]
-    answers = told([(2, 4), (0, 4)], host_waits_s=2.0)
-    for answer in answers:
+    for answer in told([(2, 4), (0, 4)], host_waits_s=2.0):
         assert answer.startswith("processes 1, 3 did not come to localhost:")
         assert "actual: 2 of 4 processes came" in answer
 

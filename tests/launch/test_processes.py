@@ -132,7 +132,6 @@ def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
 
 
 def grieve(victim: int, how: str, folder: Path) -> Outcome:
-    """Runs steps.py."""
     woken = victim if how == "stop" else None
     return both("tests.launch.programs.steps", [str(victim), how, str(folder)], folder, woken=woken)
 

@@ -93,8 +93,7 @@ def checked(mesh: Any) -> Function:
 def gathers(mesh: Any) -> Function:
     def body(x: Any, w: Any) -> Any:
         tiled = lax.all_gather(x * x, "x", axis=1, tiled=True)
-        stacked = lax.all_gather(x @ w, "x")
-        return tiled, stacked
+        return tiled, lax.all_gather(x @ w, "x")
 
     return manual(mesh, body, (P("x"), P()), (P("x"), P("x")))
 
@@ -140,8 +139,7 @@ def groups(mesh: Any) -> Function:
     pairs = [[i, size - 1 - i] for i in range(size // 2)]
 
     def body(x: Any, w: Any) -> Any:
-        y = x @ w
-        gathered = lax.all_gather(y, "x", axis_index_groups=pairs, tiled=True)
+        gathered = lax.all_gather(x @ w, "x", axis_index_groups=pairs, tiled=True)
         return lax.psum_scatter(gathered * 2, "x", axis_index_groups=pairs, tiled=True)
 
     return manual(mesh, body, (P("x"), P()), P("x"))
@@ -218,10 +216,7 @@ def rematerialized(mesh: Any) -> Function:
 def mapped(mesh: Any) -> Function:
     body = manual(mesh, lambda x, w: lax.psum(jnp.tanh(x @ w), "x") + 1, (P("x"), P()), P())
 
-    def fn(x: Any, w: Any) -> Any:
-        return jax.vmap(body, in_axes=(0, None))(jnp.stack([x, 2 * x, -x]), w)
-
-    return fn
+    return lambda x, w: jax.vmap(body, in_axes=(0, None))(jnp.stack([x, 2 * x, -x]), w)
 
 
 def nested(mesh: Any) -> Function:
@@ -306,10 +301,7 @@ def one_after_another(mesh: Any) -> Function:
     first = manual(mesh, lambda y: jnp.sin(y), P("x"), P("x"))
     second = manual(mesh, lambda y: lax.ppermute(y, "x", ring(mesh)), P(None, "x"), P(None, "x"))
 
-    def fn(x: Any, w: Any) -> Any:
-        return second(first(x @ w) * 2) @ w.T
-
-    return fn
+    return lambda x, w: second(first(x @ w) * 2) @ w.T
 
 
 WITHOUT_GRADIENT = (extremes, while_inside)

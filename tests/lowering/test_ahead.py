@@ -30,14 +30,10 @@ def structs(mesh: spmd.Mesh) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("v4:4x4x8", (32, 4)),
-        ("v5e:4x4", (8, 2)),
-        ("v5p:2x2x2", (4, 2)),
-        ("v6e:2x2", (2, 2)),
-        ("tpu7x:2x2x1", (4, 2)),
-        ("h200:8", (4, 2)),
+        ("v4:4x4x8", (32, 4)), ("v5e:4x4", (8, 2)), ("v5p:2x2x2", (4, 2)), ("v6e:2x2", (2, 2)),
+        ("tpu7x:2x2x1", (4, 2)), ("h200:8", (4, 2)),
     ],
-)
+)  # fmt: skip
 def test_planning_takes_no_devices(name: str, sizes: tuple[int, int]) -> None:
     mesh = spmd.Mesh(None, sizes, ("data", "model"))
     lowered = spmd.jit(step, mesh=mesh).lower(*structs(mesh), topology=spmd.Topology(name))

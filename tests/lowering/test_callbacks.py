@@ -20,8 +20,7 @@ SAME = jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
 def lowered(fn: Any) -> spmd.Lowered:
-    mesh = spmd.make_mesh(data=4, model=2)
-    return spmd.jit(fn, mesh=mesh, in_specs=(("data", None),)).lower(X)
+    return spmd.jit(fn, mesh=spmd.make_mesh(data=4, model=2), in_specs=(("data", None),)).lower(X)
 
 
 def in_a_loop_and_a_branch(x: Any) -> Any:

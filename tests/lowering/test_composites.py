@@ -38,7 +38,6 @@ def mean_and_rows(x: Any) -> Any:
 
 
 def with_attributes(x: Any, **attributes: Any) -> Any:
-    """Records what it is given."""
     SEEN.append(attributes)
     return x * attributes["f"]
 
@@ -54,7 +53,6 @@ def cpu_kernel(x: Any) -> Any:
 
 
 def failing(x: Any) -> Any:
-    """A decomposition with a mistake."""
     raise ValueError("no such shape")
 
 

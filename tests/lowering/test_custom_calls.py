@@ -64,8 +64,7 @@ def test_the_composite_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> N
     exec(compile(block("python", 1), str(PAGE), "exec"), names)
     assert "my.rms_norm" in capsys.readouterr().out
     args = names["x"], names["w"], names["scale"]
-    compiled = names["step"].compile(*args)
-    assert compiled.verify(*args)
+    assert names["step"].compile(*args).verify(*args)
     there = names["step"].lower(*args, topology=spmd.Topology("v5e:2x4"))
     assert "tpu_custom_call" in there.as_text("emitted")
     small = names["step"].lower(args[0][:8], *args[1:], topology=spmd.Topology("v5e:2x4"))

@@ -26,8 +26,7 @@ SQUARE = """module {{
 @pytest.mark.parametrize("dtype", ["i64", "ui64", "f64", "complex<f64>", "f32"])
 def test_64_bits_stay_64_bits(dtype: str) -> None:
     mesh = spmd.make_mesh(data=8)
-    lowered = spmd.lower_stablehlo(SQUARE.format(dtype=dtype), mesh, [("data",)])
-    emitted = lowered.stages.emitted
+    emitted = spmd.lower_stablehlo(SQUARE.format(dtype=dtype), mesh, [("data",)]).stages.emitted
     assert emitted.needs_x64 == (dtype != "f32")
     x = (np.arange(8) + 1e5).astype(numpy_dtype(dtype))  # squares that 32 bits cannot hold
     run = compile_emitted(emitted, {})

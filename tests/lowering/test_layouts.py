@@ -181,8 +181,7 @@ def test_what_is_not_donated_keeps_its_order() -> None:
 
 def test_exports_are_major_to_minor() -> None:
     mesh, x, w = spmd.make_mesh(data=8), made((ROWS * 8, WIDE)), made((NARROW, WIDE))
-    lowered = descent(mesh).lower(w, x)
-    loaded = jax.export.deserialize(lowered.export().serialize())
+    loaded = jax.export.deserialize(descent(mesh).lower(w, x).export().serialize())
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         new = jax.jit(loaded.call)(w, x)
     np.testing.assert_allclose(new, descend(w, x), rtol=1e-5, atol=1e-6)

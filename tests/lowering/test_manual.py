@@ -43,7 +43,6 @@ MESHES: dict[str, dict[str, int]] = {
 MESH = spmd.Mesh(None, (4, 2), ("x", "y"))
 BY_USER = "written by the user in shard_map"
 
-
 TOGETHER = 6
 """Programs that are run as one, each with specs of its own."""
 
@@ -95,13 +94,12 @@ def assert_all_same(fns: Mapping[str, Any], mesh: spmd.Mesh, is_marked: bool) ->
 def on_meshes() -> list[Any]:
     """All programs on `4x2`, some on `8`; `test_gradients` has the values on 2x2x2, too."""
     some = PROGRAMS[::4]
-    heavy = [p for p in PROGRAMS if p not in some]
     return [
         pytest.param(case.values[0], name, id=f"{case.id} on {name}", marks=marks)
         for name, programs, marks in (
             ("4x2", PROGRAMS, ()),
             ("8", some, ()),
-            ("8", heavy, pytest.mark.heavy),
+            ("8", [p for p in PROGRAMS if p not in some], pytest.mark.heavy),
             ("2x2x2", PROGRAMS, pytest.mark.heavy),
         )
         for case in groups(programs)
@@ -156,10 +154,7 @@ def test_explicit_axes_want_the_types_that_in_specs_say() -> None:
 
 
 def test_nothing_moves_but_what_the_user_wrote() -> None:
-    def body(x: Any, w: Any) -> Any:
-        return lax.psum(x @ w, "x")
-
-    fn = manual(jax_mesh(MESH), body, (P("x", None), P()), P())
+    fn = manual(jax_mesh(MESH), lambda x, w: lax.psum(x @ w, "x"), (P("x", None), P()), P())
     specs: dict[str, Any] = {"in_specs": (("x", None), (None, "y")), "out_specs": (None, "y")}
     compiled = partitioned(fn, X, W, mesh=MESH, **specs)
     (record,) = compiled.collectives
@@ -173,10 +168,7 @@ def test_nothing_moves_but_what_the_user_wrote() -> None:
 def test_free_axes_split_the_inside() -> None:
     """A contraction over a free axis inside the region is summed over it, with the users' sum."""
 
-    def body(x: Any, w: Any) -> Any:
-        return jnp.tanh(lax.psum(x @ w, "x"))
-
-    fn = manual(jax_mesh(MESH), body, (P("x"), P()), P())
+    fn = manual(jax_mesh(MESH), lambda x, w: jnp.tanh(lax.psum(x @ w, "x")), (P("x"), P()), P())
     specs: dict[str, Any] = {"in_specs": (("x", "y"), ("y", None)), "out_specs": (None, None)}
     compiled = partitioned(fn, X, W, mesh=MESH, **specs)
     kinds = {(c.kind, c.axes) for c in compiled.collectives}
@@ -234,8 +226,7 @@ def test_no_permute_waits_for_devices_that_went_another_way() -> None:
 
     def body(x: Any) -> Any:
         x = spmd.mark_sharding(x, MESH, (None, None, "y"))
-        even = lax.axis_index("x") % 2 == 0
-        y = lax.cond(even, convolved, lambda y: y + 1, x)
+        y = lax.cond(lax.axis_index("x") % 2 == 0, convolved, lambda y: y + 1, x)
         return spmd.mark_sharding(y, MESH, (None, None, "y"))
 
     fn = manual(jax_mesh(MESH), body, P("x"), P("x"))
@@ -261,8 +252,7 @@ def test_origins_name_the_region() -> None:
 
 @pytest.mark.parametrize("name", ["gathers", "scatters", "exchanges", "groups", "scan_inside"])
 def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
-    fn = named(name)
-    compiled = spmd.jit(fn, mesh=MESH, in_specs=(("x", None), ())).compile(X, W)
+    compiled = spmd.jit(named(name), mesh=MESH, in_specs=(("x", None), ())).compile(X, W)
     assert compiled.collectives
     assert sent_by_kind(compiled.collectives) == sent_by_kind(
         hlo_collectives(compiled.as_text("hlo"))
@@ -270,7 +260,6 @@ def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
 
 
 # Modules.
-
 
 A = np.arange(32, dtype=np.float32).reshape(8, 4)
 BLOCKS = A.reshape(4, 2, 4)
@@ -346,10 +335,7 @@ def test_named_computations_are_inlined_with_their_marks() -> None:
 
 
 def test_marks_inside_name_free_axes_only() -> None:
-    def body(x: Any) -> Any:
-        return spmd.mark_sharding(x, MESH, ("x", None))
-
-    fn = manual(jax_mesh(MESH), body, P("x"), P("x"))
+    fn = manual(jax_mesh(MESH), lambda x: spmd.mark_sharding(x, MESH, ("x", None)), P("x"), P("x"))
     with pytest.raises(spmd.SpecError, match=r"inside a jax\.shard_map over it") as caught:
         spmd.jit(fn, mesh=MESH).lower(X)
     assert "mark the other axes alone" in str(caught.value)
@@ -360,8 +346,7 @@ def test_marks_inside_name_free_axes_only() -> None:
 
 @pytest.mark.parametrize("name", ["nested", "inside_scan", "uneven", "groups"])
 def test_verify_runs_the_whole_program_on_the_mesh(name: str) -> None:
-    fn = named(name)
-    verification = spmd.jit(fn, mesh=MESH).compile(X, W).verify(X, W)
+    verification = spmd.jit(named(name), mesh=MESH).compile(X, W).verify(X, W)
     assert verification, str(verification)
 
 
@@ -371,8 +356,7 @@ def test_of_a_wrong_program_with_a_region_results_are_compared(
     from spmd.lowering.local import table as local
 
     step = manual(jax_mesh(MESH), lambda x: lax.psum(jnp.sin(x), "x"), P("x"), P())
-    broken = {**local._LOCAL, "stablehlo.sine": lambda op: op.operands}
-    monkeypatch.setattr(local, "_LOCAL", broken)
+    monkeypatch.setattr(local, "_LOCAL", {**local._LOCAL, "stablehlo.sine": lambda op: op.operands})
     found = spmd.jit(step, mesh=MESH, in_specs=(("x", "y"),)).compile(X).verify(X)
     assert not found
     assert found.culprit is None

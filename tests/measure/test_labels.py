@@ -62,8 +62,7 @@ def test_layers_without_a_scope() -> None:
 )
 def test_groups_of_devices(text: str, groups: list[set[int]]) -> None:
     instruction = Instruction("a", "f32[]", "all-gather", f"%x), {text}", False)
-    module = Module("main", {}, 4, {})
-    assert groups_of(instruction, module) == frozenset(map(frozenset, groups))
+    assert groups_of(instruction, Module("main", {}, 4, {})) == frozenset(map(frozenset, groups))
 
 
 # Events of programs that GPUs run.

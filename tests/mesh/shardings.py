@@ -40,6 +40,5 @@ def random_sharding(rng: random.Random, mesh: Mesh, rank: int, partial: float) -
         if choice < partial:
             owed.append(a)
         elif choice < 0.8:
-            dim = rng.randrange(rank)
-            dims[dim] += (a,)
+            dims[rng.randrange(rank)] += (a,)
     return Sharding(tuple(dims)).with_partial(owed, "add")

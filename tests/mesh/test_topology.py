@@ -134,13 +134,10 @@ def test_axes_have_the_links_that_they_cross(name: str, mesh: Mesh, bandwidths: 
 @pytest.mark.parametrize(
     ("name", "sizes", "detour"),
     [
-        ("h200:8", (8,), 1),
-        ("v4:4x4x4", (64,), 3),
-        ("v5p:8x8x8", (8, 64), 4),
-        ("v4:4x4x4", (16, 4), 1),
-        ("v5p:4x4x4", (8, 8), 1),
+        ("h200:8", (8,), 1), ("v4:4x4x4", (64,), 3), ("v5p:8x8x8", (8, 64), 4),
+        ("v4:4x4x4", (16, 4), 1), ("v5p:4x4x4", (8, 8), 1),
     ],
-)
+)  # fmt: skip
 def test_messages_take_longer_through_a_torus(name: str, sizes: tuple[int, ...], detour: float):
     mesh = Mesh(None, sizes, "xy"[: len(sizes)])
     assert Topology(name).detour(mesh, len(sizes) - 1) == detour

@@ -115,7 +115,6 @@ def test_seed_and_position_decide_alone() -> None:
     before = history(logits)
 
     def drawn(rows: Any) -> Any:
-        """At 30 positions."""
         chosen, known = jax.tree.map(lambda x: x[rows], (given, before))
         places = [np.full(len(rows), position, np.int32) for position in range(30)]
         return np.stack([SAMPLE(logits[rows], chosen, known, place) for place in places])

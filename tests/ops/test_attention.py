@@ -70,16 +70,11 @@ def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
 @pytest.mark.parametrize(
     ("heads", "key_heads", "causal", "packed", "blocks", "window"),
     [
-        (4, 4, True, False, 1, None),
-        (8, 2, True, False, 1, 3),
-        (4, 1, True, True, 1, None),
-        (4, 4, False, False, 1, None),
-        (8, 2, False, True, 1, None),
-        (8, 2, True, True, 3, 4),
-        (4, 1, False, False, 3, None),
-        (2, 2, True, False, 1, 1),
+        (4, 4, True, False, 1, None), (8, 2, True, False, 1, 3), (4, 1, True, True, 1, None),
+        (4, 4, False, False, 1, None), (8, 2, False, True, 1, None), (8, 2, True, True, 3, 4),
+        (4, 1, False, False, 3, None), (2, 2, True, False, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_reference(
     heads: int, key_heads: int, causal: bool, packed: bool, blocks: int, window: int | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -347,7 +342,6 @@ def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
 
 
 # Kernels, as far as a CPU can tell. `tests/accelerators/test_attention.py` runs them.
-
 
 SPEC: dict[str, Any] = dict(causal=True, segments=False, scale=0.125, logits_dtype="float32")
 

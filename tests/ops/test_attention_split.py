@@ -140,8 +140,7 @@ def test_sums_keep_the_dtype_of_their_terms(way: str) -> None:
     _, grads = compiled(*map(ZIGZAG.ordered, args))
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 3
     wide = [x.astype(jnp.float32) for x in args[:4]]
-    want = ZIGZAG.wanted(*wide, args[4])[1]
-    close(tuple(from_zigzag(g, 4) for g in grads), want, 0.05)
+    close(tuple(from_zigzag(g, 4) for g in grads), ZIGZAG.wanted(*wide, args[4])[1], 0.05)
 
 
 def test_what_is_hidden_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,16 +152,14 @@ def test_what_is_hidden_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None
     poisoned = k.at[:, 4:].set(jnp.nan)
     spec = (None, "x")
     step = spmd.jit(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    out = step(q, poisoned, v)
-    close(out[:, :4], plain(q[:, :4], k[:, :4], v[:, :4], True))
+    close(step(q, poisoned, v)[:, :4], plain(q[:, :4], k[:, :4], v[:, :4], True))
 
 
 def test_rings_inside_scans_and_recomputed_layers() -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     q, k, v, w = tensors(2, 16, 2, 2)
-    spec = ("y", "x")
 
-    specs = (spec,) * 3
+    specs = (("y", "x"),) * 3
     textbook = recomputed(functools.partial(plain, causal=True), w)
     how: dict[str, Any] = {"mesh": mesh, "in_specs": specs, "out_specs": (None, specs)}
     how["options"] = EVERY_FLOP_COUNTS

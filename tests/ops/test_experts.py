@@ -55,8 +55,7 @@ def operands(
 def loss(fn: Any, mark: Any = lambda name, x: x, count: int = 6) -> Any:
     def run(x: Any, gates: Any, chosen: Any, *weights: Any) -> Any:
         x, gates, chosen = mark("rows", x), mark("rows", gates), mark("rows", chosen)
-        names = ("in", "in", "out") * 2
-        weights = tuple(map(mark, names, weights))
+        weights = tuple(map(mark, ("in", "in", "out") * 2, weights))
         as_gpt_oss = {"biases": weights[3:], "limit": 0.3} if weights[3:] else {}
         return jnp.sum(jnp.sin(mark("rows", fn(x, gates, chosen, *weights[:3], **as_gpt_oss))))
 
@@ -68,8 +67,7 @@ def test_in_half_precision_gates_stay_wide() -> None:
     x, *weights = (jnp.asarray(a, jnp.bfloat16) for a in (x, *weights))
     out = jax.jit(experts)(x, gates, chosen, *weights)
     assert out.dtype == jnp.bfloat16
-    want = jax.jit(plain)(x.astype(jnp.float32), gates, chosen, *weights)
-    close(out, want, 0.03)
+    close(out, jax.jit(plain)(x.astype(jnp.float32), gates, chosen, *weights), 0.03)
 
 
 @pytest.mark.usefixtures("exact_plans")
@@ -87,13 +85,8 @@ def test_eight_bits(dtype: str, biased: bool, devices8: Any) -> None:
         return experts(x, gates, chosen, *weights[:3], scales=weights[3:], **given)
 
     specs = [("x",)] * 3 + [
-        ("y", "z"),
-        ("y", "z"),
-        ("y", None, "z"),
-        ("y", "z"),
-        ("y", "z"),
-        ("y",),
-    ]
+        ("y", "z"), ("y", "z"), ("y", None, "z"), ("y", "z"), ("y", "z"), ("y",),
+    ]  # fmt: skip
     args = (x, gates, chosen, *values, *scales)
     compiled = spmd.jit(run, mesh=mesh, in_specs=specs, options=EVERY_FLOP_COUNTS).compile(*args)
     close(compiled(*args), jax.jit(functools.partial(plain, **given))(x, gates, chosen, *wide))
@@ -205,8 +198,7 @@ def test_gates_travel_bit_by_bit() -> None:
     """A gate that is no number of the rows' dtype arrives as it is, and so does a zero."""
     gates = np.array([0.0, 1 / 3, -1e-30, 3e38], np.float32)
     for dtype, width in ((jnp.bfloat16, 128), (jnp.float32, 8), (jnp.float16, 6)):
-        rows = jnp.ones((4, width), dtype)
-        sent = jax.jit(experts_exchange._with)(rows, jnp.asarray(gates))
+        sent = jax.jit(experts_exchange._with)(jnp.ones((4, width), dtype), jnp.asarray(gates))
         assert sent.dtype == dtype
         assert sent.shape[1] % 128 == 0 or width % 128
         assert np.array_equal(experts_exchange._without(sent, width, jnp.float32), gates)

@@ -36,7 +36,6 @@ def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def products(dims: Any, x: Any, w: Any, dy: Any) -> tuple[Any, ...]:
-    """The product, and the gradients of its operands."""
     result, pull = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
     return result, *pull(dy)
 
@@ -168,8 +167,7 @@ def test_several_weights_are_as_many_products() -> None:
     dx, dw, state = grads(x, weights, whole)
     terms = []
     for i, w in enumerate(weights):
-        alone = Fp8State(whole.maxima[np.array([0, 1 + i, 3 + i])])
-        one = grads(x, (w,), alone)
+        one = grads(x, (w,), Fp8State(whole.maxima[np.array([0, 1 + i, 3 + i])]))
         np.testing.assert_array_equal(dw[i], one[1][0])
         np.testing.assert_array_equal(state.maxima[np.array([0, 1 + i, 3 + i])], one[2].maxima)
         terms.append(one[0])
@@ -252,8 +250,7 @@ def step(request: Any, devices8: Any) -> Step:
     def arguments() -> Any:
         return marked(params, mesh), spmd.mark_sharding(x, mesh, ("data", None))
 
-    options = spmd.Options(check=True)
-    jitted = spmd.jit(train, mesh=mesh, donate_argnums=0, options=options)
+    jitted = spmd.jit(train, mesh=mesh, donate_argnums=0, options=spmd.Options(check=True))
     return Step(jitted.compile(*arguments()), arguments, (params, x))
 
 

@@ -54,7 +54,6 @@ class Case(NamedTuple):
 
     @property
     def operands(self) -> list[Any]:
-        """As the composite has them."""
         return [jnp.asarray(x) for x in self if x is not None]
 
 
@@ -148,8 +147,7 @@ def test_reference(at_once: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) 
 def test_the_reference_holds_the_pages_of_a_few_rows() -> None:
     sizes = Sizes(r=512, b=8, p=64, m=16, k=8, d=64)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ragged(sizes, 0).operands]
-    mesh = spmd.make_mesh(x=1)
-    memory = spmd.jit(paged_attention, mesh=mesh).compile(*structs).memory
+    memory = spmd.jit(paged_attention, mesh=spmd.make_mesh(x=1)).compile(*structs).memory
     all_rows = 4 * sizes.r * sizes.m * sizes.p * sizes.k * 2 * sizes.d
     assert memory.temporary < all_rows / 8
 
@@ -177,7 +175,6 @@ def test_rows_without_a_position_are_zero() -> None:
 
 
 def written(pool: Any, new: Any, case: Case) -> Any:
-    """By a loop over rows."""
     pool, size = np.array(pool), pool.shape[2]
     for group, row in np.argwhere(case.positions >= 0):
         position = case.positions[group, row]
@@ -208,8 +205,7 @@ def test_nothing_is_written_where_there_is_no_place() -> None:
     slots = np.asarray([[0, 0, 1, 2]], np.int32)
     table = np.array(table)
     table[0, 1:3] = [-1] * 4, [pool.shape[1]] * 4
-    got = jax.jit(paged_update)(pool, new, table, slots, positions)
-    np.testing.assert_array_equal(got, pool)
+    np.testing.assert_array_equal(jax.jit(paged_update)(pool, new, table, slots, positions), pool)
 
 
 # Split over devices
@@ -307,8 +303,7 @@ def test_costs_are_of_the_pages_that_rows_read() -> None:
         structs = structs_of(Sizes(b=64, r=rows, p=64, m=8, k=8, d=128), pages)
         fn = functools.partial(step, window=window)
         jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
-        lowered = jitted.lower(*structs, topology=spmd.Topology("h200:1"))
-        return float(lowered.timeline.seconds)
+        return float(jitted.lower(*structs, topology=spmd.Topology("h200:1")).timeline.seconds)
 
     read = 64 * 512 * 8 * 2 * 128 * 2 / spmd.Topology("h200:1").hbm_bandwidth
     assert seconds(1 << 12, 64) == seconds(1 << 16, 64) == pytest.approx(read, rel=0.1)
@@ -397,8 +392,7 @@ def test_kernel_for_hopper(
 ) -> None:
     monkeypatch.setattr(paged_hopper, "is_here", lambda: True)
     monkeypatch.setattr(paged_hopper, "LEAST", 1)
-    attend = functools.partial(paged_triton.attend, interpret=True)
-    check(attend, sizes, 2, window, jnp.bfloat16)
+    check(functools.partial(paged_triton.attend, interpret=True), sizes, 2, window, jnp.bfloat16)
 
 
 def test_the_kernel_takes_no_other_sizes() -> None:
@@ -406,8 +400,7 @@ def test_the_kernel_takes_no_other_sizes() -> None:
     for wrong in ((65, 128, 64, 2), (4, 96, 64, 2), (4, 128, 48, 2), (4, 128, 4, 2)):
         assert not paged_triton.takes(*wrong)
     assert not paged_triton.takes(4, 256, 64, 4)
-    case = ragged(Sizes(d=12), 0)
-    assert paged_triton.attend(*case.operands) is NotImplemented
+    assert paged_triton.attend(*ragged(Sizes(d=12), 0).operands) is NotImplemented
 
 
 def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]:
@@ -453,8 +446,7 @@ def test_a_pool_that_the_kernel_cannot_count_is_an_error() -> None:
 @pytest.mark.parametrize("rows", [8, 64])
 def test_gpus_write_in_place(rows: int) -> None:
     structs = structs_of(Sizes(b=8, r=rows, k=8, d=128, p=64), 1 << 12)
-    mesh = spmd.Mesh(None, (1,), ("x",))
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=0)
+    jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
     compiled = jitted.lower(*structs, topology=spmd.Topology("h200:1")).compile()
     assert compiled.memory.temporary < 1 << 24
 
@@ -487,8 +479,7 @@ def plain_kernel(
 
 def test_tpus_leave_slots_without_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel"
-    kernel = importlib.import_module(name)
-    monkeypatch.setattr(kernel, "ragged_paged_attention", plain_kernel)
+    monkeypatch.setattr(importlib.import_module(name), "ragged_paged_attention", plain_kernel)
     for seed in range(4):
         case = ragged(Sizes(a=2, d=128), seed)
         for window in (None, 5):

@@ -23,8 +23,7 @@ def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], specs: Any = None)
 
 
 def test_sums_flow_only_where_they_arrive() -> None:
-    plan = planned(lambda x, w, b: jnp.tanh(x @ w * b) * b, (64, 64), (64, 64), (64, 64))
-    problem = plan.problem
+    problem = planned(lambda x, w, b: jnp.tanh(x @ w * b) * b, (64, 64), (64, 64), (64, 64)).problem
     units, choices = units_of(problem), Choices(problem)
     axes = [atoms for atoms in problem.mesh.axis_atoms.values() if atoms]
     domains = domains_of(problem, units, choices, axes)

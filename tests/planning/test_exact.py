@@ -30,11 +30,8 @@ pytestmark = pytest.mark.usefixtures("devices8")
 def accumulated(how: str, micro: int = 8) -> Any:
     """A step that sums the gradients of several microbatches: in a scan, a loop, or unrolled."""
 
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
-
     def step(w: Any, batch: Any) -> Any:
-        grad = jax.grad(loss)
+        grad = jax.grad(lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))
         zeros = jax.tree.map(jnp.zeros_like, w)
         if how == "scan":
 
@@ -169,8 +166,7 @@ def test_a_nearby_plan_that_fits_is_kept_where_the_fastest_does_not() -> None:
         seconds: float
         bytes: int
 
-    problem = training("mlp").stages.plan.problem
-    greedy, costs = weighed(problem)
+    greedy, costs = weighed(training("mlp").stages.plan.problem)
     search = Search[Any](5, [Made(greedy, 1.0, 9)])
     _try_nearby(costs, costs.solution, search, lambda plan: Made(plan, 2.0, 4), [])
     assert search.best.bytes == 4

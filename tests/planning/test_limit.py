@@ -97,8 +97,7 @@ def test_reports_say_what_is_made_again() -> None:
 def test_prices_of_copies_of_one_result_do_not_reach_others(limit: int) -> None:
     """Loops have several results of several ranks, of which a plan may copy one."""
     mesh, built = programs("^remat/mlp-default@4x2$")[0].make()
-    options = spmd.Options(memory_limit=limit)
-    jitted = spmd.jit(built.fn, mesh=mesh, options=options)
+    jitted = spmd.jit(built.fn, mesh=mesh, options=spmd.Options(memory_limit=limit))
     try:
         assert jitted.lower(*built.args).predicted_memory.peak <= limit
     except spmd.PlanError as error:
@@ -130,7 +129,6 @@ def test_results_that_are_returned_whole_count() -> None:
     """A piece of `x` and one of `exp(x)` take 2 MiB; the whole result takes 4 on its own."""
     step = spmd.jit(jnp.exp, mesh=MESH, in_specs=(("data", None),), out_specs=(None, None))
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    problem = step.lower(x).stages.plan.problem
-    trial = plan_problem(problem, spmd.Options())
+    trial = plan_problem(step.lower(x).stages.plan.problem, spmd.Options())
     assert not Search(3 << 20, [trial]).fits(trial)
     assert Search(trial.bytes, [trial]).fits(trial)

@@ -39,11 +39,9 @@ def lowered(batch: Any, topology: str | None = None) -> spmd.Lowered:
 
 
 def placed(program: spmd.Lowered) -> dict[str, str]:
-    """How each argument lies."""
     plan = program.stages.plan
     names = plan.program.arg_names
-    shardings = [format_sharding(s, plan.mesh) for s in plan.arguments]
-    return dict(zip(names, shardings, strict=True))
+    return dict(zip(names, [format_sharding(s, plan.mesh) for s in plan.arguments], strict=True))
 
 
 @pytest.mark.usefixtures("devices8")
@@ -55,8 +53,7 @@ def test_the_rows_of_a_batch_that_nobody_marked_are_split(topology: str | None) 
     lies = placed(found)
     assert lies["batch/x"].startswith("[{data"), lies
     assert lies["batch/y"].startswith("[{data"), lies
-    mesh = found.mesh
-    marked = spmd.mark_sharding(shape, mesh, ("data", None))
+    marked = spmd.mark_sharding(shape, found.mesh, ("data", None))
     assert found.cost <= 1.01 * lowered({"x": marked, "y": marked}, topology).cost
 
 

@@ -43,7 +43,6 @@ def planned(fn: Any, mesh: spmd.Mesh, args: Sequence[Any], **options: Any) -> sp
 
 # Programs that somebody marked by hand, because the plan had been worse.
 
-
 STACKED: dict[str, Spec] = {"up": (None, "data", None), "down": (None, None, "data")}
 
 
@@ -103,10 +102,7 @@ def linear_attention(q: Any, k: Any, v: Any, g: Any) -> Any:
 
 
 def by_heads(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def marked(*args: Any) -> Any:
-        return fn(*(spmd.mark_sharding(x, SEQ, (None, None, "seq")) for x in args))
-
-    return marked
+    return lambda *args: fn(*(spmd.mark_sharding(x, SEQ, (None, None, "seq")) for x in args))
 
 
 @pytest.mark.thorough

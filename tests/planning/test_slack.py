@@ -57,13 +57,9 @@ def test_weights_have_the_layers_before_them_and_what_layers_hand_on_has_nothing
 
 def test_what_is_handed_to_a_trip_is_there_when_it_begins() -> None:
     def fn(x: Any, w: Any, v: Any) -> Any:
-        def body(h: Any, layer: Any) -> tuple[Any, None]:
-            return jnp.tanh(h @ layer) @ v, None
+        return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer) @ v, None), x, w, length=16)[0]
 
-        return jax.lax.scan(body, x, w, length=16)[0]
-
-    stack = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
-    problem = posed(fn, X, stack, W)
+    problem = posed(fn, X, jax.ShapeDtypeStruct((16, 256, 256), jnp.float32), W)
     loops = [op for op in problem.program.walk() if op.is_loop]
     assert loops  # sixteen trips are not worth being written out
     choices, units = Choices(problem), units_of(problem, radius=8)

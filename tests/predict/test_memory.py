@@ -92,22 +92,15 @@ def test_updates_of_a_donated_cache_are_in_place() -> None:
 
 def test_carries_of_a_loop_lie_in_one_place() -> None:
     def f(x: Any, w: Any) -> Any:
-        def body(h: Any, _: Any) -> Any:
-            return h @ w, None
+        return jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=8)[0].sum()
 
-        return jax.lax.scan(body, x, None, length=8)[0].sum()
-
-    use = use_of(f, SQUARE, SQUARE)
     # The carry, and the product that is written beside it before the carry is free.
-    assert use.temporary // SIZE == 2
+    assert use_of(f, SQUARE, SQUARE).temporary // SIZE == 2
 
 
 def test_stacked_results_of_a_loop_are_written_in_place() -> None:
     def f(x: Any) -> Any:
-        def body(h: Any, _: Any) -> Any:
-            return h + 1, h * 2
-
-        return jax.lax.scan(body, x, None, length=8)[1] @ jnp.ones((64, 1))
+        return jax.lax.scan(lambda h, _: (h + 1, h * 2), x, None, length=8)[1] @ jnp.ones((64, 1))
 
     use = use_of(f, SQUARE)
     stacked = 8 * SIZE

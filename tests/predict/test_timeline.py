@@ -38,8 +38,7 @@ def dot(b: Builder, x: int, y: int) -> int:
 
 
 def gather(b: Builder, w: int, axes: tuple[int, ...] = (0, 1)) -> int:
-    attrs = {"axes": axes, "all_gather_dim": 0}
-    return b.op("stablehlo.all_gather", (w,), (WHOLE,), attrs)[0]
+    return b.op("stablehlo.all_gather", (w,), (WHOLE,), {"axes": axes, "all_gather_dim": 0})[0]
 
 
 def timeline(make: Any) -> Timeline:
@@ -49,8 +48,7 @@ def timeline(make: Any) -> Timeline:
 def test_communication_hides_behind_independent_arithmetic() -> None:
     def make(b: Builder, x: int, w: int) -> list[int]:
         whole = gather(b, w)
-        y = dot(b, x, x)
-        return [dot(b, y, whole)]
+        return [dot(b, dot(b, x, x), whole)]
 
     found = timeline(make)
     assert GATHER < DOT
@@ -67,19 +65,13 @@ def test_communication_hides_behind_independent_arithmetic() -> None:
 
 
 def test_a_reader_waits_for_communication() -> None:
-    def make(b: Builder, x: int, w: int) -> list[int]:
-        return [dot(b, x, gather(b, w))]
-
-    found = timeline(make)
+    found = timeline(lambda b, x, w: [dot(b, x, gather(b, w))])
     assert found.seconds == pytest.approx(GATHER + DOT)
     assert found.exposed_seconds == pytest.approx(GATHER)
 
 
 def test_what_comes_later_goes_first_where_arithmetic_waits() -> None:
-    def make(b: Builder, x: int, w: int) -> list[int]:
-        return [dot(b, x, gather(b, w)), b.binary("add", x, x)]
-
-    found = timeline(make)
+    found = timeline(lambda b, x, w: [dot(b, x, gather(b, w)), b.binary("add", x, x)])
     added = 2 * WHOLE.bytes / TOPOLOGY.hbm_bandwidth
     assert added < GATHER
     assert found.compute_seconds == pytest.approx(DOT + added)
@@ -124,8 +116,7 @@ def test_what_is_computed_inside_its_reader_takes_no_time() -> None:
         y = b.op("stablehlo.multiply", (y, x), (WHOLE,), {})[0]
         return [b.op("stablehlo.negate", (y,), (WHOLE,), {})[0]]
 
-    found = timeline(make)
-    (slot,) = found.slots
+    (slot,) = timeline(make).slots
     assert slot.op.name == "stablehlo.negate"
     assert slot.end == pytest.approx(2 * WHOLE.bytes / TOPOLOGY.hbm_bandwidth)
 
@@ -137,8 +128,7 @@ def loop(b: Builder, x: int, trips: int, body: Any) -> int:
     i, h = b.value(i32), b.value(WHOLE)
     b.begin(False)
     less = {"comparison_direction": "LT", "compare_type": "SIGNED"}
-    done = b.op("stablehlo.compare", (i, end), (flag,), less)
-    cond = b.end((i, h), done)
+    cond = b.end((i, h), b.op("stablehlo.compare", (i, end), (flag,), less))
     i, h = b.value(i32), b.value(WHOLE)
     b.begin(False)
     result = body(b, h)

@@ -74,7 +74,6 @@ def relation(ours: Dims, theirs: Dims) -> str:
 
 
 def compile_text(text: str, mesh: Mesh) -> Stages:
-    """Our stages on a marked module."""
     request = Request(parse_module(text), mesh, spmd.Topology(f"cpu:{mesh.size}"))
     return compile_module(request, spmd.Options(check=True))
 
@@ -95,8 +94,7 @@ def compare(text: str, mesh: Mesh, theirs: list[shardy.Value]) -> Comparison:
             continue
         ours = stages.propagated.proposals[value]
         if len(dims) == len(ours):
-            planned = _planned(stages, key, value)
-            pairs.append(Pair(value, key, ours, planned, dims))
+            pairs.append(Pair(value, key, ours, _planned(stages, key, value), dims))
     return Comparison(stages, tuple(pairs), necessity(stages.propagated))
 
 
@@ -141,8 +139,7 @@ def _unique(values: list[shardy.Value], mesh: Mesh) -> dict[Key, Dims]:
 
 def atoms(value: shardy.Value, mesh: Mesh) -> Dims:
     attr = ShardingAttr(value.dims, (False,) * len(value.dims))
-    shape = (1,) * len(value.dims)
-    return atoms_of_attr(attr, shape, mesh, value.op, None, even=False)
+    return atoms_of_attr(attr, (1,) * len(value.dims), mesh, value.op, None, even=False)
 
 
 # Reasons. A difference has one of its own, or it comes with another that a chain of ops leads to.
@@ -194,7 +191,6 @@ class _Facts(NamedTuple):
 
 
 def explain(comparison: Comparison) -> dict[Pair, tuple[str, ...]]:
-    """The reasons for every pair that differs."""
     different = [pair for pair in comparison.pairs if pair.relation != EQUAL]
     facts = _facts(comparison.stages)
     found = {pair: _own_reasons(comparison, facts, pair) for pair in different}
@@ -280,7 +276,6 @@ def _groups(comparison: Comparison, values: list[int]) -> dict[int, int]:
 
 
 def describe(comparison: Comparison, pair: Pair, why: tuple[str, ...]) -> str:
-    """One line on one pair that differs."""
     mesh = comparison.stages.plan.mesh
     where, op, number = pair.key
     ours, theirs = (format_sharding(Sharding(d), mesh) for d in (pair.ours, pair.theirs))

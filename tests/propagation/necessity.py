@@ -87,8 +87,7 @@ class _Flow:
                     claims[value, dim] = {axes}
         waiting = deque(self.nodes)
         while waiting:
-            node = waiting.popleft()
-            for place, axes in self.visit(node, claims):
+            for place, axes in self.visit(waiting.popleft(), claims):
                 if place in closed or not self.accepts(place, axes):
                     continue
                 found = claims.setdefault(place, set())

@@ -35,7 +35,6 @@ SHARDYS_OWN = {
 }
 """Reasons for which Shardy may lack what follows by necessity."""
 
-
 QUICK = [case for case in CASES if not case.name.startswith(LONG)]
 
 

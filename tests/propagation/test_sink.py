@@ -37,10 +37,7 @@ def masked_scan(x: jax.Array) -> jax.Array:
     zeros = jnp.zeros((4, 8))
 
     def body(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-        def inner(_: int, y: jax.Array) -> jax.Array:
-            return jnp.where(mask, y + row, zeros)
-
-        return jax.lax.fori_loop(0, 2, inner, carry), None
+        return jax.lax.fori_loop(0, 2, lambda _, y: jnp.where(mask, y + row, zeros), carry), None
 
     return jax.lax.scan(body, x, jnp.stack([x, x]))[0]
 

@@ -35,8 +35,7 @@ def all_shardings(type_: TensorType, mesh: Mesh, partial: bool = True) -> list[S
     found = []
     for count in range(len(atoms) + 1 if partial else 1):
         for owed in combinations(atoms, count):
-            free = tuple(a for a in atoms if a not in owed)
-            for tiling in dims(type_.rank, free):
+            for tiling in dims(type_.rank, tuple(a for a in atoms if a not in owed)):
                 found.append(Sharding(tiling).with_partial(owed, "add"))
     return [s for s in found if is_legal(s, type_.shape, mesh)]
 

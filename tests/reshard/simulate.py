@@ -70,7 +70,6 @@ def reduced(
 
 
 def run_step(step: PathStep, held: Sequence[Array], mesh: Mesh) -> list[Array]:
-    """What each device holds after one step."""
     if step.kind == "slice":
         return [_part(held[p], step, mesh.coordinate(p, step.axes), mesh) for p in range(mesh.size)]
     if step.kind == "collective_permute":

@@ -21,7 +21,6 @@ MESH = Mesh(None, (4, 2), ("data", "model"))
 
 
 def forget() -> None:
-    """Nothing is remembered of what was asked before."""
     reshard.cache_clear()
     cheapest.cache_clear()
 
@@ -41,8 +40,7 @@ def test_measured_figures_cost_little_of_the_optimum(sizes: tuple[int, ...], sid
 def test_every_kind_of_reduction_is_delivered(kind: str):
     src = Sharding(((0,), ()), (1, 2), kind)
     for dst in (Sharding(((0,), (1, 2))), Sharding(((), ())), Sharding(((2,), (0,)), (1,), kind)):
-        path = reshard(src, dst, TensorType((8, 8), "i64"), MESH, A100)
-        check(path, src, dst, (8, 8), MESH)
+        check(reshard(src, dst, TensorType((8, 8), "i64"), MESH, A100), src, dst, (8, 8), MESH)
 
 
 @pytest.mark.thorough

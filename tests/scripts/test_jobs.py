@@ -126,8 +126,7 @@ def test_slurm_runs_the_command_and_requeues(
     script = dry_run(["slurm", "--requeue", "--env", "NOTE=it's $new"], HARD)
     fake(tmp_path, "scontrol")
     env = {**fake(tmp_path, "srun", code), "SLURM_JOB_ID": "42"}
-    ran = subprocess.run(["bash", "-c", script], env=env)
-    assert ran.returncode == code
+    assert subprocess.run(["bash", "-c", script], env=env).returncode == code
     arguments, note = called(tmp_path, "srun")
     assert arguments[-len(HARD) :] == HARD
     assert note == "it's $new"
@@ -170,8 +169,7 @@ def misfits(value: Any, fields: Any, path: str = "") -> list[str]:
 
 
 def test_the_check_finds_what_is_wrong():
-    wrong = {"kind": 1, "spec": {"replicas": 1, "replicatedJobs": {}}}
-    assert misfits(wrong, FIELDS) == [
+    assert misfits({"kind": 1, "spec": {"replicas": 1, "replicatedJobs": {}}}, FIELDS) == [
         ".kind is int", ".spec.replicas is unknown", ".spec.replicatedJobs is no list",
     ]  # fmt: skip
 

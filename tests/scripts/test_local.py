@@ -63,8 +63,7 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_restarts_until_it_works_or_so_often(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    script = "echo attempt $SPMD_RESTART; exit $((6 - 3 * SPMD_RESTART))"
-    assert run(script, 1, max_restarts=3) == 0
+    assert run("echo attempt $SPMD_RESTART; exit $((6 - 3 * SPMD_RESTART))", 1, max_restarts=3) == 0
     captured = capfd.readouterr()
     assert captured.out.splitlines() == [f"[0] attempt {n}" for n in range(3)]
     assert "restart 2 of 3" in captured.err

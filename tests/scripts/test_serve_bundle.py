@@ -21,8 +21,7 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEYS, "b,c")
     flags = "--api_key a --api_key_file f --token_budget 512 --max_waiting 7 --drain_seconds 2"
     drawn = ["--override-generation-config", '{"top_k": 3}', "--generation_config", "none"]
-    given = options(parser.parse_args(["bundle", *flags.split(), *drawn]))
-    assert given == ServerOptions(
+    assert options(parser.parse_args(["bundle", *flags.split(), *drawn])) == ServerOptions(
         ("a", "b", "c"), Path("f"), max_waiting=7, token_budget=512, drain_seconds=2.0,
         generation_config="none", override_generation_config={"top_k": 3},
     )  # fmt: skip

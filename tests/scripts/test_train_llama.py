@@ -82,8 +82,7 @@ def test_fine_tuning_exports_and_restarts(trained, tmp_path, capsys, monkeypatch
     assert largest == pytest.approx(2e-5)
     assert load_tokenizer(str(tmp_path / "run/tokenizer")).eos_id == 1
     assert not (tmp_path / "run/tensorboard").exists()
-    settings = ["--settings", str(tmp_path / "run/settings.yaml")]
-    again = make_parser("").parse_args(settings)
+    again = make_parser("").parse_args(["--settings", str(tmp_path / "run/settings.yaml")])
     assert (again.steps, again.save_every, again.export_hf) == (4, 2, str(out))
     assert (again.mesh, again.data) == ({"data": 2}, (str(trained / "text.jsonl"),))
 

@@ -62,7 +62,6 @@ class Made(NamedTuple):
     bundle: Path
 
     def theirs(self, name: str | None) -> Any:
-        """PEFT's model with an adapter."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.model)
         return peft.PeftModel.from_pretrained(model, self.adapters / name) if name else model
 
@@ -149,8 +148,7 @@ def live(made: Made, devices8: Any) -> Iterator[Live]:
 
 
 def change(live: Live, what: str, name: str, path: str | None = None) -> httpx.Response:
-    body = {"lora_name": name, "lora_path": path}
-    return post(f"{live.url}/v1/{what}_lora_adapter", json=body)
+    return post(f"{live.url}/v1/{what}_lora_adapter", json={"lora_name": name, "lora_path": path})
 
 
 def body_of(model: str, prompt: str, **more: Any) -> dict[str, Any]:

@@ -69,8 +69,7 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     """Two key heads on eight devices: they are split over a part of the axis."""
     out = tmp_path / "bundle"
     assert "exported: " in export("--init_from", hf_folder, "--out", out)
-    mesh = spmd.make_mesh(model=8, devices=devices8)
-    bundle = load_bundle(out, mesh, functions=FUNCTIONS)
+    bundle = load_bundle(out, spmd.make_mesh(model=8, devices=devices8), functions=FUNCTIONS)
     assert bundle.weights["weights/layers/0/self_attn/q_proj/weight"].addressable_shards[
         0
     ].data.shape == (4, 32)
@@ -115,8 +114,7 @@ def test_a_relatives_tokens_are_transformers(
     bundle = load_bundle(
         out, spmd.make_mesh(data=2, model=4, devices=devices8), functions=FUNCTIONS
     )
-    weight = bundle.weights[f"weights/layers/{part}"]
-    assert weight.addressable_shards[0].data.shape == shape
+    assert bundle.weights[f"weights/layers/{part}"].addressable_shards[0].data.shape == shape
     assert composite in bundle.manifest.functions["step_r8_t48"].composites
     expected = checkpoints.their_continuation(hf, PROMPT, 16)
     assert generate(language.model_backend(bundle), PROMPT, 16)[0] == expected

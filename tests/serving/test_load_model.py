@@ -17,8 +17,6 @@ GOLDEN = {"prompt": [1, 2], "tokens": [5, 6, 7], "logprobs": [-1.0, -2.0, -0.5]}
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what the model computes."""
-
     def use(tokens: list[int], logprobs: list[float]) -> None:
         monkeypatch.setattr(load, "generate", lambda *_: (tokens, logprobs))
 

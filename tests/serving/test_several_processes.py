@@ -1,7 +1,5 @@
 """A bundle on several processes: one process's texts, and one end for all, whoever dies."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -49,7 +47,7 @@ class Pair:
             for rank in range(2)
         ]
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> "Pair":
         return self
 
     def __exit__(self, *raised: object) -> None:

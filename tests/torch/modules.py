@@ -45,7 +45,6 @@ class Tied(nn.Module):  # type: ignore[misc]
 
 
 def cnn():
-    """A convolution, BatchNorm and a head."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -60,7 +59,6 @@ CNN_RULES = {"0.weight": ("model",), "5.weight": (None, "model")}
 
 
 def x():
-    """Rows of 16 numbers."""
     return torch.tensor(np.random.default_rng(0).standard_normal((ROWS, 16), np.float32))
 
 
@@ -72,7 +70,6 @@ def images():
 
 
 def tokens(length=8, vocabulary=32):
-    """Rows of tokens."""
     return torch.tensor(np.random.default_rng(0).integers(0, vocabulary, (ROWS, length)))
 
 
@@ -82,7 +79,6 @@ def square(model, x):
 
 
 def entropy(model, x, y):
-    """The loss of a classifier."""
     return F.cross_entropy(model(x), y)
 
 
@@ -133,7 +129,6 @@ def check_steps(make, loss, mesh, rules, batch, optimizer=sgd, steps=3, atol=1e-
 
 
 def assert_same(found, wanted, atol):
-    """Holds that two dicts have the same names, dtypes and values."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=atol)

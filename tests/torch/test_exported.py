@@ -49,8 +49,7 @@ def test_patterns_of_names_split_it(mesh, exported, wanted):
 def test_a_bundle_has_them_too(mesh, exported, wanted, tmp_path):
     specs = {"weights/5.weight": (None, "model"), "input": ("data",)}
     wrap_stablehlo(tmp_path / "cnn", exported.module, weights=exported.weights, specs=specs)
-    bundle = load_bundle(tmp_path / "cnn", mesh)
-    (found,) = bundle.run("main", images()[0].numpy())
+    (found,) = load_bundle(tmp_path / "cnn", mesh).run("main", images()[0].numpy())
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -90,8 +89,7 @@ def test_results_have_names_and_tied_weights_are_one(mesh):
         def forward(self, tokens):
             return {"logits": super().forward(tokens), "tokens": tokens}
 
-    module = Named().eval()
-    exported = spmd.torch.export(module, {"tokens": tokens()})
+    exported = spmd.torch.export(Named().eval(), {"tokens": tokens()})
     assert exported.arg_names == ("embed.weight", "tokens")
     lowered = spmd.lower_stablehlo(exported.module, mesh, result_specs={"logits": ("data",)})
     assert "logits" in lowered.explain(prices=False)

@@ -59,8 +59,7 @@ def test_inputs_are_named_or_numbered(mesh, name):
 def test_keyword_inputs_and_structured_results(mesh):
     module = Fn(lambda self, x: {"y": self.lin(x["a"]) + x["b"], "kept": None, "n": 3})
     inputs = {"a": x(), "b": x()}
-    sharded = spmd.torch.shard(module, mesh, {"x.*": ("data",), "lin.weight": ("model",)})
-    found = sharded(x=inputs)
+    found = spmd.torch.shard(module, mesh, {"x.*": ("data",), "lin.weight": ("model",)})(x=inputs)
     assert found["kept"] is None and found["n"] == 3
     close(found["y"], module(inputs)["y"])
 

@@ -40,8 +40,7 @@ def two_layers():
 
 
 def test_batch_norm_and_its_statistics(mesh):
-    rules = {**CNN_RULES, "x": ("data",)}
-    step = check_steps(cnn, entropy, mesh, rules, images())
+    step = check_steps(cnn, entropy, mesh, {**CNN_RULES, "x": ("data",)}, images())
     assert step.state_dict()["1.num_batches_tracked"] == 3
     assert step.parameters["0.weight"].sharding.spec[0] == "model"
     assert step.optimizer_state["momentum_buffer"]["5.weight"].sharding.spec[1] == "model"
@@ -345,7 +344,6 @@ def test_a_state_without_moments_begins_anew(mesh):
     ours = seeded(two_layers)
     step = spmd.torch.train_step(ours, square, torch.optim.AdamW(ours.parameters()), mesh)
     step(x())
-    fresh = torch.optim.AdamW(ours.parameters()).state_dict()
-    step.load_optimizer_state_dict(fresh)
+    step.load_optimizer_state_dict(torch.optim.AdamW(ours.parameters()).state_dict())
     assert step.steps == 0 and not step.optimizer_state_dict()["state"]
     assert not any(np.any(leaf) for leaf in step.optimizer_state["exp_avg_sq"].values())

@@ -99,16 +99,14 @@ def test_names_the_op_that_is_wrong(
 
 def test_donated_and_marked_arguments_survive_keys_and_keywords_too() -> None:
     x = spmd.mark_sharding(jnp.asarray(X), MESH, ("data", None))
-    step = spmd.jit(lambda x: x * 2 + 1, mesh=MESH, donate_argnums=(0,))
-    assert step.compile(x).verify(x)
+    assert spmd.jit(lambda x: x * 2 + 1, mesh=MESH, donate_argnums=(0,)).compile(x).verify(x)
     np.testing.assert_array_equal(np.asarray(x), X)
 
     def fn(key: Any, *, x: Any) -> Any:
         return jax.random.normal(key, x.shape) + x, jax.random.split(key)[0]
 
     key = jax.random.key(0)
-    compiled = spmd.jit(fn, mesh=MESH).compile(key, x=X)
-    assert compiled.verify(key, x=X)
+    assert spmd.jit(fn, mesh=MESH).compile(key, x=X).verify(key, x=X)
 
 
 def test_tolerances_are_the_users_and_wrong_structure_is_an_error() -> None:

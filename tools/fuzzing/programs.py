@@ -5,8 +5,6 @@ result's type inferred by jax. Each float value carries a bound of its magnitude
 overflows; what could be discontinuous is left in, and told from errors by perturbation (`check`).
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -80,7 +78,7 @@ class Maker:
     """Grows one block: the program, or the body of a loop inside it."""
 
     def __init__(self, draw: Any, mesh: Sequence[tuple[str, int]], settings: Settings,
-                 gradient: bool, outer: Maker | None = None) -> None:  # fmt: skip
+                 gradient: bool, outer: "Maker | None" = None) -> None:  # fmt: skip
         self.draw = draw
         self.mesh = dict(mesh)
         self.settings = settings
@@ -113,8 +111,7 @@ class Maker:
     def shape(self, most_rank: int = 3, largest: int = LARGEST) -> tuple[int, ...]:
         shape: tuple[int, ...] = ()
         for _ in range(self.integer(1, most_rank)):
-            fitting = [n for n in SIZES if math.prod(shape) * n <= largest]
-            shape += (self.pick(fitting),)
+            shape += (self.pick([n for n in SIZES if math.prod(shape) * n <= largest]),)
         return shape
 
     def spec(self, shape: Sequence[int], uneven: bool = False) -> Spec:
@@ -216,7 +213,7 @@ class Maker:
     def visible(self) -> list[Var]:
         return self.pool + (self.outer.visible() if self.outer else [])
 
-    def grow(self, lines: int, ops: Sequence[Callable[[Maker], None]]) -> None:
+    def grow(self, lines: int, ops: "Sequence[Callable[[Maker], None]]") -> None:
         """Adds up to so many ops."""
         for _ in range(lines):
             self.pick(ops)(self)
@@ -383,8 +380,7 @@ def scan_sum(m: Maker, v: Var) -> None:
     if op == "cumlogsumexp" and not is_float(v):
         op = "cummin"
     x = f"jnp.tanh({v.name})" if op == "cumprod" and is_float(v) else v.name
-    bound = v.bound * v.shape[dim] + 8
-    m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], bound)
+    m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], v.bound * v.shape[dim] + 8)
 
 
 # Shapes.
@@ -714,8 +710,7 @@ def branch(m: Maker, v: Var) -> None:
     for _ in range(count):
         f, x = m.name("f"), m.name("b")
         inner = _body(m, [Var(x, v.type, v.bound)], 1)
-        fits = [w for w in reversed(inner.pool) if w.type == v.type]
-        out = inner.pick(fits)
+        out = inner.pick([w for w in reversed(inner.pool) if w.type == v.type])
         bound = max(bound, out.bound)
         text += _define(m, f, x, inner, out.name)
         reads += _reads(m, inner, (x,), out.name)

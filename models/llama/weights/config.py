@@ -188,7 +188,6 @@ def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 # How heads are rotated.
 
-
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 
 

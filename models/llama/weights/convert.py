@@ -21,19 +21,8 @@ from rich.console import Console
 import spmd
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
-from spmd.models.llama.weights import stacked
+from spmd.models.llama.weights import files, stacked
 from spmd.models.llama.weights.config import to_hf
-from spmd.models.llama.weights.files import (
-    INDEX_FILE,
-    Array,
-    Index,
-    TensorEntry,
-    WeightsError,
-    file_index,
-    plan_files,
-    write_files,
-    write_json,
-)
 from spmd.models.llama.weights.names import Parameter, parameters
 from spmd.models.llama.weights.ranks import SHARDING_FILE, cuts, describe, rank_file, shard
 from spmd.models.llama.weights.save import MAX_SHARD_BYTES, appearing, check_can_save, write_beside
@@ -117,7 +106,7 @@ def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
     """Structs of the parameters with their shardings, over a mesh that needs no devices."""
     unknown = [axis for axis in mesh if axis not in sharding.MESH_AXES]
     if unknown:
-        raise WeightsError(
+        raise files.WeightsError(
             f"--mesh: no axis is called {unknown[0]!r}; the model splits over "
             f"{', '.join(sharding.MESH_AXES)}"
         )
@@ -132,7 +121,7 @@ def _piecewise(
     """One parameter as `Pieces`; a chunk has one layer of a stacked one, and one expert."""
     dtypes = sorted({row.dtype for row in rows})
     if len(dtypes) > 1:
-        raise WeightsError(
+        raise files.WeightsError(
             f"layers are stacked, and {parameter.path} is {' and '.join(dtypes)} in different "
             "ones; give --noscan or a --dtype"
         )
@@ -140,7 +129,7 @@ def _piecewise(
     assert struct.sharding is not None
     piece = struct.sharding.shard_shape(parameter.shape)
 
-    def read(index: Index) -> Array:
+    def read(index: files.Index) -> files.Array:
         block = parameter.read(index, dtypes[0], lambda name, part: by_name[name][part])
         advance(block.nbytes)
         return block
@@ -181,9 +170,9 @@ def write_hf(
     if source.config.model_type in stacked.FAMILIES:
         source = dataclasses.replace(source, tensors=_joined(source.tensors))
     entries = [_entry(tensor) for tensor in source.tensors.values()]
-    named = plan_files(entries, max_file_bytes)
+    named = files.plan_files(entries, max_file_bytes)
     plan = {file: [source.tensors[e.name] for e in group] for file, group in named.items()}
-    beside = {} if len(plan) == 1 else {INDEX_FILE: file_index(named)}
+    beside = {} if len(plan) == 1 else {files.INDEX_FILE: files.file_index(named)}
     _write(source, Path(folder), plan, beside, console)
 
 
@@ -219,7 +208,7 @@ def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     whole = {name: (tensor.shape, tensor.__array__) for name, tensor in tensors.items()}
     dtype = next(iter(tensors.values())).dtype
 
-    def part(read: Callable[[], Array], index: Index) -> Array:
+    def part(read: Callable[[], files.Array], index: files.Index) -> files.Array:
         return read()[index]
 
     return {
@@ -228,8 +217,8 @@ def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _entry(tensor: Tensor) -> TensorEntry:
-    return TensorEntry(tensor.name, tensor.shape, tensor.dtype)
+def _entry(tensor: Tensor) -> files.TensorEntry:
+    return files.TensorEntry(tensor.name, tensor.shape, tensor.dtype)
 
 
 def _write(
@@ -254,11 +243,11 @@ def _write(
                     continue
                 _write_file(unfinished, name, tensors, advance)
                 done.append(name)
-                write_json(noted, {"identity": identity, "done": done})
+                files.write_json(noted, {"identity": identity, "done": done})
                 noted.rename(unfinished / PROGRESS_FILE)
                 made(name)
         for name, content in beside.items():
-            write_json(unfinished / name, content)
+            files.write_json(unfinished / name, content)
         write_beside(unfinished, to_hf(source.config, dtype), source.tokenizer_from)
         (unfinished / PROGRESS_FILE).unlink()
         unfinished.rename(folder)
@@ -267,7 +256,7 @@ def _write(
 def _write_file(unfinished: Path, name: str, tensors: Sequence[Tensor], advance: Advance) -> None:
     """Writes a file that appears when it is complete, with one tensor in memory at a time."""
 
-    def arrays() -> Iterator[Array]:
+    def arrays() -> Iterator[files.Array]:
         for tensor in tensors:
             array = tensor.__array__()
             yield array
@@ -275,7 +264,7 @@ def _write_file(unfinished: Path, name: str, tensors: Sequence[Tensor], advance:
             del array
 
     partial = f"{name}.part"
-    write_files(unfinished, {partial: [_entry(tensor) for tensor in tensors]}, arrays())
+    files.write_files(unfinished, {partial: [_entry(tensor) for tensor in tensors]}, arrays())
     (unfinished / partial).rename(unfinished / name)
 
 
@@ -299,7 +288,7 @@ def _unfinished(folder: Path, identity: str) -> Iterator[tuple[Path, list[str]]]
         unfinished.mkdir(exist_ok=True)
         lock = os.open(unfinished, os.O_RDONLY)
     except OSError as error:
-        raise WeightsError(f"{unfinished} cannot be made: {error.strerror}") from error
+        raise files.WeightsError(f"{unfinished} cannot be made: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         done = _done(unfinished, identity)
@@ -308,9 +297,9 @@ def _unfinished(folder: Path, identity: str) -> Iterator[tuple[Path, list[str]]]
                 path.unlink()
         yield unfinished, done
     except BlockingIOError:
-        raise WeightsError(f"another process is writing {folder}; wait for it") from None
+        raise files.WeightsError(f"another process is writing {folder}; wait for it") from None
     except OSError as error:
-        raise WeightsError(f"{folder} cannot be written: {error}") from error
+        raise files.WeightsError(f"{folder} cannot be written: {error}") from error
     finally:
         os.close(lock)
 

@@ -304,7 +304,6 @@ def typed(key: str, value: Any, default: Any) -> Any:
 
 # The keys that tell families apart, read and written.
 
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 WINDOW = 4096

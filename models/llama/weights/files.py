@@ -5,8 +5,6 @@ the tensors of each. Files are memory-mapped, so reading a slice reads only its 
 an object store are read by ranges.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -322,7 +320,6 @@ def file_index(plan: Mapping[str, Sequence[TensorEntry]]) -> dict[str, Any]:
 
 # Reads safetensors that are on an object store: the header, then of each tensor what is needed.
 
-
 REQUEST_BYTES = 2**23
 """How much a request asks for; several are under way at a time."""
 
@@ -371,7 +368,7 @@ class RangedFile:
         """The names of the tensors."""
         return list(self._entries)
 
-    def get_slice(self, name: str) -> RangedTensor:
+    def get_slice(self, name: str) -> "RangedTensor":
         """A tensor, of which nothing is read yet."""
         if name not in self._entries:
             raise SafetensorError(f"it has no tensor {name}")

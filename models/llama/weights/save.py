@@ -104,8 +104,7 @@ def save(
     sources = _sources(params, config)
     entries = [TensorEntry(name, shape, dtype) for name, shape, _ in sources]
     plan = plan_files(entries, max_shard_bytes)
-    total = sum(entry.nbytes for entry in entries)
-    with bytes_bar("saving weights", total, console) as advance:
+    with bytes_bar("saving weights", sum(entry.nbytes for entry in entries), console) as advance:
         arrays = _gathered(sources, dtype, advance)
 
         def write(unfinished: AnyPath) -> None:

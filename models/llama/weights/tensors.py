@@ -117,8 +117,7 @@ def unrolled(config: LlamaConfig) -> LlamaConfig:
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a model."""
-    wanted = parameters(unrolled(config))[0]
-    return {name: p.tensor_shape for p in wanted for name in p.names}
+    return {name: p.tensor_shape for p in parameters(unrolled(config))[0] for name in p.names}
 
 
 def stamps(folder: AnyPath) -> tuple[str, ...]:

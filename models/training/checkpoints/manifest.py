@@ -20,7 +20,6 @@ HASHING_THREADS = 8
 PART = "hashes.process_"
 """How the files begin in which processes write down what they have hashed."""
 
-
 Listed = dict[str, dict[str, Any]]
 """A file's path within the folder -> `bytes` and `sha256`."""
 
@@ -96,8 +95,7 @@ def find_damage(folder: AnyPath, part: int = 0, parts: int = 1) -> str | None:
 def _read(path: AnyPath) -> dict[str, Any] | str:
     """The files that a manifest lists; a string with the reason if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files: dict[str, Any] = content["files"]
+        files: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["files"]
         for expected in files.values():
             int(expected["bytes"]), str(expected["sha256"])
     except FileNotFoundError:

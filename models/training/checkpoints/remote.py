@@ -129,8 +129,7 @@ class StoreManager:
             )
 
         with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-            arrays = pool.map(read, structs, structs.values())
-            return dict(zip(structs, arrays, strict=True))
+            return dict(zip(structs, pool.map(read, structs, structs.values()), strict=True))
 
     def reload(self) -> None:
         """Nothing is remembered of what the folder holds."""

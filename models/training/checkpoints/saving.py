@@ -23,7 +23,6 @@ SHARED_BYTES = 2**20
 """Of arrays that several devices hold, parts of at least this size are written by several
 processes. For smaller ones it is not worth compiling the program that slices them."""
 
-
 TIMEOUT_S = 4 * 3600
 """The most seconds that a save may take. Dead processes are noticed much sooner, by their peers."""
 
@@ -56,8 +55,7 @@ class _Hashed:
         for write in self._written:
             write.result(timeout)
         process, folder = jax.process_index(), Path(self._info.parent_dir)
-        own = folder / f"{OWN_FOLDER}{process}"
-        write_part(folder, own.rglob("*"), process)
+        write_part(folder, (folder / f"{OWN_FOLDER}{process}").rglob("*"), process)
 
     def cancel(self) -> None:
         for write in self._written:
@@ -86,8 +84,7 @@ class DiskManager(ocp.CheckpointManager):  # type: ignore[misc]
         tree = tables.nested(structs)
         how = ocp.checkpoint_utils.construct_restore_args(tree)
         state = ocp.args.PyTreeRestore(tree, restore_args=how)
-        restored = self.restore(step, args=ocp.args.Composite(state=state))
-        return tables.by_path(restored["state"])
+        return tables.by_path(self.restore(step, args=ocp.args.Composite(state=state))["state"])
 
     def finish(self) -> None:
         """Waits for the save under way; raises what it failed with."""

@@ -13,8 +13,6 @@ manifest, which is written last, says that all is there (`remote.py`). Restoring
 device's part of each array.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
@@ -218,8 +216,7 @@ class Checkpoints:
         saving = self._saving
         assert saving is not None
         (folder,) = (path for step, path in unfinished(self.folder) if step == saving.step)
-        text = json.dumps(saving.meta, indent=1)
-        (folder / META).write_text(text + "\n", encoding="utf-8")
+        (folder / META).write_text(json.dumps(saving.meta, indent=1) + "\n", encoding="utf-8")
         write_manifest(folder)
 
     def close(self) -> None:
@@ -228,7 +225,7 @@ class Checkpoints:
             self.finish()
         self._manager.close()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *exception: object) -> None:

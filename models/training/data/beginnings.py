@@ -52,6 +52,5 @@ def as_trained(folder: Path, trained: Tokenizer) -> Iterator[Path]:
         for other in folder.iterdir():
             if other.name != file.name:
                 (Path(made) / other.name).symlink_to(other.absolute())
-        changed = shipped.beginning_with(wanted)
-        (Path(made) / file.name).write_text(changed, encoding="utf-8")
+        (Path(made) / file.name).write_text(shipped.beginning_with(wanted), encoding="utf-8")
         yield Path(made)

@@ -1,7 +1,5 @@
 """A corpus: the tokens of many documents as one long stream, in memory or memory-mapped."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -72,7 +72,6 @@ class Bad:
 
 # What readers of all formats share: files that are opened, and text that is checked.
 
-
 BLOCK_BYTES = 4 * 2**20
 """How much text is in memory at a time; a longer document comes in several parts."""
 
@@ -321,7 +320,6 @@ def _record(line: bytes, source: DocumentSource) -> dict[str, Any]:
 
 # Parquet files.
 
-
 PARQUET_ROWS = 256
 """How many rows are in memory at a time."""
 
@@ -368,7 +366,6 @@ def _readable(batches: Iterator[Any], path: AnyPath) -> Iterator[Any]:
 
 
 # Files of any format.
-
 
 COMPRESSED = (".gz", ".zst")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")

@@ -4,8 +4,6 @@ There is no state, such as a position in a file or a random generator. A run tha
 1000, or on another number of hosts, sees the same batches as one that never stopped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -28,7 +26,6 @@ from spmd.models.training.paths import at_once
 #
 # With shares 3 and 1, a cycle of the mixture is a a b a (and so on), so every beginning of the
 # stream has nearly the wanted shares.
-
 
 Int64s = npt.NDArray[np.int64]
 
@@ -274,8 +271,7 @@ class PackedTokens:
         """All samples once, of one part after the other; the last batch is filled up with some."""
         samples = (windows[number] for windows in self.windows for number in range(len(windows)))
         while batch := list(itertools.islice(samples, self.batch_size)):
-            missing = self.batch_size - len(batch)
-            yield self.stacked([*batch, *itertools.repeat(batch[0], missing)])
+            yield self.stacked([*batch, *itertools.repeat(batch[0], self.batch_size - len(batch))])
 
     @property
     def notes(self) -> list[str]:
@@ -310,7 +306,7 @@ class PackedTokens:
         """The number of a step's first sample: so many are seen before the step."""
         return self.before + step * self.batch_size
 
-    def going_on(self, step: int, seen: int) -> PackedTokens:
+    def going_on(self, step: int, seen: int) -> "PackedTokens":
         """The same after so many steps that have seen so many samples, in batches of any size."""
         return dataclasses.replace(self, before=seen - step * self.batch_size)
 

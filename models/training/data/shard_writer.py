@@ -7,8 +7,6 @@ manifest.json         lists the shards; written last, so a folder without it is 
 tokenizer.json        the tokenizer, unless it is the built-in one
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
@@ -98,7 +96,7 @@ class ShardWriter:
         self._unfinished = here / unfinished
         self._file: BinaryIO = self._unfinished.open("wb")
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -212,7 +212,6 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
 
 # Text that is tokenized in memory, at every start: files as they are.
 
-
 DEFAULT_CORPUS_BYTES = 8 * 2**20
 """How much of Python's standard library is read."""
 

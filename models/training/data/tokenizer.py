@@ -233,8 +233,7 @@ def _content(tokenizer: Tokenizer) -> str:
     """What decides the ids of a text; not what is put before or behind it."""
     if tokenizer.spec is None:
         return tokenizer.name
-    content = json.loads(tokenizer.spec)
-    return json.dumps({**content, "post_processor": None}, sort_keys=True)
+    return json.dumps({**json.loads(tokenizer.spec), "post_processor": None}, sort_keys=True)
 
 
 def _begins(tokenizer: Any, vocabulary: Iterable[str]) -> tuple[int, ...]:

@@ -1,7 +1,5 @@
 """What a training run is asked to do, validated, and the folder with its results."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -75,8 +73,7 @@ class RunConfig:
             raise RunError("router_bias_rate: with lora adapters alone are trained; set it to 0")
         axes = ("replica", "data", "expert", *(("model",) if self.sharding == "fsdp" else ()))
         split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
-        ways = math.prod(self.mesh.get(axis, 1) for axis in split)
-        unit = ways * self.options.microbatches
+        unit = math.prod(self.mesh.get(axis, 1) for axis in split) * self.options.microbatches
         if self.global_batch % unit == 0:
             return
         over = " x ".join(f"{axis}={self.mesh.get(axis, 1)}" for axis in split)
@@ -148,7 +145,7 @@ class Within:
 
     name: str
 
-    def __get__(self, folder: RunFolder, kind: type) -> Path:
+    def __get__(self, folder: "RunFolder", kind: type) -> Path:
         return folder.path / self.name
 
 
@@ -175,7 +172,7 @@ class RunFolder:
     kept: StorePath | None = None
 
     @classmethod
-    def at(cls, where: str | AnyPath) -> RunFolder:
+    def at(cls, where: str | AnyPath) -> "RunFolder":
         """The folder of a path or URL.
 
         Raises:
@@ -225,5 +222,4 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.json`."""
-        text = json.dumps(config.to_json(), indent=1)
-        self.config.write_text(text + "\n", encoding="utf-8")
+        self.config.write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -29,10 +29,8 @@ from spmd.models.training.run.step import StepMetrics, TrainStep
 
 # Reads what steps computed, one step late, so that the devices do not wait for the host.
 
-
 TYPICAL_OF = 1000
 """The time of a typical step is the median of this many of the last steps."""
-
 
 NAMES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "norm of the update"}
 """Metrics that have to be finite, and what they are called."""

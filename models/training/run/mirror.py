@@ -5,8 +5,6 @@ metrics, TensorBoard's events, the report, traces and compiled programs. Checkpo
 store directly.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -44,7 +42,7 @@ class Mirror:
         self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
-    def __enter__(self) -> Mirror:
+    def __enter__(self) -> "Mirror":
         for name in FETCHED:
             found = self.kept / name
             for path in [found] if found.is_file() else found.rglob("*"):

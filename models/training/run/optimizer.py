@@ -1,7 +1,5 @@
 """Optimizers: AdamW and Adafactor, with warmup, a schedule and clipping."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -25,7 +23,6 @@ NOT_DECAYED = ("norm", "bias")
 
 NOT_DECAYED_NAMES = ("scale", "embedding")
 """Nor those of these names: flax's norms and embeddings."""
-
 
 NUMBERS = {
     "positive": ("total_steps", "learning_rate", "clip_norm"),
@@ -67,7 +64,7 @@ class OptimizerConfig:
             )
         check_ranges(self, NUMBERS)
 
-    def ending_at(self, steps: int) -> OptimizerConfig:
+    def ending_at(self, steps: int) -> "OptimizerConfig":
         """The same, whose schedule ends with a run of so many steps unless it says where."""
         return dataclasses.replace(self, total_steps=self.total_steps or steps)
 

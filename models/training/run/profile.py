@@ -1,7 +1,5 @@
 """Traces some steps of a run with jax's profiler, for TensorBoard or Perfetto."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path
@@ -22,7 +20,7 @@ class ProfileRange:
         return f"{self.first}:{self.last}"
 
     @classmethod
-    def parse(cls, text: str) -> ProfileRange:
+    def parse(cls, text: str) -> "ProfileRange":
         """Parses a range: `"10:13"` is steps 10, 11, 12 and 13.
 
         Raises:
@@ -57,7 +55,7 @@ class Profiler:
         """Whether the trace ends after this step: `stop` it when the step's results are there."""
         return self.is_running and step >= self.last
 
-    def __enter__(self) -> Profiler:
+    def __enter__(self) -> "Profiler":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -5,8 +5,6 @@ metrics of one's own; an evaluation's `eval_loss`, and those metrics as `eval_NA
 `save_seconds` and `save_stall_seconds`. Every sink gets every record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -26,7 +24,6 @@ from spmd.models.training.run.stateful import TAKEN
 
 Record = dict[str, Any]
 """`step`, and numbers by name; `error`, if present, is a sentence."""
-
 
 PER_S = "_per_s"
 """How the names of rates end."""

@@ -1,7 +1,5 @@
 """Ends a run early, between two steps, on SIGTERM or the first SIGINT."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -38,7 +36,7 @@ class StopSignals:
         self.name: str | None = None
         self._doing, self._undo = doing, contextlib.ExitStack()
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         # Handlers of Python run between two of its instructions: not while XLA compiles. The number
         # of a signal is written to the pipe at once, and a thread tells that it has come.
         told, tell = os.pipe()

@@ -4,8 +4,6 @@ So keys, limits, errors, logs and metrics are those of the paths below `/v2`, an
 a single model does. Messages are those that the package tritonclient brings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json
@@ -123,8 +121,7 @@ def _parameters(given: Any) -> dict[str, Any]:
 
 def _asked(request: Any) -> tuple[bytes, list[bytes]]:
     """The JSON of a request, and the bytes of its inputs behind it."""
-    raw = [*request.raw_input_contents]
-    tensors = raw or [_bytes(tensor) for tensor in request.inputs]
+    tensors = [*request.raw_input_contents] or [_bytes(tensor) for tensor in request.inputs]
     inputs = [
         {
             "name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape],

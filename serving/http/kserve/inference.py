@@ -19,7 +19,6 @@ from spmd.serving.http.requests import service_of, visiting
 
 # Tensors of requests and answers: as JSON, or as bytes behind the JSON.
 
-
 NOT_HERE = ("shared_memory_region", "classification")
 """Parameters of tensors that would change what is read or written."""
 
@@ -155,7 +154,6 @@ def write_tensor(output: Output, array: Array) -> tuple[dict[str, Any], bytes]:
 
 
 # Compressed bodies: gzip, and deflate with zlib's header.
-
 
 _GZIP, _EITHER = 16 + zlib.MAX_WBITS, 32 + zlib.MAX_WBITS
 _FORMATS = {"gzip": _GZIP, "deflate": zlib.MAX_WBITS}

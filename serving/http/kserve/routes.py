@@ -43,8 +43,7 @@ async def ready(request: Request) -> Response:
 async def server(request: Request) -> Response:
     """`GET /v2`: what the server is."""
     check_key(request)
-    about = {"name": "spmd", "version": spmd.__version__, "extensions": EXTENSIONS}
-    return JSONResponse(about)
+    return JSONResponse({"name": "spmd", "version": spmd.__version__, "extensions": EXTENSIONS})
 
 
 async def metadata(request: Request) -> Response:

@@ -20,7 +20,6 @@ from spmd.serving.http.tools.values import kinds_of, property_of, typed
 
 # Reads one call letter by letter: its name, and its arguments as they come.
 
-
 CLOSING = {"{": "}", "[": "]"}
 
 
@@ -396,7 +395,6 @@ def _joined(events: list[MessageEvent]) -> list[MessageEvent]:
 
 
 # The calls in a model's text as OpenAI's answers have them: whole, or as deltas of a stream.
-
 
 Json = dict[str, Any]
 

@@ -69,11 +69,10 @@ def whole(title: str, lead: Sequence[str], *parts: Html) -> str:
 
 def notebook_cell(report: PlanReport) -> Html:
     """Returns the figures that the page begins with, and their CSS, for a notebook's cell."""
-    on = f" on {report.mesh}, {report.machine.name}"
     return tag(
         "div.spmd spmd-cell",
         tag("style", _resource("first.css")),
-        tag("p.title", tag("b", report.title), on),
+        tag("p.title", tag("b", report.title), f" on {report.mesh}, {report.machine.name}"),
         _first_screen(report),
     )
 
@@ -184,7 +183,6 @@ def _memory(report: PlanReport) -> Html:
     )
 
 
-# ---------------------------------------------------------------------------------------------
 # The candidates of a search beside each other.
 
 PALETTE = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")

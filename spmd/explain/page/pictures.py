@@ -4,8 +4,6 @@ What is drawn has tooltips. When a chart has the keyboard's focus, arrow keys go
 the next (see report.js).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -32,7 +30,6 @@ _FINEST = 1000  # parts of a timeline below which neighbours are drawn as one
 _HEIGHT, _STEPS = 240, 700  # of the chart of memory: its height, and at most so many steps
 MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--temporary)")
 
-# ---------------------------------------------------------------------------------------------
 # The timeline: a lane for compute, and one for each set of mesh axes whose links are used together.
 
 
@@ -168,7 +165,6 @@ def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
     return joined(tag("div.scroll", made), tag("output.readout"))
 
 
-# ---------------------------------------------------------------------------------------------
 # Grids: which device holds what, and what the stages of a pipeline do in each step. A device has
 # one colour in all pictures: the hue is its coordinate along the first mesh axis, the lightness
 # that along the others. A tile that several devices hold shows their colours under a hatch.

@@ -3,8 +3,6 @@
 Shardings, as Shardy's attributes or GSPMD's text, are translated to the mesh to compile for.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -229,7 +227,6 @@ def cloned(op: Any, values: dict[Any, Any]) -> Any:
     return copy
 
 
-# ---------------------------------------------------------------------------------------------
 # Functions, meshes and shardings.
 
 AxisRef = tuple[str, int, int]
@@ -308,7 +305,7 @@ class Contents:
         """Returns the mesh to translate shardings to; its ids are the module's device numbers."""
         return self._mesh or NO_AXES
 
-    def stated(self, attr: Any, rank: int) -> Stated | None:
+    def stated(self, attr: Any, rank: int) -> "Stated | None":
         """Returns a sharding, on its own mesh, of a tensor of rank `rank`; None if it says nothing.
 
         Those of a single device and of manual axes say nothing. `attr` is Shardy's attribute or
@@ -346,7 +343,7 @@ class Contents:
             self._mesh = other
         return tuple(a for ref in refs for a in part_atoms(self.mesh, other, *ref))
 
-    def written(self, sharding: Stated) -> ShardingAttr:
+    def written(self, sharding: "Stated") -> ShardingAttr:
         """Returns a sharding in the axes of `mesh`; MeshError if it cannot be written in them."""
         if sharding.mesh == self.mesh or not any(sharding.dims):
             return ShardingAttr(sharding.dims, sharding.open)
@@ -506,7 +503,6 @@ class Scope(NamedTuple):
         return len(self.held) == len(self.mesh.atoms)
 
 
-# ---------------------------------------------------------------------------------------------
 # GSPMD's text. `{devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}` splits dim 0 in two, and
 # dim 1 not; what is left, 4, is replicated. Which device has which tile is a list of them, or the
 # devices in order, reshaped to 4x2, transposed, and reshaped to 2x1x4. That is a mesh with an axis

@@ -54,10 +54,8 @@ SAME = (
 )  # fmt: skip
 """Shardy ops whose result is their operand, mostly in another sharding; they become marks."""
 
-
 Marks = Sequence[ShardingAttr | None]
 
-# ---------------------------------------------------------------------------------------------
 # Calls, composites, tuples, and custom calls that name a function.
 
 
@@ -154,7 +152,6 @@ def _callback(importer: Importer, op: Any, env: Env, target: str) -> None:
     env.update(zip(op.results, results, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------
 # Manual regions. A region without operands may read any value around it, as those of control flow
 # do. Its boundary becomes ops inside, with rules like any other:
 #
@@ -188,8 +185,7 @@ def _manual(importer: Importer, op: Any, env: Env) -> None:
         if own is None:
             raise FrontendError(f"the module has no mesh with the axes {', '.join(sorted(wanted))}")
     axes = tuple(sorted(contents.atoms(own, [(name, 1, 0) for name in names])))
-    held = (outer.held if outer else ()) + axes
-    scope = Scope(contents.mesh, own, axes, held)
+    scope = Scope(contents.mesh, own, axes, (outer.held if outer else ()) + axes)
 
     def end(name: str, value: Value, stated: Stated, made: Any) -> Value:
         """Appends `to_manual` or `from_manual` (`name`), on its inner side a mark by free axes."""
@@ -242,7 +238,6 @@ def _whole(stated: Stated | None, rank: int, loc: Loc) -> Stated:
     return stated
 
 
-# ---------------------------------------------------------------------------------------------
 # Collectives in manual regions. Devices are positions in the mesh, flattened row-major: jax numbers
 # them so in replica groups, in pairs of a permute and in `partition_id`, whatever ids they have in
 # hardware.
@@ -361,7 +356,6 @@ def _axes_of_groups(groups: Groups, crossed: Axes, mesh: Mesh) -> Axes | None:
     return axes if set(mesh.groups(axes)) == set(groups) else None
 
 
-# ---------------------------------------------------------------------------------------------
 # Shardy's other ops: marks and named computations.
 
 

@@ -20,14 +20,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
-from spmd.frontend.importer.contents import (
-    Contents,
-    function_type,
-    location_of,
-    path_of,
-    result_names,
-    tensor_type,
-)
+from spmd.frontend.importer import contents
 from spmd.frontend.importer.handlers import CHLO_COMPOSITES, HANDLERS
 from spmd.frontend.importer.ops import Importer
 from spmd.ir.program import Callback, Program
@@ -71,21 +64,21 @@ def import_module(
       SpecError: an argument or result is partial, or a mark splits over axes that are manual.
     """
     with module.context, malformed():
-        contents = Contents(module, mesh)
-        contents.check_calls({*composites, *CHLO_COMPOSITES})
-        main = contents.main()
-        importer = Importer(contents, HANDLERS, function, composites, len(callbacks))
+        inside = contents.Contents(module, mesh)
+        inside.check_calls({*composites, *CHLO_COMPOSITES})
+        main = inside.main()
+        importer = Importer(inside, HANDLERS, function, composites, len(callbacks))
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,
             tuple(importer.b.types),
             body,
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
-            result_names(main),
+            contents.result_names(main),
             tuple(callbacks),
         )
         sides = "argument", "result"
-        return Imported(program, *(contents.boundary_marks(main, side, True) for side in sides))
+        return Imported(program, *(inside.boundary_marks(main, side, True) for side in sides))
 
 
 def parse_module(source: Any) -> ir.Module:
@@ -131,8 +124,8 @@ def module_text(module: ir.Module, has_locations: bool = False) -> str:
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
     """Returns the types of the arguments, and those of the results, of the function to compile."""
     with module.context, malformed():
-        args, results = function_type(Contents(module).main())
-        return tuple(map(tensor_type, args)), tuple(map(tensor_type, results))
+        args, results = contents.function_type(contents.Contents(module).main())
+        return tuple(map(contents.tensor_type, args)), tuple(map(contents.tensor_type, results))
 
 
 def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -143,15 +136,15 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
     """
     arguments = argument_names(module)
     with module.context, malformed():
-        results = map(path_of, result_names(Contents(module).main()))
+        results = map(contents.path_of, contents.result_names(contents.Contents(module).main()))
         return arguments, _unique("result", list(results))
 
 
 def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
     """Returns the names of the arguments from number `start` on, as `boundary_names` does."""
     with module.context, malformed():
-        arguments = Contents(module).main().regions[0].blocks[0].arguments
-        paths = [path_of(location_of(arg.location)[0]) for arg in arguments]
+        arguments = contents.Contents(module).main().regions[0].blocks[0].arguments
+        paths = [contents.path_of(contents.location_of(arg.location)[0]) for arg in arguments]
         return _unique("arg", paths[start:])
 
 

@@ -163,8 +163,7 @@ class Importer:
             if not any(has_effect(inner) for region in regions for inner in region.ops):
                 return
             # Control flow that is there for its effects alone gets a result, for ops go by theirs.
-            flags = [self.flag(loc) for _ in regions]
-            pairs = zip(regions, flags, strict=True)
+            pairs = zip(regions, [self.flag(loc) for _ in regions], strict=True)
             regions = tuple([r._replace(ops=(*r.ops, f), results=f.results) for r, f in pairs])
             kind = OpKind(name, kind.operands, (FLAG,), kind.attrs)
         self.b.loc = loc
@@ -277,7 +276,6 @@ class Importer:
             self.in_bodies -= 1
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops that StableHLO's own passes write with others, one at a time.
 #
 # before: `%2 = stablehlo.dynamic_pad %x, %zero, %low, %high, %inner` with constant amounts
@@ -372,7 +370,6 @@ LEGALIZED: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(_DATA, _legali
 """Name of each op that StableHLO's passes rewrite as other ops -> the handler that does so."""
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops that no program to be partitioned may contain, each with the reason and the way out.
 
 

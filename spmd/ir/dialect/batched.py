@@ -6,8 +6,6 @@ For most ops only the types change, and attributes that number dims or have an e
 theirs is `in_front`. Other ops have a function of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,17 +32,10 @@ def shifted(dims: Any) -> Any:
 
 
 _ENTRIES: Mapping[str, Any] = {
-    "start_indices": 0,
-    "strides": 1,
-    "edge_padding_low": 0,
-    "edge_padding_high": 0,
-    "interior_padding": 0,
-    "window_dimensions": 1,
-    "window_strides": 1,
-    "base_dilations": 1,
-    "window_dilations": 1,
-    "padding": (0, 0),
-}
+    "start_indices": 0, "strides": 1, "edge_padding_low": 0, "edge_padding_high": 0,
+    "interior_padding": 0, "window_dimensions": 1, "window_strides": 1, "base_dilations": 1,
+    "window_dilations": 1, "padding": (0, 0),
+}  # fmt: skip
 """Maps an attribute with an entry for each dim to the entry that leaves a dim as it is."""
 
 

@@ -11,13 +11,9 @@ from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import TensorType
 
 _SCALAR_ATTRS = {
-    "compare_type",
-    "comparison_direction",
-    "exponent_bits",
-    "mantissa_bits",
-    "result_accuracy",
+    "compare_type", "comparison_direction", "exponent_bits", "mantissa_bits", "result_accuracy",
     "value",
-}
+}  # fmt: skip
 """Names of attributes of elementwise ops, which say nothing about dims."""
 
 

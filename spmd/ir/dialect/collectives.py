@@ -18,9 +18,7 @@ _LOCAL = Description(is_local=True, role=Role.INSIDE, tells_devices=True)
 describe(_LOCAL, "axis_index", dialect="spmd")
 describe(_LOCAL._replace(along="dim", reads_pieces=True), "local_slice", dialect="spmd")
 
-
 op(*DEVICE_IDS, is_same_locally=True, is_manual=True)(whole)
-
 
 RESIZED = {
     "all_gather": ("all_gather_dim", ""),

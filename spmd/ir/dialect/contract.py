@@ -1,7 +1,5 @@
 """Rules of matrix products and reductions, of gathers and scatters, of top-k and sorts."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -120,7 +118,7 @@ class RaggedDims(NamedTuple):
     group: int | None
 
     @staticmethod
-    def of(kind: OpKind) -> RaggedDims:
+    def of(kind: OpKind) -> "RaggedDims":
         """Returns the dims that the attributes of a `chlo.ragged_dot` name."""
         text = kind.attrs["ragged_dot_dimension_numbers"].text
 
@@ -158,7 +156,6 @@ def _ragged_dot(kind: OpKind) -> Rule:
     return build.build([lhs, rhs, sizes], [result], reduction="add", linear=((0,), (1,)))
 
 
-# ---------------------------------------------------------------------------------------------
 # Look-ups and searches.
 
 

@@ -15,8 +15,6 @@ argmax over a dim split in four finds four maxima, and the largest of these is t
 exchanges whole pieces instead, two devices at a time, in the rounds of a sorting network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -69,7 +67,7 @@ class Need(NamedTuple):
     highs: tuple[int, ...]
 
     @staticmethod
-    def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> Need:
+    def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> "Need":
         """Returns tiles' (start, low, high) as a Need, cutting [low, high) to its range and dim."""
         starts, lows, highs = [], [], []
         for start, low, high in ranges:

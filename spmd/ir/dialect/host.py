@@ -52,13 +52,10 @@ def with_moves(program: Program, arguments: Iterable[int], results: Iterable[int
 
     def move(value: Value, place: str) -> Value:
         attrs = {
-            "api_version": Opaque("1 : i32"),
-            "backend_config": "",
-            "call_target_name": TARGET,
-            "called_computations": Opaque("[]"),
-            "has_side_effect": True,
+            "api_version": Opaque("1 : i32"), "backend_config": "", "call_target_name": TARGET,
+            "called_computations": Opaque("[]"), "has_side_effect": True,
             _PLACE: Opaque(f'{{_xla_buffer_placement = "{place}"}}'),
-        }
+        }  # fmt: skip
         return b.op(CUSTOM_CALL, [env[value]], [program.types[value]], attrs)[0]
 
     def arrive(reads: Iterable[Value]) -> None:

@@ -11,7 +11,6 @@ describe(Description(region="loop", role=Role.REGION), "while")
 describe(Description(region="branches", selector="i32", role=Role.REGION), "case")
 describe(Description(region="branches", selector="i1", role=Role.REGION), "if")
 
-
 MANUAL = "spmd.manual"
 """The op of a manual region (`shard_map`), written for one device along the atoms `axes`. It has no
 operands: inside, `TO_MANUAL` takes values from outside and `FROM_MANUAL` makes its results."""

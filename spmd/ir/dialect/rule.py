@@ -5,8 +5,6 @@ product that `i` runs over a dim of the first operand and of the result, and so 
 is to split some of its factors; the rule then says what every operand and result looks like.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -111,11 +111,9 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     source, target = kind.operands[0].shape, kind.results[0].shape
     shared = build.dims(source[: len(target)])
     operand = shared + build.dims(source[len(shared) :], REPLICATE)
-    result = shared + build.dims(target[len(shared) :], REPLICATE)
-    return build.build([operand], [result])
+    return build.build([operand], [shared + build.dims(target[len(shared) :], REPLICATE)])
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops whose pieces read elements of their neighbours' pieces.
 
 
@@ -172,8 +170,7 @@ def _pad(kind: OpKind) -> Rule:
         return build.passes(size) if window == Window(size) else build.window(d, size, window)
 
     operand, result = build.pairs(kind.operands[0], kind.results[0], pair)
-    linear = ((0,),) if kind.attrs.get(NEUTRAL) else ()
-    return build.build([operand, []], [result], linear=linear)
+    return build.build([operand, []], [result], linear=((0,),) if kind.attrs.get(NEUTRAL) else ())
 
 
 @op("stablehlo.concatenate", batched=in_front, role=Role.INSIDE)
@@ -215,7 +212,6 @@ def _dynamic_update_slice(kind: OpKind) -> Rule:
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 
 
-# ---------------------------------------------------------------------------------------------
 # Sliding windows.
 
 
@@ -335,7 +331,6 @@ def _select_and_scatter(kind: OpKind) -> Rule:
     return build.build([operand, source, []], [operand])
 
 
-# ---------------------------------------------------------------------------------------------
 # Convolution.
 
 

@@ -198,7 +198,6 @@ _STAND_INS = {
 """Platform -> the device for which Pallas lowers kernels if none of the platform is here."""
 
 
-# ---------------------------------------------------------------------------------------------
 # Functions of one device that exchange with others by jax's collectives.
 #
 # jax knows the groups of a collective only inside a `shard_map`. So a function is traced inside one

@@ -23,7 +23,6 @@ from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes, tiles
 from spmd.propagation.projection import reduced_axes
 
-# ---------------------------------------------------------------------------------------------
 # Contractions.
 
 
@@ -44,7 +43,6 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
     return op.emit([op.masked(0, identity_element(op.attrs["reducer"], op.b.types[x].dtype)), init])
 
 
-# ---------------------------------------------------------------------------------------------
 # Ragged products: the same op with this device's own group sizes.
 #
 # A device that holds rows 8..11 of groups of 3, 7 and 6 rows has 0, 2 and 2 rows of them. One that
@@ -92,7 +90,6 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     return op.emit([lhs, b.pad_dim(rhs, dims.group, 1, 1, zero), own])
 
 
-# ---------------------------------------------------------------------------------------------
 # What is merged.
 
 
@@ -107,7 +104,6 @@ def _gathered(op: LocalOp, x: Value, dim: int) -> Value:
         return gather_dim(op.b, x, dim, op.dim(0, dim).axes, op.mesh)
 
 
-# ---------------------------------------------------------------------------------------------
 # Reductions by any body.
 
 
@@ -143,7 +139,6 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
     return reduced(xs, left)
 
 
-# ---------------------------------------------------------------------------------------------
 # The largest elements.
 
 
@@ -206,7 +201,6 @@ def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
     return values, places
 
 
-# ---------------------------------------------------------------------------------------------
 # Sort.
 
 

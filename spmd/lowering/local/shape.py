@@ -52,7 +52,6 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
     return (op.b.binary("add", count, op.b.broadcast(start, type_.shape)),)
 
 
-# ---------------------------------------------------------------------------------------------
 # Ops that move elements. Each fetches what its piece of the result reads, then is the op itself
 # without padding along the split dims.
 
@@ -109,7 +108,6 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
     return (assembled(b, parts, op.result_types()[0], along, axes),)
 
 
-# ---------------------------------------------------------------------------------------------
 # Slices whose starts are computed.
 
 
@@ -214,7 +212,6 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
     return op.emit([x, b.select(inside, update, there), *starts])
 
 
-# ---------------------------------------------------------------------------------------------
 # Look-ups by indices.
 
 

@@ -154,7 +154,6 @@ def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[
     return Need.of(size, length, around), Need.of(count, touching, windows), skips
 
 
-# ---------------------------------------------------------------------------------------------
 # Convolutions.
 
 

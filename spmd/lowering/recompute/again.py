@@ -81,7 +81,6 @@ def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
     return op._replace(operands=operands, regions=regions)
 
 
-# ---------------------------------------------------------------------------------------------
 # What to keep and what to make again: a minimum cut.
 #
 #     %1 = dot %0, %w; %2 = tanh %1; %3 = exp %2        needed afterwards: %2, %3
@@ -166,7 +165,6 @@ def cheapest_cut(
     return Cut(frozenset(value for value in asked if value not in made), again)
 
 
-# ---------------------------------------------------------------------------------------------
 # Values across the fullest moment of a block: made again behind it rather than held.
 #
 # before: `%2 = dot %0, %w; %3 = tanh %2; (peak) %8 = dot ...; %9 = multiply %8, %3`

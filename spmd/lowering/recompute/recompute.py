@@ -7,8 +7,6 @@ be recomputed: all-gathers of weights, elementwise chains, norms, products. It i
 Jain et al., "Checkmate" (MLSys 2020), relaxed by a price so that minimum cuts solve it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -79,7 +77,6 @@ def recompute(
     return program, tuple(dropped)
 
 
-# ---------------------------------------------------------------------------------------------
 # A backward loop recomputes what its forward loop would stack for it.
 #
 # before: `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x, %q }; while { read %q ... }`
@@ -116,7 +113,7 @@ def _collecting_less(
 class _Rewrite:
     """Rewrites both loops of a `Pair`, each run `runs` times, so that fewer values are stacked."""
 
-    def __init__(self, pair: Pair, costs: Costs, runs: int, b: Builder) -> None:
+    def __init__(self, pair: "Pair", costs: Costs, runs: int, b: Builder) -> None:
         self.pair, self.b, self.index = pair, b, costs.clock.index
         self.around = _around(pair.forward, self.index)
         self.cores = {stack.written: _core(stack.piece, self.index) for stack in pair.stacks}
@@ -221,24 +218,18 @@ class _Rewrite:
                 instead[op.results[0]] = b.reshape(core, op.kind.results[0].shape)
         made = b.end((), ()).ops
         kept = (op for op in body.ops if not op.results or op.results[0] not in instead)
-        ops = _late(made, [with_operands(op, instead) for op in kept])
+        ops = [with_operands(op, instead) for op in kept]
+        for op in reversed(made):  # right before the first op that reads its results
+            own = set(op.results)
+            readers = (i for i, other in enumerate(ops) if not own.isdisjoint(reads(other)))
+            ops.insert(next(readers, len(ops)), op)
         results = tuple(instead.get(v, v) for v in body.results)
-        loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
+        loop = loop._replace(regions=(loop.regions[0], Region(body.args, tuple(ops), results)))
         return recarried(loop, b.types, {s.read for s in self.gone}, carries)
 
     def places(self, first: Value, value: Value) -> list[Value]:
         index = self.b.types[first]
         return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
-
-
-def _late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Returns `ops` with each op of `made` put right before the first op that reads its results."""
-    found = list(ops)
-    for op in reversed(made):
-        own = set(op.results)
-        readers = (i for i, other in enumerate(found) if not own.isdisjoint(reads(other)))
-        found.insert(next(readers, len(found)), op)
-    return tuple(found)
 
 
 def _core(piece: Value, index: Index) -> Value:
@@ -262,7 +253,6 @@ def _around(loop: Op, index: Index) -> dict[Value, Value]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
 # What a loop collects, one piece in each trip, and a later loop reads again piece by piece.
 #
 #     %5 = while(%i = 0, %a = zeros) { %p = tanh ...; return %i + 1, dynamic_update_slice %a, %p }

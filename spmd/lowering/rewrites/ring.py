@@ -19,8 +19,6 @@ row may become one ring. Those over more than `MOST_DEVICES` devices, but not ov
 stay: consecutive devices of such a ring are not next to each other in the torus.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -92,7 +90,7 @@ class _Sum(NamedTuple):
     """Reduce-scatters to replace, each of which reads the one before, and the term they sum."""
 
     scatters: tuple[Op, ...]
-    term: _Term
+    term: "_Term"
 
     @property
     def axes(self) -> Axes:
@@ -162,9 +160,9 @@ class _Term(NamedTuple):
     dim: int | None  # the dim that is cut in pieces; None if the value is read whole
     # computes a piece of the value from pieces of `operands`; None: pieces are slices of the value
     op: Op | None = None
-    operands: tuple[_Term, ...] = ()
+    operands: "tuple[_Term, ...]" = ()
 
-    def walk(self) -> Iterator[_Term]:
+    def walk(self) -> "Iterator[_Term]":
         for operand in self.operands:
             yield from operand.walk()
         yield self

@@ -114,7 +114,6 @@ def schedule(
     return order(program, clock, prefetch, room)
 
 
-# ---------------------------------------------------------------------------------------------
 # Small collectives together.
 
 MEMBERS = 4  # a flat buffer has room for at least so many collectives; larger ones stay alone
@@ -365,7 +364,6 @@ def _unpacked(b: Builder, op: Op, part: Value) -> None:
     b.append(Op(kind, (part,), op.results, (), op.loc))
 
 
-# ---------------------------------------------------------------------------------------------
 # Collectives early.
 
 _NEVER = float("inf")
@@ -488,6 +486,5 @@ def _earliest(spots: Sequence[_Spot], prefetch: int) -> dict[int, int]:
     found = {}
     for uses in map(sorted, gathers.values()):
         for number, (_, i) in enumerate(uses):
-            before = uses[number - prefetch][0] if number >= prefetch else -1
-            found[i] = max(spots[i].loop, before)
+            found[i] = max(spots[i].loop, uses[number - prefetch][0] if number >= prefetch else -1)
     return found

@@ -26,8 +26,7 @@ MOST_DIMS = 3  # XLA has no FFT of more
 def simplify(program: Program, platform: str | None) -> Program:
     """Returns a local program: equal ops merged, dead ones removed, FFTs joined (not on CPUs)."""
     # XLA for CPUs lays an FFT of several dims as its readers like it, which it then refuses to run.
-    joined = program if platform == "cpu" else join_ffts(program)
-    return remove_dead(dedupe(joined))
+    return remove_dead(dedupe(program if platform == "cpu" else join_ffts(program)))
 
 
 class _Fft(NamedTuple):

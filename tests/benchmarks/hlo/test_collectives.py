@@ -79,8 +79,7 @@ def test_a_compiled_program(devices8: Any) -> None:
     def run(x: jax.Array) -> jax.Array:
         def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
             total = jax.lax.psum(jnp.sin(carry), "b")
-            ring = jax.lax.ppermute(total, "a", [(i, (i + 1) % 4) for i in range(4)])
-            return ring, None
+            return jax.lax.ppermute(total, "a", [(i, (i + 1) % 4) for i in range(4)]), None
 
         looped, _ = jax.lax.scan(step, x, None, length=5)
         whole = jax.lax.all_gather(looped, "a", tiled=True)

@@ -183,8 +183,7 @@ def random_spec(rng: np.random.RandomState, shape: tuple[int, ...], mesh: spmd.M
         if not shape or rng.rand() < 0.2:
             continue
         dim = rng.randint(len(shape))
-        have = spec[dim] or ()
-        wanted = (*have, str(name))
+        wanted = (*(spec[dim] or ()), str(name))
         if shape[dim] % np.prod([mesh.shape[n] for n in wanted]) == 0:
             spec[dim] = wanted
     return tuple(spec)

@@ -19,8 +19,6 @@ TOPOLOGY = spmd.Topology("cpu:8")
 
 
 class Arg(NamedTuple):
-    """An argument's type, and its spec if it is marked."""
-
     struct: jax.ShapeDtypeStruct
     at: Any
 
@@ -58,8 +56,6 @@ def mark(x: Any, *spec: Any) -> Any:
 
 
 def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients of a function's sum with respect to all arguments."""
-
     def all_of(*args: Any) -> Any:
         return jax.grad(lambda *a: (fn(*a) ** 2).sum(), tuple(range(len(args))))(*args)
 
@@ -70,10 +66,7 @@ def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scanned(x: Any, ws: Any) -> Any:
-    def body(h: Any, w: Any) -> Any:
-        return jnp.tanh(h @ w), h.sum(1)
-
-    return lax.scan(body, x, ws)
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum(1)), x, ws)
 
 
 def scan_marked_inside(x: Any, w: Any) -> Any:
@@ -100,8 +93,7 @@ def branches(x: Any, y: Any, flag: Any) -> Any:
 
 
 def switch(x: Any, w: Any, which: Any) -> Any:
-    options = [lambda a: a @ w, lambda a: jnp.tanh(a), lambda a: a * 3]
-    return lax.switch(which, options, x)
+    return lax.switch(which, [lambda a: a @ w, lambda a: jnp.tanh(a), lambda a: a * 3], x)
 
 
 # Calls.
@@ -110,10 +102,6 @@ def switch(x: Any, w: Any, which: Any) -> Any:
 @jax.jit
 def layer(x: Any, w: Any) -> Any:
     return jax.nn.gelu(x @ w)
-
-
-def called_twice(x: Any, v: Any, w: Any) -> Any:
-    return layer(layer(x, v), w) + 1
 
 
 @jax.custom_vjp
@@ -141,8 +129,7 @@ def attention(x: Any, wq: Any, wk: Any, wv: Any, wo: Any) -> Any:
     q, k, v = ((x @ w).reshape(b, s, 4, -1) for w in (wq, wk, wv))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
     scores = jnp.where(jnp.tril(jnp.ones((s, s), bool)), scores, -1e9)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-    return mixed.reshape(b, s, -1) @ wo
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(b, s, -1) @ wo
 
 
 def experts(x: Any, gate: Any, up: Any, down: Any) -> Any:
@@ -152,9 +139,8 @@ def experts(x: Any, gate: Any, up: Any, down: Any) -> Any:
 
 
 def conv(x: Any, k: Any, stride: int = 1, **options: Any) -> Any:
-    numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
-        x, k, (stride, stride), "SAME", dimension_numbers=numbers, **options
+        x, k, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
     )
 
 
@@ -209,7 +195,6 @@ EXPERTS = (
 )
 IMAGE = arg(8, 16, 16, 8, at=("data", ..., ..., ...))
 KERNEL = arg(3, 3, 8, 16, at=(..., ..., ..., "model"))
-
 
 MARKED: tuple[Marked, ...] = (
     # Elementwise.
@@ -361,7 +346,7 @@ MARKED: tuple[Marked, ...] = (
     Marked("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y + 1)),
            (ROWS, COLUMNS)),
     # Calls and transformations.
-    Marked("calls.function_twice", called_twice, (*XW, arg(32, 16))),
+    Marked("calls.function_twice", lambda x, v, w: layer(layer(x, v), w) + 1, (*XW, arg(32, 16))),
     Marked("calls.custom_vjp", gradients(lambda x, w: clipped(x @ w)), XW),
     Marked("calls.remat", gradients(rematerialized),
            (ROWS, arg(16, 16, at=(..., "model")), SQUARE)),

@@ -51,12 +51,9 @@ def pool(kind: str, window: int, stride: int, padding: Any = "SAME", **how: Any)
 
 def _totals(x: Any) -> Any:
     return (
-        jnp.cumsum(x, 1),
-        jnp.cumprod(0.3 * x, 0),
-        lax.cumlogsumexp(x, 1),
-        lax.cummax(x, 1),
+        jnp.cumsum(x, 1), jnp.cumprod(0.3 * x, 0), lax.cumlogsumexp(x, 1), lax.cummax(x, 1),
         lax.cumsum(x, 1, reverse=True),
-    )
+    )  # fmt: skip
 
 
 def _arg_window(x: Any) -> Any:

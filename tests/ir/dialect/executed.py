@@ -31,8 +31,7 @@ def executed_ops() -> set[str]:
         names |= _in_request(spmd.jit(case.fn, mesh=mesh).request(*case.args))
     names |= set().union(*(_in_text(case.text) for case in test_shardy_modules.CASES.values()))
     for text in (*(module.text for module in MODULES), *manual_programs.MODULES):
-        program = import_module(parse_module(text)).program
-        names |= _in_text(text) | _rules(canonicalize(program))
+        names |= _in_text(text) | _rules(canonicalize(import_module(parse_module(text)).program))
     manual = spmd.make_mesh(x=4, y=2)
     for example in manual_programs.PROGRAMS:
         step = spmd.jit(example.make(jax_mesh(manual)), mesh=manual)
@@ -41,8 +40,7 @@ def executed_ops() -> set[str]:
 
 
 def _in_request(request: Request) -> set[str]:
-    program = problem_for(request).program
-    return _in_text(str(request.module)) | _rules(program)
+    return _in_text(str(request.module)) | _rules(problem_for(request).program)
 
 
 def _rules(program: Program) -> set[str]:

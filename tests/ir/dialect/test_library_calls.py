@@ -75,8 +75,7 @@ def test_threefry_kernels_are_elementwise(mesh: spmd.Mesh) -> None:
         -> (tensor<8xui32>, tensor<8xui32>)
       return %r#0, %r#1 : tensor<8xui32>, tensor<8xui32>
     }"""
-    entries = ((("data",),), None)
-    request = Request(parse_module(text), mesh, Topology("cpu:8"), arg_entries=entries)
+    request = Request(parse_module(text), mesh, Topology("cpu:8"), arg_entries=((("data",),), None))
     stages = compile_module(request, spmd.Options(check=True))
     assert stages.emitted.module.count("tensor<1xui32>, tensor<1xui32>)") >= 2
     assert "stablehlo.all_" not in stages.emitted.module

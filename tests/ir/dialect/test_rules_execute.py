@@ -38,7 +38,6 @@ OTHER_SPECS = {"rfft": 1}
 """Cases that draw other specs: XLA's CPU backend (jaxlib 0.10) cannot run an FFT of what a gather
 along a minor dim made, as it leaves the gather's layout to the FFT (fft_thunk.cc, RET_CHECK)."""
 
-
 TOGETHER = 8
 """Cases that are one program: each has its own specs, and much is done once for all of them."""
 
@@ -80,8 +79,7 @@ def test_partitioned_equals_unpartitioned(group: Sequence[Case], number: int) ->
 
     args = [a for case in group for a in case.args]
     specs: dict[str, Any] = {"in_specs": tuple(in_specs), "out_specs": out_specs}
-    step = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)
-    got = step(*args)
+    got = spmd.jit(all_of, mesh=mesh, options=spmd.Options(check=True), **specs)(*args)
     names = [
         case.name for case in group for _ in jax.tree.leaves(jax.eval_shape(case.fn, *case.args))
     ]

@@ -19,12 +19,10 @@ STEPS = 3
 
 
 def losses(mesh: spmd.Mesh) -> list[float]:
-    """The losses of a few steps."""
     return mlp(mesh).run(STEPS)[2]
 
 
 def message(run) -> str:
-    """What a mismatch says."""
     try:
         run()
     except spmd.LaunchError as error:

@@ -16,8 +16,7 @@ F32 = TensorType((), "f32")
 
 
 def op_of(result: Value, operands: tuple[Value, ...]) -> Op:
-    kind = OpKind("stablehlo.test", (F32,) * len(operands), (F32,), {})
-    return Op(kind, operands, (result,))
+    return Op(OpKind("stablehlo.test", (F32,) * len(operands), (F32,), {}), operands, (result,))
 
 
 costs = st.sampled_from((0.0, 1.0, 2.0, 5.0, 11.0, math.inf))

@@ -48,8 +48,7 @@ class Loops:
 
         def backward(_: Any, carry: Any) -> Any:
             i, y = carry
-            sizes = (1, *x.shape)
-            piece = lax.dynamic_slice_p.bind(stack, *at(i, x), slice_sizes=sizes)[0]
+            piece = lax.dynamic_slice_p.bind(stack, *at(i, x), slice_sizes=(1, *x.shape))[0]
             return i + self.read[0](self.read[2]), jnp.cos(y) + piece * i.astype(jnp.float32)
 
         def at(i: Any, x: Any) -> list[Any]:
@@ -105,5 +104,4 @@ def test_a_stack_is_written_once_everywhere_and_read_by_one_loop(name: str) -> N
 
 def test_a_counter_beyond_its_type_fills_no_stack() -> None:
     """It is not run: XLA clamps places in their own type, and writes where nothing is."""
-    program = local(Loops(130, (jnp.int8, 0, 1), (jnp.int8, 0, 1)))
-    assert pairs_in(program) == 0
+    assert pairs_in(local(Loops(130, (jnp.int8, 0, 1), (jnp.int8, 0, 1)))) == 0

@@ -78,8 +78,7 @@ def local(fn: Callable[..., Any]) -> Program:
     ws = marked(MESH, (None, "data", "model"), (LAYERS, WIDTH, WIDTH))
     x = marked(MESH, ("data", None), (ROWS, WIDTH))
     jitted = spmd.jit(jax.grad(fn), mesh=MESH, options=spmd.Options(recompute=False))
-    lowered = jitted.lower(ws, x, topology=spmd.Topology("h200:8"))
-    return lowered.stages.optimized.program
+    return jitted.lower(ws, x, topology=spmd.Topology("h200:8")).stages.optimized.program
 
 
 def held_less(program: Program, price: float, limit: int = 0) -> Program:
@@ -131,8 +130,7 @@ def test_loops_collect_their_inputs_alone(fn: Callable[..., Any]) -> None:
 def test_what_a_loop_collects_and_an_inner_one_is_run_again(golden: Golden) -> None:
     less = held_less(local(scanned), 1e-4, AMPLE)
     golden("recompute_loop", in_order(format_program(less, mesh=MESH)))
-    program = held_less(local(nested), 1e-4, AMPLE)
-    loops = [op for op in program.walk() if op.is_loop]
+    loops = [op for op in held_less(local(nested), 1e-4, AMPLE).walk() if op.is_loop]
     again = [op for op in loops if AGAIN in op.loc.note]
     assert len(loops) == 5
     assert len(again) == 1

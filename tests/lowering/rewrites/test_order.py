@@ -126,8 +126,7 @@ def test_nothing_moves_in_front_of_a_loop_or_out_of_it() -> None:
         "  }",
         "}",
     ]
-    program = after(*loop, gather(14, 1), dot(15, 4, 14), 'return %15 "y"')
-    assert results(program) == [2, 3, 14, 15]
+    assert results(after(*loop, gather(14, 1), dot(15, 4, 14), 'return %15 "y"')) == [2, 3, 14, 15]
 
 
 def test_prefetch_is_an_option_and_hides_more() -> None:

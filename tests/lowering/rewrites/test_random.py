@@ -99,8 +99,7 @@ class _Maker:
         axes, dim, type_ = self.atoms(), self.dim(x), self.b.types[x]
         parts = self.mesh.extent(axes)
         if type_.size * parts <= MOST_ELEMENTS:
-            out = type_.scaled(dim, parts)
-            self.exchange("all_gather", x, axes, out, all_gather_dim=dim)
+            self.exchange("all_gather", x, axes, type_.scaled(dim, parts), all_gather_dim=dim)
 
     def sum(self, x: Value) -> None:
         type_ = self.b.types[x]
@@ -153,8 +152,7 @@ class _Maker:
         self.keep(self.b.reshape(x, new), self.same[x])
 
     def convert(self, x: Value) -> None:
-        to = self.r.choice(["f32", "bf16", "i32"])
-        self.keep(self.b.convert(x, to), self.same[x])
+        self.keep(self.b.convert(x, self.r.choice(["f32", "bf16", "i32"])), self.same[x])
 
     def negate(self, x: Value) -> None:
         self.keep(self.b.unary("negate", x), self.same[x])

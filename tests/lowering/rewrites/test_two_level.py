@@ -43,8 +43,7 @@ def all_reduce(axes: str, shape: str, body: str = "add<f32>") -> str:
     ("mesh", "axes", "body"), [(BOTH, "data", "add<f32>"), (APART, "data, host", "max<f32>")]
 )
 def test_a_sum_crosses_hosts_scattered(mesh: Mesh, axes: str, body: str) -> None:
-    text = all_reduce(axes, "3x8192", body)
-    program = after(text, mesh)
+    program = after(all_reduce(axes, "3x8192", body), mesh)
     assert names(program) == ["reduce_scatter", "all_reduce", "all_gather"]
     assert sent(program, mesh, CPU) == 3 * 8192 * 4 // 4  # a quarter, there and back
 
@@ -144,12 +143,10 @@ def test_a_training_step_sends_less_between_hosts() -> None:
     jitted = spmd.jit(step, mesh=mesh, options=spmd.Options(topology=CPU, check=True))
     compiled = jitted.compile(w, x)
     slow = [c for c in compiled.collectives if c.axes == ("data:(1)2",)]
-    kinds = [c.kind for c in compiled.collectives]
-    assert kinds == ["reduce_scatter", "all_reduce", "all_gather"]
+    assert [c.kind for c in compiled.collectives] == ["reduce_scatter", "all_reduce", "all_gather"]
     assert sum(c.bytes for c in slow) == (65 * 131 + 1) // 4 * 4
     assert [c.reason.partition(":")[0] for c in compiled.collectives] == [
         "sum of dot_general over data"
     ] * 3
     assert all("test_two_level.py" in c.source for c in compiled.collectives)
-    got = np.asarray(jitted(w, x))
-    np.testing.assert_array_equal(got, w - 2 * x.T @ (x @ w))
+    np.testing.assert_array_equal(np.asarray(jitted(w, x)), w - 2 * x.T @ (x @ w))

@@ -9,7 +9,6 @@ from tests.models.llama.weights import checkpoints
 
 @pytest.fixture(scope="session")
 def tiny_params():
-    """Parameters of the scanned tiny model."""
     return fresh_params(CONFIGS["tiny"])
 
 

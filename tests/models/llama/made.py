@@ -36,12 +36,10 @@ def structs(config: LlamaConfig) -> Any:
 
 
 def shardings_of(config: LlamaConfig, mesh: spmd.Mesh) -> Any:
-    """Of a model's parameters."""
     return jax.tree.map(lambda s: s.sharding, sharding.mark_params(structs(config), mesh, config))
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Path -> leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
 

@@ -1,7 +1,5 @@
 """Decoding with a cache is the forward pass: every token's distribution, greedy texts, meshes."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -75,7 +73,7 @@ def plain(params: Any, config: LlamaConfig, **changes: Any) -> ModelBackend:
 
 
 @functools.cache
-def random_programs() -> Plain:
+def random_programs() -> "Plain":
     """Compiled once; what a test leaves in the pages is garbage to the next."""
     return Plain(*random_model(2), FEW)
 
@@ -250,8 +248,7 @@ def test_every_variant(variant, folders):
 def test_latents_are_whole_on_each_device(devices8):
     config = dataclasses.replace(LATENT, scan_layers=False, vocab_size=VOCABULARY)
     params = fresh_params(config)
-    mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
-    programs = on_mesh(params, config, mesh, FEW)
+    programs = on_mesh(params, config, spmd.make_mesh(data=2, model=4, devices=devices8), FEW)
     check_against_forward(backend_of(programs, FEW), params, config)
     cache = programs.state["state/cache/3/values"]
     assert cache.addressable_shards[0].data.shape == (1, PAGES, 8, 1, 1, 16 + 4)
@@ -263,8 +260,7 @@ def test_latents_are_whole_on_each_device(devices8):
 def test_more_devices_than_key_heads(devices8):
     """A group on each half of the devices; there two key heads on four of them."""
     params, config = random_model(2, layers=1)
-    mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
-    programs = on_mesh(params, config, mesh, FEW)
+    programs = on_mesh(params, config, spmd.make_mesh(data=2, model=4, devices=devices8), FEW)
     check_against_forward(backend_of(programs, FEW), params, config)
     cache = programs.state["state/cache/0/values"]
     assert cache.addressable_shards[0].data.shape == (1, PAGES, 8, 1, 2, config.head_width)
@@ -349,8 +345,7 @@ def test_penalties_count_what_was_drawn():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_change_nothing(temperature: float) -> None:
     """Right and wrong ones, of two slots of a group beside one that has none."""
-    shape = FEW._replace(slots=24, drafts=3)
-    backend = plain(*random_model(2), **shape._asdict())
+    backend = plain(*random_model(2), **FEW._replace(slots=24, drafts=3)._asdict())
     # Repeated tokens change what is drawn, and so do drafts that count as drawn.
     sampling = Sampling(temperature, seed=3, repetition_penalty=1.5, frequency_penalty=0.6)
     alone, logprobs = generate(backend, PROMPT, 20, sampling)
@@ -493,9 +488,8 @@ def test_types_of_quantized_weights():
     params, config = random_model(2)
     for kind in quantize.QUANTIZATIONS:
         packed = quantize.quantize(params, kind)
-        types = quantize.quantized_types(config, kind)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), packed) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), types
+            lambda x: (x.shape, x.dtype), quantize.quantized_types(config, kind)
         )
 
 

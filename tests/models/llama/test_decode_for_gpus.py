@@ -27,7 +27,6 @@ POOL = f"{PAGES},64,4,2,64]"
 
 @functools.cache
 def compiled(kind: str) -> str:
-    """The optimized HLO of a function."""
     weights = structs(CONFIG)
     functions, *_ = decode.functions(LlamaRows(CONFIG), SHAPE, weights)
     function = next(f for f in functions if f.tags["kind"] == kind)

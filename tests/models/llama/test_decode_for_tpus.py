@@ -32,8 +32,7 @@ def test_only_logits_and_tokens_travel_besides_sums(
     """Rows, pages and which tokens were seen and drawn stay where they are."""
     placed = spmd.Mesh(None, mesh, ("data", "model"))
     shape = decode.ServingShape(16 * groups, 512, (rows,), (512,), groups=groups, top_logprobs=5)
-    weights = structs(CONFIG)
-    functions, _, specs, primary = decode.functions(LlamaRows(CONFIG), shape, weights)
+    functions, _, specs, primary = decode.functions(LlamaRows(CONFIG), shape, structs(CONFIG))
     function = next(f for f in functions if f.name == primary)
     given = dict(zip(function.roles, function.args, strict=True))
     leaves = decode.state_leaves(LlamaRows(CONFIG), shape, 128)

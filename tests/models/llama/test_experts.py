@@ -64,8 +64,7 @@ def expected(alone: LlamaProgram) -> Any:
     """Biases after all steps, which numpy counts for and moves."""
     state, bias = alone.fresh_state(), np.zeros((2, 8), np.float32)
     for step in range(STEPS):
-        tokens = windows(alone.run)(step)["inputs"]
-        chosen = choices(unstack_layers(state.params), tokens)
+        chosen = choices(unstack_layers(state.params), windows(alone.run)(step)["inputs"])
         loads = np.stack([np.bincount(np.ravel(each), minlength=8) for each in chosen])
         bias += np.float32(RATE) * np.sign(loads.mean(-1, keepdims=True) - loads)
         state, _ = take(alone, state, step + 1)
@@ -127,7 +126,6 @@ SPLIT = {"gate": {"weight": ()}, "experts": {name: {"weight": ("expert",)} for n
 
 
 def structs(hidden: int, inner: int) -> Any:
-    """Structs of a router and its experts."""
     struct = lambda *shape: {"weight": jax.ShapeDtypeStruct(shape, jnp.float32)}  # noqa: E731
     shapes = ((8, inner, hidden), (8, inner, hidden), (8, hidden, inner))
     experts = {name: struct(*shape) for name, shape in zip(NAMES, shapes, strict=True)}

@@ -36,8 +36,7 @@ PARTS = dataclasses.replace(
 
 def batches() -> list[dict[str, Any]]:
     """Token ids of each step: more of them than windows reach."""
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(3, 128, (STEPS, 8, 25)).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(3, 128, (STEPS, 8, 25)).astype(np.int32)
     return [{"inputs": x[:, :-1], "targets": x[:, 1:]} for x in tokens]
 
 

@@ -48,8 +48,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(trainer, tmp_path):
 def test_parameters_of_others_get_states(trainer):
     fresh = trainer.fresh_state().params
     given = jax.tree.map(jnp.copy, parameters.without_states(fresh))
-    got = trainer.fresh_state(given).params
-    assert_close(got, fresh, rtol=1e-6)
+    assert_close(trainer.fresh_state(given).params, fresh, rtol=1e-6)
 
 
 @pytest.mark.thorough

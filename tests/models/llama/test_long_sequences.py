@@ -52,8 +52,7 @@ def test_a_split_sequence(axes: Any, table: str, zigzag: int, packed: bool) -> N
     )
     step = spmd.jit(jax.value_and_grad(loss), mesh=mesh, options=spmd.Options(check=True))
     compiled = step.compile(*marked)
-    got = compiled(*marked)
-    assert_close(got, want, rtol=2e-4, atol=2e-6)
+    assert_close(compiled(*marked), want, rtol=2e-4, atol=2e-6)
     if table == "2d":  # elsewhere heads may be exchanged for positions: attention is not split
         assert "rings" in compiled.explain(prices=False).splitlines()
 

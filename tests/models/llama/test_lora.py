@@ -36,7 +36,6 @@ def make_program(mesh, **changes):
 
 @functools.cache
 def alone():
-    """Losses on one device."""
     program = make_program({"data": 1})
     return take(program, program.fresh_state(), 6)[1]
 

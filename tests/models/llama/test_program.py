@@ -55,8 +55,7 @@ def take(trainer, state, steps):
     batches = map(trainer.place, map(windows(trainer.run), itertools.count(state.step)))
     options = TrainerOptions(steps=steps)
     loop = Loop(trainer.step, state, batches, options, cost=trainer.cost, sinks=[notes])
-    outcome = loop.run()
-    return outcome.state, [record["loss"] for record in notes]
+    return loop.run().state, [record["loss"] for record in notes]
 
 
 def go_on(trainer, folder):

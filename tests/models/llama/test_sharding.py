@@ -92,8 +92,7 @@ def test_too_few_heads_leave_their_dims_open_and_axes_that_do_not_divide_are_nam
 
 @pytest.mark.parametrize("config", [TINY, UNROLLED])
 def test_marked_structs_carry_the_tables_shardings(mesh, config):
-    marked = flat(sharding.mark_params(structs(config), mesh, config))
-    for path, leaf in marked.items():
+    for path, leaf in flat(sharding.mark_params(structs(config), mesh, config)).items():
         name = "/".join(part for part in path.split("/") if not part.isdecimal())
         own = [present(entry, mesh.shape) for entry in sharding.PARAMETER_SPECS[name]]
         lead = (None,) * (leaf.ndim - len(own))

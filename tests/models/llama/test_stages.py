@@ -22,7 +22,6 @@ PACKED = {  # two documents in each row, of other lengths in each
     "positions_BS": np.stack([np.r_[: 3 * row + 4, : 28 - 3 * row] for row in range(8)]),
 }
 
-
 EXPERTS: Any = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
 
 
@@ -56,8 +55,7 @@ def test_loss_and_gradients_are_those_of_the_scanned_model(
     mesh = spmd.make_mesh(stage=2, data=2, **{"expert" if parts else "model": 2})
     given = sharding.mark_params(params, mesh, config), *sharding.mark_batch((*IDS, packed), mesh)
     step = spmd.jit(value_and_grad(config, sharding.activation_marks(mesh, config)), mesh=mesh)
-    found = step(*given)
-    assert_close(found, wanted, rtol=2e-4, atol=2e-6)
+    assert_close(step(*given), wanted, rtol=2e-4, atol=2e-6)
 
 
 def test_stacked_layers_are_split_over_stages_but_text_is_generated_without_a_pipeline() -> None:

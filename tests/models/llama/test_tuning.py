@@ -35,8 +35,7 @@ PAIRS = [
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, PAIRS)))
-    config = DataConfig([str(path)], valid=[str(path)])
-    return load_datasets(config, seq_len=48, batch_size=8)[0]
+    return load_datasets(DataConfig([str(path)], valid=[str(path)]), seq_len=48, batch_size=8)[0]
 
 
 def logps(params, kind):

@@ -2,8 +2,6 @@
 
 
 class Notes(list):
-    """A sink that keeps records."""
-
     write = list.append
 
     def flush(self):

@@ -71,8 +71,7 @@ def test_a_store_that_cannot_be_reached_is_one_line(s3_bucket, monkeypatch):
     paths.file_system.cache_clear()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
+    monkeypatch.setattr(pytest.importorskip("fsspec").get_filesystem_class("s3"), "retries", 1)
     for ask in ((s3_bucket / "a").read_bytes, (s3_bucket / "a").is_file):
         with pytest.raises(StoreError, match=r"^s3://tests/a: .*127\.0\.0\.1:9") as caught:
             ask()

@@ -73,7 +73,6 @@ def alone(init, loss, steps=STEPS):
 
 
 def comparable(tree: Any) -> list[Any]:
-    """A tree's leaves, with the data of keys."""
     leaves = jax.tree.leaves(tree)
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
     return [jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key, strict=True)]
@@ -108,8 +107,7 @@ def test_without_a_loss_of_evaluations_the_state_is_dropped():
 
 def test_each_part_of_a_batch_has_the_state_of_the_one_before():
     mesh = spmd.make_mesh(across=2, up=2, devices=jax.devices()[:4])
-    outcome = make_trainer(mesh, steps=2, microbatches=2).run()
-    state = outcome.state.params.state
+    state = make_trainer(mesh, steps=2, microbatches=2).run().state.params.state
     assert int(state["count"]) == 4
     key = init(jax.random.key(0)).state["key"]
     for _ in range(4):

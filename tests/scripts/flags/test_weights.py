@@ -29,8 +29,7 @@ def write_checkpoint(folder):
     """Random weights, a config, and a tokenizer of a few words."""
     init = functools.partial(fresh.init, config=TINY)
     weights.save(jax.jit(init)(jax.random.key(2)), TINY, folder)
-    words = ["<s>", "</s>", "to", "be", "or", "not"]
-    vocabulary = {word: i for i, word in enumerate(words)}
+    vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "to", "be", "or", "not"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="or"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -56,8 +56,7 @@ def test_joined_is_as_alone(infer, counts):
     alone = [batches.call(request)() for request in requests]
     first = batches.call(requests[0])
     assert isinstance(first, JointCall)
-    joined = first.joint(requests)
-    for request, one, other in zip(requests, alone, joined, strict=True):
+    for request, one, other in zip(requests, alone, first.joint(requests), strict=True):
         np.testing.assert_array_equal(one["most"], other["most"])
         np.testing.assert_allclose(one["y"], other["y"], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(one["y"], layer(LAYER, request["x"])["y"], rtol=1e-5, atol=1e-6)

@@ -351,8 +351,7 @@ def test_tokenizer_files(tmp_path, mesh_of):
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "model.bin").write_text("not this")
-    function = make_functions()[0]
-    write_bundle(tmp_path / "b", [function], tokenizer_from=source)
+    write_bundle(tmp_path / "b", [make_functions()[0]], tokenizer_from=source)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["tokenizer"] == ["tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"]
     assert not (tmp_path / "b" / "weights").exists()

@@ -54,8 +54,7 @@ def test_calls_of_many_threads_are_repeated_in_their_order(folder: Path, mesh_of
     ours, theirs = socket.socketpair()
     leader = Leader({1: ours})
     first.told = leader.tell
-    rng = np.random.default_rng(0)
-    inputs = rng.normal(size=(4, 6, 4, 8)).astype(np.float32)
+    inputs = np.random.default_rng(0).normal(size=(4, 6, 4, 8)).astype(np.float32)
     first.put_state({"state/h": np.ones((4, 16), np.float32)})
 
     def run(mine: Any) -> None:

@@ -46,8 +46,7 @@ def served(folder: Path, mesh: str, work: Path, *flags: str) -> Iterator[Served]
             lambda: "ready:" in process.said or not process.process.is_alive(), lambda: process.said
         )
         assert "ready:" in process.said, process.said
-        url = re.findall(r"listening on (\S+),", process.said)[0]
-        yield Served(url, process)
+        yield Served(re.findall(r"listening on (\S+),", process.said)[0], process)
     finally:
         process.kill()
 

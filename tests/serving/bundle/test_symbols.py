@@ -36,7 +36,6 @@ WEIGHTS = {"k": np.random.default_rng(0).standard_normal((D, D), np.float32)}
 
 
 def write_row(weights, state, x_AD, page_A, at_A):
-    """One row goes into a page of each group's pool."""
     pool, row_AD = state["pool"], spmd.ops.linear(x_AD, weights["k"])
     slots_A1 = jnp.zeros((A, 1), jnp.int32)
     pool = spmd.ops.paged_update(
@@ -46,7 +45,6 @@ def write_row(weights, state, x_AD, page_A, at_A):
 
 
 def read_slots(weights, state, table_ABM):
-    """The pages of all slots, as the table says."""
     read_ABMPD = jax.vmap(lambda pool, table: pool[table])(state["pool"], table_ABM)
     firsts_AN = state["pool"][:, :, 0, 0]
     return state, {"sums": read_ABMPD.sum((2, 3)) @ weights["k"], "firsts": firsts_AN}

@@ -150,8 +150,7 @@ ROWS = RNG.standard_normal((4, 64), np.float32)
 
 @pytest.fixture
 def flags(tmp_path):
-    lowered = jax.jit(layers).lower(PARAMS, ROWS)
-    (tmp_path / "m.mlir").write_text(lowered.as_text(debug_info=True))
+    (tmp_path / "m.mlir").write_text(jax.jit(layers).lower(PARAMS, ROWS).as_text(debug_info=True))
     save_file(FILE, tmp_path / "w.safetensors")
     weights = str(tmp_path / "w.safetensors")
     return [str(tmp_path / "m.mlir"), "--out", str(tmp_path / "b"), "--weights", weights]

@@ -25,7 +25,6 @@ LIMITS = Limits(
 EMPTY = -1
 """What a page says where nothing was written."""
 
-
 Allowed = Callable[[list[int]], Words | None]
 
 
@@ -242,7 +241,6 @@ class FakeBackend:
         return found
 
     def _next(self, known: Any, seed: int, seen: set[int], counted: Counter[int]) -> int:
-        """The token behind these."""
         drawn = [hash(frozenset(seen)), hash(frozenset(counted.items()))]
         digest = zlib.crc32(np.asarray([seed, *drawn], np.int64).tobytes())
         digest = zlib.crc32(known.astype(np.int64).tobytes(), digest)
@@ -263,7 +261,6 @@ class FakeBackend:
         return part.slot // (self.limits.slots // self.limits.groups)
 
     def _calling(self) -> threading.Lock:
-        """One call at a time."""
         assert not self._busy.locked(), "two calls at once"
         self.calls += 1
         if self.fail_after is not None and self.calls > self.fail_after:

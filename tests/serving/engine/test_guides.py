@@ -180,7 +180,6 @@ SEQUENCES = st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_si
 
 
 def ids(mask: Words) -> list[int]:
-    """The tokens that may be drawn."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 

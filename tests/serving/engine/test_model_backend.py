@@ -172,8 +172,7 @@ def check_padding(given: Any, group: int) -> None:
 def check_results(parts: Sequence[SlotPart], made: Any) -> None:
     def said(part: SlotPart) -> list[int]:
         group, slot = divmod(part.slot, SLOTS)
-        positions = part.start + np.arange(len(part.tokens or (0,)))
-        return number(group, slot, positions).tolist()
+        return number(group, slot, part.start + np.arange(len(part.tokens or (0,)))).tolist()
 
     assert made.drawn.ids.tolist() == [said(part)[-1] for part in parts if part.draws]
     assert [scores is None for scores in made.scores] == [part.targets is None for part in parts]
@@ -272,8 +271,7 @@ def test_what_scores_is_the_largest_step_until_that_is_compiled() -> None:
 def test_generating_ends_behind_an_end(ends: Any, count: int) -> None:
     """A prompt in pieces, then one call for each token; one of them may be under way."""
     programs = Programs()
-    backend = ModelBackend(programs, LIMITS)
-    tokens, logprobs = generate(backend, [5] * 12, 7, ends=frozenset(ends))
+    tokens, logprobs = generate(ModelBackend(programs, LIMITS), [5] * 12, 7, ends=frozenset(ends))
     assert tokens == [*range(11, 11 + count)] and len(logprobs) == len(tokens)
     prompt = ["begin", "step_r9_t32", "step_r4_t32"]
     assert programs.calls == [*prompt, *["step_r4_t32"] * min(6, count)]

@@ -173,7 +173,6 @@ class Run:
                     assert len(self.scores[key]) == length
 
     def chunks(self, key: int) -> list[SlotPart]:
-        """The chunks of a request's prompt."""
         pairs = (
             (k, part) for step in self.steps for k, part in zip(step.keys, step.parts, strict=True)
         )

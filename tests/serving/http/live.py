@@ -26,8 +26,6 @@ TEXT = ByteTokenizer().decode
 
 
 class Live(NamedTuple):
-    """A server that runs."""
-
     url: str
     port: int
     service: Service
@@ -39,7 +37,6 @@ class Live(NamedTuple):
         return TEXT(self.backend.alone(prompt.encode(), tokens, seed))
 
     def numbers(self) -> dict[str, float]:
-        """The metrics, by their names with labels."""
         lines = get(f"{self.url}/metrics").text.splitlines()
         return {name: float(x) for name, x in (v.rsplit(" ", 1) for v in lines if v[0] != "#")}
 
@@ -78,7 +75,6 @@ def get(url: str, **more: Any) -> httpx.Response:
 
 
 def post(url: str, **more: Any) -> httpx.Response:
-    """An answer, however long it takes."""
     return httpx.post(url, timeout=PATIENCE, **more)
 
 

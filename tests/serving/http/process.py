@@ -50,8 +50,7 @@ class Process:
     """
 
     def __init__(self, folder: Path, extra: str = "", serve: str = "") -> None:
-        program = PROGRAM.format(extra=extra, serve=serve)
-        command = [sys.executable, "-c", program, str(folder)]
+        command = [sys.executable, "-c", PROGRAM.format(extra=extra, serve=serve), str(folder)]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.folder = folder
         self.lines: list[str] = []
@@ -67,14 +66,12 @@ class Process:
         self.lines.extend(self.process.stderr)
 
     def let(self, what: str) -> None:
-        """Let it `load`, or its model `run`."""
         (self.folder / what).touch()
 
     def wait_health(self, status: int) -> None:
         wait_until(lambda: get(f"{self.url}/health").status_code == status)
 
     def end(self) -> str:
-        """Wait for its end; what it has written."""
         self.process.wait(PATIENCE)
         self.reader.join(PATIENCE)
         return "".join(self.lines)

@@ -75,7 +75,6 @@ INFER = "/v2/models/gated/infer"
 
 
 def status(connection: socket.socket) -> int:
-    """The status of an answer, once it is here."""
     with connection:
         return int(connection.makefile("rb").readline().split()[1])
 
@@ -91,8 +90,7 @@ def test_a_client_leaves_something_to_others() -> None:
     assert budget.take("b", 10) and not budget.take("b", 1)
     budget.give_back("a", 1)
     assert budget.taken == 10 * SPARE - 1 and budget.take("c", 1)
-    small = Allowance(SPARE - 1)
-    assert small.take("a", SPARE - 1)
+    assert Allowance(SPARE - 1).take("a", SPARE - 1)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +151,7 @@ def test_long_texts_do_not_hold_others_up_and_those_who_leave_get_nothing() -> N
 
 def test_bodies_have_a_limit_together() -> None:
     tokenizer = Slow()
-    options = ServerOptions(bodies_bytes=3 * len(LONG))
-    with serving(options=options, tokenizer=tokenizer) as live:
+    with serving(options=ServerOptions(bodies_bytes=3 * len(LONG)), tokenizer=tokenizer) as live:
         first = [begin(live, "/v1/completions", {"prompt": LONG}) for _ in range(2)]
         wait_until(lambda: tokenizer.long == 2)
         answer = post(f"{live.url}/v1/completions", json={"prompt": LONG})
@@ -337,7 +334,6 @@ def two_connections(live: Live) -> Iterator[ExitStack]:
 
 
 def refused(live: Live) -> float:
-    """How many the metrics say were refused."""
     text = live.service.traffic.render().decode()
     counts = [line for line in text.splitlines() if 'reason="connections_full"' in line]
     return sum(float(line.split()[-1]) for line in counts if "_total{" in line)

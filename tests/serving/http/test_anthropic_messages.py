@@ -85,8 +85,7 @@ def test_a_text_whole_and_streamed(chat: Any) -> None:
     assert again.usage.cache_read_input_tokens + again.usage.input_tokens == size
     counted = client.messages.count_tokens(model=MODEL, messages=[USER], system="Be brief.")
     assert counted.input_tokens == size
-    kinds = [event.type for event in ask(client, stream=True)]
-    assert list(dict.fromkeys(kinds)) == [
+    assert list(dict.fromkeys([event.type for event in ask(client, stream=True)])) == [
         "message_start", "content_block_start", "content_block_delta", "content_block_stop",
         "message_delta", "message_stop",
     ]  # fmt: skip
@@ -182,8 +181,7 @@ def test_what_is_not_served_is_said(chat: Any, given: Any, said: str) -> None:
 
 
 def test_models_without_thoughts_keys_and_names() -> None:
-    options = ServerOptions(api_keys=("x",))
-    with messaging(NONE, options=options) as (live, client):
+    with messaging(NONE, options=ServerOptions(api_keys=("x",))) as (live, client):
         with pytest.raises(anthropic.BadRequestError, match="thinking: this model has no thoughts"):
             ask(client, thinking=ON)
         with pytest.raises(anthropic.NotFoundError, match="there is no 'other' here"):

@@ -43,7 +43,6 @@ def refused(client: httpx.Client, status: int = 400, path: str = "completions", 
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream, exactly as they are to be written."""
     parts = text.split("\n\n")
     assert parts.pop() == ""
     assert all(part.startswith("data: ") and "\n" not in part for part in parts)
@@ -111,8 +110,7 @@ def test_a_chat_as_a_stream(live: Live, client: httpx.Client) -> None:
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
         "seed": 1, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    response = client.post("/v1/chat/completions", json=body)
-    chunks = events(response.text)
+    chunks = events(client.post("/v1/chat/completions", json=body).text)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     first, *deltas, last = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
@@ -339,8 +337,7 @@ def test_metrics(live: Live, client: httpx.Client) -> None:
     before = live.numbers()
     complete(client, prompt="metrics", max_tokens=12, seed=0)
     live.wait_idle()
-    response = client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert client.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
     after = live.numbers()
     assert all(label[1:-1] in name for name in after if name.startswith("vllm:"))
     grown = {name: after[name] - before[name] for name in before}
@@ -374,8 +371,7 @@ openai = pytest.importorskip("openai")
 
 
 def openai_client(live: Live) -> Any:
-    url = f"{live.url}/v1"
-    return openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=PATIENCE)
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0, timeout=PATIENCE)
 
 
 def test_openais_client(live: Live) -> None:

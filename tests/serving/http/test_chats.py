@@ -236,8 +236,7 @@ def test_every_field_of_clients_is_known() -> None:
     chats = pytest.importorskip("openai.types.chat.completion_create_params")
     texts = pytest.importorskip("openai.types.completion_create_params")
     fields = {*chats.CompletionCreateParamsBase.__annotations__, "stream", *VLLM.split()}
-    ask = parse_chat({**dict.fromkeys(fields), "messages": ASK}, BOUNDS)
-    assert ask.ignored == ()
+    assert parse_chat({**dict.fromkeys(fields), "messages": ASK}, BOUNDS).ignored == ()
     fields = {*texts.CompletionCreateParamsBase.__annotations__, *VLLM.split()}
     of_chats = {name for name in fields if "template" in name or "final_message" in name}
     of_chats |= {"add_generation_prompt", "include_reasoning"}

@@ -30,8 +30,7 @@ def pooled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     flags = f"--init_from {folder / 'qwen3'} --embeddings {request.param} --max_length 32"
     flags += f" --dtype float32 --platforms cpu --out {folder / 'bundle'}"
     export_llama.main(flags.split())
-    mesh = spmd.make_mesh(data=2, model=2)
-    bundle = load_bundle(folder / "bundle", mesh, symbols={"b": (2, 4)})
+    bundle = load_bundle(folder / "bundle", spmd.make_mesh(data=2, model=2), symbols={"b": (2, 4)})
     loaded = load_model(bundle, folder / "bundle")
     with serving(load=False) as live:
         live.service.become_ready(loaded)
@@ -59,8 +58,7 @@ def test_vectors_are_transformers(pooled: tuple[Live, Any]) -> None:
     several: Any = [*TEXTS, *TEXTS]  # more than a call has rows
     found = client.embeddings.create(model="bundle", input=several)  # which asks for base64
     wanted = np.array([by_transformers(theirs, text) for text in several])
-    vectors = np.array([one.embedding for one in found.data])
-    np.testing.assert_allclose(vectors, wanted, atol=2e-5)
+    np.testing.assert_allclose(np.array([one.embedding for one in found.data]), wanted, atol=2e-5)
     assert [one.index for one in found.data] == [*range(8)]
     assert found.usage.prompt_tokens == sum(len(ids_of(text)) for text in several)
     answer = post(

@@ -47,8 +47,7 @@ def is_well(live: Live) -> None:
 
 
 def send(live: Live, content: Any, **headers: str) -> httpx.Response:
-    url = f"{live.url}/v1/completions"
-    return post(url, content=content, headers={**JSON, **headers})
+    return post(f"{live.url}/v1/completions", content=content, headers={**JSON, **headers})
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,7 @@ NAMES = st.sampled_from(FIELDS.split())
 def test_fields_of_any_type(live: Live, path: str, body: Any, usual: bool) -> None:
     start = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]} if usual else {}
     content = json.dumps({**start, **body}).encode()
-    url = f"{live.url}/v1/{path}"
-    response = post(url, content=content, headers=JSON)
+    response = post(f"{live.url}/v1/{path}", content=content, headers=JSON)
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert response.json()["error"]["message"]
@@ -119,8 +117,7 @@ def test_bodies_that_are_too_large(live: Live) -> None:
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_bodies_of_another_kind(live: Live, kind: str) -> None:
     url = f"{live.url}/v1/completions"
-    response = post(url, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
-    assert response.status_code == 415
+    assert post(url, content=b'{"prompt": "a"}', headers={"Content-Type": kind}).status_code == 415
 
 
 # Below HTTP.

@@ -52,8 +52,7 @@ def test_texts_get_a_beginning_and_ids_do_not(beginner: Language) -> None:
     assert complete(beginner, prompt="ab").jobs[0].prompt == (BOS, 97, 98)
     assert complete(beginner, prompt=[97, 98]).jobs[0].prompt == (97, 98)
     assert complete(beginner, prompt="").jobs[0].prompt == (BOS,)
-    plain = complete(beginner, prompt="ab", add_special_tokens=False)
-    assert plain.jobs[0].prompt == (97, 98)
+    assert complete(beginner, prompt="ab", add_special_tokens=False).jobs[0].prompt == (97, 98)
 
 
 def test_a_tokenizer_may_name_a_beginning_that_it_does_not_put_there() -> None:
@@ -75,8 +74,7 @@ def test_chats_get_a_beginning_unless_their_template_writes_it(beginner: Languag
 
 
 def test_ends(beginner: Language) -> None:
-    eos = ByteTokenizer.eos_id
-    assert complete(beginner, prompt="a").jobs[0].stop_ids == {eos, 3}
+    assert complete(beginner, prompt="a").jobs[0].stop_ids == {ByteTokenizer.eos_id, 3}
     assert complete(beginner, prompt="a", ignore_eos=True).jobs[0].stop_ids == set()
     own = complete(beginner, prompt="a", ignore_eos=True, stop_token_ids=[7])
     assert own.jobs[0].stop_ids == {7}
@@ -88,8 +86,7 @@ def test_seeds(beginner: Language) -> None:
     work = complete(beginner, prompt=["a", "b"], n=2, seed=2**32 - 1)
     assert [job.sampling.seed for job in work.jobs] == [2**32 - 1, 0, 2**32 - 1, 0]
     assert complete(beginner, prompt="a", seed=-1).jobs[0].sampling.seed == 2**32 - 1
-    fresh = {complete(beginner, prompt="a").jobs[0].sampling.seed for _ in range(5)}
-    assert len(fresh) == 5
+    assert len({complete(beginner, prompt="a").jobs[0].sampling.seed for _ in range(5)}) == 5
 
 
 def test_room(beginner: Language) -> None:
@@ -129,8 +126,7 @@ def test_sampling(beginner: Language) -> None:
     }  # fmt: skip
     sampling = complete(beginner, prompt="a", **body).jobs[0].sampling
     assert dataclasses.asdict(sampling) == {**body, "top_k": 0, "logit_bias": ()}
-    defaults = complete(beginner, prompt="a", seed=0).jobs[0].sampling
-    assert dataclasses.asdict(defaults) == {
+    assert dataclasses.asdict(complete(beginner, prompt="a", seed=0).jobs[0].sampling) == {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
         "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0, "logit_bias": (),
     }  # fmt: skip
@@ -149,8 +145,7 @@ def test_an_echo_leaves_the_beginning_out() -> None:
 
 
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
-    backend = FakeBackend(dataclasses.replace(LIMITS, vocab_size=300), letters=False)
-    with serving(backend) as live:
+    with serving(FakeBackend(dataclasses.replace(LIMITS, vocab_size=300), letters=False)) as live:
         body = {"prompt": [299, 97], "max_tokens": 40, "seed": 0, "echo": True, "logprobs": 5}
         answer = post(f"{live.url}/v1/completions", json=body)
         assert answer.status_code == 200

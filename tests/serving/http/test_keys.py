@@ -79,14 +79,11 @@ def test_the_file_is_read_again_and_a_broken_one_changes_nothing(file: Path, cap
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: {key: x, at_once: -1}", "limits are numbers"),
-        ("a: {key: 7}", "no key in quotes"),
-        ("a: {key: x, speed: 1}", "speed"),
-        ("a: {key: x}\nb: {key: x}", "a key twice"),
-        ("- x", "write lines such as"),
-        ("{}", "no keys"),
+        ("a: {key: x, at_once: -1}", "limits are numbers"), ("a: {key: 7}", "no key in quotes"),
+        ("a: {key: x, speed: 1}", "speed"), ("a: {key: x}\nb: {key: x}", "a key twice"),
+        ("- x", "write lines such as"), ("{}", "no keys"),
     ],
-)
+)  # fmt: skip
 def test_what_a_file_may_say(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text(text)
     with pytest.raises(ServingError, match=says):

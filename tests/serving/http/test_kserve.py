@@ -61,8 +61,7 @@ def infer(live: Live, *inputs: Any, status: int = 200, **more: Any) -> Any:
 
 
 def test_tensors_in_and_out(live: Live) -> None:
-    answer = infer(live, x([1, 2.5, 3], [1, 3]), scale(), id="7")
-    assert answer == {
+    assert infer(live, x([1, 2.5, 3], [1, 3]), scale(), id="7") == {
         "model_name": "scaler",
         "model_version": "1",
         "id": "7",
@@ -75,8 +74,7 @@ def test_tensors_in_and_out(live: Live) -> None:
 
 def test_nested_data_and_chosen_outputs(live: Live) -> None:
     data = [[1, 2, 3], [4, 5, 6]]
-    answer = infer(live, x(data, [2, 3]), scale(-1), outputs=[{"name": "half"}])
-    (half,) = answer["outputs"]
+    (half,) = infer(live, x(data, [2, 3]), scale(-1), outputs=[{"name": "half"}])["outputs"]
     assert (half["name"], half["shape"]) == ("half", [2, 3])
     assert half["data"] == [-0.5, -1, -1.5, -2, -2.5, -3]
     assert infer(live, x([], [0, 3]), scale())["outputs"][0]["data"] == []

@@ -74,8 +74,7 @@ def test_numbers_one_by_one(client: Any) -> None:
         field = fields[array.dtype.kind if array.dtype.kind in "bui" else "f"]
         field = {"INT64": "int64", "UINT64": "uint64", "FP64": "fp64"}.get(name, field)
         getattr(one.contents, f"{field}_contents").extend(array.reshape(-1).tolist())
-    metadata = [*KEY.items()]
-    answer = client._client_stub.ModelInfer(request, metadata=metadata)
+    answer = client._client_stub.ModelInfer(request, metadata=[*KEY.items()])
     assert [one.name for one in answer.outputs] == [*values()]
     assert answer.raw_output_contents[1] == values()["UINT8"].tobytes()
 

@@ -64,8 +64,7 @@ def test_a_text_whole_and_streamed(chat: Any) -> None:
     events = list(ask(client, stream=True, **more))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
-    order = list(dict.fromkeys(kinds))
-    assert order == [
+    assert list(dict.fromkeys(kinds)) == [
         "created", "in_progress", "output_item.added", "content_part.added",
         "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
         "output_text.delta", "output_text.done", "completed",

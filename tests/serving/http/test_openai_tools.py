@@ -138,8 +138,7 @@ def check_calls(message: Any, names: tuple[str, ...]) -> None:
     assert message.content is None and message.tool_calls
     for call in message.tool_calls:
         assert call.function.name in names
-        schema = TOOLS[0]["function"]["parameters"]
-        jsonschema.validate(json.loads(call.function.arguments), schema)
+        jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
 
 
 @pytest.mark.parametrize("format", TEMPLATES)
@@ -157,8 +156,7 @@ def test_streams_say_the_same(format: str) -> None:
         assert [part.id is not None for part in parts] == [True] + [False] * (len(parts) - 1)
         called = choice.message.tool_calls[0].function
         assert (parts[0].type, parts[0].function.name) == ("function", called.name)
-        arguments = "".join(part.function.arguments for part in parts)
-        assert arguments == called.arguments
+        assert "".join(part.function.arguments for part in parts) == called.arguments
         assert len(parts) > 3  # they come as they are drawn
         assert mine[-1].finish_reason == "tool_calls"
         assert not any(c.delta.content for c in mine)

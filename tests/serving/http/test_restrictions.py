@@ -37,8 +37,7 @@ def text(live: Live, **body: Any) -> str:
 
 def test_biases(live: Live) -> None:
     assert text(live, logit_bias={"97": 100}) == "a" * 40
-    found = text(live, allowed_token_ids=[97, 98], logit_bias={"97": -100.0})
-    assert found == "b" * 40
+    assert text(live, allowed_token_ids=[97, 98], logit_bias={"97": -100.0}) == "b" * 40
 
 
 WORDS = ["ab", " c", "bca", "aaa"]
@@ -61,8 +60,7 @@ def test_bad_words(live: Live, words: list[str], bad: list[tuple[int, ...]]) -> 
 
     assert text(live, bad_words=words, allowed_token_ids=ids) == expected(set(ids))
     found = text(live, bad_words=words, allowed_token_ids=ids, stop_token_ids=[100], min_tokens=9)
-    whole = expected(set(ids), 9, 100)
-    assert found == whole.partition("d")[0]
+    assert found == expected(set(ids), 9, 100).partition("d")[0]
     found = text(live, bad_words=words, guided_regex="[abc d]{40}")
     assert found == expected(set(ids)) and not any(word.strip() in found for word in words)
     answer = complete(live, prompt="hello", bad_words=words, allowed_token_ids=ids, n=3)

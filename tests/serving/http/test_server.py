@@ -54,8 +54,7 @@ def test_a_gentle_end(start: Start) -> None:
     assert '"finish_reason":"length"' in answers[0]
     log = process.end()
     assert process.process.returncode == 0
-    ready = "ready: fake, 4 slots of 64 tokens, 64 pages of 4, 3 programs compiled, mesh fake"
-    assert ready in log
+    assert "ready: fake, 4 slots of 64 tokens, 64 pages of 4, 3 programs compiled, mesh fake" in log
     assert "draining" in log and log.rstrip().endswith("stopped")
     assert "Traceback" not in log
     (line,) = (line for line in log.splitlines() if "serving.access" in line)

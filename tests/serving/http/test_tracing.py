@@ -92,8 +92,7 @@ def tracing(collector: Collector, path: str = "") -> HttpOptions:
 def test_the_spans_of_a_request(stream: bool) -> None:
     with collecting() as collector, serving(http=tracing(collector)) as live:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "abc"}
-        body = {**ASK, "n": 2, "stream": stream}
-        post(f"{live.url}/v1/completions", json=body, headers=headers)
+        post(f"{live.url}/v1/completions", json={**ASK, "n": 2, "stream": stream}, headers=headers)
     assert set(collector.paths) == {"/v1/traces"}
     assert all(resource["service.name"] == "spmd" for resource in collector.resources)
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
@@ -101,16 +100,11 @@ def test_the_spans_of_a_request(stream: bool) -> None:
     assert request.name == "POST /v1/completions"
     assert request.kind == request.SPAN_KIND_SERVER
     assert attributes(request) == {
-        "http.request.method": "POST",
-        "url.path": "/v1/completions",
-        "client.address": "127.0.0.1",
-        "http.request.header.x-request-id": ["abc"],
-        "http.response.status_code": 200,
-        "gen_ai.request.model": MODEL,
-        "gen_ai.response.finish_reasons": ["length", "length"],
-        "gen_ai.usage.input_tokens": 5,
-        "gen_ai.usage.output_tokens": 16,
-    }
+        "http.request.method": "POST", "url.path": "/v1/completions", "client.address": "127.0.0.1",
+        "http.request.header.x-request-id": ["abc"], "http.response.status_code": 200,
+        "gen_ai.request.model": MODEL, "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.input_tokens": 5, "gen_ai.usage.output_tokens": 16,
+    }  # fmt: skip
     inner = [span for span in collector.spans if span.parent_span_id == request.span_id]
     assert len(inner) == len(collector.spans) - 1 == 6
     for choice in (0, 1):
@@ -144,8 +138,7 @@ def test_requests_without_completions() -> None:
 def test_a_request_that_fails() -> None:
     broken = FakeBackend(fail_after=0)
     with collecting() as collector, serving(broken, http=tracing(collector)) as live:
-        body = {**ASK, "stream": True}
-        assert post(f"{live.url}/v1/completions", json=body).status_code == 200
+        assert post(f"{live.url}/v1/completions", json={**ASK, "stream": True}).status_code == 200
     (request,) = (span for span in collector.spans if not span.parent_span_id)
     assert request.status.code == request.status.STATUS_CODE_ERROR
     assert attributes(request)["gen_ai.response.finish_reasons"] == ["error"]

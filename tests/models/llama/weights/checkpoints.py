@@ -25,28 +25,17 @@ _YARN = {
 }  # fmt: skip
 
 _LATENT = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "heads": {"num_key_value_heads": 4},
     "grouped": {},
     "llama3": {
-        "rope_parameters": _LLAMA3,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-        "bos_token_id": 126,
-        "eos_token_id": [126, 127],
+        "rope_parameters": _LLAMA3, "max_position_embeddings": 128, "tie_word_embeddings": True,
+        "bos_token_id": 126, "eos_token_id": [126, 127],
     },
     "linear": {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
@@ -55,40 +44,25 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "head_dim": {"head_dim": 16, "rms_norm_eps": 1e-5},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "max_window_layers": 1,
-        "tie_word_embeddings": True,
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9,
+        "max_window_layers": 1, "tie_word_embeddings": True,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "biased": {
-        "model_type": "qwen3",
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "attention_bias": True,
+        "model_type": "qwen3", "num_key_value_heads": 4, "head_dim": 8, "attention_bias": True,
     },
     "mixtral": {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.1,
     },
     "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "router_aux_loss_coef": 0.1,
+        "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1,
     },
     "gemma3_text": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 5,
+        "model_type": "gemma3_text", "num_hidden_layers": 5,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
-        "sliding_window": 7,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 12,
+        "sliding_window": 7, "head_dim": 8, "query_pre_attn_scalar": 12,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -96,26 +70,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
     "deepseek_v3": {
-        **_LATENT,
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 24,
-        "n_group": 4,
-        "topk_group": 2,
+        **_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
         "rope_parameters": {**_YARN, "mscale": 2.0, "mscale_all_dim": 1.0},
     },
     "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "head_dim": 8,
-        "sliding_window": 7,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "swiglu_limit": 1.5,
-        "initializer_range": 0.2,
-        "router_aux_loss_coef": 0.1,
+        "model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 7,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5,
+        "initializer_range": 0.2, "router_aux_loss_coef": 0.1,
         "rope_parameters": {**_YARN, "truncate": False},
     },
-}
+}  # fmt: skip
 """Name -> what differs from a small Llama 2."""
 
 FAMILIES = tuple(name for name, given in VARIANTS.items() if "model_type" in given)
@@ -126,7 +90,6 @@ SHARDED = "grouped"
 
 
 def write(variant: str, folder: Path, **changes: Any) -> None:
-    """Write a variant with transformers."""
     import torch
     import transformers
 
@@ -143,12 +106,10 @@ def write(variant: str, folder: Path, **changes: Any) -> None:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.3)
-    size = "20KB" if variant == SHARDED else "5GB"
-    model.save_pretrained(folder, max_shard_size=size)
+    model.save_pretrained(folder, max_shard_size="20KB" if variant == SHARDED else "5GB")
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All of a folder, by name."""
     return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
 
 
@@ -166,12 +127,10 @@ def with_random_biases(params: Any) -> Any:
 
 @functools.cache
 def theirs(folder: Path) -> Any:
-    """transformers' model of a folder, in float32."""
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def their_logits(folder: Path) -> np.ndarray:

@@ -31,7 +31,6 @@ CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
 )
 
-
 EXPERTS = dataclasses.replace(
     CONFIG, model_type="mixtral", num_experts=4, num_experts_per_tok=2, scan_layers=True
 )
@@ -39,7 +38,6 @@ EXPERTS = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint in Hugging Face's format, in several files."""
     folder = tmp_path_factory.mktemp("convert") / "whole"
     with fresh_source(CONFIG, 0) as source:
         write_hf(source, folder, max_file_bytes=20_000)
@@ -164,8 +162,7 @@ def test_who_has_which_part(whole, cut):
 
 
 def test_a_vocabulary_that_is_not_divided_stays_whole():
-    config = dataclasses.replace(CONFIG, vocab_size=255)
-    assert cuts(config, 4)["lm_head.weight"].dim is None
+    assert cuts(dataclasses.replace(CONFIG, vocab_size=255), 4)["lm_head.weight"].dim is None
     assert cuts(CONFIG, 4)["lm_head.weight"].dim == 0
 
 
@@ -196,8 +193,7 @@ def test_checkpoints_of_training(config, tmp_path, devices8):
     assert unfinished.is_dir()
     with ranks_source(tmp_path / "ranks") as source:
         write_hf(source, tmp_path / "whole")
-    loaded = weights.load(tmp_path / "whole", config)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path / "whole", config), params)
     script.main(["--from", f"{tmp_path}/run", "--out", f"{tmp_path}/other", "--mesh", "data=2"])
     with checkpoint_source(tmp_path / "other", "3") as source:
         table = np.asarray(source.tensors["model.embed_tokens.weight"])

@@ -46,7 +46,6 @@ CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_head
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint in Hugging Face's format, in bfloat16."""
     folder = tmp_path_factory.mktemp("first") / "whole"
     with fresh_source(CONFIG, 3) as source:
         write_hf(source, folder, dtype="bfloat16")
@@ -80,7 +79,6 @@ def restore(folder, targets):
 
 
 def one_step(trainer, state):
-    """Everything that a step leaves behind, on the host."""
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (8, 17), np.int32)
     batch = trainer.place({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
     return jax.device_get(trainer.step(state.params, state.opt_state, batch))
@@ -88,7 +86,6 @@ def one_step(trainer, state):
 
 @pytest.fixture(scope="module")
 def from_weights(whole, trainer):
-    """A step from --init_from."""
     params = weights.load(whole, trainer.model, trainer.step.in_shardings[0])
     return one_step(trainer, trainer.fresh_state(params))
 

@@ -20,10 +20,8 @@ def test_the_same_files_as_on_a_disk_and_the_same_parameters(tiny_params, store,
     there = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert len(there) == 4
     assert {name: (store / name).read_bytes() for name in file_sizes(store)} == there
-    config = read_config(str(store))
-    assert config == read_config(tmp_path / "model")
-    got = weights.load(str(store), TINY)
-    jax.tree.map(np.testing.assert_array_equal, got, tiny_params)
+    assert read_config(str(store)) == read_config(tmp_path / "model")
+    jax.tree.map(np.testing.assert_array_equal, weights.load(str(store), TINY), tiny_params)
     with pytest.raises(WeightsError, match="exists already; name a new or an empty folder"):
         weights.check_can_save(str(store))
 

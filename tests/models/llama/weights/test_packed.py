@@ -181,8 +181,7 @@ def test_log_probabilities_are_transformers(variant, name, devices, changes, tmp
     wide = {k: v for k, v in WIDE.items() if k != "head_dim" or variant != "deepseek_v2"}
     checkpoints.write(variant, tmp_path / "plain", **wide, **changes)
     rewrite(tmp_path / "plain", name, tmp_path)
-    into = tmp_path / "quantized"
-    with hf_source(into) as source:
+    with hf_source(tmp_path / "quantized") as source:
         tree = jax.tree.map(np.asarray, serving_weights(source, "float32", "none"))
         if devices:
             out = tmp_path / "bundle"

@@ -68,8 +68,7 @@ def test_transformers_computes_the_same(config, mesh, tmp_path):
     pytest.importorskip("transformers")
     params = fresh(config)
     folder = tmp_path / "exported"
-    marked = sharding.mark_params(params, mesh, config)
-    weights.save(marked, config, folder, max_shard_bytes=20_000)
+    weights.save(sharding.mark_params(params, mesh, config), config, folder, max_shard_bytes=20_000)
     assert len(list(folder.glob("*.safetensors"))) > 2
     ours = forward(config)(params, checkpoints.TOKENS_BS)
     theirs = checkpoints.their_logits(folder)
@@ -90,8 +89,7 @@ def test_round_trip_is_exact(config, mesh, tmp_path):
 
 def test_scanned_and_unrolled_write_the_same_files(tmp_path):
     weights.save(fresh(TINY), TINY, tmp_path / "scanned")
-    unstacked = parameters.unstack_layers(fresh(TINY))
-    weights.save(unstacked, UNROLLED, tmp_path / "unrolled")
+    weights.save(parameters.unstack_layers(fresh(TINY)), UNROLLED, tmp_path / "unrolled")
     names = sorted(path.name for path in (tmp_path / "scanned").iterdir())
     assert names == ["config.json", "model.safetensors"]
     for name in names:
@@ -118,8 +116,7 @@ def test_files_hold_at_most_so_many_bytes(tmp_path):
 def test_dtype(tmp_path):
     params, folder = fresh(TINY), tmp_path / "exported"
     weights.save(params, TINY, folder, dtype="bfloat16")
-    stored = checkpoints.tensors(folder)["model.norm.weight"]
-    assert stored.dtype == ml_dtypes.bfloat16
+    assert checkpoints.tensors(folder)["model.norm.weight"].dtype == ml_dtypes.bfloat16
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), params)
     assert_equal_trees(weights.load(folder, read_config(folder)), expected)
@@ -201,8 +198,7 @@ def main() -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
     config = CONFIGS["tiny"]
     reads = record_reads()
-    shardings = shardings_of(config, spmd.make_mesh(data=4))
-    params = weights.load(root / "original", config, shardings)
+    params = weights.load(root / "original", config, shardings_of(config, spmd.make_mesh(data=4)))
     weights.save(params, config, root / "exported", max_shard_bytes=30_000)
     failure = ""
     try:

@@ -75,8 +75,7 @@ def two_saved(tmp_path_factory, mesh42):
     """A folder with the checkpoints of steps 10 and 20; copy before damaging."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     states = [make_state(mesh42, step) for step in (10, 20)]
-    about = {"config": {"seq_len": 128}, "data": {"seed": 3}}
-    save(folder, *states, about=about)
+    save(folder, *states, about={"config": {"seq_len": 128}, "data": {"seed": 3}})
     return folder
 
 
@@ -183,8 +182,7 @@ def test_what_cannot_be_found(tmp_path, copy):
     ):
         latest(checkpoints)
     path = copy / "20/meta.json"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({**meta, "schema": 99}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
     write_manifest(copy / "20")
     with Checkpoints(copy) as checkpoints, pytest.raises(CheckpointError, match="has schema 99"):
         latest(checkpoints)

@@ -42,8 +42,7 @@ def make_state(mesh):
 
 @pytest.mark.parametrize(("saved", "wanted"), [((4, 2), (1, 2)), ((1, 1), (2, 4))])
 def test_training_restores_the_copy(saved, wanted, tmp_path, devices8):
-    about = {"config": {"seed": 1}}
-    save(tmp_path / "from", make_state(make_mesh(devices8, *saved)), about=about)
+    save(tmp_path / "from", make_state(make_mesh(devices8, *saved)), about={"config": {"seed": 1}})
     data, model = wanted
     assert relayout(tmp_path / "from", tmp_path / "to", {"data": data, "model": model}) == 7
     assert stored_chunk(tmp_path / "to" / "7", "params.layers.w") == (16 // data, 8 // model)

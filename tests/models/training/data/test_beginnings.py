@@ -126,8 +126,7 @@ def test_prompts_are_those_of_transformers(make: Any, more: Any, tmp_path: Path)
 
 
 def test_an_empty_text_is_the_beginning_of_a_document(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(saved(byte_level(), tmp_path)))
-    assert prompt_ids(tokenizer, "") == ([0], 1)
+    assert prompt_ids(load_tokenizer(str(saved(byte_level(), tmp_path))), "") == ([0], 1)
     assert prompt_ids(ByteTokenizer(), "") == ([0], 1)
     unnamed = load_tokenizer(str(tmp_path), bos_token="")
     assert prompt_ids(unnamed, "") == ([unnamed.eos_id], 1)
@@ -151,8 +150,7 @@ def test_exports_begin_texts_as_training_did(
         ]  # fmt: skip
         transformers = pytest.importorskip("transformers")
         ids, _ = prompt_ids(shipped, "ab")
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)("ab").input_ids
-        assert theirs[: len(ids)] == ids
+        assert transformers.AutoTokenizer.from_pretrained(folder)("ab").input_ids[: len(ids)] == ids
 
 
 def test_what_is_no_tokenizer_of_that_training_is_shipped_as_it_is(tmp_path: Path) -> None:

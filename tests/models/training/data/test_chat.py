@@ -54,8 +54,7 @@ def test_what_the_assistant_says_is_learned(source):
 
 def test_answers_of_prompts_and_preferences():
     template = chat.Template(PLAIN)
-    row = {"prompt": said("a"), "completion": said("", "b")[1:]}
-    (found,) = chat.read(row, template)
+    (found,) = chat.read({"prompt": said("a"), "completion": said("", "b")[1:]}, template)
     assert (found.text, learned(found)) == ("<user>a\n<assistant>b\n", ["b\n"])
     (found,) = chat.read({"prompt": "a ", "completion": "b"}, None)
     assert (found.text, learned(found), found.is_framed) == ("a b", ["b"], False)
@@ -137,7 +136,6 @@ def tokenized(tmp_path, rows, name="rows.jsonl"):
 
 
 def answers(batch, row, mask):
-    """The learned texts of a sample, by segment."""
     found: dict[int, bytearray] = {}
     leaves = (batch[name][row] for name in ("targets", "segment_ids", mask))
     for token, segment, counts in zip(*leaves, strict=True):
@@ -175,8 +173,7 @@ def test_preferences_are_pairs(tmp_path):
     )
     assert len(train.windows[0]) == len(held_out.windows[0]) == 60
     reference = np.arange(120, dtype=np.float32).reshape(60, 2)
-    with_reference = dataclasses.replace(train, references=reference)
-    batch = with_reference(0)
+    batch = dataclasses.replace(train, references=reference)(0)
     assert {name: x.shape for name, x in batch.items()} == {
         name: x.shape for name, x in train.struct().items()
     }

@@ -139,8 +139,7 @@ def test_folders_are_mixed_by_their_shares_but_not_with_text(folders):
         is_small = (rows == ord("a")).any(axis=1)
         assert not (is_small & (rows == ord("A")).any(axis=1)).any()
         assert is_small.mean() == pytest.approx(0.75, abs=0.01)
-    config = data.DataConfig([f"{folders / 'small'}@2"])
-    assert data.tokenizer_of(config).decode([97, 98]) == "ab"
+    assert data.tokenizer_of(data.DataConfig([f"{folders / 'small'}@2"])).decode([97, 98]) == "ab"
     with pytest.raises(data.DataError, match=r"small.txt is text and .*capitals a folder"):
         load(str(folders / "small.txt"), str(folders / "capitals"))
 

@@ -21,8 +21,7 @@ SPEC = P("data", None)
 
 
 def dataset(**more):
-    tokens = np.arange(5000, dtype=np.uint32)
-    text = corpus.from_documents(np.array_split(tokens, 37), 5000)
+    text = corpus.from_documents(np.array_split(np.arange(5000, dtype=np.uint32), 37), 5000)
     settings = {"seq_len": 8, "batch_size": 8, "seed": 1, "boundaries": True, **more}
     return PackedTokens([corpus.whole(text)], **settings)
 
@@ -71,7 +70,6 @@ def test_a_function_is_called_by_as_many_threads_as_it_may_be(threads):
 
 
 # Functions
-
 
 WRONG = {
     "['x'][1] is 0.5": [np.ones(2), 0.5],

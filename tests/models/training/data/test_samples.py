@@ -18,8 +18,7 @@ def numbers(count, first=0, documents=1):
 
 
 def packed(count=1000, **more):
-    settings = {"seq_len": 16, "batch_size": 4, "seed": 3, **more}
-    return PackedTokens([numbers(count)], **settings)
+    return PackedTokens([numbers(count)], **{"seq_len": 16, "batch_size": 4, "seed": 3, **more})
 
 
 def test_targets_are_the_inputs_one_token_on_and_depend_on_seed_and_step_alone():
@@ -36,8 +35,7 @@ def test_targets_are_the_inputs_one_token_on_and_depend_on_seed_and_step_alone()
 
 @given(st.integers(1, 60), st.integers(0, 2**40), st.integers(0, 5))
 def test_every_epoch_is_a_permutation(count, seed, epoch):
-    dataset = packed(16 * count + 1, seed=seed)
-    rows = dataset.rows(range(epoch * count, (epoch + 1) * count))
+    rows = packed(16 * count + 1, seed=seed).rows(range(epoch * count, (epoch + 1) * count))
     assert sorted(rows["inputs"][:, 0]) == [16 * i for i in range(count)]
 
 
@@ -215,5 +213,4 @@ def test_first_token_of_a_range_begins_a_document_and_pickles():
     assert tokens.tolist() == [2, 3, 7, 8]
     assert is_first.tolist() == [True, False, True, False]
     assert part.read(1, 3)[1].tolist() == [False, True]
-    again = pickle.loads(pickle.dumps(make([3, 4], 2)))
-    assert again.read(1, 6)[0].tolist() == [1, 2, 3, 4, 5]
+    assert pickle.loads(pickle.dumps(make([3, 4], 2))).read(1, 6)[0].tolist() == [1, 2, 3, 4, 5]

@@ -40,7 +40,6 @@ def content(folder):
 
 
 def decoded(folder):
-    """The texts of the documents in a folder."""
     corpus = token_folder.open_folder(folder)
     tokenizer = token_folder.folder_tokenizer(folder)
     found = []
@@ -113,7 +112,6 @@ def test_long_documents_come_in_parts(tmp_path, monkeypatch):
 
 # Errors
 
-
 BAD_LINES = [
     (b'{"text": "a"', r"no valid JSON: .* at column 13"),
     (b'{"text": "\xff"}', r"no valid UTF-8 at byte 10"),
@@ -137,8 +135,7 @@ def test_bad_lines(tmp_path, line, message):
                 [path], tmp_path / f"stop{piece_bytes}", TokenizeOptions(piece_bytes=piece_bytes)
             )
     options = TokenizeOptions(on_error="skip", piece_bytes=50 + len(line) // 4)
-    manifest = tokenize([path], tmp_path / "skip", options)
-    assert manifest["totals"]["skipped"] == 1
+    assert tokenize([path], tmp_path / "skip", options)["totals"]["skipped"] == 1
     assert decoded(tmp_path / "skip") == ["good"] * 13
 
 
@@ -163,8 +160,7 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "b.parquet").write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"b.parquet is no Parquet file"):
         tokenize([tmp_path / "b.parquet"], tmp_path / "cut", TokenizeOptions())
-    whole = gzip.compress(os.urandom(4000).hex().encode())
-    (tmp_path / "a.txt.gz").write_bytes(whole[:-200])
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(os.urandom(4000).hex().encode())[:-200])
     with pytest.raises(DataError, match=r"a.txt.gz cannot be read"):
         tokenize([tmp_path / "a.txt.gz"], tmp_path / "archive", TokenizeOptions())
     (tmp_path / "a.txt").write_text(" \n")

@@ -23,7 +23,6 @@ COST = StepCost(tokens=100, devices=1)
 
 
 def counting_step(params, opt_state, batch):
-    """Adds the batch to the parameters."""
     params = params + batch
     metrics = {"loss": jnp.asarray(params, jnp.float32), "grad_norm": jnp.zeros(())}
     return params, opt_state, metrics
@@ -236,8 +235,7 @@ def test_a_flipped_bit_of_a_copy_is_found_and_its_device_named(devices8, spec, n
 
 
 def test_a_trace_of_some_steps(tmp_path: Path):
-    add = jax.jit(counting_step)
-    run(add, steps=4, profiler=Profiler(ProfileRange.parse("2:3"), tmp_path))
+    run(jax.jit(counting_step), steps=4, profiler=Profiler(ProfileRange.parse("2:3"), tmp_path))
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 

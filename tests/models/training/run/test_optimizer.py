@@ -121,8 +121,7 @@ def test_flax_names_are_known():
     kept = {path[-1].key for path, is_decayed in mask if not is_decayed}
     assert decayed == {"kernel"}
     assert kept == {"bias", "scale", "embedding"}
-    state = nnx.state(nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
-    assert not any(jax.tree.leaves(decay_mask(state)))
+    assert not any(jax.tree.leaves(decay_mask(nnx.state(nnx.LayerNorm(4, rngs=nnx.Rngs(0))))))
 
 
 def test_betas_are_those_asked_for():

@@ -72,7 +72,6 @@ def test_config_json_and_a_folder_that_cannot_be_made(tmp_path):
 
 # A checkpoint's config and this run's
 
-
 OLD_CONFIG = {
     "optimizer": {
         "name": "adamw", "total_steps": 100, "learning_rate": 1e-3, "warmup_steps": None,

@@ -80,7 +80,6 @@ def test_json_lines_of_steps_that_come_again_are_dropped(before, steps, tmp_path
 
 # A disk that takes nothing
 
-
 BACKGROUND = "spmd.models.training.run.background"
 
 

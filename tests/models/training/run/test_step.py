@@ -93,8 +93,7 @@ def test_loads_of_experts_are_sums_and_move_biases(params):
 
 
 def test_rows_of_a_microbatch_come_from_everywhere():
-    parts = split_batch({"x": np.arange(8)}, 4)["x"]
-    assert parts.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert split_batch({"x": np.arange(8)}, 4)["x"].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ValueError, match="3 microbatches do not divide a batch of 8 rows"):
         split_batch({"x": np.arange(8)}, 3)
 

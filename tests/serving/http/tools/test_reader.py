@@ -164,8 +164,7 @@ def test_ends() -> None:
     both = f"<tool_call>{{{ADD}}}</tool_call>"
     content, calls, _ = read(f"A\n{both} B {both}", "hermes", parallel=False)
     assert (content, len(calls)) == ("A\n B", 1)
-    ids = {format.new_id() for format in FORMATS for _ in range(9)}
-    assert len(ids) == 9 * len(FORMATS)
+    assert len({format.new_id() for format in FORMATS for _ in range(9)}) == 9 * len(FORMATS)
     assert {len(BY_NAME["mistral"].new_id()) for _ in range(9)} == {9}
 
 

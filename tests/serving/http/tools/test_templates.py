@@ -74,8 +74,7 @@ def test_tools_are_described_to_templates_that_know_none() -> None:
     assert "[TOOL_CALLS]NAME[ARGS]{" in told.render(MESSAGES, tools=[TOOL])
     kind = parse_messages([{"role": "system", "content": "Be kind."}, *HISTORY])
     assert plain.render(kind, tools=[TOOL]).startswith("System: Be kind.\n\nYou can call")
-    results = [*HISTORY[:3], {**HISTORY[2], "tool_call_id": "?"}]
-    text = plain.render(parse_messages(results))
+    text = plain.render(parse_messages([*HISTORY[:3], {**HISTORY[2], "tool_call_id": "?"}]))
     assert "User: Result of add:\n2\n\nResult of a function:\n2\n\nAssistant:" in text
 
 
