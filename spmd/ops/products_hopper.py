@@ -139,7 +139,7 @@ def _float_pairs(x_BI: Any) -> tuple[list[Any], Any]:
     # of it lows are too small to be known.
     exponent_B1 = jax.lax.bitcast_convert_type(largest_B1, jnp.int32) & 0x7F800000
     power_B1 = jax.lax.bitcast_convert_type(exponent_B1, jnp.float32)
-    factor_B1 = jnp.where(largest_B1 == 0, 1, power_B1 / 64)
+    factor_B1 = jnp.maximum(power_B1, 2.0**-100) / 64
     whole_BI = x32_BI / factor_B1
     high_BI = jax.lax.reduce_precision(whole_BI, 4, 3)  # XLA leaves a conversion to and fro out
     return [high_BI.astype(FP8), (whole_BI - high_BI).astype(FP8)], factor_B1

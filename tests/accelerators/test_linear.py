@@ -35,7 +35,8 @@ def test_linear(kind: str, rows: int) -> None:
     weight: Any = jnp.asarray(whole, jnp.bfloat16)
     if kind != "none":
         weight = jax.tree.map(jnp.asarray, quantize_weight(whole, kind))
-    compare(linear, x, weight, tolerance=4e-2 if kind == "fp8" else 2e-2)
+    rounds = kind == "fp8" and rows >= 128
+    compare(linear, x, weight, tolerance=4e-2 if rounds else 2e-2)
 
 
 @pytest.mark.parametrize("group", [32, 128])

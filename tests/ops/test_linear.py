@@ -3,17 +3,20 @@
 import functools
 import importlib
 import itertools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import spmd
 from spmd.errors import ArgumentError
 from spmd.models.llama.quantize import dequantize, quantize_weight, weight_types
-from spmd.ops import adapters_triton, linear, linears, products_triton
+from spmd.ops import adapters_triton, linear, linears, products_hopper, products_triton
 from tests.close import partitioned
 
 OPERANDS = ("values", "scales", "zeros")
@@ -136,6 +139,69 @@ def test_linears_kernel(kind: str, rows: int, inputs: int, outputs: tuple[int, .
         want = np.asarray(x, np.float32) @ matrix.T
         error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
         assert error < 2.5e-3  # results are rounded to 8 bits, and nothing else
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 interprets no such kernel")
+@pytest.mark.parametrize(
+    ("kind", "rows", "inputs", "outputs"),
+    [
+        ("none", 40, 256, (64, 128)),
+        ("none", 100, 2048, (72,)),  # of two programs each
+        ("none", 200, 256, (64, 128)),
+        ("fp8", 40, 256, (64, 128)),
+        ("fp8", 100, 2048, (72,)),
+        ("int8", 64, 256, (64, 128)),
+    ],
+)
+def test_linears_kernel_for_hopper(
+    kind: str, rows: int, inputs: int, outputs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products_hopper, "MULTIPROCESSORS", 6)
+    drawn = np.random.default_rng(0).standard_normal((rows, inputs))
+    drawn *= 2.0 ** -np.arange(rows)[:, None]  # of any size
+    drawn[3], drawn[:, 7] = 0, 8 * drawn[:, 7]
+    x = jnp.asarray(drawn, jnp.bfloat16)
+    made = [weights(kind, n, inputs) for n in outputs]
+    many: list[Any] = [
+        (jnp.asarray(w, x.dtype),) if kind == "none" else (w["values"], w["scales"])
+        for w, _ in made
+    ]
+    found = products_hopper.products(x, many, interpret=True)
+    for got, part, (_, whole) in zip(found, many, made, strict=True):
+        matrix = np.asarray(part[0], np.float32) if kind == "none" else whole
+        want = np.asarray(x, np.float32) @ matrix.T
+        error = np.linalg.norm(np.asarray(got, np.float32) - want, axis=1)
+        assert np.all(error <= 4e-3 * np.linalg.norm(want, axis=1))
+
+
+@given(
+    st.lists(st.integers(1, 3000).map(lambda n: 8 * n), min_size=1, max_size=4),
+    st.sampled_from([512, 1024, 4096, 11008]),
+    st.integers(1, 300),
+    st.sampled_from(["none", "fp8", "int8"]),
+)
+def test_blocks_of_the_kernel_for_hopper(
+    outputs: list[int], inputs: int, rows: int, kind: str
+) -> None:
+    x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+    plain = [(jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16),) for n in outputs]
+    parts = [tuple(weight_types((n, inputs), kind).values()) for n in outputs if kind != "none"]
+    blocks = products_hopper.blocks_for(x, parts or plain)
+    if blocks is None:
+        assert (
+            rows not in products_hopper.KINDS[str((parts or plain)[0][0].dtype)].rows or rows > 128
+        )
+        return
+    size, splits, groups, own = blocks
+    assert size % 8 == 0 and 8 <= size <= 256 and groups % own == 0
+    assert (groups - own) * 64 < rows <= groups * 64
+    # As many registers hold sums as a thread has to spare, and a wave of programs is nearly full.
+    kept = size * own * (1 if kind == "none" else 2) // 2
+    assert kept <= 176 and groups // own <= 3
+    programs = splits * sum(-(-n // size) for n in outputs)
+    waves = -(-programs // products_hopper.MULTIPROCESSORS)
+    smaller = splits * sum(-(-n // (size - 16)) for n in outputs) if size > 16 else math.inf
+    assert smaller > waves * products_hopper.MULTIPROCESSORS
 
 
 PLACES = (0, 7, -1, 3)  # of rows, in turns
