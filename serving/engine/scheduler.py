@@ -270,7 +270,8 @@ class Scheduler:
         """Rows of a group in the next step.
 
         A step is padded to the next size. Where more tokens a second are run so, it has one size
-        less, and what is left of a prompt is run by the next one: of 300 rows 256, not 1024.
+        less, and what is left of a prompt is run by the next one: of 300 rows 256, not 1024. While
+        nothing draws that counts alone when the last row is through.
         """
         if not self._seconds:
             return self._budget if self._decoding or self._unmasked else self.limits.rows[-1]
@@ -292,7 +293,11 @@ class Scheduler:
         below = max((size for size in sizes if self._slots <= size < wanted), default=None)
         if above is None or below is None:
             return most
-        is_better = below * self._seconds[above] > wanted * self._seconds[below]
+        seconds, rest = self._seconds, next(size for size in sizes if size >= wanted - below)
+        if drawing or self._unmasked:
+            is_better = below * seconds[above] > wanted * seconds[below]
+        else:
+            is_better = seconds[above] > seconds[below] + seconds[rest]
         return below if is_better else most
 
     def _drawing(self) -> list[int]:

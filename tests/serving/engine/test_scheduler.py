@@ -469,10 +469,20 @@ def test_a_full_group_leaves_a_prompt_one_row() -> None:
     assert [len(chunk.tokens or ()) for chunk in run.chunks(3)] == [1] * 7
 
 
-@pytest.mark.parametrize(("more", "chunks"), [({8: 1.4}, [6]), ({8: 1.6}, [4, 2]), ({}, [4, 2])])
-def test_a_step_is_no_larger_than_is_worth_its_padding(more: Any, chunks: list[int]) -> None:
-    run = Run()
+@pytest.mark.parametrize(
+    ("drawing", "more", "chunks"),
+    [
+        (0, {8: 1.9}, [6]), (0, {8: 2.1}, [4, 2]), (0, {}, [4, 2]),
+        (1, {8: 1.7}, [6]), (1, {8: 1.8}, [3, 3]),
+    ],
+)  # fmt: skip
+def test_a_step_is_no_larger_than_is_worth_its_padding(
+    drawing: int, more: Any, chunks: list[int]
+) -> None:
+    run = Run(budget=8)
     run.scheduler.know({4: 1.0, **more}, {}, 8)
+    run.submit(*[request(9, [2], 20)] * drawing)
+    run.step()
     run.submit(request(0, [1] * 6, 1))
     run.finish()
     assert [len(chunk.tokens or ()) for chunk in run.chunks(0)] == chunks
