@@ -2,10 +2,11 @@
 
 A Llama with random weights, tensor parallel over `--model_axis` devices; every slot holds
 `--context` tokens, in pages anywhere. With `--chunk` so many tokens of one more prompt are run
-beside them. The floor is weight bytes (all but the embedding table) and cached bytes of one device
-over `--bandwidth`. A call makes one token of each slot; `--ahead` more are under way when the host
-reads the tokens of one, as in the engine. With `--adapters 0,8` steps without room for low-rank
-adapters stand beside those in which each slot has one of eight.
+beside them. The floor is weight bytes (all but the embedding table; of experts what so many rows
+choose by chance) and cached bytes of one device over `--bandwidth`. A call makes one token of each
+slot; `--ahead` more are under way when the host reads the tokens of one, as in the engine. With
+`--adapters 0,8` steps without room for low-rank adapters stand beside those in which each slot has
+one of eight.
 
 Example:
     benchmarks/run decode --model llama2-7b --batches 1,64,256 --quantize none,int8
@@ -71,14 +72,20 @@ def timed(given: argparse.Namespace, backend: ModelBackend, batch: int) -> float
     pages = [tuple(of_slot) for of_slot in order]
     beside = []
     if given.chunk:
-        chunk = (0,) * given.chunk
+        chunk = tuple(i % limits.vocab_size for i in range(given.chunk))
         beside = [SlotPart(batch, given.context - given.chunk, chunk, pages[batch], True)]
     count = limits.adapters
     under_way: collections.deque[Any] = collections.deque()
     times = []
     calls = given.tokens + WARM_UP
-    for position in range(given.context - calls - given.ahead, given.context):
-        decoding = [SlotPart(slot, position, None, pages[slot], True) for slot in range(batch)]
+    first = given.context - calls - given.ahead
+    for position in range(first, given.context):
+        # Texts that begin with other tokens go on with others, and take other experts.
+        begins = [(n % limits.vocab_size,) if position == first else None for n in range(batch)]
+        decoding = [
+            SlotPart(slot, position, tokens, pages[slot], True)
+            for slot, tokens in enumerate(begins)
+        ]
         parts = [*decoding, *beside]
         if count:
             parts = [part._replace(adapter=part.slot % count) for part in parts]
@@ -118,6 +125,10 @@ def row(
     compile_seconds = time.perf_counter() - start
     facts = info(bundle)
     read = facts["read_weight_bytes"] + facts["token_bytes"] * slots * given.context
+    if config.num_experts:
+        unread = (1 - config.num_experts_per_tok / config.num_experts) ** rows
+        experts = (x.nbytes for path, x in bundle.weights.items() if "/experts/" in path)
+        read -= unread * sum(experts) / given.model_axis
     limits = Limits(
         slots, given.context, (rows,), 1, given.page, pages, shape.top_logprobs, config.vocab_size,
         adapters=adapters,

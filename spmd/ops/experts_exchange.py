@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.ops import experts_local as local
-from spmd.ops.experts_local import ExpertMlp, Turn, inverse
+from spmd.ops.experts_local import ExpertMlp, Turn
 
 Send = Callable[[Any, Any, "Places", tuple[str, ...]], Any]
 """(rows to send, array for rows that arrive, places, axes) -> this array, with those rows in it."""
@@ -72,11 +72,11 @@ def forward(*operands: Any, count: int, axes: tuple[str, ...], send: Send, mlp: 
     x_XH = route.sorted(x_BSH)
 
     def turn(i: Any, out_XH: Any) -> Any:
-        there, back, part = route.turn(i)
+        there, back, place_R, part = route.turn(i)
         room_RH = jnp.zeros((route.size, x_XH.shape[1]), x_XH.dtype)
         x_RH = send(x_XH, room_RH, there, axes)
         said_RH = local.said(x_RH[part.at_R], part, weights, mlp)
-        return send(said_RH[inverse(part.at_R)], out_XH, back, axes)
+        return send(said_RH[place_R], out_XH, back, axes)
 
     out_XH = route.turns(turn, jnp.zeros_like(x_XH))
     is_any_TC = ((chosen_BSC > 0) & (chosen_BSC <= count)).reshape(route.place_TC.shape)
@@ -93,7 +93,7 @@ def gradient(*operands: Any, count: int, axes: tuple[str, ...], send: Send, mlp:
     sent_XW = _with(sent_XW, gates_BSC.reshape(-1)[route.order_X])
 
     def turn(i: Any, sums: Any) -> Any:
-        there, back, part = route.turn(i)
+        there, back, place_R, part = route.turn(i)
         room_RW = jnp.zeros((route.size, sent_XW.shape[1]), sent_XW.dtype)
         got_RW = send(sent_XW, room_RW, there, axes)[part.at_R]
         x_RH, dout_RH = got_RW[:, :width], got_RW[:, width : 2 * width]
@@ -101,7 +101,7 @@ def gradient(*operands: Any, count: int, axes: tuple[str, ...], send: Send, mlp:
         pull = local.pull_of(x_RH, gates_R, part, weights, mlp)
         dx_RH, dgates_R, *dweights = pull(jnp.where(part.is_here_R1, dout_RH, 0))
         found_XW, *before = sums
-        owed_RW = _with(dx_RH, dgates_R)[inverse(part.at_R)]
+        owed_RW = _with(dx_RH, dgates_R)[place_R]
         return send(owed_RW, found_XW, back, axes), *local.with_terms(before, dweights)
 
     nothing_XW = _with(jnp.zeros_like(sent_XW[:, :width]), jnp.zeros_like(gates_BSC.reshape(-1)))
@@ -130,17 +130,17 @@ class _Route(NamedTuple):
     @staticmethod
     def of(chosen_BSC: Any, here: int, count: int, axes: tuple[str, ...]) -> "_Route":
         chosen_X, devices = chosen_BSC.reshape(-1), count // here
-        place_X = jnp.where((chosen_X > 0) & (chosen_X <= count), chosen_X - 1, count)
-        is_chosen = place_X[:, None] == jnp.arange(count)
+        key_X = jnp.where((chosen_X > 0) & (chosen_X <= count), chosen_X - 1, count)
+        is_chosen = key_X[:, None] == jnp.arange(count)
         counts = jax.lax.all_gather(jnp.sum(is_chosen, axis=0, dtype=jnp.int32), axes)
         counts = counts.reshape(devices, devices, here)
         me = jax.lax.axis_index(axes)
         choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
         most = devices * (total // choices) * min(choices, here)  # no row chooses an expert twice
-        order_X = jnp.argsort(place_X, stable=True)
+        order_X, place_X = local.sorted_by(key_X)
         return _Route(
             order_X,
-            inverse(order_X).reshape(-1, choices),
+            place_X.reshape(-1, choices),
             counts[:, me],
             jnp.sum(counts, axis=2),
             me,
@@ -161,8 +161,8 @@ class _Route(NamedTuple):
 
         return local.summed(map(term, range(self.choices)))
 
-    def turn(self, i: Any) -> tuple[Places, Places, Turn]:
-        """Returns (places to send turn `i`'s rows, places to send results back, the `Turn`)."""
+    def turn(self, i: Any) -> tuple[Places, Places, Any, Turn]:
+        """Returns places to send turn `i`'s rows and results, where rows are sorted, the `Turn`."""
         start, me = i * self.size, self.me
         # Rows from a device lie behind those from the devices before it; a turn takes of that the
         # part from `start` on.
@@ -180,10 +180,10 @@ class _Route(NamedTuple):
         row_R = start + jnp.arange(self.size)
         piece_R = jnp.sum(row_R[:, None] >= ends, axis=1)
         expert_R = jnp.where(row_R < ends[-1], piece_R % here, here)
-        at_R = jnp.argsort(expert_R, stable=True)
-        sizes_E = jnp.sum(expert_R[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
-        is_first_R1 = (jnp.arange(self.size) < jnp.sum(sizes_E))[:, None]
-        return there, back, Turn(at_R, at_R, is_first_R1, sizes_E)
+        at_R, place_R = local.sorted_by(expert_R)
+        ends_E = jnp.sum(expert_R[:, None] <= jnp.arange(here), axis=0, dtype=jnp.int32)
+        is_first_R1 = (jnp.arange(self.size) < ends_E[-1])[:, None]
+        return there, back, place_R, Turn(at_R, at_R, is_first_R1, ends_E)
 
     def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Returns `carry` after `turn(i, carry)` for each turn that the busiest device needs."""

@@ -15,6 +15,9 @@ Product = Callable[[Any, Any, Any], Any]
 """(rows (R, I) sorted by expert, weights (E, O, I), number of rows of each expert) -> (R, O): each
 row times its expert's weights."""
 
+FEW = 1 << 10
+"""So many choices are compared each with each, in one kernel of a GPU or two: to sort takes ten."""
+
 SLOPE = 1.702  # of the sigmoid in gpt-oss' activation
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
@@ -85,13 +88,22 @@ class Turn(NamedTuple):
     at_R: Any
     row_R: Any
     is_here_R1: Any  # whether there is such a choice; the last ones are padding
-    sizes_E: Any  # how many there are of each expert at hand, one expert behind the other
+    ends_E: Any  # where those of each expert at hand end, one expert behind the other
 
 
-def inverse(order_X: Any) -> Any:
-    """Returns the inverse of a permutation: (2, 0, 1) -> (1, 2, 0)."""
-    places_X = jnp.arange(order_X.shape[0], dtype=order_X.dtype)
-    return jnp.zeros_like(order_X).at[order_X].set(places_X, unique_indices=True)
+def sorted_by(key_X: Any) -> tuple[Any, Any]:
+    """Returns which numbers come one after the other, and where in that order each of them is.
+
+    (7, 9, 5) -> (2, 0, 1), (1, 2, 0); equal ones stay in their order.
+    """
+    at_X = jnp.arange(key_X.shape[0], dtype=jnp.int32)
+    if key_X.shape[0] > FEW:
+        order_X = jnp.argsort(key_X, stable=True)
+        return order_X, jnp.zeros_like(order_X).at[order_X].set(at_X, unique_indices=True)
+    is_equal_XX, is_less_XX = (compare(key_X, key_X[:, None]) for compare in (jnp.equal, jnp.less))
+    is_before_XX = is_less_XX | (is_equal_XX & (at_X < at_X[:, None]))
+    place_X = jnp.sum(is_before_XX, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place_X == at_X[:, None], at_X, 0), axis=1), place_X
 
 
 def summed(terms: Iterable[Any]) -> Any:
@@ -135,21 +147,21 @@ class _Choices(NamedTuple):
     def of(chosen_BSC: Any, numbers_E: Any, count: int) -> "_Choices":
         chosen_X, here = chosen_BSC.reshape(-1), numbers_E.shape[0]
         is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
-        place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)
-        ends_E = jnp.cumsum(jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32))
+        of_E = jnp.arange(here, dtype=jnp.int32)
+        key_X = jnp.min(jnp.where(is_chosen_XE, of_E, here), axis=1)
+        ends_E = jnp.sum(key_X[:, None] <= of_E, axis=0, dtype=jnp.int32)
         choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
-        order_X = jnp.argsort(place_X, stable=True)
+        order_X, place_X = sorted_by(key_X)
         most = total // choices * min(choices, here)  # no row chooses an expert twice
         size = turn_size(total * here / count, most)
-        return _Choices(order_X, inverse(order_X).reshape(-1, choices), ends_E, choices, size, most)
+        return _Choices(order_X, place_X.reshape(-1, choices), ends_E, choices, size, most)
 
     def turn(self, i: Any) -> Turn:
         start = i * self.size
         at_R = jax.lax.dynamic_slice_in_dim(jnp.pad(self.order_X, (0, self.size)), start, self.size)
         bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
         is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
-        sizes_E = jnp.diff(bounds_E, prepend=0)
-        return Turn(at_R, at_R // self.choices, is_here_R1, sizes_E)
+        return Turn(at_R, at_R // self.choices, is_here_R1, bounds_E)
 
     def summed(self, i: Any, x_RH: Any) -> Any:
         """Returns (T, H): for each row, the sum of turn `i`'s results (`x_RH`) for its choices."""
@@ -189,11 +201,11 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
     # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
     # the way out.
     x_RH = jnp.where(part.is_here_R1, x_RH, 0)
-    ends_E = jnp.cumsum(part.sizes_E)
-    expert_R = jnp.searchsorted(ends_E, jnp.arange(len(x_RH)), side="right")
+    sizes_E = jnp.diff(part.ends_E, prepend=0)
+    expert_R = jnp.sum(jnp.arange(len(x_RH))[:, None] >= part.ends_E, axis=1)
 
     def times(x_RI: Any, weights_EOI: Any, scales_EO: Sequence[Any]) -> Any:
-        out_RO = mlp.product(x_RI, weights_EOI, part.sizes_E)
+        out_RO = mlp.product(x_RI, weights_EOI, sizes_E)
         for scale_EO in scales_EO:
             out_RO = (out_RO * scale_EO.at[expert_R].get(mode="clip")).astype(out_RO.dtype)
         return out_RO
@@ -202,7 +214,7 @@ def said(x_RH: Any, part: Turn, weights: Sequence[Any], mlp: ExpertMlp) -> Any:
     gate_RM, up_RM = times(x_RH, into[0], of_gate), times(x_RH, into[1], of_up)
     if biases:
         # A product takes each row's bias: its gradient has a fixed order, that of a gather has not.
-        own_RE = jax.nn.one_hot(expert_R, len(ends_E), dtype=x_RH.dtype)
+        own_RE = jax.nn.one_hot(expert_R, len(sizes_E), dtype=x_RH.dtype)
         exactly = jax.lax.Precision.HIGHEST
         gate_RM, up_RM = (
             x + jnp.matmul(own_RE, bias_EM, precision=exactly)

@@ -419,7 +419,7 @@ def by_groups(y_RO: Any, x_RI: Any, sizes_E: Any, *, interpret: bool) -> Any:
     # Tiles are of outputs and inputs; so many rows are multiplied at a time.
     tiles = _tiles(2 * LEAST if outputs % (2 * LEAST) == 0 else LEAST, inputs)
     grid = groups, outputs // tiles.rows, inputs // tiles.columns
-    ends_E = jnp.cumsum(sizes_E)
+    ends_E = _summed(sizes_E)
     about_E2 = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
     kernel = functools.partial(_groups_kernel, tiles=tiles, grid=grid)
     result = jax.ShapeDtypeStruct((groups, outputs, inputs), x_RI.dtype)
@@ -446,15 +446,21 @@ def tile_rows(sizes_E: Any, rows: int, size: int) -> Any:
     # (0, 0, 4), (0, 4, 1), (2, 5, 3).
     groups = sizes_E.shape[0]
     counts_E = (sizes_E + size - 1) // size
-    ends_E = jnp.cumsum(counts_E)
+    ends_E = _summed(counts_E)
     most = min(rows, -(-rows // size) + groups)
     tile_T = jnp.arange(most, dtype=jnp.int32)
     group_T = jnp.sum(ends_E <= tile_T[:, None], axis=1, dtype=jnp.int32)
     is_needed_T, group_T = group_T < groups, jnp.minimum(group_T, groups - 1)
     done_T = (tile_T - (ends_E - counts_E)[group_T]) * size
     left_T = jnp.where(is_needed_T, jnp.clip(sizes_E[group_T] - done_T, 0, size), 0)
-    start_T = jnp.where(is_needed_T, (jnp.cumsum(sizes_E) - sizes_E)[group_T] + done_T, 0)
+    start_T = jnp.where(is_needed_T, (_summed(sizes_E) - sizes_E)[group_T] + done_T, 0)
     return jnp.stack([group_T, start_T, left_T], axis=1).astype(jnp.int32)
+
+
+def _summed(x_E: Any) -> Any:
+    """Returns the sums of the first, of the first two, ...: one kernel, where `cumsum` has two."""
+    at_E = jnp.arange(len(x_E))
+    return jnp.sum(jnp.where(at_E <= at_E[:, None], x_E, 0), axis=1, dtype=x_E.dtype)
 
 
 def _place(program: Any, rows: int, columns: int) -> tuple[Any, Any]:
