@@ -358,6 +358,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
+FEW = 8  # rows that XLA multiplies: in tiles of as many as tensor cores take most would be empty
+
 LEAST = 64  # dims of weights are multiples of so many; others are not for the kernel
 
 NEIGHBOURS = 8
@@ -383,6 +385,13 @@ def ragged_product(x_RI: Any, weights_EOI: Any, sizes_E: Any, *, interpret: bool
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(x_RI: Any, weights_EOI: Any, sizes_E: Any, interpret: bool) -> Any:
+    if len(x_RI) <= FEW:
+        # As one row with a weight: XLA looks the weights up where it multiplies and sums, for all
+        # weights of the same rows at once.
+        group_R = jnp.sum(jnp.arange(len(x_RI))[:, None] >= _summed(sizes_E), axis=1)
+        group_R = jnp.minimum(group_R, len(sizes_E) - 1)  # of rows after the last group
+        own_ROI = weights_EOI.at[group_R].get(mode="promise_in_bounds").astype(jnp.float32)
+        return jnp.sum(own_ROI * x_RI[:, None].astype(jnp.float32), axis=2).astype(x_RI.dtype)
     return by_rows(x_RI, weights_EOI, sizes_E, is_transposed=True, interpret=interpret)
 
 

@@ -66,3 +66,10 @@ def test_weights_of_eight_bits_are_converted_in_the_kernel(dtype: str) -> None:
 )
 def test_what_is_not_for_the_kernel(args: Any) -> None:
     assert products_triton.ragged_product(*args) is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_few_rows_look_their_weights_up(dtype: str) -> None:
+    x, w, sizes = operands(128, 64, [3, 0, 2, 1])
+    w = (16 * w).astype(dtype)
+    close(interpreted(x[:8], w, sizes)[:6], plain(x[:8], w, sizes)[:6], 0.01)
