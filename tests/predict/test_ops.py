@@ -11,7 +11,7 @@ from spmd.compiler import Trial, plan_problem, problem_for
 from spmd.explain.costs import sent_bytes, spent
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import OpKind, Program, Region
-from spmd.lowering.recompute.again import Costs
+from spmd.lowering.recompute import Costs
 from spmd.mesh.sharding import Mark
 from spmd.mesh.topology import Topology
 from spmd.options import Options

@@ -19,8 +19,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, OpKind, Program
 from spmd.ir.text import format_program
-from spmd.lowering.recompute.again import AGAIN, Costs
-from spmd.lowering.recompute.recompute import pairs_of, recompute
+from spmd.lowering.recompute import AGAIN, Costs, pairs_of, recompute
 from spmd.predict.memory import peak_memory
 from tests.close import close
 from tests.ir.text_parse import parse_program
