@@ -21,16 +21,17 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
-from spmd.reshard.question import (
+from spmd.reshard.search import (
     EXACT_ATOMS,
+    Answer,
     Digit,
     Dims,
+    Moves,
     Names,
     PricedQuestion,
     Question,
     atom_digits,
 )
-from spmd.reshard.search import Answer, Moves
 
 # Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
