@@ -23,7 +23,7 @@ from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.manual import IF
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.rewrite import recarried, rewrite_ops
+from spmd.ir.rewrite import Now, edit_ops, recarried
 from spmd.ir.types import TensorType, dtype_bits
 from spmd.lowering.local.callbacks import FREE, as_bits
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
@@ -44,37 +44,37 @@ def expand(program: Program, mesh: Mesh) -> Program:
     program = in_order(program)
     sliced = _sliced(program)
 
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         if (op.collective or op.name == CONCATENATE) and any(map(_is_tiny, op.kind.operands)):
-            return _retyped(b, op, operands, _is_tiny, "i8", Builder.convert)  # XLA for CPUs fails
+            return _retyped(b, op, _is_tiny, "i8", Builder.convert)  # XLA for CPUs fails
         if op.collective and any(map(_is_foreign, op.kind.operands)):
             if "body" in op.kind.attrs:  # bfloat16 has all their values
-                return _retyped(b, op, operands, _is_foreign, "bf16", Builder.convert)
-            return _retyped(b, op, operands, _is_foreign, "i8", _bits)
+                return _retyped(b, op, _is_foreign, "bf16", Builder.convert)
+            return _retyped(b, op, _is_foreign, "i8", _bits)
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == CALLBACK and op.kind.attrs[FREE]:
             index = _axis_index(b, op.kind.attrs[FREE], mesh)
             is_first = b.compare("EQ", index, b.constant(0, "i32"))
             types = op.kind.results
-            return _where(b, is_first, op, operands, lambda: [b.splat(0, t) for t in types])
+            return _where(b, is_first, op, lambda: [b.splat(0, t) for t in types])
         if op.name == CHECK_CALLBACK:
-            flag, *values = operands
-            return _where(b, b.compare("NE", flag, b.splat(0, FLAG)), op, operands, lambda: values)
+            flag, *values = op.operands
+            return _where(b, b.compare("NE", flag, b.splat(0, FLAG)), op, lambda: values)
         if op.name == LOCAL_SLICE:
             dim = op.kind.attrs["dim"]
             size = op.kind.results[0].shape[dim]
             index = _axis_index(b, op.kind.attrs["axes"], mesh)
             start = b.binary("multiply", index, b.constant(size, "i32"))
-            return (dynamic_take_dim(b, operands[0], dim, start, size),)
+            return (dynamic_take_dim(b, op.operands[0], dim, start, size),)
         if not op.results or op.results[0] not in sliced:
             return None
-        x, *starts = operands
+        x, *starts = op.operands
         dims = zip(starts, b.types[x].shape, op.kind.attrs["slice_sizes"], strict=True)
         clamped = [clamped_index(b, start, whole - part) for start, whole, part in dims]
         return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
-    return rewrite_ops(program, rewrite)
+    return edit_ops(program, edit)
 
 
 def _sliced(program: Program) -> set[Value]:
@@ -122,7 +122,6 @@ def _bits(b: Builder, x: Value, dtype: str) -> Value:
 def _retyped(
     b: Builder,
     op: Op,
-    operands: tuple[Value, ...],
     changes: Callable[[TensorType], bool],
     dtype: str,
     to: Callable[[Builder, Value, str], Value],
@@ -131,22 +130,18 @@ def _retyped(
     attrs = op.kind.attrs
     if "body" in attrs:
         attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), dtype)}
-    read = [to(b, v, dtype) if changes(b.types[v]) else v for v in operands]
+    read = [to(b, v, dtype) if changes(b.types[v]) else v for v in op.operands]
     types = [t._replace(dtype=dtype) if changes(t) else t for t in op.kind.results]
     made = zip(b.op(op.name, read, types, attrs), op.kind.results, strict=True)
     return [to(b, v, t.dtype) if changes(t) else v for v, t in made]
 
 
 def _where(
-    b: Builder,
-    flag: Value,
-    op: Op,
-    operands: tuple[Value, ...],
-    otherwise: Callable[[], Sequence[Value]],
+    b: Builder, flag: Value, op: Op, otherwise: Callable[[], Sequence[Value]]
 ) -> Sequence[Value]:
-    """Appends `if flag: op(operands), else: otherwise()`, and returns the results."""
+    """Appends `if flag: op, else: otherwise()`, and returns the results."""
     b.begin()
-    done = b.end((), b.repeat(op.kind, operands))
+    done = b.end((), b.repeat(op.kind, op.operands))
     b.begin()
     return b.op(IF, (flag,), op.kind.results, {}, (done, b.end((), otherwise())))
 
