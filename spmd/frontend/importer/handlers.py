@@ -26,7 +26,7 @@ from spmd.frontend.importer.contents import (
     shardings_of,
 )
 from spmd.frontend.importer.ops import LEGALIZED, Attrs, Env, Handler, Importer, refusal, refuse
-from spmd.ir.description import FROM_MANUAL
+from spmd.ir.description import DESCRIPTIONS, FROM_MANUAL
 from spmd.ir.dialect.callbacks import CALLBACK, FLAG, INSPECT
 from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
@@ -36,14 +36,8 @@ from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, part_atoms
 
-CHLO_COMPOSITES = {
-    f"chlo.{name}"
-    for name in (
-        "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf",
-        "erf_inv", "erfc", "lgamma", "next_after", "polygamma", "sinh", "square", "tan", "top_k",
-        "zeta",
-    )
-}  # fmt: skip
+_ELEMENTWISE = (name for name, about in DESCRIPTIONS.items() if about.is_elementwise)
+CHLO_COMPOSITES = {"chlo.top_k", *(name for name in _ELEMENTWISE if name.startswith("chlo."))}
 """CHLO ops that exported modules have as composites of the same name; they stay one op."""
 
 SAME = (

@@ -29,8 +29,8 @@ from spmd.frontend.importer.contents import (
 )
 from spmd.ir.description import ALONE
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.callbacks import FLAG
-from spmd.ir.dialect.collectives import DEVICE_IDS
+from spmd.ir.dialect.callbacks import CALLBACK, FLAG
+from spmd.ir.dialect.collectives import DEVICE_IDS, RESIZED
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity, is_neutral
 from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
@@ -384,11 +384,7 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     Refusal(
         "it is written for one device among several, and is outside any jax.shard_map",
         "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
-    ): (
-        "stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.all_to_all",
-        "stablehlo.collective_broadcast", "stablehlo.collective_permute", "stablehlo.partition_id",
-        "stablehlo.reduce_scatter", "stablehlo.replica_id",
-    ),
+    ): (*(f"stablehlo.{kind}" for kind in RESIZED), *DEVICE_IDS),
     Refusal(
         "it says what becomes of one device's piece",
         "compile the program as one device would run it, and let the marks place the collectives",
@@ -420,13 +416,12 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
         "compile the jax function itself with spmd.jit, which runs its callbacks; or export it "
         "without (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
     ): (
-        "custom_call:spmd.callback",
-        "custom_call:xla_ffi_partitioned_python_cpu_callback",
-        "custom_call:xla_ffi_partitioned_python_gpu_callback",
-        "custom_call:xla_ffi_python_cpu_callback",
-        "custom_call:xla_ffi_python_gpu_callback",
-        "custom_call:xla_python_cpu_callback",
-        "custom_call:xla_python_gpu_callback",
+        f"custom_call:{CALLBACK}",
+        *(
+            f"custom_call:xla_{way}python_{platform}_callback"
+            for way in ("ffi_partitioned_", "ffi_", "")
+            for platform in ("cpu", "gpu")
+        ),
     ),
     Refusal(
         "the module only points to what it computes, which is Python in the process that made it",
