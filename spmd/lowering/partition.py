@@ -309,7 +309,7 @@ class _Partitioner:
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, mesh: Mesh) -> Value:
     """Appends a reshard step of local `x` in sharding `step.before`; returns it in `step.after`."""
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
-    # and one that was just joined loses its inner padding afterwards (`join`).
+    # and one that was just joined loses its inner padding afterwards (`Split.join`).
     type_ = local_type(global_type, step.after, mesh)
     if step.kind == "slice":
         return dims.own_piece(b, x, step.dims[0], step.axes, mesh)
@@ -321,7 +321,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
     if step.kind == "all_gather":
         (dim,) = step.dims
         x = dims.gather_dim(b, x, dim, step.axes, mesh)
-        return dims.join(b, x, dims.Split(dim, type_.shape[dim], step.axes, mesh))
+        return dims.Split(dim, type_.shape[dim], step.axes, mesh).join(b, x)
     if step.kind == "all_to_all":
         source, target = step.dims
         x = dims.cut(b, x, target, step.axes, mesh)
@@ -329,7 +329,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
         pieces = pieces.with_dim(target, type_.shape[target])
         how = {"concat_dimension": source, "split_dimension": target}
         x = b.collective(step.kind, x, pieces, step.axes, **how)
-        return dims.join(b, x, dims.Split(source, type_.shape[source], step.axes, mesh))
+        return dims.Split(source, type_.shape[source], step.axes, mesh).join(b, x)
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
         return b.collective(step.kind, x, type_, step.axes, pairs=pairs)

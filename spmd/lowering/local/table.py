@@ -19,7 +19,7 @@ from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.local.dims import Split, own_count
+from spmd.lowering.local.dims import Split
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
@@ -89,7 +89,7 @@ class LocalOp:
             split = self.dim(number, d)
             if not split.is_even:
                 position = b.iota(type_._replace(dtype="i32"), d)
-                exists = b.compare("LT", position, b.broadcast(own_count(b, split), type_.shape))
+                exists = b.compare("LT", position, b.broadcast(split.own_count(b), type_.shape))
                 x = b.select(exists, x, fill() if callable(fill) else b.splat(fill, type_))
         return x
 
