@@ -421,11 +421,6 @@ def step(kind: str, dims: Dims, partial: Axes, run: Axes, changed: Mapping[int, 
     return AtomMove(kind, after, without(partial, run), run, tuple(changed))
 
 
-def permute(problem: PricedQuestion, dims: Dims, partial: Axes, after: Dims) -> AtomMove:
-    """Returns the collective-permute from `dims` to `after`, whose local shapes are equal."""
-    return AtomMove("collective_permute", after, partial, moved(dims, after, problem.sizes), ())
-
-
 class Moves:
     """Makes every legal step out of a sharding in digits (atoms or runs); a subclass fewer."""
 
@@ -436,7 +431,7 @@ class Moves:
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
         """Yields the steps that may come after a sharding that splits the value into `pieces`."""
         # Of paths that cost the same, the order of these decides.
-        if idle := unused(self.problem.digits, dims, partial):
+        if idle := without(self.problem.digits, {*chain(*dims), *partial}):
             yield from self._appends("slice", dims, partial, idle)
         # A gather may not leave a larger piece than the larger end has: the memory limit.
         room = pieces // self.problem.fewest_pieces
@@ -457,7 +452,8 @@ class Moves:
             yield from self._appends("reduce_scatter", dims, partial, partial)
         for after in self.arrangements(dims, partial):
             if after != dims:
-                yield permute(self.problem, dims, partial, after)
+                run = moved(dims, after, self.problem.sizes)
+                yield AtomMove("collective_permute", after, partial, run, ())
 
     def _appends(self, kind: str, dims: Dims, partial: Axes, pool: Axes) -> Iterator[AtomMove]:
         for dim, axes in enumerate(dims):
@@ -594,11 +590,6 @@ class DirectedMoves(Moves):
 def without(axes: Axes, gone: Iterable[int]) -> Axes:
     """Returns `axes` without the digits that are `gone`."""
     return tuple([a for a in axes if a not in gone])
-
-
-def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
-    """Returns the atoms (or digits) that neither split a dim nor are partial."""
-    return without(atoms, {a for axes in dims for a in axes}.union(partial))
 
 
 def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
