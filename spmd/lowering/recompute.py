@@ -9,8 +9,6 @@ Jain et al., "Checkmate" (MLSys 2020), relaxed by a price so that minimum cuts s
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +47,8 @@ def recompute(
     `limit` bytes. `donated` are positions of arguments that may be overwritten; with `exchanges`,
     collectives may be recomputed. Returns the program, and which values are not kept any more.
     """
-    costs, dropped = Costs(program, mesh, topology, price, exchanges), list[Recomputed]()
+    costs = Costs(Clock(program, mesh, topology), price, exchanges)
+    dropped = list[Recomputed]()
     for _ in range(DEPTH):
         b, more = Builder(program.types), list[Recomputed]()
         body = _collecting_less(program.body, 1, costs, b, more)
@@ -58,15 +57,15 @@ def recompute(
         # An inner loop that is run again is now in one region with the loop that reads its stacks.
         dropped += more
         program = remove_dead(program._replace(types=tuple(b.types), body=body))
-        costs = replace(costs, program=program)
+        costs = costs._replace(clock=Clock(program, mesh, topology))
     program = dedupe(program)
     memory = peak_memory(program, donated, topology.platform)
     for _ in range(MOMENTS):
         if memory.peak <= limit or not memory.order:
             break
         moment = memory.order[memory.peak_at]
-        relieved, more = recompute_in_block(program, replace(costs, program=program), moment)
-        relieved = remove_dead(relieved)
+        costs = costs._replace(clock=Clock(program, mesh, topology))
+        relieved, more = recompute_in_block(costs, moment)
         after = peak_memory(relieved, donated, topology.platform)
         if after.peak >= memory.peak:
             break
@@ -75,20 +74,12 @@ def recompute(
     return program, tuple(dropped)
 
 
-@dataclass(frozen=True, eq=False)
-class Costs:
+class Costs(NamedTuple):
     """Costs, in seconds, of recomputing a local program's ops and of keeping values in memory."""
 
-    program: Program
-    mesh: Mesh
-    topology: Topology
+    clock: Clock  # predicts the seconds of the program's ops
     price: float  # seconds for each byte in memory at the peak
     exchanges: bool = True  # whether collectives may be done again
-
-    @cached_property
-    def clock(self) -> Clock:
-        """Predicts the seconds of the program's ops."""
-        return Clock(self.program, self.mesh, self.topology)
 
     def again(self, op: Op) -> float:
         """Returns the seconds of recomputing an op, regions included; infinity if not allowed."""
@@ -111,8 +102,8 @@ class Costs:
         """Returns the price, in seconds, of `pieces` values of this one's size held at the peak."""
         # Equal layers, and products with equal contracted dims, save as much for each byte: at one
         # price they would all be held or none. So the price is a little higher for later values.
-        slope = 1 + SPREAD * value / len(self.program.types)
-        return self.price * slope * self.program.types[value].bytes * pieces
+        types = self.clock.index.program.types
+        return self.price * (1 + SPREAD * value / len(types)) * types[value].bytes * pieces
 
 
 AGAIN = "again, rather than held"  # note of ops that are recomputed
@@ -231,15 +222,13 @@ def cheapest_cut(
 # and keeps XLA from merging it with the first time. A gather begins earlier, to be hidden.
 
 
-def recompute_in_block(
-    program: Program, costs: Costs, moment: Op
-) -> tuple[Program, list[Recomputed]]:
+def recompute_in_block(costs: Costs, moment: Op) -> tuple[Program, list[Recomputed]]:
     """Recomputes values after `moment`, the op at the memory peak, rather than keep them across it.
 
     Does so in each region around the op. Returns the program, and which values are not kept.
     """
+    program, dropped = costs.clock.index.program, list[Recomputed]()
     b = Builder(program.types)
-    dropped: list[Recomputed] = []
 
     def holds(op: Op) -> bool:
         return op is moment or any(
@@ -258,7 +247,7 @@ def recompute_in_block(
         return block.rewritten()
 
     body = region(program.body, 1)
-    return program._replace(types=tuple(b.types), body=body), dropped
+    return remove_dead(program._replace(types=tuple(b.types), body=body)), dropped
 
 
 class _Block:
@@ -330,7 +319,7 @@ class _Block:
         return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
 
     def dropped(self) -> list[Recomputed]:
-        types, stored = self.costs.program.types, self.costs.clock.stored
+        types, stored = self.b.types, self.costs.clock.stored
         gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
         return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
 
@@ -450,7 +439,9 @@ class _Rewrite:
                 source = self.around[value]
                 lives = source in carried or source not in self.index.producers
                 return 0.0 if lives else costs.held(source)
-            moved = 2 * b.types[value].bytes / costs.topology.hbm_bandwidth  # written, and read
+            moved = (
+                2 * b.types[value].bytes / costs.clock.topology.hbm_bandwidth
+            )  # written, and read
             return costs.held(value, pair.trips) + trips * moved
 
         ops, needed = pair.forward.regions[1].ops, self.cores.values()
