@@ -38,11 +38,6 @@ TAUGHT: set[str] = set()
 """Names in modules of ops that code outside `spmd` registered; programs with one are not cached."""
 
 
-def registered_ops() -> tuple[str, ...]:
-    """Returns the names of all ops with a rule, sorted."""
-    return tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.rule))
-
-
 def _registration(name: str, kind: OpKind) -> str:
     """Returns a text: how to register a rule for an op, for all its uses or by this one's dims."""
     text, *_ = str(whole(kind)).partition(" {")
