@@ -29,7 +29,7 @@ from spmd.propagation.projection import reduced_axes
 @local("stablehlo.dot_general")
 def _dot_general(op: LocalOp) -> tuple[Value, ...]:
     """Multiplies local pieces, with padding along contracted dims, which may be NaN, set to 0."""
-    return op.emit([op.masked(i, 0) for i in range(2)])
+    return op.emit([op.masked(i) for i in range(2)])
 
 
 @local("stablehlo.reduce")
@@ -39,8 +39,7 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
         return reduce_merged(op)
     if not reduced_axes(op.rule, op.choice.assignment):
         return op.emit()
-    x, init = op.operands  # a body that is one known op has one operand
-    return op.emit([op.masked(0, identity_element(op.attrs["reducer"], op.b.types[x].dtype)), init])
+    return op.emit([op.masked(0), op.operands[1]])  # a body that is one known op has one operand
 
 
 # Ragged products: the same op with this device's own group sizes.
@@ -53,7 +52,7 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
 @local("chlo.ragged_dot")
 def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     b, dims = op.b, RaggedDims.of(op.op.kind)
-    lhs, rhs = (op.masked(i, 0) for i in range(2))
+    lhs, rhs = (op.masked(i) for i in range(2))
     sizes = op.operands[2]
     rows = op.dim(0, dims.ragged)
     groups = op.dim(1, dims.group).axes if dims.group is not None else ()

@@ -8,7 +8,6 @@ import numpy as np
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import reads_of
-from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import Dense, GatherDims, ScatterDims, TensorType
 from spmd.lowering.local.dims import Split, clamped_index, dynamic_take_dim, own_piece
@@ -256,10 +255,7 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     axes = reduced_axes(op.rule, op.choice.assignment)
     reducer = op.attrs["reducer"]
     if axes:  # padded updates must change nothing, wherever their padded indices point
-        updates = tuple(
-            op.masked(i, identity_element(reducer, b.types[u].dtype))
-            for i, u in enumerate(updates, count + 1)
-        )
+        updates = tuple(op.masked(i) for i in range(count + 1, len(op.operands)))
         if reducer not in ("max", "min", "and", "or"):  # by which a table may be joined repeatedly
             is_first = b.compare("EQ", b.axis_index(axes), b.constant(0, "i32"))
             tables = tuple(or_identity(b, is_first, t, reducer) for t in tables)

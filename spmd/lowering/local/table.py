@@ -78,10 +78,11 @@ class LocalOp:
             and (axes := self.choice.assignment[read.factor])
         }
 
-    def masked(self, number: int, fill: Any, dims: Sequence[int] | None = None) -> Value:
+    def masked(self, number: int, fill: Any = None, dims: Sequence[int] | None = None) -> Value:
         """Returns an operand with padding replaced by `fill` along `dims` (None: the reduced dims).
 
-        `fill` is an element, or a function that returns a local value of the operand's type.
+        `fill` is an element, or a function that returns a local value of the operand's type; None:
+        the identity of the rule's reduction.
         """
         b, x = self.b, self.operands[number]
         type_ = b.types[x]
@@ -89,6 +90,8 @@ class LocalOp:
             split = self.dim(number, d)
             if not split.is_even:
                 position = b.iota(type_._replace(dtype="i32"), d)
+                if fill is None:
+                    fill = identity_element(self.rule.reduction, type_.dtype)
                 exists = b.compare("LT", position, b.broadcast(split.own_count(b), type_.shape))
                 x = b.select(exists, x, fill() if callable(fill) else b.splat(fill, type_))
         return x
