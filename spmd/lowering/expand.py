@@ -13,7 +13,7 @@ before: `%3 = dynamic_slice %2, %1; %4 = spmd.local_slice %3`
 after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from spmd.ir.control_flow import Index, Tie, ties
 from spmd.ir.description import BROADCAST, CONCATENATE, CONVERT, DYNAMIC_SLICE, RESHAPE, TRANSPOSE
@@ -24,12 +24,13 @@ from spmd.ir.dialect.manual import IF
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops, recarried
-from spmd.ir.types import TensorType, dtype_bits
+from spmd.ir.types import TensorType
 from spmd.lowering.local.callbacks import FREE, as_bits
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
+TINY = ("i2", "ui2")
 NOT_OF_NCCL = ("f8E3M4", "f8E4M3", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2FNUZ", "f8E8M0FNU")
 MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is made of a slice
 
@@ -45,12 +46,13 @@ def expand(program: Program, mesh: Mesh) -> Program:
     sliced = _sliced(program)
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
-        if (op.collective or op.name == CONCATENATE) and any(map(_is_tiny, op.kind.operands)):
-            return _retyped(b, op, _is_tiny, "i8", Builder.convert)  # XLA for CPUs fails
-        if op.collective and any(map(_is_foreign, op.kind.operands)):
+        read = {type_.dtype for type_ in op.kind.operands}
+        if (op.collective or op.name == CONCATENATE) and not read.isdisjoint(TINY):
+            return _retyped(b, op, TINY, "i8", Builder.convert)  # XLA for CPUs fails
+        if op.collective and not read.isdisjoint(NOT_OF_NCCL):
             if "body" in op.kind.attrs:  # bfloat16 has all their values
-                return _retyped(b, op, _is_foreign, "bf16", Builder.convert)
-            return _retyped(b, op, _is_foreign, "i8", _bits)
+                return _retyped(b, op, NOT_OF_NCCL, "bf16", Builder.convert)
+            return _retyped(b, op, NOT_OF_NCCL, "i8", _bits)
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == CALLBACK and op.kind.attrs[FREE]:
@@ -107,14 +109,6 @@ def _sliced(program: Program) -> set[Value]:
     return found
 
 
-def _is_tiny(type_: TensorType) -> bool:
-    return dtype_bits(type_.dtype) == 2
-
-
-def _is_foreign(type_: TensorType) -> bool:
-    return type_.dtype in NOT_OF_NCCL
-
-
 def _bits(b: Builder, x: Value, dtype: str) -> Value:
     return as_bits(b, x, b.types[x]._replace(dtype=dtype))
 
@@ -122,18 +116,18 @@ def _bits(b: Builder, x: Value, dtype: str) -> Value:
 def _retyped(
     b: Builder,
     op: Op,
-    changes: Callable[[TensorType], bool],
+    changed: Container[str],
     dtype: str,
     to: Callable[[Builder, Value, str], Value],
 ) -> Sequence[Value]:
-    """Appends `op` with `dtype` in types that it `changes`; returns results of their own types."""
+    """Appends `op` with `dtype` for those in `changed`; returns results of their own types."""
     attrs = op.kind.attrs
     if "body" in attrs:
         attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), dtype)}
-    read = [to(b, v, dtype) if changes(b.types[v]) else v for v in op.operands]
-    types = [t._replace(dtype=dtype) if changes(t) else t for t in op.kind.results]
+    read = [to(b, v, dtype) if b.types[v].dtype in changed else v for v in op.operands]
+    types = [t._replace(dtype=dtype) if t.dtype in changed else t for t in op.kind.results]
     made = zip(b.op(op.name, read, types, attrs), op.kind.results, strict=True)
-    return [to(b, v, t.dtype) if changes(t) else v for v, t in made]
+    return [to(b, v, t.dtype) if t.dtype in changed else v for v, t in made]
 
 
 def _where(
