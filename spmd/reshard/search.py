@@ -428,6 +428,12 @@ class Moves:
         self.problem = problem
         self._layouts = cache(lambda *look: list(self._fill(*look)))
 
+    @staticmethod
+    def among(sizes: Iterable[Iterable[int]], rank: int, room: int) -> "Moves":
+        """Makes the steps of digits of atoms of these `sizes`, whatever the goal and the costs."""
+        digits, whole = tuple(Digit(tuple(own), 0.0, 1.0) for own in sizes), ((),) * rank
+        return Moves(PricedQuestion(Question(digits, whole, whole, (), (room,) * rank)))
+
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[AtomMove]:
         """Yields the steps that may come after a sharding that splits the value into `pieces`."""
         # Of paths that cost the same, the order of these decides.
