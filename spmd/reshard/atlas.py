@@ -191,8 +191,6 @@ class Distances:
                     here, number = came[here]
                     moves.append(self._atlas.moves[number])
                 return tuple(moves[::-1]), cost[0] * self._tick, cost[1]
-            if cost > best[here]:
-                continue
             time, sent, steps = cost
             for ticks, more, there, number in self._moves_from(here):
                 if pieces[there] >= least and left[there] < math.inf:

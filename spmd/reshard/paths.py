@@ -170,12 +170,10 @@ def reshard_seconds(
 
     Entries are infinite if there can be no path, and NaN if only a call of `reshard` can tell.
     """
-    result = np.full((len(states), len(needs)), 0.0 if type_.is_empty else math.nan)
-    if type_.is_empty:
-        return result
+    result = np.full((len(states), len(needs)), math.nan)
     room = tuple([math.gcd(size, mesh.size) for size in type_.shape])
     known = distances(room, type_.size * dtype_bits(type_.dtype), held, mesh, topology)
-    if known is None:
+    if known is None or type_.is_empty:
         return result
     # (position, node) of shardings that have a node, by what they are partial over.
     rows: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
