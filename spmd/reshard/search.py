@@ -261,8 +261,7 @@ class PricedQuestion:
         self.extent = cache(lambda axes: math.prod([self.sizes[a] for a in axes]))
         self.price = cache(self._price)
         self._facts = cache(self._facts_of)
-        self._goal_places = places(self.dst, self.sizes)
-        self.goal_digits = frozenset(self._goal_places)
+        self.goal_places = places(self.dst, self.sizes)
         self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
         self.goal_pieces = math.prod(self.goal_extents)
         # Into how many pieces the value must at least be split: the memory limit.
@@ -359,7 +358,7 @@ class PricedQuestion:
         for *_, slow in self.slow:
             crossing = kept = luck = 1
             for a, (_, above) in places((axes,), self.sizes).items():
-                aim, size = self._goal_places.get(a), self.sizes[a]
+                aim, size = self.goal_places.get(a), self.sizes[a]
                 if a not in slow or aim == (dim, above):
                     continue
                 crossing *= size
@@ -523,7 +522,7 @@ class DirectedMoves(Moves):
                 found += [
                     continuation(dims[other] + axes[k:], goal, pool) for k in range(len(axes))
                 ]
-        stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
+        stand_ins = sorted(pool, key=lambda a: (a in problem.goal_places, a))
         # All of the digits, and those of each size.
         sizes = sorted({problem.sizes[a] for a in pool})
         groups = [[a for a in stand_ins if problem.sizes[a] == size] for size in sizes]
@@ -583,7 +582,7 @@ class DirectedMoves(Moves):
             after, pool = list(prefixes), set(problem.digits).difference(partial, *prefixes)
             for dim in order:
                 spare = sorted(
-                    pool, key=lambda a: (a not in dims[dim], a in problem.goal_digits, a)
+                    pool, key=lambda a: (a not in dims[dim], a in problem.goal_places, a)
                 )
                 run = problem.dividing(spaces[dim], (), spare)
                 after[dim] += run
