@@ -45,7 +45,7 @@ from spmd.lowering.emit import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.recompute import recompute
 from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify

@@ -42,7 +42,7 @@ class Options:
         need not plan it; `none` keeps nothing. None: `$SPMD_CACHE_DIR`, else a folder in that of
         jax's compilation cache, else `~/.cache/spmd`.
       compiler_options: passed to XLA as they are; they override the defaults for the platform
-        (`spmd.lowering.xla_options.DEFAULTS`).
+        (`spmd.lowering.execute.DEFAULTS`).
     """
 
     topology: Topology | None = None

@@ -19,7 +19,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Op, Program, Region, Value, free_values
-from spmd.ir.rewrite import rewrite_ops
+from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.emit import Emitted, emit
@@ -221,10 +221,10 @@ def _wide(array: Any) -> Any:
 def whole_run(program: Program, mesh: Mesh) -> Run:
     """Compiles a program without marks for one device; returns a function: arguments -> results."""
 
-    def bare(b: Builder, op: Op, operands: Sequence[Value]) -> Sequence[Value] | None:
-        return operands if op.is_mark or op.name == INSPECT else None
+    def bare(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        return op.operands if op.is_mark or op.name == INSPECT else None
 
-    return _text_run(emit(rewrite_ops(program, bare), mesh), program, _first(mesh))
+    return _text_run(emit(edit_ops(program, bare), mesh), program, _first(mesh))
 
 
 def _text_run(text: str, program: Program, mesh: Mesh) -> Run:

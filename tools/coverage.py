@@ -15,9 +15,7 @@ from benchmarks.corpus.programs import PROGRAMS
 from benchmarks.tables import with_rows
 from spmd.cli.flags import Parser, Switch
 from spmd.frontend.canonicalize import CANONICAL
-from spmd.frontend.importer.handlers import SAME
-from spmd.frontend.importer.ops import LEGALIZED, REFUSED, dialect_ops
-from spmd.ir.dialect import registry
+from spmd.frontend.importer.ops import LEGALIZED, REFUSED, SAME, dialect_ops
 from spmd.lowering.local import table as local
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +47,7 @@ STRUCTURE = {
 
 def how(name: str) -> str:
     """What becomes of an op, in a few words; empty if nobody knows."""
-    has_rule = name in registry.registered_ops() and name in local.registered_ops()
+    has_rule = name in local.registered_ops()
     if name in REFUSED and has_rule:
         return "rule + local lowering in `jax.shard_map`; refused outside, unless of one device"
     if name in REFUSED:
@@ -65,7 +63,7 @@ def how(name: str) -> str:
 
 def names_of(dialects: tuple[str, ...]) -> set[str]:
     """Every op of some dialects that a table names."""
-    names = {*CANONICAL, *LEGALIZED, *REFUSED, *STRUCTURE, *registry.registered_ops()}
+    names = {*CANONICAL, *LEGALIZED, *REFUSED, *STRUCTURE, *local.registered_ops()}
     return {name for name in names if name.startswith(dialects)}
 
 

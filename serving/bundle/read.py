@@ -24,7 +24,7 @@ from spmd.frontend.artifact import calls_of
 from spmd.frontend.bytecode import MAGIC, BytecodeError, bytecode_to_text, bytecodes_to_texts
 from spmd.frontend.canonicalize import CANONICAL
 from spmd.frontend.importer.module import parse_module, signature
-from spmd.ir.dialect.registry import is_known_call
+from spmd.ir.description import is_known_call
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.emit import Emitted
 from spmd.mesh.mesh import Mesh

@@ -31,7 +31,6 @@ from spmd.launch.restart import begun
 from spmd.lowering import execute
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emit import Emitted, Placement, formats
-from spmd.lowering.xla_options import xla_options
 from spmd.mesh.sharding import replicated
 from spmd.mesh.spec import jax_mesh, named_sharding, processes_of
 from spmd.options import Options
@@ -175,7 +174,7 @@ class Compiled(Planned):
         self._moved = 0
         doing("XLA")
         program = self.stages.optimized.program
-        to_xla = xla_options(self.request.platform, program, options.compiler_options)
+        to_xla = execute.xla_options(self.request.platform, program, options.compiler_options)
         self.executable = execute.compile_emitted(emitted, to_xla, self.boundary.outside)
         plan = self.stages.plan
         seen = {op.kind.attrs["number"]: op for op in plan.program.walk() if op.name == INSPECT}

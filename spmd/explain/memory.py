@@ -7,7 +7,7 @@ from spmd.compiler import Stages
 from spmd.explain import words as w
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import Program, numberless
-from spmd.lowering.recompute.again import AGAIN
+from spmd.lowering.recompute import AGAIN
 from spmd.predict.memory import Buffer, MemoryUse
 from spmd.predict.timeline import COMPUTE
 

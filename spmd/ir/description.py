@@ -122,6 +122,11 @@ LIBRARY_CALL = re.compile(
 """Matches the targets of custom calls of linear algebra libraries."""
 
 
+def is_known_call(target: str) -> bool:
+    """Whether a custom call's target has a rule, or is of a known linear algebra library."""
+    return f"custom_call:{target}" in DESCRIPTIONS or LIBRARY_CALL.match(target) is not None
+
+
 def batch_rank(kind: Any) -> int | None:
     """Returns how many leading dims of a custom call's operands are a batch; None if unknown.
 

@@ -13,21 +13,6 @@ Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
 there that replace the op's results, or None to copy the op."""
 
 
-def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
-    """Returns a copy of a program in which `rewrite` has replaced ops; values are numbered anew.
-
-    before: `%1 = a %0; %2 = b %1`, with a rewrite that turns `a` into `c; d`
-    after:  `%1 = c %0; %2 = d %1; %3 = b %2`
-    """
-    b, body = Builder(), program.body
-    env = {v: b.value(program.types[v]) for v in body.args}
-    b.begin(isolated=True)
-    for op in body.ops:
-        repeat_op(b, op, env, rewrite)
-    made = b.end([env[v] for v in body.args], [env[v] for v in body.results])
-    return program._replace(body=made, types=tuple(b.types))
-
-
 def append_ops(b: Builder, program: Program, args: Sequence[Value], loc: Loc) -> tuple[Value, ...]:
     """Appends a program's ops with location `loc`, like a call with `args`; returns its results."""
     env = dict(zip(program.body.args, args, strict=True))

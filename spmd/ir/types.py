@@ -114,12 +114,9 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 def dtype_bits(dtype: str) -> int:
     """Returns the bits of one element in memory, 8 for an `i1`; KeyError for an unknown type."""
-    bits = _BITS.get(dtype)
-    if bits is not None:
-        return bits
-    if dtype.startswith("!quant"):
-        return 8
-    raise KeyError(f"unknown element type {dtype}")
+    if dtype not in _BITS:
+        raise KeyError(f"unknown element type {dtype}")
+    return _BITS[dtype]
 
 
 _X64 = frozenset({"i64", "ui64", "f64", "complex<f64>"})

@@ -13,7 +13,7 @@ before: `%3 = dynamic_slice %2, %1; %4 = spmd.local_slice %3`
 after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from spmd.ir.control_flow import Index, Tie, ties
 from spmd.ir.description import BROADCAST, CONCATENATE, CONVERT, DYNAMIC_SLICE, RESHAPE, TRANSPOSE
@@ -23,13 +23,14 @@ from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.manual import IF
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.rewrite import recarried, rewrite_ops
-from spmd.ir.types import TensorType, dtype_bits
+from spmd.ir.rewrite import Now, edit_ops, recarried
+from spmd.ir.types import TensorType
 from spmd.lowering.local.callbacks import FREE, as_bits
 from spmd.lowering.local.dims import clamped_index, dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
+TINY = ("i2", "ui2")
 NOT_OF_NCCL = ("f8E3M4", "f8E4M3", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2FNUZ", "f8E8M0FNU")
 MOVES = (BROADCAST, CONVERT, RESHAPE, TRANSPOSE)  # a slice of their result is made of a slice
 
@@ -44,37 +45,38 @@ def expand(program: Program, mesh: Mesh) -> Program:
     program = in_order(program)
     sliced = _sliced(program)
 
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        if (op.collective or op.name == CONCATENATE) and any(map(_is_tiny, op.kind.operands)):
-            return _retyped(b, op, operands, _is_tiny, "i8", Builder.convert)  # XLA for CPUs fails
-        if op.collective and any(map(_is_foreign, op.kind.operands)):
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        read = {type_.dtype for type_ in op.kind.operands}
+        if (op.collective or op.name == CONCATENATE) and not read.isdisjoint(TINY):
+            return _retyped(b, op, TINY, "i8", Builder.convert)  # XLA for CPUs fails
+        if op.collective and not read.isdisjoint(NOT_OF_NCCL):
             if "body" in op.kind.attrs:  # bfloat16 has all their values
-                return _retyped(b, op, operands, _is_foreign, "bf16", Builder.convert)
-            return _retyped(b, op, operands, _is_foreign, "i8", _bits)
+                return _retyped(b, op, NOT_OF_NCCL, "bf16", Builder.convert)
+            return _retyped(b, op, NOT_OF_NCCL, "i8", _bits)
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == CALLBACK and op.kind.attrs[FREE]:
             index = _axis_index(b, op.kind.attrs[FREE], mesh)
             is_first = b.compare("EQ", index, b.constant(0, "i32"))
             types = op.kind.results
-            return _where(b, is_first, op, operands, lambda: [b.splat(0, t) for t in types])
+            return _where(b, is_first, op, lambda: [b.splat(0, t) for t in types])
         if op.name == CHECK_CALLBACK:
-            flag, *values = operands
-            return _where(b, b.compare("NE", flag, b.splat(0, FLAG)), op, operands, lambda: values)
+            flag, *values = op.operands
+            return _where(b, b.compare("NE", flag, b.splat(0, FLAG)), op, lambda: values)
         if op.name == LOCAL_SLICE:
             dim = op.kind.attrs["dim"]
             size = op.kind.results[0].shape[dim]
             index = _axis_index(b, op.kind.attrs["axes"], mesh)
             start = b.binary("multiply", index, b.constant(size, "i32"))
-            return (dynamic_take_dim(b, operands[0], dim, start, size),)
+            return (dynamic_take_dim(b, op.operands[0], dim, start, size),)
         if not op.results or op.results[0] not in sliced:
             return None
-        x, *starts = operands
+        x, *starts = op.operands
         dims = zip(starts, b.types[x].shape, op.kind.attrs["slice_sizes"], strict=True)
         clamped = [clamped_index(b, start, whole - part) for start, whole, part in dims]
         return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
-    return rewrite_ops(program, rewrite)
+    return edit_ops(program, edit)
 
 
 def _sliced(program: Program) -> set[Value]:
@@ -107,14 +109,6 @@ def _sliced(program: Program) -> set[Value]:
     return found
 
 
-def _is_tiny(type_: TensorType) -> bool:
-    return dtype_bits(type_.dtype) == 2
-
-
-def _is_foreign(type_: TensorType) -> bool:
-    return type_.dtype in NOT_OF_NCCL
-
-
 def _bits(b: Builder, x: Value, dtype: str) -> Value:
     return as_bits(b, x, b.types[x]._replace(dtype=dtype))
 
@@ -122,31 +116,26 @@ def _bits(b: Builder, x: Value, dtype: str) -> Value:
 def _retyped(
     b: Builder,
     op: Op,
-    operands: tuple[Value, ...],
-    changes: Callable[[TensorType], bool],
+    changed: Container[str],
     dtype: str,
     to: Callable[[Builder, Value, str], Value],
 ) -> Sequence[Value]:
-    """Appends `op` with `dtype` in types that it `changes`; returns results of their own types."""
+    """Appends `op` with `dtype` for those in `changed`; returns results of their own types."""
     attrs = op.kind.attrs
     if "body" in attrs:
         attrs = {**attrs, "body": reducer_body(body_reducer(attrs["body"]), dtype)}
-    read = [to(b, v, dtype) if changes(b.types[v]) else v for v in operands]
-    types = [t._replace(dtype=dtype) if changes(t) else t for t in op.kind.results]
+    read = [to(b, v, dtype) if b.types[v].dtype in changed else v for v in op.operands]
+    types = [t._replace(dtype=dtype) if t.dtype in changed else t for t in op.kind.results]
     made = zip(b.op(op.name, read, types, attrs), op.kind.results, strict=True)
-    return [to(b, v, t.dtype) if changes(t) else v for v, t in made]
+    return [to(b, v, t.dtype) if t.dtype in changed else v for v, t in made]
 
 
 def _where(
-    b: Builder,
-    flag: Value,
-    op: Op,
-    operands: tuple[Value, ...],
-    otherwise: Callable[[], Sequence[Value]],
+    b: Builder, flag: Value, op: Op, otherwise: Callable[[], Sequence[Value]]
 ) -> Sequence[Value]:
-    """Appends `if flag: op(operands), else: otherwise()`, and returns the results."""
+    """Appends `if flag: op, else: otherwise()`, and returns the results."""
     b.begin()
-    done = b.end((), b.repeat(op.kind, operands))
+    done = b.end((), b.repeat(op.kind, op.operands))
     b.begin()
     return b.op(IF, (flag,), op.kind.results, {}, (done, b.end((), otherwise())))
 

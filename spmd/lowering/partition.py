@@ -14,7 +14,7 @@ from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import MANUAL, TO_MANUAL
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
-from spmd.ir.rewrite import rewrite_ops
+from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Order, TensorType, local_type
 from spmd.lowering.local import dims
 from spmd.lowering.local.table import LocalOp, lower_op
@@ -309,7 +309,7 @@ class _Partitioner:
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, mesh: Mesh) -> Value:
     """Appends a reshard step of local `x` in sharding `step.before`; returns it in `step.after`."""
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
-    # and one that was just joined loses its inner padding afterwards (`join`).
+    # and one that was just joined loses its inner padding afterwards (`Split.join`).
     type_ = local_type(global_type, step.after, mesh)
     if step.kind == "slice":
         return dims.own_piece(b, x, step.dims[0], step.axes, mesh)
@@ -321,7 +321,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
     if step.kind == "all_gather":
         (dim,) = step.dims
         x = dims.gather_dim(b, x, dim, step.axes, mesh)
-        return dims.join(b, x, dims.Split(dim, type_.shape[dim], step.axes, mesh))
+        return dims.Split(dim, type_.shape[dim], step.axes, mesh).join(b, x)
     if step.kind == "all_to_all":
         source, target = step.dims
         x = dims.cut(b, x, target, step.axes, mesh)
@@ -329,7 +329,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: PathStep, me
         pieces = pieces.with_dim(target, type_.shape[target])
         how = {"concat_dimension": source, "split_dimension": target}
         x = b.collective(step.kind, x, pieces, step.axes, **how)
-        return dims.join(b, x, dims.Split(source, type_.shape[source], step.axes, mesh))
+        return dims.Split(source, type_.shape[source], step.axes, mesh).join(b, x)
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
         return b.collective(step.kind, x, type_, step.axes, pairs=pairs)
@@ -376,13 +376,11 @@ def without_permutes(program: Program, mesh: Mesh) -> Program:
 
     visit(program.body, frozenset())
 
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        if not op.results or op.results[0] not in found:
-            return None
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value]:
         # The table has, for each device of the mesh, the coordinate along `axes` of the one that
         # sends to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices
         # without a sender have zeros, as behind a permute.
-        (x,), axes, type_ = operands, op.kind.attrs["axes"], op.kind.results[0]
+        (x,), axes, type_ = op.operands, op.kind.attrs["axes"], op.kind.results[0]
         gathered = dims.gather_dim(b, b.reshape(x, (1, *type_.shape)), 0, axes, mesh)
         sender = [-1] * mesh.size
         for source, to in op.kind.attrs["pairs"]:
@@ -395,4 +393,4 @@ def without_permutes(program: Program, mesh: Mesh) -> Program:
             return (received,)
         return (b.select(b.compare("GE", mine, zero), received, b.splat(0, type_)),)
 
-    return rewrite_ops(program, rewrite) if found else program
+    return edit_ops(program, edit, found)

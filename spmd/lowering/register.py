@@ -7,7 +7,6 @@ from dataclasses import replace
 from spmd.errors import SpmdError
 from spmd.ir.dialect import registry
 from spmd.ir.dialect.composites import COMPOSITES, Composite, Function
-from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import Rule, parse_rule, whole
 from spmd.ir.program import OpKind, Value
 from spmd.ir.types import types_text
@@ -177,8 +176,4 @@ def _rule_function(
 
 
 def _masked(op: LocalOp) -> LocalOp:
-    operands = list(op.operands)
-    for i, type_ in enumerate(op.op.kind.operands):
-        if op.reduced_dims(i):
-            operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype))
-    return replace(op, operands=tuple(operands))
+    return replace(op, operands=tuple(op.masked(i) for i in range(len(op.operands))))

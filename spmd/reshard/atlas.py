@@ -21,16 +21,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import KINDS, terms_of, wire_bytes
-from spmd.reshard.question import (
-    EXACT_ATOMS,
-    Digit,
-    Dims,
-    Names,
-    PricedQuestion,
-    Question,
-    atom_digits,
-)
-from spmd.reshard.search import Answer, Moves
+from spmd.reshard.search import EXACT_ATOMS, Answer, Dims, Moves, Names, atom_digits
 
 # Larger graphs are not made; nor larger ones of single atoms, whose paths can be searched for.
 MOST_NODES, MOST_EXACT = 4500, 1000
@@ -43,9 +34,8 @@ class Atlas:
 
     def __init__(self, units: tuple[Axes, ...], rank: int, mesh: Mesh, topology: Topology) -> None:
         self.units, names = units, Names(units, (), ())  # atoms of each unit
-        digits = tuple([Digit(tuple([mesh.atom_sizes[a] for a in u]), 0.0, 1.0) for u in units])
-        whole: Dims = ((),) * rank
-        problem = PricedQuestion(Question(digits, whole, whole, (), (mesh.size,) * rank))
+        every = Moves.among([[mesh.atom_sizes[a] for a in unit] for unit in units], rank, mesh.size)
+        problem = every.problem
         # Every order of some digits on every dim, and some of the others partial.
         states: list[tuple[Dims, Axes]] = []
         for places in product(range(rank + 2), repeat=len(units)):
@@ -61,7 +51,7 @@ class Atlas:
         self.extents = np.array(extents, dtype=np.int64).reshape(len(states), rank)
         self.pieces = self.extents.prod(1)
         self.piece_list: list[int] = self.pieces.tolist()
-        every, number = Moves(problem), {state: i for i, state in enumerate(states)}
+        number = {state: i for i, state in enumerate(states)}
         out = [list(every.out_of(*state, mesh.size)) for state in states]
         # Every step, in the order of the nodes that they start from.
         self.moves = list(chain(*out))
@@ -201,8 +191,6 @@ class Distances:
                     here, number = came[here]
                     moves.append(self._atlas.moves[number])
                 return tuple(moves[::-1]), cost[0] * self._tick, cost[1]
-            if cost > best[here]:
-                continue
             time, sent, steps = cost
             for ticks, more, there, number in self._moves_from(here):
                 if pieces[there] >= least and left[there] < math.inf:

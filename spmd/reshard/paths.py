@@ -31,8 +31,7 @@ from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_lega
 from spmd.mesh.topology import Topology
 from spmd.reshard.atlas import distances
 from spmd.reshard.comm import terms_of
-from spmd.reshard.question import Dims, Names, moved, pieces_after, questions
-from spmd.reshard.search import Answer, AtomMove, cheapest
+from spmd.reshard.search import Answer, AtomMove, Names, cheapest, moved, pieces_after, questions
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -171,12 +170,10 @@ def reshard_seconds(
 
     Entries are infinite if there can be no path, and NaN if only a call of `reshard` can tell.
     """
-    result = np.full((len(states), len(needs)), 0.0 if type_.is_empty else math.nan)
-    if type_.is_empty:
-        return result
+    result = np.full((len(states), len(needs)), math.nan)
     room = tuple([math.gcd(size, mesh.size) for size in type_.shape])
     known = distances(room, type_.size * dtype_bits(type_.dtype), held, mesh, topology)
-    if known is None:
+    if known is None or type_.is_empty:
         return result
     # (position, node) of shardings that have a node, by what they are partial over.
     rows: dict[tuple[Axes, str], list[tuple[int, int]]] = {}
@@ -266,7 +263,7 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     axes = moved(before.dims, after.dims, mesh.atom_sizes)
     fixed = mesh.coordinates([a for a in range(len(mesh.atoms)) if a not in axes])
 
-    def pieces(dims: Dims) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def pieces(dims: tuple[Axes, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Returns a number for each device: equal for equal pieces and places in unmoved atoms."""
         number = fixed
         for axes in dims:  # a permute leaves the number of pieces of every dim alone

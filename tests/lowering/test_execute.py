@@ -12,8 +12,15 @@ import pytest
 import spmd
 from spmd.ir.program import Program
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.execute import Outside, WithConstants, compile_emitted, x64_if
-from spmd.lowering.xla_options import DEFAULTS, EIGHT_BIT, xla_options
+from spmd.lowering.execute import (
+    DEFAULTS,
+    EIGHT_BIT,
+    Outside,
+    WithConstants,
+    compile_emitted,
+    x64_if,
+    xla_options,
+)
 
 SQUARE = """module {{
   func.func @main(%x: tensor<8x{dtype}>) -> tensor<8x{dtype}> {{

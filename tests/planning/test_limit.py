@@ -11,7 +11,7 @@ from jax import lax
 import spmd
 from benchmarks.programs.catalog import programs
 from spmd.compiler import plan_problem
-from spmd.lowering.recompute.again import AGAIN
+from spmd.lowering.recompute import AGAIN
 from spmd.planning.limit import least_held
 from spmd.planning.search import Search
 

@@ -11,7 +11,8 @@ from spmd.compiler import Trial, plan_problem, problem_for
 from spmd.explain.costs import sent_bytes, spent
 from spmd.ir.description import CONSTANT
 from spmd.ir.program import OpKind, Program, Region
-from spmd.lowering.recompute.again import Costs
+from spmd.lowering.recompute import Costs
+from spmd.lowering.rewrites.schedule import Clock
 from spmd.mesh.sharding import Mark
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -85,7 +86,7 @@ def test_all_judges_say_the_same_of_an_op() -> None:
             compared += 1
             seconds = line.compute_seconds + line.comm_seconds
             reported = sum(part.seconds + part.hidden for part in spent(line, H200S))
-            again = Costs(local, MESH, H200S, 0.0).again(parts[0])
+            again = Costs(Clock(local, MESH, H200S), 0.0).again(parts[0])
             judged = [plan.seconds, reported, *([again] if np.isfinite(again) else [])]
             assert judged == pytest.approx([seconds] * len(judged), rel=0.01, abs=1e-12), op.kind
             sent = sent_bytes(parts[0], MESH, H200S)

@@ -21,7 +21,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal, local_shape, replicated
 from spmd.mesh.topology import Topology
 from spmd.reshard.paths import Path, reshard, torn_dims
-from spmd.reshard.question import EXACT_DIGITS, questions
+from spmd.reshard.search import EXACT_DIGITS, questions
 from tests.reshard.oracle import Oracle, all_shardings
 from tests.reshard.simulate import check, mesh_of
 

@@ -1,13 +1,4 @@
 """The descriptions of all ops, a module for each family; importing it fills `DESCRIPTIONS`."""
-# ruff: noqa: F401
 
-from spmd.ir.dialect import (
-    callbacks,
-    collectives,
-    contract,
-    elementwise,
-    host,
-    linalg,
-    manual,
-    window,
-)
+# `reducers`, which some of these import, brings those of `elementwise`.
+from spmd.ir.dialect import callbacks, collectives, contract, host, linalg, manual, window  # noqa: F401

@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.description import CUSTOM_CALL
-from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import op
-from spmd.ir.program import Op, Program, Value, free_values
-from spmd.ir.rewrite import repeat_op
+from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, reads
 from spmd.ir.types import Opaque
 
 TARGET = "annotate_device_placement"
@@ -42,36 +40,33 @@ def with_moves(program: Program, arguments: Iterable[int], results: Iterable[int
     All arguments are moved before the first op that reads one of them, and results at the end, so
     that nothing stands between the ops that become one kernel. XLA moves each when it is time.
     """
-    body = program.body
-    waiting = {body.args[position] for position in arguments}
-    leaving = set(results)
-    if not waiting and not leaving:
-        return program
-    b = Builder()
-    env = {v: b.value(program.types[v]) for v in body.args}
+    body, types = program.body, list(program.types)
+    waiting = [value for i, value in enumerate(body.args) if i in set(arguments)]
+    locs = [each.loc for each in body.ops] or [Loc()]
 
-    def move(value: Value, place: str) -> Value:
+    def new(value: Value) -> Value:
+        types.append(types[value])
+        return len(types) - 1
+
+    def move(value: Value, made: Value, place: str, loc: Loc) -> Op:
         attrs = {
             "api_version": Opaque("1 : i32"), "backend_config": "", "call_target_name": TARGET,
             "called_computations": Opaque("[]"), "has_side_effect": True,
             _PLACE: Opaque(f'{{_xla_buffer_placement = "{place}"}}'),
         }  # fmt: skip
-        return b.op(CUSTOM_CALL, [env[value]], [program.types[value]], attrs)[0]
+        ends = (types[value],)
+        return Op(OpKind(CUSTOM_CALL, ends, ends, attrs), (value,), (made,), (), loc)
 
-    def arrive(reads: Iterable[Value]) -> None:
-        if not waiting.isdisjoint(reads):
-            env.update((value, move(value, DEVICE)) for value in sorted(waiting))
-            waiting.clear()
-
-    b.begin(isolated=True)
-    args = [env[v] for v in body.args]
-    for each in body.ops:
-        b.loc = each.loc
-        arrive((*each.operands, *(v for region in each.regions for v in free_values(region))))
-        repeat_op(b, each, env)
-    arrive(body.results)
-    ends = [move(v, HOST) if i in leaving else env[v] for i, v in enumerate(body.results)]
-    return program._replace(body=b.end(args, ends), types=tuple(b.types))
+    # The numbers of such arguments go to what comes of moving them, so that readers stay the same.
+    instead = {value: new(value) for value in waiting}
+    args = tuple(instead.get(value, value) for value in body.args)
+    readers = (i for i, each in enumerate(body.ops) if not instead.keys().isdisjoint(reads(each)))
+    first = next(readers, len(body.ops))
+    come = [move(instead[v], v, DEVICE, locs[min(first, len(locs) - 1)]) for v in waiting]
+    leaving = {i: move(body.results[i], new(body.results[i]), HOST, locs[-1]) for i in results}
+    ends = [leaving[i].results[0] if i in leaving else v for i, v in enumerate(body.results)]
+    ops = (*body.ops[:first], *come, *body.ops[first:], *leaving.values())
+    return program._replace(body=Region(args, ops, tuple(ends)), types=tuple(types))
 
 
 class Hosted(NamedTuple):

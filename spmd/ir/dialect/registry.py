@@ -5,14 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.errors import SpmdError, UnsupportedOpError
-from spmd.ir.description import (
-    DESCRIPTIONS,
-    LIBRARY_CALL,
-    UNKNOWN,
-    UNKNOWN_CALL,
-    Description,
-    rule_name,
-)
+from spmd.ir.description import DESCRIPTIONS, UNKNOWN, UNKNOWN_CALL, Description, rule_name
 from spmd.ir.dialect.rule import Rule, whole
 from spmd.ir.program import Loc, OpKind
 from spmd.ir.types import is_integer, types_text
@@ -43,16 +36,6 @@ def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 TAUGHT: set[str] = set()
 """Names in modules of ops that code outside `spmd` registered; programs with one are not cached."""
-
-
-def registered_ops() -> tuple[str, ...]:
-    """Returns the names of all ops with a rule, sorted."""
-    return tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.rule))
-
-
-def is_known_call(target: str) -> bool:
-    """Whether a custom call's target has a rule, or is of a known linear algebra library."""
-    return f"custom_call:{target}" in DESCRIPTIONS or LIBRARY_CALL.match(target) is not None
 
 
 def _registration(name: str, kind: OpKind) -> str:

@@ -243,7 +243,7 @@ class RuleBuilder:
         made = [pair(d, size, out) for d, (size, out) in sizes]
         return [dims[0] for dims in made], [dims[1] for dims in made]
 
-    def cut(self, one: TensorType, part: TensorType, kind: str) -> Sides:
+    def cut(self, one: TensorType, part: TensorType, kind: str = PASS) -> Sides:
         """Returns dims of `one`, `part`: equal ones pass, else `kind` in `one`, whole in `part`."""
         return self.pairs(
             one, part, lambda _, n, m: self.passes(n) if n == m else self.apart(n, m, kind)

@@ -13,16 +13,7 @@ from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.reducers import NEUTRAL, joining
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import (
-    PASS,
-    REDUCE,
-    REPLICATE,
-    WINDOW,
-    DimFactors,
-    Pair,
-    Rule,
-    RuleBuilder,
-)
+from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Pair, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
 
@@ -179,8 +170,10 @@ def _concatenate(kind: OpKind) -> Rule:
     build = RuleBuilder()
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
-    kinds = [WINDOW if d == along and n > 1 else PASS for d, n in enumerate(shape)]
-    result = list(map(build.factor, shape, kinds))
+    result = [
+        build.factor(n, WINDOW) if d == along and n > 1 else build.factor(n)
+        for d, n in enumerate(shape)
+    ]
     operands, start = [], 0
     for i, type_ in enumerate(kind.operands):
         size, dims = type_.shape[along], list(result)
@@ -207,7 +200,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Returns the rule: any dim may be split; the update is split in dims that it covers whole."""
     build = RuleBuilder()
-    operand, update = build.cut(kind.operands[0], kind.operands[1], PASS)
+    operand, update = build.cut(kind.operands[0], kind.operands[1])
     starts: list[list[DimFactors]] = [[] for _ in kind.operands[2:]]
     return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
 

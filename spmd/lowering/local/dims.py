@@ -89,6 +89,53 @@ class Split(NamedTuple):
         """Sizes of pieces over 0, 1, 2, ... atoms: 10 over {2, 2} is (10, 5, 3); a tile is last."""
         return piece_sizes(self.size, self.axes, self.mesh)
 
+    def join(self, b: Builder, x: Value) -> Value:
+        """Undoes `cut`: drops the padding of the dim of `x` that consists of all tiles in order."""
+        if self.is_even:
+            return x
+        dim, pieces, shape = self.dim, self.pieces, b.types[x].shape
+        counts = [self.mesh.atom_sizes[a] for a in self.axes]
+        x = b.reshape(x, (*shape[:dim], *counts, pieces[-1], *shape[dim + 1 :]))
+        for level in reversed(range(len(counts))):
+            at = dim + level
+            inner = b.types[x].shape
+            x = b.reshape(x, (*inner[:at], inner[at] * inner[at + 1], *inner[at + 2 :]))
+            x = _resize(b, x, at, pieces[level])
+        return x
+
+    def start(self, b: Builder) -> Value:
+        """Returns the global index of the first element of this device's tile, an i32 scalar."""
+
+        def make() -> Value:
+            if self.is_even:
+                index = b.axis_index(self.axes)
+                return b.binary("multiply", index, b.constant(self.pieces[-1], "i32"))
+            start = b.constant(0, "i32")
+            for a, piece in zip(self.axes, self.pieces[1:], strict=True):
+                step = b.binary("multiply", b.axis_index((a,)), b.constant(piece, "i32"))
+                start = b.binary("add", start, step)
+            return start
+
+        return b.once(("start", self.size, self.axes), make)
+
+    def own_count(self, b: Builder) -> Value:
+        """Returns how many elements of this device's tile are not padding, an i32 scalar."""
+
+        # The pieces of `tile`, computed on the device. 5 over {2, 2} on the device at 1, 0:
+        #   min(3, 5 - 1 * 3) = 2 of the first level's piece of 3; then min(2, 2 - 0 * 2) = 2
+        def make() -> Value:
+            own = b.constant(self.size, "i32")
+            if self.is_even:
+                return b.constant(self.pieces[-1], "i32")
+            for a, size in zip(self.axes, self.pieces[1:], strict=True):
+                piece = b.constant(size, "i32")
+                before = b.binary("multiply", b.axis_index((a,)), piece)
+                own = b.binary("minimum", piece, b.binary("subtract", own, before))
+                own = b.binary("maximum", own, b.constant(0, "i32"))
+            return own
+
+        return b.once(("own", self.size, self.axes), make)
+
 
 def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     """Pads an unsplit dim so that slices of one size are the tiles over `axes`, in order.
@@ -118,62 +165,8 @@ def own_piece(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     return b.local_slice(x, b.types[x].scaled(dim, 1, mesh.extent(axes)), axes, dim)
 
 
-def join(b: Builder, x: Value, split: Split) -> Value:
-    """Undoes `cut`: drops the padding of a dim of `x` that consists of all tiles in order."""
-    if split.is_even:
-        return x
-    dim, pieces = split.dim, split.pieces
-    shape = b.types[x].shape
-    counts = [split.mesh.atom_sizes[a] for a in split.axes]
-    x = b.reshape(x, (*shape[:dim], *counts, pieces[-1], *shape[dim + 1 :]))
-    for level in reversed(range(len(counts))):
-        at = dim + level
-        inner = b.types[x].shape
-        x = b.reshape(x, (*inner[:at], inner[at] * inner[at + 1], *inner[at + 2 :]))
-        x = _resize(b, x, at, pieces[level])
-    return x
-
-
 def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
     have = b.types[x].shape[dim]
     if size <= have:
         return b.slice_dim(x, dim, 0, size)
     return b.pad_dim(x, dim, 0, size - have, b.splat(0, b.types[x].with_shape(())))
-
-
-def start_of(b: Builder, split: Split) -> Value:
-    """Returns the global index of the first element of this device's tile, an i32 scalar."""
-    _, size, axes, _ = split
-    pieces = split.pieces
-
-    def make() -> Value:
-        if split.is_even:
-            return b.binary("multiply", b.axis_index(axes), b.constant(pieces[-1], "i32"))
-        start = b.constant(0, "i32")
-        for level, a in enumerate(axes):
-            step = b.binary("multiply", b.axis_index((a,)), b.constant(pieces[level + 1], "i32"))
-            start = b.binary("add", start, step)
-        return start
-
-    return b.once(("start", size, axes), make)
-
-
-def own_count(b: Builder, split: Split) -> Value:
-    """Returns how many elements of this device's tile are not padding, an i32 scalar."""
-    _, size, axes, _ = split
-    pieces = split.pieces
-
-    # The pieces of `tile`, computed on the device. 5 over {2, 2} on the device at 1, 0:
-    #   min(3, 5 - 1 * 3) = 2 of the first level's piece of 3; then min(2, 2 - 0 * 2) = 2
-    def make() -> Value:
-        own = b.constant(size, "i32")
-        if split.is_even:
-            return b.constant(pieces[-1], "i32")
-        for level, a in enumerate(axes):
-            piece = b.constant(pieces[level + 1], "i32")
-            before = b.binary("multiply", b.axis_index((a,)), piece)
-            own = b.binary("minimum", piece, b.binary("subtract", own, before))
-            own = b.binary("maximum", own, b.constant(0, "i32"))
-        return own
-
-    return b.once(("own", size, axes), make)

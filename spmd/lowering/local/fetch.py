@@ -17,7 +17,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import HaloSend, Need, Window, exchange, reads_of
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local.dims import Split, gather_dim, join, per_device, take_dim
+from spmd.lowering.local.dims import Split, gather_dim, per_device, take_dim
 from spmd.lowering.local.table import LocalOp
 from spmd.mesh.sharding import Axes, tiles
 
@@ -57,7 +57,7 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Piece]:
     dim, size, axes, mesh = split
     plan = exchange(need, size, axes, mesh) if axes else None
     if plan is None or plan.gather:
-        whole = x if plan is None else join(b, gather_dim(b, x, dim, axes, mesh), split)
+        whole = x if plan is None else split.join(b, gather_dim(b, x, dim, axes, mesh))
         every = range(len(need.starts))
         taken = [HaloSend(i, i, need.lows[i], need.highs[i]) for i in every]
         return [_part(whole, taken, [0 for _ in every], need)]

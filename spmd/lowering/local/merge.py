@@ -17,7 +17,7 @@ from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, is_float, numpy_dtype
-from spmd.lowering.local.dims import Split, gather_dim, own_count, own_piece, per_device, start_of
+from spmd.lowering.local.dims import Split, gather_dim, own_piece, per_device
 from spmd.lowering.local.fetch import fetch
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes, tiles
@@ -29,7 +29,7 @@ from spmd.propagation.projection import reduced_axes
 @local("stablehlo.dot_general")
 def _dot_general(op: LocalOp) -> tuple[Value, ...]:
     """Multiplies local pieces, with padding along contracted dims, which may be NaN, set to 0."""
-    return op.emit([op.masked(i, 0) for i in range(2)])
+    return op.emit([op.masked(i) for i in range(2)])
 
 
 @local("stablehlo.reduce")
@@ -39,8 +39,7 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
         return reduce_merged(op)
     if not reduced_axes(op.rule, op.choice.assignment):
         return op.emit()
-    x, init = op.operands  # a body that is one known op has one operand
-    return op.emit([op.masked(0, identity_element(op.attrs["reducer"], op.b.types[x].dtype)), init])
+    return op.emit([op.masked(0), op.operands[1]])  # a body that is one known op has one operand
 
 
 # Ragged products: the same op with this device's own group sizes.
@@ -53,7 +52,7 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
 @local("chlo.ragged_dot")
 def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     b, dims = op.b, RaggedDims.of(op.op.kind)
-    lhs, rhs = (op.masked(i, 0) for i in range(2))
+    lhs, rhs = (op.masked(i) for i in range(2))
     sizes = op.operands[2]
     rows = op.dim(0, dims.ragged)
     groups = op.dim(1, dims.group).axes if dims.group is not None else ()
@@ -69,7 +68,7 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     count = b.types[lhs].shape[dims.ragged]
     type_, last = b.types[ends], b.types[ends].rank - 1
     if rows.axes:  # counted from this device's first row, within its rows
-        first = b.broadcast(b.convert(start_of(b, rows), type_.dtype), type_.shape)
+        first = b.broadcast(b.convert(rows.start(b), type_.dtype), type_.shape)
         low, high = b.splat(0, type_), b.splat(count, type_)
         inside = b.binary("minimum", b.binary("maximum", ends, first), b.binary("add", first, high))
         ends = b.binary("maximum", b.binary("subtract", inside, first), low)
@@ -163,7 +162,7 @@ def _top_k(op: LocalOp) -> tuple[Value, ...]:
         last = np.frombuffer(b"\xff" * element.itemsize, element).reshape(())
     x = op.masked(0, last, split)
     values, places = _top(op, x, count)
-    start = b.convert(start_of(b, op.dim(0, dim)), b.types[places].dtype)
+    start = b.convert(op.dim(0, dim).start(b), b.types[places].dtype)
     places = b.binary("add", places, b.broadcast(start, b.types[places].shape))
     # 5 elements over {2, 2} lie as 0 1 | 2 . | 3 4 | . . With two candidates from each piece, those
     # [0, 3) and [4, 6) of the gathered eight exist. The others are the least element there is, but
@@ -224,11 +223,11 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
     b, dim, shape = op.b, op.dim(0, split[0]), op.b.types[op.operands[0]].shape
     piece, owned = dim.pieces[-1], tiles(dim.size, dim.axes, dim.mesh)
     count = b.iota(TensorType(shape, "i32"), dim.dim)
-    place = b.binary("add", count, b.broadcast(start_of(b, dim), shape))
+    place = b.binary("add", count, b.broadcast(dim.start(b), shape))
     if not dim.is_even:
         behind = [dim.size + i * piece for i in range(op.mesh.extent(dim.axes))]
         padding = b.binary("add", count, b.broadcast(per_device(b, dim.axes, behind), shape))
-        exists = b.broadcast(own_count(b, dim), shape)
+        exists = b.broadcast(dim.own_count(b), shape)
         place = b.select(b.compare("LT", count, exists), place, padding)
     xs = _ordered(op, (*op.operands, place))
     with b.noted(f"pieces of dim {dim.dim} meet to be merged by {op.op.name}"):

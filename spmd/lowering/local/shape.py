@@ -8,17 +8,9 @@ import numpy as np
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import reads_of
-from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import Dense, GatherDims, ScatterDims, TensorType
-from spmd.lowering.local.dims import (
-    Split,
-    clamped_index,
-    dynamic_take_dim,
-    own_count,
-    own_piece,
-    start_of,
-)
+from spmd.lowering.local.dims import Split, clamped_index, dynamic_take_dim, own_piece
 from spmd.lowering.local.fetch import assembled, base_of, note_of, parts_of, read_around
 from spmd.lowering.local.table import LocalOp, local, or_identity
 from spmd.propagation.projection import reduced_axes
@@ -48,7 +40,7 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
     if not axes:
         return (count,)
     split = Split(dim, op.op.kind.results[0].shape[dim], axes, op.mesh)
-    start = op.b.convert(start_of(op.b, split), type_.dtype)
+    start = op.b.convert(split.start(op.b), type_.dtype)
     return (op.b.binary("add", count, op.b.broadcast(start, type_.shape)),)
 
 
@@ -116,11 +108,11 @@ def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value
     dim = split.dim
     have = b.types[x].shape[dim]
     width = min(have, length)
-    here = b.binary("subtract", start, start_of(b, split))
+    here = b.binary("subtract", start, split.start(b))
     at = clamped_index(b, here, have - width)
     x = dynamic_take_dim(b, x, dim, at, width)
     x = _shifted(b, x, dim, b.binary("subtract", here, at), length)
-    inside = _within(b, length, here, own_count(b, split))
+    inside = _within(b, length, here, split.own_count(b))
     return b.select(b.broadcast(inside, b.types[x].shape, (dim,)), x, b.splat(0, b.types[x]))
 
 
@@ -200,7 +192,7 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
     flags = []
     for d in split:
         width = min(sizes[d], b.types[x].shape[d])
-        here = b.binary("subtract", starts[d], start_of(b, op.dim(0, d)))
+        here = b.binary("subtract", starts[d], op.dim(0, d).start(b))
         starts[d] = clamped_index(b, here, b.types[x].shape[d] - width)
         shift = b.binary("subtract", starts[d], here)
         update = _shifted(b, update, d, shift, width)
@@ -242,8 +234,8 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
     clamped = vector.clamped(indices, [place.size - wanted[place.dim] for place in places])
     if not is_split:  # XLA makes it a dynamic slice, which must be in range (see `expand`)
         return op.emit([table, clamped], slice_sizes=sizes)
-    starts = vector.join([start_of(b, place) for place in places])
-    ends = vector.join([own_count(b, place) for place in places])
+    starts = vector.join([place.start(b) for place in places])
+    ends = vector.join([place.own_count(b) for place in places])
     local_index = b.binary("subtract", clamped, starts)
     inside = _between(b, local_index, vector.of([0] * len(places)), ends)
     (found,) = op.emit([table, local_index], slice_sizes=sizes)
@@ -263,10 +255,7 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     axes = reduced_axes(op.rule, op.choice.assignment)
     reducer = op.attrs["reducer"]
     if axes:  # padded updates must change nothing, wherever their padded indices point
-        updates = tuple(
-            op.masked(i, identity_element(reducer, b.types[u].dtype))
-            for i, u in enumerate(updates, count + 1)
-        )
+        updates = tuple(op.masked(i) for i in range(count + 1, len(op.operands)))
         if reducer not in ("max", "min", "and", "or"):  # by which a table may be joined repeatedly
             is_first = b.compare("EQ", b.axis_index(axes), b.constant(0, "i32"))
             tables = tuple(or_identity(b, is_first, t, reducer) for t in tables)
@@ -274,7 +263,7 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     if any(place.axes for place in places):
         indices = _as_signed(b, indices)
         vector = _VectorDim(b, b.types[indices], dims.index_vector_dim)
-        starts = vector.join([start_of(b, place) for place in places])
+        starts = vector.join([place.start(b) for place in places])
         indices = b.binary("subtract", indices, starts)
         if b.types[indices].size == len(places):
             return _scatter_one(op, tables, indices, updates)

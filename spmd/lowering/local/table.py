@@ -19,7 +19,7 @@ from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.local.dims import Split, own_count
+from spmd.lowering.local.dims import Split
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
@@ -78,10 +78,11 @@ class LocalOp:
             and (axes := self.choice.assignment[read.factor])
         }
 
-    def masked(self, number: int, fill: Any, dims: Sequence[int] | None = None) -> Value:
+    def masked(self, number: int, fill: Any = None, dims: Sequence[int] | None = None) -> Value:
         """Returns an operand with padding replaced by `fill` along `dims` (None: the reduced dims).
 
-        `fill` is an element, or a function that returns a local value of the operand's type.
+        `fill` is an element, or a function that returns a local value of the operand's type; None:
+        the identity of the rule's reduction.
         """
         b, x = self.b, self.operands[number]
         type_ = b.types[x]
@@ -89,7 +90,9 @@ class LocalOp:
             split = self.dim(number, d)
             if not split.is_even:
                 position = b.iota(type_._replace(dtype="i32"), d)
-                exists = b.compare("LT", position, b.broadcast(own_count(b, split), type_.shape))
+                if fill is None:
+                    fill = identity_element(self.rule.reduction, type_.dtype)
+                exists = b.compare("LT", position, b.broadcast(split.own_count(b), type_.shape))
                 x = b.select(exists, x, fill() if callable(fill) else b.splat(fill, type_))
         return x
 

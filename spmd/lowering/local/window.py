@@ -35,7 +35,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
     sizes, strides = list(op.attrs["window_dimensions"]), list(sliding.strides)
     covered = [d for d in op.reduced_dims(0) if op.dim(0, d).axes]
     if covered:  # one window covers the whole dim: here it covers the piece
-        xs = [op.masked(0, identity_element(op.attrs["reducer"], b.types[xs[0]].dtype))]
+        xs = [op.masked(0)]
         for d in covered:
             sizes[d], strides[d], padding[d] = b.types[xs[0]].shape[d], 1, (0, 0)
     for d, read in op.reads(0).items():
@@ -161,7 +161,7 @@ def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[
 def _convolution(op: LocalOp) -> tuple[Value, ...]:
     """Convolves what this device's piece of the result, or of the kernel, reads of the input."""
     numbers: ConvDims = op.attrs["dimension_numbers"]
-    lhs, rhs = (op.masked(i, 0) for i in range(2))
+    lhs, rhs = (op.masked(i) for i in range(2))
     sliding = Sliding(op.op.kind, len(numbers.input_spatial))
     padding, dilation = list(sliding.padding), list(sliding.base)
     for d, read in op.reads(0).items():

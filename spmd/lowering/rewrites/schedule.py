@@ -45,7 +45,7 @@ from spmd.ir.control_flow import Index
 from spmd.ir.description import RESHAPE, Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, reads
-from spmd.lowering.rewrites.two_level import two_level
+from spmd.lowering.rewrites.two_level import IN_PIECES, two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.predict.memory import alive_bytes, constant_bytes, peak_memory
@@ -119,8 +119,6 @@ def schedule(
 MEMBERS = 4  # a flat buffer has room for at least so many collectives; larger ones stay alone
 PATIENCE = 16  # a collective is moved across at most so many times its own seconds
 FEW_BYTES = 1 << 16  # up to so many, ops are delayed with their operand, buckets have no `until`
-
-COMBINED = ("all_gather", "all_reduce", "reduce_scatter")  # kinds that can be combined
 
 _Key = tuple[object, ...]  # what collectives have to share in order to be combined
 
@@ -232,7 +230,7 @@ class _Block:
     # What may travel together.
 
     def is_small(self, op: Op) -> bool:
-        if op.collective not in COMBINED or len(op.operands) != 1 or "axes" not in op.kind.attrs:
+        if op.collective not in IN_PIECES or len(op.operands) != 1 or "axes" not in op.kind.attrs:
             return False
         fits = 0 < _bytes(op) <= self.target // MEMBERS
         copies = 4 * _bytes(op) / self.clock.topology.hbm_bandwidth

@@ -47,7 +47,7 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
         return sent.seconds(mesh, topology) if sent else 0.0
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        if op.collective not in _PARTED or len(op.operands) != 1 or "groups" in op.kind.attrs:
+        if op.collective not in IN_PIECES or len(op.operands) != 1 or "groups" in op.kind.attrs:
             return None
         chain = chains.get(op.results[0], [op])
         axes = tuple(a for part in chain for a in part.kind.attrs["axes"])
@@ -67,7 +67,7 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
     return remove_dead(edit_ops(program, edit))
 
 
-_PARTED = ("all_reduce", "all_gather", "reduce_scatter")
+IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")  # kinds done in parts, or together
 
 
 def _chains(program: Program) -> dict[Value, list[Op]]:

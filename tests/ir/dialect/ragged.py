@@ -10,7 +10,7 @@ import spmd
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.program import Op, Program, Value
-from spmd.ir.rewrite import append_ops, rewrite_ops
+from spmd.ir.rewrite import Now, append_ops, edit_ops
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.expand import expand
 from tests.ir.examples import program_of
@@ -19,7 +19,7 @@ from tests.ir.examples import program_of
 def expand_for_cpu(program: Program, mesh: spmd.Mesh) -> Program:
     """`expand`, and then every `chlo.ragged_dot` as jax has it."""
 
-    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         if op.name != "chlo.ragged_dot":
             return None
         dims, dot = RaggedDims.of(op.kind), RaggedDims.of(op.kind).dot
@@ -32,6 +32,6 @@ def expand_for_cpu(program: Program, mesh: spmd.Mesh) -> Program:
         def product(x: Any, w: Any, sizes: Any) -> Any:
             return lax.ragged_dot_general(x, w, sizes, numbers)
 
-        return append_ops(b, program_of(product, *structs), operands, op.loc)
+        return append_ops(b, program_of(product, *structs), op.operands, op.loc)
 
-    return rewrite_ops(expand(program, mesh), rewrite)
+    return edit_ops(expand(program, mesh), edit)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.recompute.again import cheapest_cut
+from spmd.lowering.recompute import cheapest_cut
 
 F32 = TensorType((), "f32")
 

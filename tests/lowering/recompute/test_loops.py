@@ -12,7 +12,7 @@ from jax import lax
 import spmd
 from spmd.ir.control_flow import Index
 from spmd.ir.program import Program
-from spmd.lowering.recompute.recompute import pairs_of, recompute
+from spmd.lowering.recompute import pairs_of, recompute
 from tests.close import close
 from tests.lowering.rewrites.local_programs import arguments, run
 

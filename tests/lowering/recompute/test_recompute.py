@@ -19,8 +19,8 @@ from spmd.ir.control_flow import Index
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, OpKind, Program
 from spmd.ir.text import format_program
-from spmd.lowering.recompute.again import AGAIN, Costs
-from spmd.lowering.recompute.recompute import pairs_of, recompute
+from spmd.lowering.recompute import AGAIN, Costs, pairs_of, recompute
+from spmd.lowering.rewrites.schedule import Clock
 from spmd.predict.memory import peak_memory
 from tests.close import close
 from tests.ir.text_parse import parse_program
@@ -157,7 +157,7 @@ def test_what_a_block_holds(golden: Golden) -> None:
 
 def test_what_must_not_be_done_twice_has_no_price() -> None:
     program = local(scanned)
-    costs = Costs(program, MESH, spmd.Topology("h200:8"), 1.0)
+    costs = Costs(Clock(program, MESH, spmd.Topology("h200:8")), 1.0)
     loop = next(op for op in program.walk() if op.is_loop)
     call = Op(OpKind("stablehlo.custom_call", (), (), {"call_target_name": "print"}), (), ())
     cond, body = loop.regions

@@ -1,1 +1,0 @@
-"""Remat: where memory is short, values are recomputed where they are read instead of kept."""
