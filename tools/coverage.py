@@ -15,7 +15,8 @@ from benchmarks.corpus.programs import PROGRAMS
 from benchmarks.tables import with_rows
 from spmd.cli.flags import Parser, Switch
 from spmd.frontend.canonicalize import CANONICAL
-from spmd.frontend.importer.ops import LEGALIZED, REFUSED, SAME, dialect_ops
+from spmd.frontend.importer.handlers import SAME
+from spmd.frontend.importer.ops import LEGALIZED, REFUSED, dialect_ops
 from spmd.lowering.local import table as local
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from jaxlib.mlir.dialects import func, stablehlo
 
 from spmd.errors import MeshError
 from spmd.frontend.importer.contents import MARKS, ops_in, replace_op, tensor_type
-from spmd.frontend.importer.ops import SAME
+from spmd.frontend.importer.handlers import SAME
 from spmd.ir.description import CUSTOM_CALL
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK, FLAG, INSPECT
 from spmd.ir.program import Callback, Program

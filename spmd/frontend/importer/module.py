@@ -21,7 +21,8 @@ from jaxlib.mlir.passmanager import PassManager
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
 from spmd.frontend.importer import contents
-from spmd.frontend.importer.ops import CHLO_COMPOSITES, Importer
+from spmd.frontend.importer.handlers import CHLO_COMPOSITES, HANDLERS
+from spmd.frontend.importer.ops import Importer
 from spmd.ir.program import Callback, Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 from spmd.mesh.mesh import Mesh
@@ -66,7 +67,7 @@ def import_module(
         inside = contents.Contents(module, mesh)
         inside.check_calls({*composites, *CHLO_COMPOSITES})
         main = inside.main()
-        importer = Importer(inside, function, composites, len(callbacks))
+        importer = Importer(inside, HANDLERS, function, composites, len(callbacks))
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,
