@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from spmd.ops import products_hopper
 from spmd.ops.products_triton import (
     LEAST,
     LEAST_ROWS,
@@ -58,14 +59,19 @@ def adapted(
         begin_1, size = jnp.maximum(place_B, 0).astype(jnp.int32) * rank, rank
     thin = [a_NRI.reshape(-1, inputs) for a_NRI, _ in pairs]
     many = functools.partial(partial_products, interpret=interpret)
-    tiles = None
+    tiles, blocks = None, products_hopper.blocks_for(x_BI, [*parts, *((a_CI,) for a_CI in thin)])
     if rows == 1 and all(len(part) == 1 and part[0].dtype == x_BI.dtype for part in parts):
         tiles = plain_tiles(rows, inputs, outputs, x_BI.dtype.itemsize)
     elif all(len(part) < 3 for part in parts):  # none has zeros
         tiles = tiles_for(x_BI, parts)
     if tiles is not None and tiles.is_paired:  # A needs the rows as they are
         tiles = None
-    if tiles is not None:
+    if blocks is not None:  # A is a weight as the others
+        of_all = [part[0] for part in parts] + thin
+        kept = x_BI.dtype if blocks.splits == 1 else jnp.float32
+        sums = products_hopper.partial_products([x_BI], of_all, blocks, kept, interpret=interpret)
+        found, thin = sums[: len(parts)], sums[len(parts) :]
+    elif tiles is not None:
         sums = many(x_BI, parts, tiles, x_BI.dtype, thin, begin_1, size)
         found, thin = sums[: len(parts)], sums[len(parts) :]
     else:

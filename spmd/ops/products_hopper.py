@@ -72,7 +72,7 @@ def products(
     rows = x_BI.shape[0]
     x_BI = x_BI.reshape(rows, -1)
     blocks = blocks_for(x_BI, weights)
-    if blocks is None or not (interpret or is_here()):
+    if blocks is None:
         return NotImplemented
     dtype = x_BI.dtype if dtype is None else dtype
     values, *scales = zip(*weights, strict=True)
@@ -83,9 +83,8 @@ def products(
     elif values[0].dtype == FP8:
         xs, factor_B1 = _float_pairs(x_BI)
     kept = dtype if blocks.splits == 1 and not scales else jnp.float32
-    found = [
-        jnp.sum(y_SBO[:, :rows], axis=0) for y_SBO in _run(xs, values, blocks, kept, interpret)
-    ]
+    sums = partial_products(xs, values, blocks, kept, interpret=interpret)
+    found = [jnp.sum(y_SBO[:, :rows], axis=0) for y_SBO in sums]
     if scales:
         found = [
             y_BO * factor_B1 * scale_O.astype(jnp.float32)
@@ -95,13 +94,20 @@ def products(
 
 
 def blocks_for(x_BI: Any, weights: Sequence[Any]) -> Blocks | None:
-    """Returns the blocks for `products` of these; None if the kernel does not take them."""
+    """Returns the blocks for `products` of these; None if the kernel here does not take them."""
     rows, inputs = x_BI.shape
     each = [values.shape[0] for values, *_ in weights]
     forms = {(values.dtype, len(rest), values.ndim) for values, *rest in weights}
     ((weight, scales, rank), *others) = forms
     kind = KINDS.get(weight.name)
-    if others or kind is None or rank != 2 or rows not in kind.rows or not of_16_bits(x_BI):
+    if (
+        not is_here()
+        or others
+        or kind is None
+        or rank != 2
+        or rows not in kind.rows
+        or not of_16_bits(x_BI)
+    ):
         return None
     if (scales, x_BI.dtype) != ((0, weight) if kind.x_parts == 1 else (1, jnp.bfloat16)):
         return None
@@ -145,10 +151,13 @@ def _float_pairs(x_BI: Any) -> tuple[list[Any], Any]:
     return [high_BI.astype(FP8), (whole_BI - high_BI).astype(FP8)], factor_B1
 
 
-def _run(
-    xs: Sequence[Any], weights: Sequence[Any], blocks: Blocks, kept: Any, interpret: bool
+def partial_products(
+    xs: Sequence[Any], weights: Sequence[Any], blocks: Blocks, kept: Any, *, interpret: bool
 ) -> Any:
-    """Returns the sums of the programs, (S, R, O) in `kept` for each weight."""
+    """Returns the sums of programs, (S, B', O) in `kept` for each weight and rows padded to B'.
+
+    `xs` are the rows, or what they are pairs of, and `weights` arrays (O, I) in the same dtype.
+    """
     plgpu = mosaic()
     block, splits, groups, own = blocks
     (rows, inputs), dtype = xs[0].shape, xs[0].dtype

@@ -157,6 +157,7 @@ def test_linears_kernel_for_hopper(
     kind: str, rows: int, inputs: int, outputs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products_hopper, "MULTIPROCESSORS", 6)
+    monkeypatch.setattr(products_hopper, "is_here", lambda: True)
     drawn = np.random.default_rng(0).standard_normal((rows, inputs))
     drawn *= 2.0 ** -np.arange(rows)[:, None]  # of any size
     drawn[3], drawn[:, 7] = 0, 8 * drawn[:, 7]
@@ -186,7 +187,9 @@ def test_blocks_of_the_kernel_for_hopper(
     x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
     plain = [(jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16),) for n in outputs]
     parts = [tuple(weight_types((n, inputs), kind).values()) for n in outputs if kind != "none"]
-    blocks = products_hopper.blocks_for(x, parts or plain)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(products_hopper, "is_here", lambda: True)
+        blocks = products_hopper.blocks_for(x, parts or plain)
     if blocks is None:
         assert (
             rows not in products_hopper.KINDS[str((parts or plain)[0][0].dtype)].rows or rows > 128
@@ -254,6 +257,15 @@ def test_adapters_kernel(rows: int, ids: Any, kind: str) -> None:
     for got, w, more in zip(found, whole, added(wide), strict=True):
         want = wide @ w.T + more
         assert np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want) < 5e-3
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 interprets no such kernel")
+@pytest.mark.parametrize(("rows", "ids"), [(40, PLACES), (100, (2,))])
+def test_adapters_kernel_for_hopper(rows: int, ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A is among the weights."""
+    monkeypatch.setattr(products_hopper, "is_here", lambda: True)
+    monkeypatch.setattr(adapters_triton, "partial_products", pytest.fail)
+    test_adapters_kernel(rows, ids, "none")
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
