@@ -173,7 +173,7 @@ class RankedPlan:
         ArgumentError: YAML is asked for, and the program has no settings.
         """
         if suffix not in (".yaml", ".yml"):
-            return f"{ChosenSpecs.of(self.lowered)}\n"
+            return f"{ChosenSpecs.of(self.lowered.request, self.lowered.stages.plan)}\n"
         if not self.work.settings:
             raise ArgumentError(
                 "this program has no settings", fix="write its specs into a .py file instead"
@@ -223,7 +223,7 @@ class Plans:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes a page that compares the candidates: times by axis, memory, all figures."""
-        from spmd.explain.page.page import PlanBar, render_plans
+        from spmd.explain.page.page import render_plans
 
         best, heads_rows = self.best, self.table(len(self.rows))
         each = f"{best.rate / best.lowered.mesh.size:,.0f} tokens/s a device"
@@ -234,10 +234,7 @@ class Plans:
         ]
         if best.work.flops:
             cards.insert(2, ("MFU", f"{best.mfu:.1%}", "of the devices' peak"))
-        bars = [
-            PlanBar(self.label(r), r.spent, r.bytes, r.machine.hbm_bytes, r.verdict)
-            for r in self.rows
-        ]
+        bars = [(self.label(row), row) for row in self.rows]
         title, _, tried = self.title.partition(": ")
         said = [f"{line[:1].upper()}{line[1:]}." for line in (tried, *self.advice())]
         Path(path).write_text(render_plans(title, said, cards, bars, *heads_rows), encoding="utf-8")
@@ -376,8 +373,7 @@ def plan(
             priced = (str(given), machine.name, machine.chip.name)
             price = next((known[each] for each in priced if each in known), None)
             at = partial(_planned, build, machine, list(free), price)
-            starts = _starts(machine, axes, meshes, free)
-            found, ended = _search(at, machine, starts, free, meshes is None, end)
+            found, ended = _search(at, machine, axes, meshes, free, end)
             for spot, made in found.items():
                 if isinstance(made, RankedPlan):
                     rows.append(made)
@@ -434,38 +430,31 @@ def _order(row: RankedPlan) -> tuple[int, float]:
     return verdict, row.bytes if verdict == 2 else -row.rate
 
 
-def _starts(
+def _search(
+    at: Callable[[Spot], RankedPlan],
     machine: Topology,
     axes: Sequence[str],
     meshes: Sequence[Mapping[str, int]] | None,
     free: Mapping[str, Sequence[Any]],
-) -> list[Spot]:
-    """Returns where a search begins: all devices along one axis, or a host's along the last."""
+    end: float,
+) -> tuple[dict[Spot, RankedPlan | str], bool]:
+    """Returns (what was planned or why not, whether no neighbour is left to be tried).
+
+    It begins with `meshes`, else with all devices along one axis, and a host's along the last.
+    """
+    found: dict[Spot, RankedPlan | str] = {}
     first = tuple(values[0] for values in free.values())
-    if meshes is not None:
-        return [Spot(tuple(mesh.items()), first) for mesh in meshes]
     sizes = [[machine.count] + [1] * (len(axes) - 1)]
     if len(axes) > 1 and (inner := math.gcd(machine.count, 4)) > 1:
         sizes.append([machine.count // inner, *sizes[0][1:-1], inner])
-    return [Spot(tuple(zip(axes, each, strict=True)), first) for each in sizes]
-
-
-def _search(
-    at: Callable[[Spot], RankedPlan],
-    machine: Topology,
-    starts: Sequence[Spot],
-    free: Mapping[str, Sequence[Any]],
-    moves_axes: bool,
-    end: float,
-) -> tuple[dict[Spot, RankedPlan | str], bool]:
-    """Returns (what was planned or why not, whether no neighbour is left to be tried)."""
-    found: dict[Spot, RankedPlan | str] = {}
+    begins = [dict(zip(axes, each, strict=True)) for each in sizes] if meshes is None else meshes
+    starts = [Spot(tuple(mesh.items()), first) for mesh in begins]
 
     def next_spot() -> Spot | None:
         made = {spot: row for spot, row in found.items() if isinstance(row, RankedPlan)}
         best = [min(made, key=lambda spot: _order(made[spot]))] if made else list(found)
         around = (each for spot in best for each in spot.neighbours(free))
-        known = None if moves_axes else {spot.axes for spot in starts}
+        known = None if meshes is None else {spot.axes for spot in starts}
         near = (each for each in around if known is None or each.axes in known)
         return next((each for each in itertools.chain(starts, near) if each not in found), None)
 

@@ -24,7 +24,7 @@ from spmd.planning.search import Judged, Search
 from spmd.planning.solver import Reduced, Solution, likely_states, solve
 from spmd.planning.units import ARGUMENT, OP, domains_of, taken_by, units_of
 from spmd.predict.backends import memory_for
-from spmd.predict.memory import peak_memory
+from spmd.predict.memory import MemoryUse, peak_memory
 
 LEAST_EXPOSED = 0.1  # share of its time that a reshard costs, whatever the machine could hide
 MOST_EXPOSED = 0.5  # where less can be hidden, no plans of hidden communication are proposed
@@ -55,8 +55,8 @@ class TriedPlan(Judged, Protocol):
     plan: Plan
 
     @property
-    def largest(self) -> Sequence[tuple[str, int]]:
-        """Returns (name, bytes) of the largest values that are held at the peak of memory."""
+    def memory(self) -> MemoryUse:
+        """Predicted memory of one device."""
 
 
 P = TypeVar("P", bound=TriedPlan)
@@ -297,7 +297,11 @@ def noted(search: Search[P], memory_limit: int | None, recompute: bool) -> P:
     elif memory_limit is None:
         note = f"it is predicted to need {need} on a device; there is room for {limit}"
     else:
-        largest = ", ".join(f"{bytes_text(size)} {name}" for name, size in best.largest)
+        use = best.memory
+        held = [("arguments", use.arguments), ("results", use.results - use.aliased)]
+        held += [(buffer.name, buffer.bytes) for buffer in use.at_peak()[:3]]
+        held += [("constants", use.constants)] if use.constants else []
+        largest = ", ".join(f"{bytes_text(size)} {name}" for name, size in held)
         actual = f"at least {need}, of which {largest}"
         raise _refusal("no plan was found that keeps", memory_limit, best.bytes, actual, recompute)
     best.plan = best.plan._replace(notes=(*best.plan.notes, note))
