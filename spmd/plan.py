@@ -7,6 +7,7 @@ the other order, another choice.
 """
 
 import ast
+import contextlib
 import inspect
 import itertools
 import json
@@ -364,6 +365,8 @@ def plan(
     named = [machines] if isinstance(machines, str | Topology) else list(machines)
     topologies = [as_topology(machine) for machine in named]
     free, known = choices_of(build, choices), prices or {}
+    # Whether there is one batch: then the best is planned again, with a larger one.
+    grows = [type(value) for value in free.get("batch", ())] == [int]
     name = getattr(build, "__name__", str(build))
     started, rows, refused, is_over = time.monotonic(), list[RankedPlan](), dict[str, str](), True
     with progress(f"plans of {name}", shows_progress), warnings.catch_warnings():
@@ -373,7 +376,7 @@ def plan(
             priced = (str(given), machine.name, machine.chip.name)
             price = next((known[each] for each in priced if each in known), None)
             at = partial(_planned, build, machine, list(free), price)
-            found, ended = _search(at, machine, axes, meshes, free, end)
+            found, ended = _search(at, machine, axes, meshes, free, end, 1 + grows)
             for spot, made in found.items():
                 if isinstance(made, RankedPlan):
                     rows.append(made)
@@ -387,7 +390,15 @@ def plan(
                 fix="free other axes or choices, or name more devices",
             )
         rows.sort(key=_order)
-        larger = _larger(build, free, rows[0])
+        best, larger = rows[0], None
+        if grows:
+            chosen = {**best.chosen, "batch": 2 * best.chosen["batch"]}
+            spot = Spot(tuple(best.axes.items()), tuple(chosen.values()))
+            # A plan that has to save memory takes several times as long to find, and advises
+            # nobody.
+            again = partial(_planned, build, best.machine, list(free), best.price, spot)
+            with contextlib.suppress(*REFUSALS):
+                larger = again(memory_limit=1 << 60)
     return Plans(name, tuple(rows), refused, time.monotonic() - started, is_over, larger)
 
 
@@ -437,10 +448,12 @@ def _search(
     meshes: Sequence[Mapping[str, int]] | None,
     free: Mapping[str, Sequence[Any]],
     end: float,
+    left: int,
 ) -> tuple[dict[Spot, RankedPlan | str], bool]:
     """Returns (what was planned or why not, whether no neighbour is left to be tried).
 
-    It begins with `meshes`, else with all devices along one axis, and a host's along the last.
+    It begins with `meshes`, else with all devices along one axis, and a host's along the last. A
+    plan is begun as long as there is time for `left` of them before `end`.
     """
     found: dict[Spot, RankedPlan | str] = {}
     first = tuple(values[0] for values in free.values())
@@ -458,7 +471,7 @@ def _search(
         near = (each for each in around if known is None or each.axes in known)
         return next((each for each in itertools.chain(starts, near) if each not in found), None)
 
-    longest, left = 0.0, 1 + _grows(free)  # the best is planned again, with a larger batch
+    longest = 0.0
     while (begun := time.monotonic()) + left * longest < end or not found:
         if (spot := next_spot()) is None:
             return found, True
@@ -469,24 +482,6 @@ def _search(
             found[spot] = str(error).partition("\n")[0]
         longest = max(longest, time.monotonic() - begun)
     return found, False
-
-
-def _grows(free: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether there is one batch, which could be larger."""
-    return [type(value) for value in free.get("batch", ())] == [int]
-
-
-def _larger(build: Build, free: Mapping[str, Sequence[Any]], best: RankedPlan) -> RankedPlan | None:
-    """Returns the best with twice its `batch`; None if it has none, or it was searched."""
-    if not _grows(free):
-        return None
-    chosen = {**best.chosen, "batch": 2 * best.chosen["batch"]}
-    spot = Spot(tuple(best.axes.items()), tuple(chosen.values()))
-    try:
-        # A plan that has to save memory takes several times as long to find, and advises nobody.
-        return _planned(build, best.machine, list(free), best.price, spot, memory_limit=1 << 60)
-    except REFUSALS:
-        return None
 
 
 def _planned(

@@ -13,8 +13,8 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmd.api import argument_error, jit, launch_error, mark_sharding, path_name
-from spmd.errors import MeshError, bytes_text, described, seconds_text
+from spmd.api import argument_error, caller, jit, mark_sharding, path_name
+from spmd.errors import LaunchError, MeshError, bytes_text, described, seconds_text
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import part_atoms
 from spmd.mesh.spec import as_mesh
@@ -199,8 +199,9 @@ def _pieces(ins: list[Struct], outs: list[Struct], sent: Bytes, donate: bool) ->
         for copy, count in ((copy, len(pieces)) for pieces in found for copy in pieces):
             size = copy.size * x.dtype.itemsize
             if copy.source.process_index != copy.target.process_index:
-                raise launch_error(
+                raise LaunchError(
                     f"a piece would have to go from {copy.source} to another process",
+                    source=caller(),
                     fix="give both programs meshes of the same devices, with axes of common parts, "
                     "so that collectives move the values; or save a checkpoint and restore it",
                 )

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from spmd.errors import ArgumentError, LaunchError, MeshError, SpecError, SpmdError, described
+from spmd.errors import ArgumentError, MeshError, SpecError, SpmdError, described
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, note_mesh
 from spmd.mesh.mesh import Mesh
@@ -191,5 +191,5 @@ def _citing(kind: type[E]) -> Callable[..., E]:
     return lambda what, **fields: kind(what, source=caller(), **fields)
 
 
-argument_error, launch_error = _citing(ArgumentError), _citing(LaunchError)
+argument_error = _citing(ArgumentError)
 mesh_error, spec_error = _citing(MeshError), _citing(SpecError)

@@ -406,6 +406,6 @@ def least_held(problem: Problem) -> dict[str, int]:
     }
     for value, wanted in own.items():
         whole = program.types[value].bytes // problem.mesh.size
-        results += whole if wanted is None else problem.size(value, wanted)
+        results += whole if wanted is None else problem.bytes(value, (wanted,))[0]
     parts = {"arguments": sum(held[:given]), "results": results, "constants": sum(held[given:])}
     return {name: size for name, size in parts.items() if size}
