@@ -32,6 +32,7 @@ E = TypeVar("E", bound=SpmdError)
 AnyMesh = jax.sharding.Mesh | AbstractMesh  # of which a `spmd.Mesh` is the first
 Spec = PartitionSpec | Sequence[Any] | str | int | None
 Rules = Mapping[str, Spec]
+Array = jax.Array | np.ndarray[Any, Any]
 
 
 @overload
@@ -94,11 +95,7 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
 
 # Arrays of numpy become jax's: of what such trees are is told where it can be said.
 @overload
-def mark_tree(tree: dict[K, jax.Array], mesh: AnyMesh, rules: Rules) -> dict[K, jax.Array]: ...
-@overload
-def mark_tree(
-    tree: dict[K, np.ndarray[Any, Any]], mesh: AnyMesh, rules: Rules
-) -> dict[K, jax.Array]: ...
+def mark_tree(tree: Mapping[K, Array], mesh: AnyMesh, rules: Rules) -> dict[K, jax.Array]: ...
 @overload
 def mark_tree(tree: dict[K, dict[str, V]], mesh: AnyMesh, rules: Rules) -> dict[K, Any]: ...
 @overload

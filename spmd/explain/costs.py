@@ -94,7 +94,8 @@ def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -
         )
         for key, alike in w.grouped(collectives, look).items()
     }
-    return dict(sorted(found.items(), key=lambda item: (-item[1].bytes, -item[1].seconds)))
+    order = sorted(found.items(), key=lambda x: (-x[1].bytes, -x[1].seconds, x[1].like.kind))
+    return dict(order)
 
 
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
