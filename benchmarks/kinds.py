@@ -83,8 +83,8 @@ def _step(kernels: Sequence[Kernel]) -> list[float]:
         if kind in totals:
             totals[kind] += kernel.end - kernel.start
     waits = [share for share, rank in zip(spent, ranks, strict=True) if rank]
-    busy, exposed = sum(share.seconds for share in spent), sum(share.seconds for share in waits)
-    hidden = sum(share.hidden for share in waits)
+    busy, exposed = (sum(seconds for seconds, _ in of) for of in (spent, waits))
+    hidden = sum(hidden for _, hidden in waits)
     return [seconds * 1e3 for seconds in (busy, *totals.values(), exposed, hidden)]
 
 

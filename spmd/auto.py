@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 
-from spmd.api import Jitted, Lowered, jit, like_parameters, mark_sharding, module_request
+from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
 from spmd.compiler import Request, Trial, plan_problem, problem_for
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
@@ -42,12 +42,11 @@ class ChosenSpecs:
     seconds: float
     _inferred: frozenset[str]
 
-    @staticmethod
-    def of(lowered: Lowered) -> "ChosenSpecs":
-        """Returns those of a planned program."""
-        names, plan = lowered.request.arg_names, lowered.stages.plan
-        specs = dict(zip(names, _specs(plan, lowered.mesh), strict=False))
-        return ChosenSpecs(lowered.mesh, specs, lowered.cost, _inferred(names, plan))
+    @classmethod
+    def of(cls, request: Request, plan: Plan, *more: Any) -> Self:
+        """Returns those of a program with a plan; `more` are the fields of a subclass."""
+        specs = dict(zip(request.arg_names, _specs(plan), strict=False))  # constants are behind
+        return cls(plan.mesh, specs, plan.run_seconds, _inferred(request.arg_names, plan), *more)
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
         """Returns an argument's `mark_tree` rules, pattern -> spec; {} if inferred, or one leaf."""
@@ -176,12 +175,9 @@ def auto(
         raise PlanError(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
-    best = search.best
-    place = made.index(best)
-    own, plan, names = requests[place].mesh, best.plan, requests[place].arg_names
-    specs = dict(zip(names, _specs(plan, own), strict=False))  # constants are behind them
-    inferred = _inferred(names, plan)
-    return AutoSharding(own, specs, best.seconds, inferred, search.weighed, jitted[place])
+    place = made.index(search.best)
+    plan = search.best.plan
+    return AutoSharding.of(requests[place], plan, search.weighed, jitted[place])
 
 
 def auto_specs(
@@ -199,11 +195,11 @@ def auto_specs(
     """
     options = options or Options()
     request = module_request(module, mesh, arg_specs, result_specs, options, updates)
-    return _specs(_open(request, options).plan, request.mesh)[: len(request.arg_names)]
+    return _specs(_open(request, options).plan)[: len(request.arg_names)]
 
 
-def _specs(plan: Plan, mesh: Mesh) -> list[tuple[Any, ...]]:
-    return [tuple(partition_spec(sharding, mesh)) for sharding in plan.arguments]
+def _specs(plan: Plan) -> list[tuple[Any, ...]]:
+    return [tuple(partition_spec(sharding, plan.mesh)) for sharding in plan.arguments]
 
 
 def _open(request: Request, options: Options) -> Trial:

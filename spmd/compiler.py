@@ -186,7 +186,7 @@ class Trial:
             if again:
                 self._schedule(program)
             else:  # the same program, which was scheduled and timed before
-                own = ("optimized", "timeline", "_memory")
+                own = ("optimized", "timeline", "memory")
                 vars(self).update((k, v) for k, v in vars(unpriced).items() if k in own)
         self.plan = self.plan._replace(run_seconds=self.seconds)
 
@@ -208,7 +208,7 @@ class Trial:
             args = program, mesh, topology, most, ahead, room
             scheduled = self.clock("optimize", schedule, *args)
             self.optimized = self.partitioned._replace(program=scheduled)
-            for name in ("timeline", "_memory"):
+            for name in ("timeline", "memory"):
                 vars(self).pop(name, None)
 
         def is_better(program: Program) -> bool:
@@ -240,23 +240,15 @@ class Trial:
         return self.timeline.seconds
 
     @cached_property
-    def _memory(self) -> MemoryUse:
+    def memory(self) -> MemoryUse:
+        """Returns the predicted memory of one device."""
         program, platform = self.optimized.program, self.plan.topology.platform
         return self.clock("memory", peak_memory, program, self._donated, platform)
 
     @property
     def bytes(self) -> int:
         """Returns the predicted peak memory of one device in bytes."""
-        return self._memory.peak
-
-    @property
-    def largest(self) -> list[tuple[str, int]]:
-        """Returns (name, bytes): all arguments, all results, 3 largest at the peak, constants."""
-        memory = self._memory
-        values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
-        results = memory.results - memory.aliased
-        held = [("arguments", memory.arguments), ("results", results), *values]
-        return [*held, ("constants", memory.constants)] if memory.constants else held
+        return self.memory.peak
 
 
 @_no_garbage_collection()

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.api import Front, Jitted, caller, with_keywords
+from spmd.api import Front, Jitted, argument_error, with_keywords
 from spmd.api import jit as jit_arrays
-from spmd.errors import ArgumentError, InstallError
+from spmd.errors import InstallError
 
 try:
     import equinox as eqx
@@ -63,9 +63,8 @@ class FilterJit(Front):
         outs = [name for name in ("out_specs", "out_shardings") if options.get(name) is not None]
         own = {"static_argnames": self._names[:1], **{n: (options[n], None) for n in outs}}
         if donate not in _FIRST_DONATED:
-            raise ArgumentError(
+            raise argument_error(
                 f"donate={donate!r} is no option of spmd.eqx.filter_jit",
-                source=caller(),
                 required=f"one of {', '.join(map(repr, _FIRST_DONATED))}",
             )
         first, self._is_quiet = _FIRST_DONATED[donate], donate.startswith("all")

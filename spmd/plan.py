@@ -7,6 +7,7 @@ the other order, another choice.
 """
 
 import ast
+import contextlib
 import inspect
 import itertools
 import json
@@ -173,7 +174,7 @@ class RankedPlan:
         ArgumentError: YAML is asked for, and the program has no settings.
         """
         if suffix not in (".yaml", ".yml"):
-            return f"{ChosenSpecs.of(self.lowered)}\n"
+            return f"{ChosenSpecs.of(self.lowered.request, self.lowered.stages.plan)}\n"
         if not self.work.settings:
             raise ArgumentError(
                 "this program has no settings", fix="write its specs into a .py file instead"
@@ -223,7 +224,7 @@ class Plans:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes a page that compares the candidates: times by axis, memory, all figures."""
-        from spmd.explain.page.page import PlanBar, render_plans
+        from spmd.explain.page.page import render_plans
 
         best, heads_rows = self.best, self.table(len(self.rows))
         each = f"{best.rate / best.lowered.mesh.size:,.0f} tokens/s a device"
@@ -234,10 +235,7 @@ class Plans:
         ]
         if best.work.flops:
             cards.insert(2, ("MFU", f"{best.mfu:.1%}", "of the devices' peak"))
-        bars = [
-            PlanBar(self.label(r), r.spent, r.bytes, r.machine.hbm_bytes, r.verdict)
-            for r in self.rows
-        ]
+        bars = [(self.label(row), row) for row in self.rows]
         title, _, tried = self.title.partition(": ")
         said = [f"{line[:1].upper()}{line[1:]}." for line in (tried, *self.advice())]
         Path(path).write_text(render_plans(title, said, cards, bars, *heads_rows), encoding="utf-8")
@@ -367,6 +365,8 @@ def plan(
     named = [machines] if isinstance(machines, str | Topology) else list(machines)
     topologies = [as_topology(machine) for machine in named]
     free, known = choices_of(build, choices), prices or {}
+    # Whether there is one batch: then the best is planned again, with a larger one.
+    grows = [type(value) for value in free.get("batch", ())] == [int]
     name = getattr(build, "__name__", str(build))
     started, rows, refused, is_over = time.monotonic(), list[RankedPlan](), dict[str, str](), True
     with progress(f"plans of {name}", shows_progress), warnings.catch_warnings():
@@ -376,8 +376,7 @@ def plan(
             priced = (str(given), machine.name, machine.chip.name)
             price = next((known[each] for each in priced if each in known), None)
             at = partial(_planned, build, machine, list(free), price)
-            starts = _starts(machine, axes, meshes, free)
-            found, ended = _search(at, machine, starts, free, meshes is None, end)
+            found, ended = _search(at, machine, axes, meshes, free, end, 1 + grows)
             for spot, made in found.items():
                 if isinstance(made, RankedPlan):
                     rows.append(made)
@@ -391,7 +390,15 @@ def plan(
                 fix="free other axes or choices, or name more devices",
             )
         rows.sort(key=_order)
-        larger = _larger(build, free, rows[0])
+        best, larger = rows[0], None
+        if grows:
+            chosen = {**best.chosen, "batch": 2 * best.chosen["batch"]}
+            spot = Spot(tuple(best.axes.items()), tuple(chosen.values()))
+            # A plan that has to save memory takes several times as long to find, and advises
+            # nobody.
+            again = partial(_planned, build, best.machine, list(free), best.price, spot)
+            with contextlib.suppress(*REFUSALS):
+                larger = again(memory_limit=1 << 60)
     return Plans(name, tuple(rows), refused, time.monotonic() - started, is_over, larger)
 
 
@@ -434,42 +441,37 @@ def _order(row: RankedPlan) -> tuple[int, float]:
     return verdict, row.bytes if verdict == 2 else -row.rate
 
 
-def _starts(
+def _search(
+    at: Callable[[Spot], RankedPlan],
     machine: Topology,
     axes: Sequence[str],
     meshes: Sequence[Mapping[str, int]] | None,
     free: Mapping[str, Sequence[Any]],
-) -> list[Spot]:
-    """Returns where a search begins: all devices along one axis, or a host's along the last."""
+    end: float,
+    left: int,
+) -> tuple[dict[Spot, RankedPlan | str], bool]:
+    """Returns (what was planned or why not, whether no neighbour is left to be tried).
+
+    It begins with `meshes`, else with all devices along one axis, and a host's along the last. A
+    plan is begun as long as there is time for `left` of them before `end`.
+    """
+    found: dict[Spot, RankedPlan | str] = {}
     first = tuple(values[0] for values in free.values())
-    if meshes is not None:
-        return [Spot(tuple(mesh.items()), first) for mesh in meshes]
     sizes = [[machine.count] + [1] * (len(axes) - 1)]
     if len(axes) > 1 and (inner := math.gcd(machine.count, 4)) > 1:
         sizes.append([machine.count // inner, *sizes[0][1:-1], inner])
-    return [Spot(tuple(zip(axes, each, strict=True)), first) for each in sizes]
-
-
-def _search(
-    at: Callable[[Spot], RankedPlan],
-    machine: Topology,
-    starts: Sequence[Spot],
-    free: Mapping[str, Sequence[Any]],
-    moves_axes: bool,
-    end: float,
-) -> tuple[dict[Spot, RankedPlan | str], bool]:
-    """Returns (what was planned or why not, whether no neighbour is left to be tried)."""
-    found: dict[Spot, RankedPlan | str] = {}
+    begins = [dict(zip(axes, each, strict=True)) for each in sizes] if meshes is None else meshes
+    starts = [Spot(tuple(mesh.items()), first) for mesh in begins]
 
     def next_spot() -> Spot | None:
         made = {spot: row for spot, row in found.items() if isinstance(row, RankedPlan)}
         best = [min(made, key=lambda spot: _order(made[spot]))] if made else list(found)
         around = (each for spot in best for each in spot.neighbours(free))
-        known = None if moves_axes else {spot.axes for spot in starts}
+        known = None if meshes is None else {spot.axes for spot in starts}
         near = (each for each in around if known is None or each.axes in known)
         return next((each for each in itertools.chain(starts, near) if each not in found), None)
 
-    longest, left = 0.0, 1 + _grows(free)  # the best is planned again, with a larger batch
+    longest = 0.0
     while (begun := time.monotonic()) + left * longest < end or not found:
         if (spot := next_spot()) is None:
             return found, True
@@ -480,24 +482,6 @@ def _search(
             found[spot] = str(error).partition("\n")[0]
         longest = max(longest, time.monotonic() - begun)
     return found, False
-
-
-def _grows(free: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether there is one batch, which could be larger."""
-    return [type(value) for value in free.get("batch", ())] == [int]
-
-
-def _larger(build: Build, free: Mapping[str, Sequence[Any]], best: RankedPlan) -> RankedPlan | None:
-    """Returns the best with twice its `batch`; None if it has none, or it was searched."""
-    if not _grows(free):
-        return None
-    chosen = {**best.chosen, "batch": 2 * best.chosen["batch"]}
-    spot = Spot(tuple(best.axes.items()), tuple(chosen.values()))
-    try:
-        # A plan that has to save memory takes several times as long to find, and advises nobody.
-        return _planned(build, best.machine, list(free), best.price, spot, memory_limit=1 << 60)
-    except REFUSALS:
-        return None
 
 
 def _planned(

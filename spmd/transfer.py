@@ -13,8 +13,8 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmd.api import caller, jit, mark_sharding, path_name
-from spmd.errors import ArgumentError, LaunchError, MeshError, bytes_text, described, seconds_text
+from spmd.api import argument_error, caller, jit, mark_sharding, path_name
+from spmd.errors import LaunchError, MeshError, bytes_text, described, seconds_text
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import part_atoms
 from spmd.mesh.spec import as_mesh
@@ -87,11 +87,10 @@ class TransferPlan:
         is_once = not self._donate or len(set(map(id, leaves))) == len(leaves)
         is_here = all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves)
         if not (is_fit and is_once and is_here):
-            raise ArgumentError(
+            raise argument_error(
                 "the tree is not as the transfer was planned for it"
                 if not is_fit
                 else "an array of the tree has no values, is deleted, or donated and there twice",
-                source=caller(),
                 actual=str(given),
                 required=str(self._planned),
                 fix="plan another, spmd.TransferPlan(tree, to), or pass arrays that are there",
@@ -373,9 +372,8 @@ def _placed(tree: Any, to: Any) -> Any:
     wrong += [(name, place, missing) for name, place in places.items()]
     if wrong:
         name, leaf, why = wrong[0]
-        raise ArgumentError(
+        raise argument_error(
             f"{name or 'the tree'} cannot be transferred: {why}",
-            source=caller(),
             actual=described(leaf),
             fix="pass arrays that are on devices, and the other program's in_info as `to`; its "
             "tree is made of this one by convert=, a function: other names, a cast, weights joined",

@@ -97,6 +97,7 @@ def wire_seconds(collective: HloCollective, mesh: Mesh, topology: Topology) -> f
     if group == topology.count:
         bandwidth *= sum([2 if size % chip.wrap == 0 else 1 for size in topology.shape if size > 1])
     elif axes:
-        bandwidth = topology.link(mesh, axes[0]).bandwidth
+        pairs = zip(mesh.atoms, topology.atom_links(mesh), strict=True)
+        bandwidth = min(link.bandwidth for atom, link in pairs if atom.axis == axes[0])
     steps = latency_steps(collective.kind, [2] * int(math.log2(group)))
     return steps * chip.ici.latency + collective.bytes / bandwidth

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmd.api.marks import caller, path_name, some_of
-from spmd.errors import MeshError, SpecError, described
+from spmd.api.marks import caller, path_name, some_of, spec_error
+from spmd.errors import MeshError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.dialect.host import HOST
 from spmd.mesh.mesh import Mesh
@@ -203,9 +203,8 @@ def arg_specs(
         fix = "write None for an argument that is open"
         if len(names) == 1 and _is_spec(in_specs):
             fix = f"put it into a tuple: in_specs=({described(in_specs)},)"
-        raise SpecError(
+        raise spec_error(
             "in_specs needs one entry for each positional argument",
-            source=caller(),
             actual=f"in_specs={described(in_specs)}",
             required=f"{len(names)}, for {some_of(names)}" if names else "none: in_specs=()",
             fix=fix,
@@ -241,9 +240,8 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
         if are_names and all(len(specs) <= np.ndim(leaf) for leaf in jax.tree.leaves(tree)):
             apart = ", ".join("None" if entry is None else f"P({entry!r})" for entry in specs)
             one = ", ".join(map(repr, specs))
-            raise SpecError(
+            raise spec_error(
                 f"the spec of {what} can be read in two ways: it has {len(specs)} parts",
-                source=caller(),
                 actual=repr(specs),
                 required="one spec for all parts, or one for each",
                 fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({apart}) "
@@ -261,9 +259,8 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
         return [spec for path in parts for spec in _spread(given[path], parts[path], what)]
     actual = [f"specs for {_some_paths(unknown)}, which it does not have"] if unknown else []
     actual += [f"no spec for {_some_paths(without)}"] if without else []
-    raise SpecError(
+    raise spec_error(
         f"the specs of {what} don't match its structure",
-        source=caller(),
         actual="; ".join(actual),
         required=f"specs for {_some_paths(path for path, _ in _by_path(tree, None))}",
         fix="give a spec for each leaf, or one for a whole branch; None leaves it open",
@@ -364,9 +361,8 @@ def is_in_host(spec: Any) -> bool:
 def check_memory(sharding: NamedSharding, what: str) -> None:
     """Raises SpecError, about `what`, if a sharding's memory is none of a device or its host."""
     if sharding.memory_kind not in (None, "device", "unpinned_host", HOST):
-        raise SpecError(
+        raise spec_error(
             f"{what} is to lie in {sharding.memory_kind}",
-            source=caller(),
             actual=str(sharding),
             required=f"a memory that devices have: device or {HOST}",
             fix="name one of them",
@@ -409,9 +405,8 @@ def one_for_each(given: Any, names: Sequence[str], option: str, what: str) -> li
         found = match_patterns(given, names, what=what, source=caller())
         return [None if pattern is None else given[pattern] for pattern in found]
     if given is not None and len(given) != len(names):
-        raise SpecError(
+        raise spec_error(
             f"{option} needs one entry for each {what}",
-            source=caller(),
             actual=f"{len(given)} entries",
             required=f"{len(names)}: {some_of(names)}",
             fix="write None where nothing is to be said",

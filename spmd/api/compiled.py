@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND, held, hold
-from spmd.api.marks import caller, some_of
+from spmd.api.marks import argument_error, some_of
 from spmd.api.planned import Planned
 from spmd.api.tracing import order_of, type_of
 from spmd.compiler import Request, emit_plan
@@ -248,9 +248,8 @@ class Compiled(Planned):
         read = Index(program).users if structs else {}
         for i in structs:
             if read.get(program.body.args[i]):
-                raise ArgumentError(
+                raise argument_error(
                     f"argument {self.request.arg_names[i]} of {self.name} has no values",
-                    source=caller(),
                     actual=described(leaves[i]),
                     required="an array: the program reads it",
                     fix="pass one, or compile without running: .compile(...) takes structs",
@@ -264,10 +263,9 @@ class Compiled(Planned):
         pairs = zip(names, arrays, strict=True)
         gone = [name for name, a in pairs if isinstance(a, jax.Array) and a.is_deleted()]
         if gone:
-            raise ArgumentError(
+            raise argument_error(
                 f"argument {some_of(gone)} was deleted: an earlier call took its memory "
                 "(donate_argnums)",
-                source=caller(),
                 fix="go on with what that call returned, as in params = step(params), or donate "
                 "nothing",
             )
@@ -276,10 +274,9 @@ class Compiled(Planned):
             first = seen.setdefault(id(array), index)
             if first != index and {first, index} & set(self.donated):
                 kind = "jax.Ref" if index in self.boundary.refs else "array"
-                raise ArgumentError(
+                raise argument_error(
                     f"one {kind} is given as argument {names[first]} and as argument "
                     f"{names[index]}, and it is donated",
-                    source=caller(),
                     required="a donated array is given once: its memory is taken over",
                     fix="pass a copy of one, array.copy() or jax.new_ref(ref[...]), or donate "
                     "nothing",
@@ -289,9 +286,8 @@ class Compiled(Planned):
         """Raises ArgumentError for tracers, and for arrays of another shape or dtype."""
         tracer = next((leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)), None)
         if tracer is not None:
-            raise ArgumentError(
+            raise argument_error(
                 f"a transformation of jax is around the compiled program {self.name}",
-                source=caller(),
                 actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
                 required="values: what is compiled cannot be transformed",
                 fix="call the spmd.jit function itself, which can, or transform first, as in "
@@ -302,9 +298,8 @@ class Compiled(Planned):
             type_, have = program.types[value], jax.typeof(leaf)
             wanted = numpy_dtype(type_.dtype)
             if tuple(have.shape) != type_.shape or have.dtype != wanted:
-                raise ArgumentError(
+                raise argument_error(
                     f"argument {name} has another type than the program was compiled for",
-                    source=caller(),
                     actual=described(have),
                     required=f"a {wanted.name} array of shape {type_.shape}",
                     fix="compile again for it, or call the spmd.jit function, which does so by "
@@ -427,9 +422,8 @@ class Compiled(Planned):
     def _executable(self) -> Any:
         if (has_constants := bool(self.stages.emitted.constants)) or self.boundary.is_dressed:
             what = "large constants" if has_constants else "key arrays and float0"
-            raise ArgumentError(
+            raise argument_error(
                 f"{self.name} cannot be serialized: jax would save it without its {what}",
-                source=caller(),
                 fix=f"pass {'the arrays' if has_constants else 'jax.random.key_data(key)'} as "
                 "arguments",
             )

@@ -17,11 +17,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 from spmd.api import arguments
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.dispatch import ARRAY, dispatched, known
-from spmd.api.marks import caller, mark_sharding
+from spmd.api.marks import argument_error, mark_sharding, spec_error
 from spmd.api.pipelined import in_fastest_schedule
 from spmd.api.tracing import Call, Recipe, kind_of_call, take_apart, trace_call
 from spmd.compiler import Request, compile_module
-from spmd.errors import ArgumentError, SpecError, described
+from spmd.errors import ArgumentError, described
 from spmd.explain.prices import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.frontend.trace import ClosedOverTracer, note_mesh
@@ -127,16 +127,14 @@ def jit(
     if fn is None:
         return functools.partial(jit, **{k: v for k, v in locals().items() if k != "fn"})
     if not callable(fn) or isinstance(fn, jax.sharding.Mesh):  # which is a decorator, too
-        raise ArgumentError(
+        raise argument_error(
             "spmd.jit needs the function first",
-            source=caller(),
             actual=described(fn),
             fix="write spmd.jit(fn, mesh=mesh), or @spmd.jit(mesh=mesh)",
         )
     if options is not None and not isinstance(options, Options):
-        raise ArgumentError(
+        raise argument_error(
             f"the options of spmd.jit are a {type(options).__name__}",
-            source=caller(),
             actual=described(options),
             required="a spmd.Options",
             fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
@@ -146,9 +144,8 @@ def jit(
         ("backend", backend, f"jax.devices({backend!r})"),
     ):
         if value is not None:
-            raise ArgumentError(
+            raise argument_error(
                 f"spmd.jit has no {name}: a program runs on the devices of its mesh",
-                source=caller(),
                 actual=f"{name}={described(value)}",
                 fix=f"pass mesh=spmd.make_mesh(data=len({own}), devices={own})",
             )
@@ -176,9 +173,8 @@ def jit(
 def _one_of(specs: Any, shardings: Any, name: str) -> Any:
     """Returns `specs`, else `shardings`; ArgumentError if both are given; `name`: `in` or `out`."""
     if specs is not None and shardings is not None:
-        raise ArgumentError(
+        raise argument_error(
             f"spmd.jit was given {name}_specs and {name}_shardings, which are the same",
-            source=caller(),
             fix="leave one of them out",
         )
     return shardings if specs is None else specs
@@ -422,10 +418,9 @@ def _with_marks(tree: Any, specs: Sequence[Any], mesh: Mesh) -> Any:
             return leaf
         if isinstance(spec, NamedSharding):
             if arguments.is_in_host(spec):
-                raise SpecError(
+                raise spec_error(
                     "an argument or result of a function inside of another one is to lie in the "
                     "host's memory",
-                    source=caller(),
                     actual=str(spec),
                     fix="say so of the arguments and results of the outer function",
                 )

@@ -1,7 +1,7 @@
 """Marks: the shardings that users give tensors, inside traced code and outside of it."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar, overload
 
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from spmd.errors import MeshError, SpecError, described
+from spmd.errors import ArgumentError, MeshError, SpecError, SpmdError, described
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, note_mesh
 from spmd.mesh.mesh import Mesh
@@ -28,9 +28,11 @@ from spmd.mesh.spec import (
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
+E = TypeVar("E", bound=SpmdError)
 AnyMesh = jax.sharding.Mesh | AbstractMesh  # of which a `spmd.Mesh` is the first
 Spec = PartitionSpec | Sequence[Any] | str | int | None
 Rules = Mapping[str, Spec]
+Array = jax.Array | np.ndarray[Any, Any]
 
 
 @overload
@@ -61,30 +63,27 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
     Example:
       >>> w = mark_sharding(w, mesh, ("data", "model"))
     """
-    source = caller()
     if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
-        raise MeshError(
+        raise mesh_error(
             "a mesh stands where the tensor belongs",
-            source=source,
             fix="write mark_sharding(tensor, mesh, spec), in this order",
         )
     if not hasattr(t, "shape") and not isinstance(t, complex | float | int):
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)]
         if paths in ([], [""]):
-            raise SpecError(f"{described(t)} is not a tensor", source=source, fix="mark an array")
-        raise SpecError(
+            raise spec_error(f"{described(t)} is not a tensor", fix="mark an array")
+        raise spec_error(
             f"mark_sharding marks one tensor, and this {type(t).__name__} holds {len(paths)}",
-            source=source,
             actual=f"leaves: {some_of(paths)}",
             fix=f"mark leaves by path: mark_tree(tree, mesh, {{{paths[0]!r}: {described(spec)}}})",
         )
     own = as_mesh(mesh)
     shape = tuple(np.shape(t))
     what = f"a tensor of shape {shape}"
-    entries = spec_entries(spec, len(shape), own, what=what, source=source)
+    entries = spec_entries(spec, len(shape), own, what=what, source=caller())
     if isinstance(t, jax.core.Tracer):
-        return _constrain(t, own, entries, what, source)
-    dims_of(entries, shape, own, what=what, source=source)
+        return _constrain(t, own, entries, what)
+    dims_of(entries, shape, own, what=what, source=caller())
     if isinstance(t, jax.ShapeDtypeStruct):
         sharding = _open_sharding(own, entries)
         if own.topology is not None:  # jax's `AbstractMesh` does not tell it
@@ -96,11 +95,7 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
 
 # Arrays of numpy become jax's: of what such trees are is told where it can be said.
 @overload
-def mark_tree(tree: dict[K, jax.Array], mesh: AnyMesh, rules: Rules) -> dict[K, jax.Array]: ...
-@overload
-def mark_tree(
-    tree: dict[K, np.ndarray[Any, Any]], mesh: AnyMesh, rules: Rules
-) -> dict[K, jax.Array]: ...
+def mark_tree(tree: Mapping[K, Array], mesh: AnyMesh, rules: Rules) -> dict[K, jax.Array]: ...
 @overload
 def mark_tree(tree: dict[K, dict[str, V]], mesh: AnyMesh, rules: Rules) -> dict[K, Any]: ...
 @overload
@@ -140,7 +135,7 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
+def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str) -> Any:
     """Returns tracer `t` marked by `entries`; SpecError (on `what`): no fit, or a manual axis."""
     first = note_mesh(mesh)
     # The axes along which the code being traced is written for one device.
@@ -149,15 +144,14 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
     manual = {n for n, type_ in zip(mesh.axis_names, own, strict=False) if type_ == AxisType.Manual}
     for name in (name for entry in entries for name in entry or ()):
         if name in manual:
-            raise SpecError(
+            raise spec_error(
                 f"axis {name!r} splits {what} inside a jax.shard_map over it",
-                source=source,
                 actual=f"here every device has its own tensor along {name!r} already",
                 fix="mark the other axes alone, or mark outside of shard_map",
             )
     if len(manual) == len(mesh.axis_names):
         return t
-    dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
+    dims, _ = dims_of(entries, t.shape, mesh, what=what, source=caller(), even=False)
     # jax refuses dims that their axes don't divide, and meshes with other orders of devices.
     is_plain = is_legal(Sharding(dims), t.shape, mesh) and mesh.device_ids == first.device_ids
     # Where a tracer's type has this mesh's axes, a mark changes the type.
@@ -187,3 +181,12 @@ def caller() -> str | None:
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
         frame = frame.f_back
     return None
+
+
+def _citing(kind: type[E]) -> Callable[..., E]:
+    """Returns a function that makes errors of a kind, which cite the `caller` as their source."""
+    return lambda what, **fields: kind(what, source=caller(), **fields)
+
+
+argument_error = _citing(ArgumentError)
+mesh_error, spec_error = _citing(MeshError), _citing(SpecError)

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd.api.compiled import Lowered
-from spmd.api.marks import caller, mark_sharding, path_name, some_of
+from spmd.api.marks import argument_error, mark_sharding, mesh_error, path_name, some_of
 from spmd.compiler import Request
-from spmd.errors import ArgumentError, MeshError, PlanError
+from spmd.errors import PlanError
 from spmd.frontend.importer.module import module_text
 from spmd.frontend.trace import mesh_at_hand
 from spmd.ir.pipelines import SCHEDULES, SHIFT, Pipeline, pipelines_in
@@ -211,9 +211,8 @@ def _layers(stacked: Any, chunks: int | None) -> int:
     shape = "(chunks, layers / chunks, ...)"
     count = _leading(stacked, "stacked", shape)
     if count != chunks:
-        raise ArgumentError(
+        raise argument_error(
             f"pipeline: chunks={chunks}, but the stack has {count} in dim 0",
-            source=caller(),
             required="with chunks=, leaves (chunks, layers / chunks, ...)",
             fix=f"reshape leaves to ({chunks}, layers / {chunks}, ...), or leave chunks out",
         )
@@ -227,9 +226,8 @@ def _leading(tree: Any, what: str, shape: str, dim: int = 0) -> int:
     first = {shape[dim] if len(shape) > dim else None for shape in sizes.values()}
     if len(first) == 1 and (found := first.pop()):
         return found
-    raise ArgumentError(
+    raise argument_error(
         f"pipeline: the leaves of {what} have no size of dim {dim} in common",
-        source=caller(),
         actual=some_of([f"{name} {shape}" for name, shape in sizes.items()]) or "no leaves",
         required=f"leaves {shape}",
         fix="what is the same for all rows and layers is closed over by layer_fn",
@@ -256,16 +254,14 @@ def _chosen_pipeline(
     """
     size = 1 if mesh is None else mesh.shape.get(of.axis)
     if size is None:
-        raise MeshError(
+        raise mesh_error(
             f"pipeline: the mesh has no axis {of.axis!r}",
-            source=caller(),
             actual=f"({mesh})",
             fix=f"make the mesh with {of.axis}={of.stages}, or name another axis=",
         )
     if schedule not in (None, *SCHEDULES):
-        raise ArgumentError(
+        raise argument_error(
             f"pipeline: schedule={schedule!r} is none",
-            source=caller(),
             required=f"one of {', '.join(map(repr, SCHEDULES))}, or None",
         )
     found = {
@@ -281,7 +277,7 @@ def _chosen_pipeline(
     schedule = schedule or ("interleaved" if chunks else DEFAULT)
     if refusal := refusals[schedule]:
         what, required = refusal
-        raise ArgumentError(f"pipeline: {what}", source=caller(), required=required)
+        raise argument_error(f"pipeline: {what}", required=required)
     return found[schedule]
 
 

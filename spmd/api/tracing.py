@@ -35,9 +35,9 @@ from spmd.api.arguments import (
     updates_of,
 )
 from spmd.api.dispatch import settings
-from spmd.api.marks import caller, path_name
+from spmd.api.marks import argument_error, caller, mesh_error, path_name
 from spmd.compiler import Request
-from spmd.errors import ArgumentError, MeshError, described
+from spmd.errors import described
 from spmd.frontend.sizes import symbols_in
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.ir.types import Order
@@ -170,9 +170,8 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         try:
             types.append(type_of(leaves[i], sharding))
         except TypeError as error:
-            raise ArgumentError(
+            raise argument_error(
                 f"argument {leaf_names(given)[i]} of type {type(leaf).__name__} is not an array",
-                source=caller(),
                 actual=described(leaf),
                 fix="name it in static_argnums or static_argnames, or pass an array",
             ) from error
@@ -209,9 +208,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     symbolic = [(i, d) for i, s in enumerate(leaves) for d in s.shape if is_symbolic_dim(d)]
     for i, dim in symbolic:
         symbols = {str(symbol): 8 for symbol in symbols_in([str(dim)])}
-        raise ArgumentError(
+        raise argument_error(
             f"argument {i} of {function_name(recipe.fn)} has the symbolic dim {dim}",
-            source=caller(),
             required="sizes that are known",
             fix="export it for any size, exported = jax.export.export(fn)(struct), and compile it "
             f"for one: spmd.compile_stablehlo(exported, mesh, symbols={symbols})",
@@ -235,9 +233,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
         )
     mesh_given = mesh_given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if mesh_given is None:
-        raise MeshError(
+        raise mesh_error(
             f"spmd.jit of {function_name(recipe.fn)} has no mesh",
-            source=caller(),
             actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
             fix=f"pass mesh=spmd.make_mesh(data={jax.device_count()}), or call it under "
             f"jax.set_mesh(jax.make_mesh(({jax.device_count()},), ('data',)))",
@@ -248,7 +245,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Request
     # Collectives of `jax.shard_map` name devices by position: there is one order of devices.
     for own in (numbered_as(m, mesh) for m in traced.manual):
         if own.size == mesh.size and own.device_ids != mesh.device_ids:
-            raise MeshError(
+            raise mesh_error(
                 "a jax.shard_map has the devices in another order than the program's mesh",
                 actual=f"({own}) with device ids {list(own.device_ids)}",
                 required=f"({mesh}) with device ids {list(mesh.device_ids)}",

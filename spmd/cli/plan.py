@@ -42,7 +42,7 @@ from spmd.cli.flags import Parser, Switch, words
 from spmd.cli.specs import default_to_cpus, mesh_axes
 from spmd.errors import ArgumentError
 from spmd.frontend.importer.module import boundary_names
-from spmd.plan import choices_of, read_choice
+from spmd.plan import read_choice
 
 LLAMA, SERVING = "spmd.models.llama.planned", "spmd.serving.planned"
 
@@ -152,7 +152,6 @@ def read_choices(build: Callable[..., Any], words_: Sequence[str]) -> dict[str, 
         if not name.startswith("--") or not (value or rest):
             raise ArgumentError(f"{name!r} is no flag with a value", fix="write --batch 512")
         given[name.removeprefix("--").replace("-", "_")] = read_choice(value or rest.pop(0))
-    choices_of(build, given)  # says what is missing
     return given
 
 

@@ -83,8 +83,8 @@ class Total(NamedTuple):
 
 
 def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -> dict[K, Total]:
-    """Maps each key that `look` returns to the total of the collectives that it is returned for."""
-    return {
+    """Maps each key that `look` returns to the total of those collectives, most bytes first."""
+    found = {
         key: Total(
             alike[0],
             len(alike),
@@ -94,25 +94,15 @@ def totals(collectives: Iterable[Collective], look: Callable[[Collective], K]) -
         )
         for key, alike in w.grouped(collectives, look).items()
     }
-
-
-def collective_rows(collectives: Iterable[Collective]) -> list[Total]:
-    """Returns a total for each set of collectives that are equal but for `layer`, largest first."""
-    found = totals(collectives, lambda c: c._replace(layer="")).values()
-    return sorted(found, key=lambda total: (-total.bytes, -total.seconds))
-
-
-def traffic(collectives: Iterable[Collective]) -> list[Total]:
-    """Sums up collectives by kind and axes; most bytes first, then most time, then by kind."""
-    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
-    return sorted(found, key=lambda total: (-total.bytes, -total.seconds, total.like.kind))
+    order = sorted(found.items(), key=lambda x: (-x[1].bytes, -x[1].seconds, x[1].like.kind))
+    return dict(order)
 
 
 def collective_section(collectives: Sequence[Collective]) -> w.Section:
     """Returns the report's table of collectives: equal ones in one row, with the reason below."""
     rows = [
         (like.kind, ", ".join(like.axes), ops, runs, like.bytes, *sums, (like.source, like.reason))
-        for like, ops, runs, *sums in collective_rows(collectives)
+        for like, ops, runs, *sums in totals(collectives, lambda c: c._replace(layer="")).values()
     ]
     heads = ("kind", "axes", "ops", "runs", "each", "bytes", "time", "source")
     table = w.Table(heads, rows, "bytes", "all_gather data mlp")
@@ -123,7 +113,8 @@ def collective_section(collectives: Sequence[Collective]) -> w.Section:
 
 def traffic_table(collectives: Iterable[Collective]) -> w.Table:
     """Lists what collectives do in one run, those of one kind and axes together."""
-    rows = [(like.kind, ", ".join(like.axes), *sums) for like, *sums in traffic(collectives)]
+    found = totals(collectives, lambda c: (c.kind, c.axes)).values()
+    rows = [(like.kind, ", ".join(like.axes), *sums) for like, *sums in found]
     return w.Table(("kind", "axes", "ops", "runs", "bytes", "time"), rows)
 
 

@@ -371,19 +371,6 @@ def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> R
     return Relief(group, price_of(plan, other), plan.run_seconds, lies(first))
 
 
-def _repeated(plan: Plan) -> dict[Value, float]:
-    """Returns the seconds of arithmetic that several devices repeat, by an op's first result."""
-    again: dict[Value, float] = {}
-    for op, times in with_runs(plan.program.body, plan.problem.index):
-        choice = plan.choices.get(op.results[0]) if op.results else None
-        if op.kind.about.flops is not None and choice is not None:
-            split = plan.mesh.extent({a for axes in choice.assignment for a in axes})
-            whole = arithmetic_seconds(op.kind, plan.topology)
-            if split < plan.mesh.size:
-                again[op.results[0]] = times * whole * (1 / split - 1 / plan.mesh.size)
-    return again
-
-
 def _seconds_behind(
     plan: Plan, groups: Sequence[MarkGroup], seconds: Mapping[Value, float]
 ) -> list[float]:
@@ -437,7 +424,15 @@ def mark_groups(plan: Plan) -> tuple[MarkGroup, ...]:
         MarkGroup(name, tuple(values), Sharding(propagated.marks[values[0]].dims), 0.0)
         for name, values in members.items()
     ]
-    seconds = dict(zip(members, _seconds_behind(plan, groups, _repeated(plan)), strict=True))
+    again: dict[Value, float] = {}  # an op's first result -> seconds that several devices repeat
+    for op, times in with_runs(plan.program.body, plan.problem.index):
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        if op.kind.about.flops is not None and choice is not None:
+            split = plan.mesh.extent({a for axes in choice.assignment for a in axes})
+            whole = arithmetic_seconds(op.kind, plan.topology)
+            if split < plan.mesh.size:
+                again[op.results[0]] = times * whole * (1 / split - 1 / plan.mesh.size)
+    seconds = dict(zip(members, _seconds_behind(plan, groups, again), strict=True))
     for move in plan.moves:
         at = [move.value, *(move.user.results if move.user else ())]
         if move.user is None and move.value in body.results:

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import zip_longest
@@ -371,42 +371,34 @@ def check_same_program(
         **settings(),
         **more,
     }
-    hashes = {name: hash_ for name, (hash_, _) in texts.items()}
-    other = judged(what | hashes, partial(_other_text, hashes.keys()), processes=processes)
-    if other:
+    hashes, first = {name: hash_ for name, (hash_, _) in texts.items()}, min(processes)
+
+    def other_text(found: Found) -> tuple[str, int] | None:
+        """Returns (name, process) of a text unlike that of the first process; None if all agree."""
+        refuse_differences(
+            {p: {k: v for k, v in w.items() if k not in hashes} for p, w in found.items()}
+        )
+        pairs = ((n, p) for n in hashes for p, w in found.items() if w[n] != found[first][n])
+        return next(pairs, None)
+
+    def refuse_lines(found: Found) -> None:
+        pair = (_lines(found[p]["text"]) for p in (first, process))
+        both = zip_longest(*pair, fillvalue=("nothing", None))
+        spaces = ("spaces", None), ("other spaces", None)
+        ours, theirs = next(((a, b) for a, b in both if a[0] != b[0]), spaces)
+        raise LaunchError(
+            f"the processes of this job differ in {name}, {label}",
+            source=theirs[1] or ours[1],
+            actual=f"process {process}: {_short(theirs[0])}; process {first}: {_short(ours[0])}",
+            fix="let what the function closes over or asks for (a seed, a flag, a host's name, the "
+            "order of a set) be equal on all processes, or an argument",
+        )
+
+    if other := judged(what | hashes, other_text, processes=processes):
         name, process = other
-        has_it = this_process()[0] in (min(processes), process)
+        has_it = this_process()[0] in (first, process)
         says = {"checked": label, "text": texts[name][1]() if has_it else ""}
-        judged(says, partial(_refuse_lines, name, process, label), processes=processes)
-
-
-def _other_text(names: Iterable[str], found: Found) -> tuple[str, int] | None:
-    """Returns (name, process) of a text hash unlike that of the first process; None if all agree.
-
-    `names` are those of the texts. LaunchError if values of other names in `found` differ.
-    """
-    refuse_differences(
-        {p: {k: v for k, v in w.items() if k not in names} for p, w in found.items()}
-    )
-    first = found[min(found)]
-    different = ((n, p) for n in names for p, what in found.items() if what[n] != first[n])
-    return next(different, None)
-
-
-def _refuse_lines(name: str, process: int, label: str, found: Found) -> None:
-    """Raises LaunchError with the first line where texts of `process` and the first one differ."""
-    first = min(found)
-    pair = (_lines(found[p]["text"]) for p in (first, process))
-    both = zip_longest(*pair, fillvalue=("nothing", None))
-    spaces = ("spaces", None), ("other spaces", None)
-    ours, theirs = next(((a, b) for a, b in both if a[0] != b[0]), spaces)
-    raise LaunchError(
-        f"the processes of this job differ in {name}, {label}",
-        source=theirs[1] or ours[1],
-        actual=f"process {process}: {_short(theirs[0])}; process {first}: {_short(ours[0])}",
-        fix="let what the function closes over or asks for (a seed, a flag, a host's name, the "
-        "order of a set) be equal on all processes, or an argument",
-    )
+        judged(says, refuse_lines, processes=processes)
 
 
 _LOC = re.compile(r'\s*loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*"|\([^()]*\))*\))*\)')

@@ -34,13 +34,9 @@ def meet(
     about = {_COUNT: str(processes), **about}
     if process:
         heard(_ask(coordinator, process, about, timeout_s))
-    else:
-        _host(coordinator, processes, about, timeout_s)
-
-
-def _host(coordinator: str, processes: int, about: dict[str, str], timeout_s: float) -> None:
-    """Waits, as process 0, for all others, and tells them what it raises, or that all agree."""
-    # A job of 3:  0 -> 1 the greeting, as soon as 1 is connected
+        return
+    # Process 0 waits for all others, and tells them what it raises, or that all agree:
+    #              0 -> 1 the greeting, as soon as 1 is connected
     #              1 -> 0 [1, {number of processes, versions}]
     #              2 -> 0 [2, {...}]          connections stay open meanwhile
     #              0 -> 1, 2  all agree, or the error

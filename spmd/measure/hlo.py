@@ -74,7 +74,16 @@ def parse_module_text(text: str) -> Module:
             fix='pass compiled.as_text("hlo")',
         )
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[: text.find("\n")])
-    return Module(entry, computations, math.prod(map(int, counts)), _frames(tables))
+    files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
+    locations, frames = {}, {}
+    for number, row in tables.get("FileLocations", {}).items():
+        file, line_number = integer(r"\bfile_name_id=(\d+)", row), integer(r"\bline=(\d+)", row)
+        locations[number] = f"{files.get(file, '')}:{line_number}"
+    for number, row in tables.get("StackFrames", {}).items():
+        where = locations.get(integer(r"file_location_id=(\d+)", row), "")
+        # XLA counts parents from 1 on top of counting frames from 1, so that 1 means none.
+        frames[number] = (where, max(0, integer(r"parent_frame_id=(\d+)", row) - 1))
+    return Module(entry, computations, math.prod(map(int, counts)), frames)
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -104,19 +113,6 @@ def items(text: str, start: int = 1) -> tuple[list[str], int]:
             if match[0] == ")":
                 return items, match.start()
     return items, len(text)
-
-
-def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int]]:
-    files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
-    locations, frames = {}, {}
-    for number, row in tables.get("FileLocations", {}).items():
-        file, line = integer(r"\bfile_name_id=(\d+)", row), integer(r"\bline=(\d+)", row)
-        locations[number] = f"{files.get(file, '')}:{line}"
-    for number, row in tables.get("StackFrames", {}).items():
-        where = locations.get(integer(r"file_location_id=(\d+)", row), "")
-        # XLA counts parents from 1 on top of counting frames from 1, so that 1 means none.
-        frames[number] = (where, max(0, integer(r"parent_frame_id=(\d+)", row) - 1))
-    return frames
 
 
 def integer(pattern: str, text: str) -> int:

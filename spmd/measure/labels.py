@@ -237,7 +237,11 @@ class Order:
             # In a loop within a graph kernels of all iterations are launched at once.
             if len({event.launch for event in like}) == len(like):
                 like.sort(key=lambda event: event.launch)
-                ops |= _align(like, self.sorts[sort])
+                every, named = self.sorts[sort], {event.op for event in like}
+                unnamed = [event for event in like if event.op not in every]
+                left = [op for op in every if op not in named]
+                if len(unnamed) == len(left):
+                    ops |= zip(unnamed, left, strict=True)
         return [event._replace(op=ops.get(event, event.op)) for event in events]
 
     def _sort(self, instruction: hlo.Instruction) -> str:
@@ -283,11 +287,3 @@ def _scheduled(module: hlo.Module, computation: str) -> Iterator[tuple[hlo.Instr
             yield instruction, True
         for name, surely in inside:
             yield from ((i, often and surely) for i, often in _scheduled(module, name))
-
-
-def _align(events: Sequence[Event], ops: Sequence[str]) -> dict[Event, str]:
-    """Pairs, in order, events that name none of `ops` with those that none names; {} if unequal."""
-    named = {event.op for event in events}
-    unnamed = [event for event in events if event.op not in ops]
-    left = [op for op in ops if op not in named]
-    return dict(zip(unnamed, left, strict=True)) if len(unnamed) == len(left) else {}

@@ -220,15 +220,11 @@ def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
         yield event._replace(end=end)
 
 
-class Share(NamedTuple):
-    """Holds how many of the seconds in which an event ran count for it, and how many do not."""
-
-    seconds: float  # while nothing of a lower rank ran
-    hidden: float  # while something of a lower rank ran, for which the time counts
-
-
-def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
+def shares(spans: Sequence[tuple[int, float, float]]) -> list[tuple[float, float]]:
     """Divides a device's time among spans (rank, start, end) of its work, which may overlap.
+
+    Of each it returns the seconds in which it ran that count for it, while nothing of a lower rank
+    ran; and those that do not, for which the time counts.
 
     before: dot 0..4, all_gather 3..7, copy 6..8        (seconds; ranks 0, 2, 1)
     after:  dot 4, all_gather 2 and 2 hidden, copy 2
@@ -248,4 +244,4 @@ def shares(spans: Sequence[tuple[int, float, float]]) -> list[Share]:
                 totals[j] += (moment - before) / len(level)
         running.setdefault(spans[i][0], set()).symmetric_difference_update({i})
         before = moment
-    return [Share(*share) for share in zip(seconds, hidden, strict=True)]
+    return list(zip(seconds, hidden, strict=True))

@@ -52,12 +52,7 @@ def make_mesh(
             fix="write make_mesh(data=4, model=2), or make_mesh((4, 2), ('data', 'model'))",
         )
     sizes, names = map(tuple, given)
-    check_axes(sizes, names)
-    if topology is not None:
-        return _mesh_of(topology, devices, sizes, names, (1,) * len(sizes))
-    used = _first_devices(devices, names, sizes)
-    arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
-    return Mesh([device.id for device in arranged.flat], sizes, names)
+    return _made(names, sizes, (1,) * len(sizes), devices, topology)
 
 
 def HybridMesh(
@@ -91,42 +86,44 @@ def HybridMesh(
             actual=f"ici: {', '.join(ici)}",
             fix=f"add {unknown[0]!r}: 1 to `ici` if it only crosses slices",
         )
-    names, inner = tuple(ici), tuple(ici.values())
-    outer = tuple(dcn.get(name, 1) for name in names)
-    sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
-    check_axes(sizes, names)
-    if topology is not None:
-        return _mesh_of(topology, devices, sizes, names, outer)
-    used = _first_devices(devices, names, sizes)
-    if len({getattr(device, "slice_index", None) for device in used}) == math.prod(outer) > 1:
-        arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
-    else:  # one slice, or devices without slices: the same logical layout over what there is
-        blocks = np.asarray(used, dtype=object).reshape(outer + inner)
-        order = [k for i in range(len(names)) for k in (i, i + len(names))]
-        arranged = blocks.transpose(order).reshape(sizes)
-    return Mesh([device.id for device in arranged.flat], sizes, names, dcn_shape=outer)
+    outer = tuple(dcn.get(name, 1) for name in ici)
+    return _made(tuple(ici), tuple(ici.values()), outer, devices, topology)
 
 
-def _mesh_of(
-    topology: Topology | str,
-    devices: Any,
-    sizes: tuple[int, ...],
+def _made(
     names: tuple[str, ...],
-    slices: tuple[int, ...],
+    inner: tuple[int, ...],
+    outer: tuple[int, ...],
+    devices: Any,
+    topology: Topology | str | None,
 ) -> Mesh:
-    """Returns a mesh of slices that are each a `topology`; axis k has `slices[k]` across slices."""
-    machine, count = as_topology(topology), math.prod(slices)
+    """Returns a mesh whose axis k has `inner[k]` devices within a slice, and `outer[k]` slices."""
+    sizes, slices = tuple(i * o for i, o in zip(inner, outer, strict=True)), math.prod(outer)
+    check_axes(sizes, names)
+    if topology is None:
+        used = _first_devices(devices, names, sizes)
+        if slices == 1:
+            splits = {"allow_split_physical_axes": True}
+            arranged = mesh_utils.create_device_mesh(sizes, devices=used, **splits)
+        elif len({getattr(device, "slice_index", None) for device in used}) == slices:
+            arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
+        else:  # one slice, or devices without slices: the same logical layout over what there is
+            blocks = np.asarray(used, dtype=object).reshape(outer + inner)
+            order = [k for i in range(len(names)) for k in (i, i + len(names))]
+            arranged = blocks.transpose(order).reshape(sizes)
+        return Mesh([device.id for device in arranged.flat], sizes, names, outer)
+    machine = as_topology(topology)
     if devices is not None:
         raise MeshError("a mesh has devices, which are here, or a topology", fix="give one of them")
-    if math.prod(sizes) != machine.count * count:
-        times = f" in each of {count} slices" if count > 1 else ""
+    if math.prod(sizes) != machine.count * slices:
+        times = f" in each of {slices} slices" if slices > 1 else ""
         raise MeshError(
             f"the mesh ({describe_axes(names, sizes)}) does not fit {machine}",
             actual=f"{math.prod(sizes)} = {' x '.join(map(str, sizes))} devices",
             required=f"{machine.count} devices{times}",
             fix="change the axes or the topology",
         )
-    return Mesh(None, sizes, names, slices, machine)
+    return Mesh(None, sizes, names, outer, machine)
 
 
 def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:

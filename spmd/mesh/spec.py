@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -153,10 +154,10 @@ def spec_entries(
     spec that is too long or unreduced, a jax Sharding, an unknown axis, or one used twice: it says
     `what` the spec is of, and the user's line `source`.
     """
+    error = partial(SpecError, source=source)
     if isinstance(spec, jax.sharding.Sharding):
-        raise SpecError(
+        raise error(
             f"a {type(spec).__name__} stands where the spec of {what} belongs",
-            source=source,
             actual=described(spec),
             required="the spec alone; the mesh is told once",
             fix=f"pass its spec: {getattr(spec, 'spec', 'one entry for each dim')}",
@@ -170,9 +171,8 @@ def spec_entries(
         spec = (spec,)
     if len(spec) > rank:
         dims, has = (f"{n} dim{'' if n == 1 else 's'}" for n in (len(spec), rank))
-        raise SpecError(
+        raise error(
             f"the spec of {what} is for {dims}, and the tensor has {has}",
-            source=source,
             actual=f"spec {tuple(spec)}",
             required=f"at most {rank} entries, one for each dim",
             fix=f"drop {len(spec) - rank} of them; one dim over several axes is a tuple of names",
@@ -184,9 +184,8 @@ def spec_entries(
         if isinstance(entry, str) and entry in mesh.axis_names:
             return entry
         close = difflib.get_close_matches(str(entry), mesh.axis_names, n=1)
-        raise SpecError(
+        raise error(
             f"unknown axis {entry!r} in the spec of {what}",
-            source=source,
             actual=f"spec {tuple(spec)}, mesh ({mesh})",
             required=f"one of {', '.join(map(repr, mesh.axis_names))}",
             fix=f"use {close[0]!r}" if close else "use an axis of the mesh, None or ...",
@@ -201,9 +200,8 @@ def spec_entries(
     names = [name for entry in entries if entry for name in entry]
     for name in names:
         if names.count(name) > 1:
-            raise SpecError(
+            raise error(
                 f"axis {name!r} is used twice in the spec of {what}",
-                source=source,
                 actual=f"spec {tuple(spec)}",
                 required="each mesh axis splits at most one dim",
                 fix=f"keep {name!r} in one place",

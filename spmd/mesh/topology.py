@@ -304,20 +304,12 @@ class Topology:
         """
         return flops / (self.peak_flops(dtype) * dict(self.chip.efficiency).get(kernel, 1.0))
 
-    def link(self, mesh: Mesh, axis: int) -> Link:
-        """Returns the link along mesh axis number `axis`: the slowest of its `atom_links`.
-
-        An axis that covers whole torus dims has the bandwidth of all their links, twice where they
-        are rings, which send both ways. Behind a switch an axis has all of a device's bandwidth.
-        """
-        pairs = zip(mesh.atoms, self.atom_links(mesh), strict=True)
-        links = [link for atom, link in pairs if atom.axis == axis]
-        if not links:  # an axis of size 1: nothing is ever sent along it
-            return self.chip.ici
-        return Link(min(x.bandwidth for x in links), max(x.latency for x in links))
-
     def atom_links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """Returns the link along each of `mesh.atoms`: `dcn` across slices or (no torus) hosts."""
+        """Returns the link along each of `mesh.atoms`: `dcn` across slices or (no torus) hosts.
+
+        In a mesh axis that covers whole torus dims it has the bandwidth of all their links, twice
+        where they are rings, which send both ways; behind a switch all of a device's bandwidth.
+        """
         return _atom_links(self, mesh)
 
     def detour(self, mesh: Mesh, axis: int) -> float:

@@ -58,17 +58,13 @@ class Variable(NamedTuple):
 Copies = Mapping[tuple[int, int], States]  # class and result -> states of possible copies
 
 
-class _States(NamedTuple):
-    """The different shardings of a sequence, and for each of the sequence its index among them."""
+Needs = tuple[States, Table]  # different shardings, and for each choice its index among them
 
-    different: States
-    at: Table
 
-    @staticmethod
-    def of(states: Sequence[Sharding]) -> "_States":
-        index: dict[Sharding, int] = {}
-        at = [index.setdefault(state, len(index)) for state in states]
-        return _States(tuple(index), np.array(at, dtype=np.intp))
+def _distinct(states: Sequence[Sharding]) -> Needs:
+    index: dict[Sharding, int] = {}
+    at = [index.setdefault(state, len(index)) for state in states]
+    return tuple(index), np.array(at, dtype=np.intp)
 
 
 class _Flow(NamedTuple):
@@ -76,8 +72,8 @@ class _Flow(NamedTuple):
 
     value: Value  # the first of the class
     runs: int  # how often values of the class are made in one run of the program
-    left: _States  # in which choices leave it
-    uses: dict[Use, _States | None]  # what each choice of the reader needs; None if any will do
+    left: Needs  # in which choices leave it
+    uses: dict[Use, Needs | None]  # what each choice of the reader needs; None if any will do
 
     @property
     def reads(self) -> int:
@@ -115,10 +111,10 @@ class CostNetwork:
             if at not in self._flows:
                 unit = units.units[source]
                 runs = unit.inner if unit.role == CARRY and index else unit.trips
-                left = _States.of(domains.left[source][index])
+                left = _distinct(domains.left[source][index])
                 self._flows[at] = _Flow(first[at], runs, left, {})
             needs = self._needs_of(use, first[at])
-            self._flows[at].uses[use] = None if needs is None else _States.of(needs)
+            self._flows[at].uses[use] = None if needs is None else _distinct(needs)
         self._owned = [self._own(number) for number in range(len(units.units))]
         self._close, self._known = ROUGHLY, list[tuple[int, Sharding | None]]()
         if base is not None:  # what it chose comes first, but for arguments
@@ -214,16 +210,16 @@ class CostNetwork:
         for (source, index), flow in self._flows.items():
             left, is_shared = self.domains.left[source][index], flow.reads > flow.runs
             needed = [
-                needs.different[needs.at[chosen[use.target]]]
+                needs[0][needs[1][chosen[use.target]]]
                 for use, needs in flow.uses.items()
-                if is_shared and needs is not None and len(needs.at) > 1
+                if is_shared and needs is not None and len(needs[1]) > 1
             ]
             needed = [need for need in needed if need != left[chosen[source]]]
             shared = list(dict.fromkeys((*self.copies.get((source, index), ()), *needed)))
             size = self.problem.program.types[flow.value].bytes
             if shared and size > found.get(source, (0,))[0]:
                 most = max(MOST_COPIES, MOST_ROWS // len(left))
-                others = [need for needs in flow.uses.values() if needs for need in needs.different]
+                others = [need for needs in flow.uses.values() if needs for need in needs[0]]
                 copies = tuple(dict.fromkeys((*shared[:MOST_COPIES], *others)))
                 found[source] = size, index, copies[:most]
         return {(source, index): copies for source, (_, index, copies) in found.items()}
@@ -284,7 +280,7 @@ class CostNetwork:
 
     def _connect(self, source: int, index: int, flow: _Flow, share: float) -> None:
         variable, costs_of, value = self.variables[source], self.choices.reshards, flow.value
-        left = flow.left.at[variable.choices]
+        different, left = flow.left[0], flow.left[1][variable.choices]
         for use, needs in flow.uses.items():
             reader = self.units.units[use.target]
             op = reader.op if reader.role == OP else None
@@ -302,7 +298,7 @@ class CostNetwork:
                 self._reshards.unary[source] += costs
                 continue
             wanted, columns = needs
-            rows = costs_of(value, flow.left.different, wanted, stores)[left[:, None], columns]
+            rows = costs_of(value, different, wanted, stores)[left[:, None], columns]
             rows = self._seen(rows, source, index, [use])
             if variable.copied == index:
                 with_copy = np.flatnonzero(variable.again >= 0)

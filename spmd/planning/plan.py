@@ -127,10 +127,7 @@ class Plan(NamedTuple):
 
 # A plan as plain data, and back: what was decided, without the problem that it was decided for.
 
-_AS_THEY_ARE = (  # fields that are numbers or text
-    "seconds", "solver", "run_seconds", "byte_price", "exposed", "by_slack",
-    "like_loops", "gap"
-)  # fmt: skip
+_AS_THEY_ARE = [n for n, kind in Plan.__annotations__.items() if kind in (bool, float, str)]
 
 
 def recorded(plan: Plan) -> dict[str, Any]:

@@ -79,10 +79,6 @@ class Problem:
                 known[state] = local_type(type_, state, self.mesh).bytes
         return [known[state] for state in states]
 
-    def size(self, value: Value, state: Sharding) -> int:
-        """Returns the bytes that one device holds of a value in one state."""
-        return self.bytes(value, (state,))[0]
-
     def traffic(
         self, value: Value, states: States, needs: States, sends: Any, stores: bool
     ) -> Table:

@@ -40,25 +40,20 @@ class Candidate(NamedTuple, Generic[T]):
     hope: float = math.inf  # the most seconds that it can win
 
 
-class _Entry(NamedTuple, Generic[T]):
-    """One try: the program (None: not made), and what to say of a `Candidate`, if it was one."""
-
-    trial: T | None
-    price: float = 0.0
-    said: Weighed | None = None
-
-
 class Search(Generic[T]):
     """Collects programs that were tried; the best is the fastest that fits, else the smallest."""
 
     def __init__(self, limit: float, tried: Iterable[T] = ()) -> None:
         self.limit = limit  # bytes that one device may use
-        self._entries = [_Entry(trial) for trial in tried]
+        # Each try: the program (None: not made), its price, and what to say of a `Candidate`.
+        self._entries: list[tuple[T | None, float, Weighed | None]] = []
+        for trial in tried:
+            self.add(trial)
 
     @property
     def tried(self) -> list[T]:
         """Every program that was made, in the order of the tries."""
-        return [entry.trial for entry in self._entries if entry.trial is not None]
+        return [trial for trial, _, _ in self._entries if trial is not None]
 
     @property
     def best(self) -> T:
@@ -79,7 +74,7 @@ class Search(Generic[T]):
 
     def add(self, trial: T) -> T:
         """Adds a program that was tried, without a price, and returns it."""
-        self._entries.append(_Entry(trial))
+        self._entries.append((trial, 0.0, None))
         return trial
 
     def weigh(self, candidate: Candidate[T]) -> T | None:
@@ -97,7 +92,7 @@ class Search(Generic[T]):
             except PlanError as error:
                 refusal = error.what
         said = Weighed(name, None if made is None else made.seconds, before, refusal)
-        self._entries.append(_Entry(made, price, said))
+        self._entries.append((made, price, said))
         return made
 
     @property
@@ -118,7 +113,7 @@ class Search(Generic[T]):
         return tuple(found)
 
     def _best(self) -> T | None:
-        made = [(e.trial.seconds + e.price, e.trial) for e in self._entries if e.trial is not None]
+        made = [(t.seconds + price, t) for t, price, _ in self._entries if t is not None]
         # Memory takes a look at the whole program: only of what is faster than all that fit.
         by_time = [trial for _, trial in sorted(made, key=lambda pair: pair[0])]
         fitting = (trial for trial in by_time if self.fits(trial))

@@ -68,8 +68,6 @@ def stacks_of(plan: Plan, price: float) -> Stacks:
                 first = (tuple(block.ops[place].results[0] for place in row) for row in rows)
                 found.append((tuple(first), seconds))
                 taken.update(place for row in rows for place in row)
-    if sum(seconds for _, seconds in found) < price:
-        return none
     stacks: list[Stack] = []
     won = 0.0
     for stack, seconds in found:

@@ -235,14 +235,6 @@ def _orders_read(kind: OpKind) -> list[Order]:
     return []
 
 
-def transposes_result(kind: OpKind) -> bool:
-    """Whether what an op makes on CPUs is then transposed: what all-gathers along inner dims do."""
-    if kind.about.collective != "all_gather":
-        return False
-    made = kind.results[0]
-    return not _is_same(_along(made, kind.attrs["all_gather_dim"]), made)
-
-
 def is_library_reduce(kind: OpKind) -> bool:
     """Whether CPUs reduce by a library call: sum, maximum or minimum of one float32 tensor."""
     if kind.name != REDUCE or len(kind.results) != 1:
@@ -549,7 +541,10 @@ class Kernels:
         reads, collective = tuple(dict.fromkeys(chain(*read))), op.kind.about.collective
         # A second kernel transposes what an all-gather along an inner dim makes, joins an
         # all-to-all's pieces, and makes running totals of totals of tiles.
-        is_two = self.backend.is_cpu and (collective == "all_to_all" or transposes_result(op.kind))
+        is_two = self.backend.is_cpu and collective == "all_to_all"
+        if self.backend.is_cpu and collective == "all_gather":
+            made = op.kind.results[0]
+            is_two = not _is_same(_along(made, op.kind.attrs["all_gather_dim"]), made)
         is_two |= self.backend.rewrites_windows and running_dim(op.kind) is not None
         if not is_two:
             kernels.append(Kernel(op, reads, op.results, over))

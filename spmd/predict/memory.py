@@ -86,7 +86,7 @@ def peak_memory(
     The arguments at the positions `donated` may be overwritten. The platform is `cpu`, `cuda` or
     `tpu`, whose backends order kernels differently; None for a backend with none of their ways.
     """
-    return predict(program, donated, backend_of(platform))
+    return _Simulation(program, donated, backend_of(platform)).run()
 
 
 def alive_bytes(program: Program) -> int:
@@ -140,11 +140,6 @@ def constant_bytes(program: Program) -> int:
 def lifted(program: Program) -> tuple[Value, ...]:
     """Returns a program's last arguments: those that hold constants lifted out of the program."""
     return program.body.args[len(program.body.args) - len(program.constants) :]
-
-
-def predict(program: Program, donated: Sequence[int], backend: XlaBackend) -> MemoryUse:
-    """Returns the predicted memory of one device that runs a local program on a backend."""
-    return _Simulation(program, donated, backend).run()
 
 
 def _span(start: int, end: int) -> int:

@@ -75,7 +75,7 @@ def op_seconds(
     For each operand and result `stored` says whether it is in memory (if left out, all are); others
     move nothing here. What the op itself sends counts: collective, halos, merges, rings, exchanges.
     """
-    collective = halos = merges = 0.0
+    collective = halos = merges = exchanges = 0.0
     if name := kind.about.collective:
         piece = local_kind(kind, rule, assignment, mesh)
         sent, got = piece.operands[0].bytes, piece.results[0].bytes
@@ -118,7 +118,12 @@ def op_seconds(
             after = own * devices
             wire = collective_seconds("all_gather", axes, own, after, mesh, topology)
             merges += wire + (own + after) / topology.hbm_bandwidth
-    exchanges = exchange_seconds(rule, assignment, mesh, topology)
+    # All-to-alls of factors that are split over the atoms of others.
+    for number, trips in rule.exchanges:
+        if rule.is_exchanged(number, assignment):
+            sent = exchanged_bytes(trips, assignment, mesh)
+            wire = collective_seconds(RAGGED, assignment[number], sent, sent, mesh, topology)
+            exchanges += wire + 2 * sent / topology.hbm_bandwidth
     extents = [mesh.extent(axes) for axes in assignment]
     sizes = [
         type_.size * dtype_bits(type_.dtype) / 8 / math.prod([extents[f] for d in dims for f in d])
@@ -182,17 +187,6 @@ def ring_pieces(
             if axes and any(number in dim for dim in dims):
                 sharding = project(rule, dims, assignment, mesh.atom_sizes)
                 yield axes, local_type(type_, sharding, mesh)
-
-
-def exchange_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
-    """Returns the seconds of an op's all-to-alls: those of factors split over others' atoms."""
-    seconds = 0.0
-    for number, trips in rule.exchanges:
-        if rule.is_exchanged(number, assignment):
-            sent = exchanged_bytes(trips, assignment, mesh)
-            args = RAGGED, assignment[number], sent, sent, mesh, topology
-            seconds += collective_seconds(*args) + 2 * sent / topology.hbm_bandwidth
-    return seconds
 
 
 def exchanged_bytes(trips: Exchange, assignment: Assignment, mesh: Mesh) -> int:

@@ -14,12 +14,13 @@ from spmd.explain.costs import (
     Cost,
     code_lines,
     code_of,
-    collective_rows,
+    collective_section,
     costs,
     seconds_by_kind,
-    traffic,
+    totals,
 )
 from spmd.explain.page.page import notebook_cell
+from spmd.explain.words import Table
 from tests.explain.test_report import _Reader
 
 
@@ -125,11 +126,12 @@ def test_nothing_to_spend_time_on_or_to_report(devices8: Any) -> None:
 def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
     one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6, "layer")
     other = one._replace(source="t.py:2", bytes=1000)
-    rows = collective_rows([one, other, one])
-    assert [(row.like.source, row.ops, row.bytes) for row in rows] == [
+    body = collective_section([one, other, one]).body
+    assert isinstance(body, Table)
+    assert [(row[-1][0], row[2], row[5]) for row in body.rows] == [
         ("t.py:2", 1, 4000),
         ("t.py:1", 2, 800),
     ]
-    (total,) = traffic([one, other, one])
+    (total,) = totals([one, other, one], lambda c: c.kind).values()
     assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
     assert total.seconds == pytest.approx(12e-6)

@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.explain.costs import collective_rows, traffic
+from spmd.explain.costs import totals
 from spmd.explain.facts import proof_text
 from spmd.explain.page.page import render
 from spmd.explain.page.pictures import mesh_picture, tile_picture
@@ -31,13 +31,17 @@ def text(compiled: Any) -> str:
     return explain_program(compiled._report(prices=True))
 
 
+def alike(collectives: Any) -> Any:
+    return totals(collectives, lambda c: c._replace(layer="")).values()
+
+
 def test_text_names_every_argument_result_and_collective_and_where_shardings_come_from(
     compiled: Any, text: str
 ) -> None:
     program = compiled.stages.plan.program
     for name in (*program.arg_names, *program.result_names):
         assert name in text
-    for row in collective_rows(compiled.collectives):
+    for row in alike(compiled.collectives):
         assert source_text(row.like.source) in text
         assert row.like.reason in text
     for section in ("predicted", "largest values inside", "totals by kind", "memory per device"):
@@ -51,8 +55,11 @@ def test_text_names_every_argument_result_and_collective_and_where_shardings_com
 def test_bytes_add_up_and_compute_has_no_exchange_for_its_reason(compiled: Any) -> None:
     total = sum(c.bytes * c.count for c in compiled.collectives)
     assert total > 0
-    assert sum(row.bytes for row in collective_rows(compiled.collectives)) == total
-    assert sum(row.bytes for row in traffic(compiled.collectives)) == total
+    assert sum(row.bytes for row in alike(compiled.collectives)) == total
+    assert (
+        sum(row.bytes for row in totals(compiled.collectives, lambda c: (c.kind, c.axes)).values())
+        == total
+    )
     figures = compiled._facts()
     assert figures.sent_bytes == total
     assert sum(leaf.local.bytes for leaf in figures.leaves[0]) == compiled.memory.arguments
@@ -132,7 +139,7 @@ def test_the_summary_is_short_and_one_number_is_the_peak(compiled: Any) -> None:
     short = summarize(compiled._facts())
     assert 8 <= len(short.splitlines()) <= 25
     assert "5, 5 of them split" in short
-    for row in traffic(compiled.collectives):
+    for row in totals(compiled.collectives, lambda c: (c.kind, c.axes)).values():
         assert re.search(rf"{row.like.kind} +{row.like.axes[0]} +{row.ops} +{row.runs} ", short)
     peak = bytes_text(compiled.predicted_memory.peak)
     assert compiled.predicted_memory.peak != compiled.memory.peak_bytes
@@ -227,12 +234,12 @@ def test_page_is_well_formed_needs_nothing_else_and_is_written(
 
 def test_page_has_every_collective(compiled: Any, page: str) -> None:
     plain = unescape(re.sub(r"<[^>]*>", "", page))
-    for row in collective_rows(compiled.collectives):
+    for row in alike(compiled.collectives):
         assert row.like.reason in plain
         assert row.like.source in unescape(page)
     keys = re.findall(r'data-v="([^"]*)"', page[page.index('id="collectives"') :])
     total = sum(c.bytes * c.count for c in compiled.collectives)
-    rows = len(collective_rows(compiled.collectives))
+    rows = len(alike(compiled.collectives))
     assert sum(int(keys[8 * i + 5]) for i in range(rows)) == total
 
 

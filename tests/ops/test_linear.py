@@ -202,9 +202,9 @@ def test_blocks_of_the_kernel_for_hopper(
     kept = size * own * (1 if kind == "none" else 2) // 2
     assert kept <= 176 and groups // own <= 3
     programs = splits * sum(-(-n // size) for n in outputs)
-    waves = -(-programs // products_hopper.MULTIPROCESSORS)
+    waves = -(-programs // products_triton.MULTIPROCESSORS)
     smaller = splits * sum(-(-n // (size - 16)) for n in outputs) if size > 16 else math.inf
-    assert smaller > waves * products_hopper.MULTIPROCESSORS
+    assert smaller > waves * products_triton.MULTIPROCESSORS
 
 
 PLACES = (0, 7, -1, 3)  # of rows, in turns

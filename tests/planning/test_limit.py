@@ -12,7 +12,7 @@ import spmd
 from benchmarks.programs.catalog import programs
 from spmd.compiler import plan_problem
 from spmd.lowering.recompute import AGAIN
-from spmd.planning.limit import least_held
+from spmd.planning.exact import least_held
 from spmd.planning.search import Search
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))

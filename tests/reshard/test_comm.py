@@ -45,7 +45,7 @@ def test_latency_counts_messages_that_follow_one_another():
     assert latency_steps("all_gather", [2, 3]) == 4
     assert latency_steps("all_reduce", [2, 2]) == 5
     assert latency_steps("all_to_all", [2, 2]) == latency_steps("collective_permute", [5]) == 2
-    link = A100.link(MESH, 0)
+    link = A100.atom_links(MESH)[0]
     parts = collective_seconds("reduce_scatter", (0, 1), 4096, 1024, MESH, A100)
     parts += collective_seconds("all_gather", (0, 1), 1024, 4096, MESH, A100)
     whole = collective_seconds("all_reduce", (0, 1), 4096, 4096, MESH, A100)
