@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from spmd.ops.paged_hopper import is_here, mosaic
-from spmd.ops.products_triton import HIGH, MULTIPROCESSORS, of_16_bits, pairs, run_one
+from spmd.ops.products_triton import HIGH, MULTIPROCESSORS, pairs, run_one
 
 ROWS = 64  # that tensor cores multiply at once
 INPUT_BYTES = 128  # of a tile's row
@@ -35,21 +35,24 @@ FP8 = jnp.float8_e4m3fn
 
 
 class Kind(NamedTuple):
-    """What kernels do for a dtype of weights, and which numbers of rows they are chosen for."""
+    """For weights of a dtype: what the kernel does, and how many rows it is the fastest for."""
 
     rows: range
-    step: int  # the blocks' sizes are multiples
-    accumulators: int  # numbers in registers for each result
-    x_parts: int
-    alone: int  # with more rows it takes only weights whose blocks are not shared
+    alone: int  # with more rows only where blocks are not shared
+    step: int = 8  # sizes of blocks are multiples of it
+    registers: int = 1  # in which a result is summed up
+    is_paired: bool = False  # x is a pair of such numbers
 
 
 KINDS = {
-    "bfloat16": Kind(range(33, 257), 8, 1, 1, 128),
-    "float16": Kind(range(33, 257), 8, 1, 1, 128),
-    "float8_e4m3fn": Kind(range(17, 128), 8, 2, 2, 128),
-    "int8": Kind(range(17, 65), 16, 2, 2, 64),
+    "bfloat16": Kind(range(33, 257), 128),
+    "float16": Kind(range(33, 257), 128),
+    "float8_e4m3fn": Kind(range(17, 128), 128, registers=2, is_paired=True),
+    "int8": Kind(range(17, 65), 64, step=16, registers=2, is_paired=True),
 }
+"""By measurements on an H200 (docs/benchmarks/decoding.md)."""
+
+MOST_REGISTERS = 176  # of a thread for sums; they are spread over 128 threads
 
 
 class Blocks(NamedTuple):
@@ -98,25 +101,20 @@ def blocks_for(x_BI: Any, weights: Sequence[Any]) -> Blocks | None:
     rows, inputs = x_BI.shape
     each = [values.shape[0] for values, *_ in weights]
     forms = {(values.dtype, len(rest), values.ndim) for values, *rest in weights}
-    ((weight, scales, rank), *others) = forms
-    kind = KINDS.get(weight.name)
-    if (
-        not is_here()
-        or others
-        or kind is None
-        or rank != 2
-        or rows not in kind.rows
-        or not of_16_bits(x_BI)
-    ):
+    if len(forms) != 1 or not is_here():
         return None
-    if (scales, x_BI.dtype) != ((0, weight) if kind.x_parts == 1 else (1, jnp.bfloat16)):
+    ((weight, scales, rank),) = forms
+    kind = KINDS.get(weight.name)
+    if kind is None or rank != 2 or rows not in kind.rows:
+        return None
+    if (scales, x_BI.dtype) != ((1, jnp.bfloat16) if kind.is_paired else (0, weight)):
         return None
     tiles, rest = divmod(inputs * weight.itemsize, INPUT_BYTES)
     if rest or any(n % 8 or not n for n in each):
         return None
     groups = -(-rows // ROWS)
     own = -(-groups // 3)  # more than four warpgroups have too few registers each
-    most = min(256, 2 * 176 // (kind.accumulators * own)) // kind.step * kind.step
+    most = min(256, 2 * MOST_REGISTERS // (kind.registers * own)) // kind.step * kind.step
     for splits in (1, 2, MOST_SPLITS):
         size, waves = 0, 0
         while not 0 < size <= most:
