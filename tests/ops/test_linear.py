@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 import spmd
 from spmd.errors import ArgumentError
 from spmd.models.llama.quantize import dequantize, quantize_weight, weight_types
-from spmd.ops import adapters_triton, linear, linears, products_hopper, products_triton
+from spmd.ops import (
+    adapters_triton,
+    linear,
+    linears,
+    paged_hopper,
+    products_hopper,
+    products_triton,
+)
 from tests.close import partitioned
 
 OPERANDS = ("values", "scales", "zeros")
@@ -97,6 +104,16 @@ def test_linears_kernel_of_8_bit_floats() -> None:
     values, scales = operands[:2]
     scaled, plain = LINEAR._kernel(jnp.asarray(x), values, scales, values)
     np.testing.assert_allclose(scaled, plain * scales, rtol=1e-6)
+
+
+def test_int8_weights_are_written_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_hopper, "is_here", lambda: True)
+    weight, whole = weights("int8")
+    x = np.random.default_rng(0).standard_normal((LINEAR.WRITTEN_ROWS, 512)).astype(np.float32)
+    operands = weight["values"], weight["scales"]
+    (found,) = LINEAR._kernel(jnp.asarray(x), *operands)
+    np.testing.assert_allclose(found, x @ whole.T, atol=1e-3)
+    assert LINEAR._kernel(jnp.asarray(x[1:]), *operands) is NotImplemented
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
