@@ -217,9 +217,10 @@ class _Block:
                 ask += self.late[value][1].operands if value in self.late else ()
         for key in dict.fromkeys(self.key_of[v] for v in sorted(needed) if v in self.key_of):
             self.flush(key)
-        late = {self.late.pop(v) for v in needed if v in self.late}
-        for _, op in sorted(late, key=itemgetter(0)):
+        for _, op in sorted({self.late[v] for v in needed if v in self.late}, key=itemgetter(0)):
             self.b.append(op)
+            for result in op.results:  # also those that are not needed yet
+                del self.late[result]
 
     def flush(self, key: _Key) -> None:
         bucket = self.buckets.pop(key)

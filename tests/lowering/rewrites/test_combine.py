@@ -172,3 +172,15 @@ def test_a_few_bytes_wait_until_somebody_computes_with_them() -> None:
     assert made.count("all_reduce") == 1
     assert made[-3:] == ["transpose", "reshape", "exponential"]
     assert made.index("dot_general") < made.index("all_reduce") < made.index("transpose")
+
+
+def test_what_waits_with_several_results_is_there_once() -> None:
+    both = "(tensor<8x4xf32>, tensor<8x4xf32>)"
+    made = names(after(
+        reduced(2, 0, "8x4xf32"),
+        f"%3, %4 = stablehlo.optimization_barrier %2, %0 : {both} -> {both}",
+        "%5 = stablehlo.exponential %4 : (tensor<8x4xf32>) -> tensor<8x4xf32>",
+        "%6 = stablehlo.exponential %3 : (tensor<8x4xf32>) -> tensor<8x4xf32>",
+        'return %5 "a", %6 "b"',
+    ))  # fmt: skip
+    assert made == ["all_reduce", "optimization_barrier", "exponential", "exponential"]
