@@ -8,11 +8,13 @@ Shapes are in the names:
 The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows its
 time is that of reading weights. For one row, GPUs run a multiplication and a sum, which XLA makes
 one kernel, conversion and scale included; for more of them, and for any few of 4-bit weights, one
-kernel reads all weights of a composite (`products_triton`). On TPUs one row is one of eight. With
-many rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round rows to these,
-too, each with a scale of its own; 4-bit weights are written in the dtype of `x` first, as few rows'
-are if groups are not of 128, and int8 ones are for more rows still. Everywhere else weights are
-converted to it on their way.
+kernel reads all weights of a composite: on Hopper, for the numbers of rows that it was measured to
+be faster with, that of `products_hopper`, else that of `products_triton`. On TPUs one row is one of
+eight. With many rows its time is that of arithmetic, so if weights are 8-bit floats, GPUs round
+rows to these, too, each with a scale of its own; 4-bit weights are written in the dtype of `x`
+first, as few rows' are if groups are not of 128, and int8 ones are for more rows still. Everywhere
+else weights are converted to it on their way.
+
 `spmd.adapted_linear` is the same with low-rank adapters of the rows (`adapters_triton`).
 """
 
@@ -36,7 +38,7 @@ NAME, ADAPTED = "spmd.linear", "spmd.adapted_linear"
 
 COUNT = PREFIX + "count"  # of weights with adapters, as the compiler's IR has it
 
-FP8, MLIR_FP8 = jnp.float8_e4m3fn, "f8E4M3FN"
+FP8, MLIR_FP8 = products_hopper.FP8, "f8E4M3FN"
 
 EIGHT_BIT_ROWS = 128
 """From this number of rows on, GPUs round rows to 8-bit floats if the weights are 8-bit floats.

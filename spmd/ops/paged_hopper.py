@@ -10,9 +10,9 @@ A warpgroup's rows are a whole window of its slot's, which are read and written 
 queries and outputs are. Where a tile has fewer, windows reach back: what two of them have in common
 is computed, and written, twice.
 
-TFLOP/s with a prompt of 2048 and 8192 tokens, 32 heads of 128, on an H100: 312 and 481; the kernel
-for Triton has 175 and 251, cuDNN, whose keys and values are not in pages, 389 and 582. Without
-turns it is 468, with blocks of 64 positions 444.
+TFLOP/s with a prompt of 2048 and 8192 tokens, 32 heads of 128, on an H100, when rows still came in
+tiles: 312 and 481; the kernel for Triton has 175 and 251, cuDNN, whose keys and values are not in
+pages, 389 and 582. Without turns it is 468, with blocks of 64 positions 444.
 
 Shapes are in the names, as in `spmd.ops.paged`, and
 

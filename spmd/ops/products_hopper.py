@@ -10,8 +10,12 @@ x beside weights of 8 bits is a pair of such numbers, which are as exact as a bf
 integers are summed in integers, and of floats, whose sums tensor cores keep with 14 bits (DeepSeek-
 AI, *DeepSeek-V3 Technical Report*, 2024, section 3.3.2), in float32 after each tile.
 
+For example 22,016 outputs of gate and up are cut into 2 x 66 blocks of 168, one for each of 132
+multiprocessors. 4,096 outputs would be blocks of 32, for each of which all of x is read: so blocks
+have 64, and two programs share one, each with half of the inputs.
+
 Shapes are in the names: B, R rows, R of a program; O, I a weight's outputs and inputs; N outputs of
-a block; S programs that share a block's inputs; C outputs written at a time.
+a block; S programs that share a block's inputs.
 """
 
 import functools

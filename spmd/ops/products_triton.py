@@ -109,7 +109,8 @@ of programs that is wanted, and tiles but for splits.
 us of a layer of Llama 2 7B on an H100, and in brackets XLA's: int8 16 rows 102 (117), 64 143 (162),
 256 285 (349), 512 495 (564), 1024 943 (935); int4 16 73 (322), 64 175 (642), 256 423 (in float16),
 and 750 with 512, where it takes 543 to write the weights as bfloat16 for cuBLAS. 8-bit floats are
-XLA's: 108 with 16 rows, where this kernel takes 111, and 146 with 64, where it takes 162."""
+not for this kernel: XLA takes 108 with 16 rows, where it takes 111, and 146 with 64, where it takes
+162 (on Hopper `products_hopper` has these)."""
 
 
 def products(
