@@ -15,16 +15,16 @@ from spmd.serving import planned
 
 MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "llama2-7b": {
-        "streams": (5188, 51, 502), "wide": (7411, 154, 2594),
-        "long": (64 * 32 / 7.73, 460, 3289), "prefix": (3664, 92, 319),
+        "streams": (5254, 50, 491), "wide": (7464, 154, 2579),
+        "long": (64 * 32 / 7.71, 455, 3319), "prefix": (3699, 99, 249),
     },
     "llama2-7b fp8": {
-        "streams": (5771, 40, 388), "wide": (9027, 115, 1521),
-        "long": (64 * 32 / 5.81, 324, 2437), "prefix": (3865, 77, 175),
+        "streams": (6070, 41, 271), "wide": (9190, 119, 1381),
+        "long": (64 * 32 / 5.50, 378, 2220), "prefix": (4153, 67, 150),
     },
     "llama3.2-1b": {
-        "streams": (20077, 28, 94), "wide": (26858, 219, 2458),
-        "long": (64 * 32 / 1.71, 253, 464),
+        "streams": (17844, 23, 75), "wide": (28862, 211, 1233),
+        "long": (64 * 32 / 1.67, 245, 499), "prefix": (12737, 118, 230),
     },
 }  # fmt: skip
 """Model, and quantization if any -> load -> tokens/s and, where known, p50 and p99 of the first

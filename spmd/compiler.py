@@ -46,6 +46,7 @@ from spmd.lowering.expand import expand
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute import recompute
+from spmd.lowering.rewrites.arrivals import in_turn
 from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.schedule import Room, schedule
 from spmd.lowering.rewrites.simplify import simplify
@@ -287,6 +288,8 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
     orders, platform = request.arg_orders, request.platform
     args = trial.optimized, request.links, orders, platform, options.layouts
     laid_out = clock("layouts", lay_out, *args)
+    if platform == "cuda":  # compilers for TPUs put moves where they belong
+        laid_out = laid_out._replace(program=in_turn(laid_out.program))
     emitted = _emit(laid_out, request.donated, clock)
     plan, parts = trial.plan, trial.partitioned
     if options.check:

@@ -15,7 +15,7 @@ def in_host(mesh, *spec):
 
 
 def step(params, moments, grads):
-    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g * jnp.vdot(g, g), moments, grads)
     return jax.tree.map(jnp.subtract, params, moments), moments
 
 

@@ -68,8 +68,10 @@ def test_what_is_not_for_the_kernel(args: Any) -> None:
     assert products_triton.ragged_product(*args) is NotImplemented
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_few_rows_look_their_weights_up(dtype: str) -> None:
-    x, w, sizes = operands(128, 64, [3, 0, 2, 1])
-    w = (16 * w).astype(dtype)
-    close(interpreted(x[:8], w, sizes)[:6], plain(x[:8], w, sizes)[:6], 0.01)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("sizes", [[3, 0, 2, 1], [20, 0, 9, 1], [40, 0, 19, 1]])
+def test_few_rows(dtype: str, sizes: list[int]) -> None:
+    """They look their weights up, or are the second operand of products, in tiles of 16 or 32."""
+    x, w, sizes_E = operands(128, 64, sizes)
+    x, w, count = x[: sum(sizes) + 2], (16 * w).astype(dtype), sum(sizes)
+    close(interpreted(x, w, sizes_E)[:count], plain(x, w, sizes_E)[:count], 0.01)

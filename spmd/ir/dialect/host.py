@@ -10,7 +10,7 @@ XLA moves them beside other kernels (its host offloading). They are jax's ops, a
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from spmd.ir.description import CUSTOM_CALL
+from spmd.ir.description import BARRIER, CUSTOM_CALL
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import op
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, reads
@@ -80,7 +80,10 @@ class Hosted(NamedTuple):
 def hosted(program: Program) -> Hosted:
     """Returns what a program's ops move between the memories."""
     moved = [(moves_to(each), each) for each in program.body.ops]
-    come = {move.operands[0]: move.results[0] for place, move in moved if place == DEVICE}
+    barriers = [each for each in program.body.ops if each.name == BARRIER]
+    before = {v: each.operands[i] for each in barriers for i, v in enumerate(each.results)}
+    read = ((move.operands[0], move.results[0]) for place, move in moved if place == DEVICE)
+    come = {before.get(value, value): result for value, result in read}
     leave = {move.results[0]: move.operands[0] for place, move in moved if place == HOST}
     arguments = frozenset(come).intersection(program.body.args)
     passing = (*(come[v] for v in arguments), *(leave[v] for v in leave))
