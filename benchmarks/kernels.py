@@ -23,6 +23,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -319,26 +320,34 @@ def product_cases(width: int = 4096, inner: int = 11008, calls: int = 8) -> Iter
             )
 
 
-def microseconds(case: Case, steps: int) -> float:
-    """Median time of a call, of several runs that are issued before the first one is done."""
-    args = case.args()
+def compiled(case: Case, structs: Sequence[Any]) -> Callable[..., Any] | str:
+    """The case's program for such arguments; where it cannot be compiled, why."""
     mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
-    run = spmd.jit(case.fn, mesh=mesh) if case.by == OURS else jax.jit(case.fn)
+    jitted: Any = spmd.jit(case.fn, mesh=mesh) if case.by == OURS else jax.jit(case.fn)
+    try:
+        program: Callable[..., Any] = jitted.lower(*structs).compile()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).strip().splitlines()[0][:60]
+    return program
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def line(case: Case, run: Callable[..., Any] | str, topology: Topology, steps: int) -> list[str]:
+    """A row of the table: medians of calls that are issued before the first one is done."""
+    if isinstance(run, str):
+        return [case.name, case.by, run, "", "", "", ""]
+    busy = topology.arithmetic_seconds(case.flops, case.dtype)
+    least = 1e6 * max(case.bytes / topology.hbm_bandwidth, busy)
+    args = case.args()
 
     def several(_: Any) -> None:
         jax.block_until_ready([run(*args) for _ in range(TOGETHER)])
 
-    return 1e6 * run_steps(several, lambda: None, steps, 0).seconds / TOGETHER / case.calls
-
-
-def line(case: Case, topology: Topology, steps: int) -> list[str]:
-    """A row of the table; where a kernel does not run, with the reason in place of numbers."""
-    busy = topology.arithmetic_seconds(case.flops, case.dtype)
-    least = 1e6 * max(case.bytes / topology.hbm_bandwidth, busy)
-    try:
-        took = microseconds(case, steps)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        return [case.name, case.by, str(error).strip().splitlines()[0][:60], "", "", "", ""]
+    seconds = run_steps(several, lambda: None, steps, 0).seconds
+    took = 1e6 * seconds / TOGETHER / case.calls
     rates = f"{case.flops / took / 1e6:.0f}", f"{case.bytes / took / 1e3:.0f}"
     return [case.name, case.by, f"{took:.1f}", f"{least:.1f}", f"{took / least:.2f}", *rates]
 
@@ -357,6 +366,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         attention_cases(), latent_attention_cases(), expert_cases(), linear_attention_cases(),
         page_cases(), product_cases(),
     )  # fmt: skip
-    wanted = (case for case in cases if re.search(given.only, case.name))
+    wanted = [case for case in cases if re.search(given.only, case.name)]
+    with ThreadPoolExecutor() as pool:  # before any is timed: compilers try kernels on the device
+        shapes = (jax.tree.map(_struct, case.args()) for case in wanted)
+        runs = list(pool.map(compiled, wanted, shapes))
     header = ("kernel", "by", "us", "floor, us", "x floor", "TFLOP/s", "GB/s")
-    print_table(header, (line(case, topology, given.steps) for case in wanted))
+    rows = (line(*pair, topology, given.steps) for pair in zip(wanted, runs, strict=True))
+    print_table(header, rows)
