@@ -288,9 +288,7 @@ def compile_module(request: Request, options: Options, together: str = "") -> St
     orders, platform = request.arg_orders, request.platform
     args = trial.optimized, request.links, orders, platform, options.layouts
     laid_out = clock("layouts", lay_out, *args)
-    if platform == "cuda":  # compilers for TPUs put moves where they belong
-        laid_out = laid_out._replace(program=in_turn(laid_out.program))
-    emitted = _emit(laid_out, request.donated, clock)
+    emitted = _emit(laid_out, request.donated, platform, clock)
     plan, parts = trial.plan, trial.partitioned
     if options.check:
         body, types = plan.program.body, plan.program.types
@@ -502,9 +500,13 @@ def timed(plan: Plan, options: Options) -> Plan:
 def emit_plan(plan: Plan, options: Options) -> Emitted:
     """Returns a plan's program for one device as StableHLO: partitioned, optimized, emitted."""
     clock = Stopwatch()
-    return _emit(Trial(plan, options, (), clock).optimized, (), clock)
+    return _emit(Trial(plan, options, (), clock).optimized, (), plan.topology.platform, clock)
 
 
-def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: Stopwatch) -> Emitted:
+def _emit(
+    optimized: Partitioned, donated: tuple[int, ...], platform: str | None, clock: Stopwatch
+) -> Emitted:
     program = clock("expand", expand, optimized.program, optimized.mesh)
+    if platform == "cuda":  # compilers for TPUs put moves where they belong
+        program = clock("expand", in_turn, program)
     return clock("emit", emit_local, optimized._replace(program=program), donated)
