@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
@@ -45,3 +46,16 @@ def test_a_state_in_the_hosts_memory(devices8):
         want, got = jax.jit(step)(*want, params), compiled(*got, params)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
         assert got[1]["w"].sharding.memory_kind == "pinned_host"
+
+
+def test_ordered_callbacks_are_refused(devices8):
+    mesh = spmd.make_mesh(devices=devices8, x=8)
+
+    def told(x, m):
+        jax.debug.callback(print, x[0], ordered=True)
+        return x + m
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    m = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=in_host(mesh, None))
+    with pytest.raises(spmd.UnsupportedOpError, match="ordered=False"):
+        spmd.jit(told, mesh=mesh).lower(x, m)

@@ -10,6 +10,7 @@ XLA moves them beside other kernels (its host offloading). They are jax's ops, a
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from spmd.errors import UnsupportedOpError
 from spmd.ir.description import BARRIER, CUSTOM_CALL
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import op
@@ -39,9 +40,19 @@ def with_moves(program: Program, arguments: Iterable[int], results: Iterable[int
 
     All arguments are moved before the first op that reads one of them, and results at the end, so
     that nothing stands between the ops that become one kernel. XLA moves each when it is time.
+
+    Raises:
+      UnsupportedOpError: there is an ordered callback, too.
     """
-    body, types = program.body, list(program.types)
+    body, types, results = program.body, list(program.types), tuple(results)
     waiting = [value for i, value in enumerate(body.args) if i in set(arguments)]
+    for each in program.callbacks:
+        if each.is_ordered and (waiting or results):
+            raise UnsupportedOpError(
+                f"{each.label} with ordered=True, beside arrays in the host's memory",
+                required="one of the two: jax compiles no program of both",
+                fix="call it with ordered=False, or keep the arrays in the devices' memory",
+            )
     locs = [each.loc for each in body.ops] or [Loc()]
 
     def new(value: Value) -> Value:
