@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd.models.llama import parameters
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.convert import write_hf, write_ranks
@@ -24,6 +23,7 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.run.loop import TrainState
 from spmd.scripts import convert_checkpoints as script
 from tests.forked import run_text
+from tests.models.llama.layers import unstack_layers
 from tests.models.llama.made import assert_close, fresh_params
 from tests.models.llama.weights.checkpoints import tensors, with_random_biases
 
@@ -128,7 +128,7 @@ def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
     close = functools.partial(assert_close, rtol=1e-5, atol=1e-7)
     for scan in (False, True):
         loaded = weights.load(tmp_path / "whole", dataclasses.replace(config, scan_layers=scan))
-        close(parameters.unstack_layers(loaded) if scan else loaded, expected)
+        close(unstack_layers(loaded) if scan else loaded, expected)
     with hf_source(tmp_path / "whole") as source:
         write_ranks(source, tmp_path / "ranks", 2)
         close(jax.tree.map(np.asarray, source.tree()), expected)
