@@ -11,7 +11,6 @@ import pytest
 import spmd
 from spmd.models.llama import objective
 from spmd.models.llama.config import ConfigError
-from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.remat import check_can_offload, checkpoint_policy
 from tests.models.llama.layers import stack_layers, unstack_layers
@@ -97,11 +96,11 @@ def test_a_scan_that_is_written_out_recomputes_late():
 )
 def test_unknown_policies_are_named(text, message):
     with pytest.raises(ConfigError, match=message):
-        checkpoint_policy(text, MARK_POINTS)
+        checkpoint_policy(text)
 
 
 def test_offloading_needs_another_memory_and_goes_there(params):
-    assert checkpoint_policy("offload:q,k", MARK_POINTS) is not None
+    assert checkpoint_policy("offload:q,k") is not None
     check_can_offload("offload:q,k", "cuda")
     with pytest.raises(ConfigError, match="no other memory to offload to; use save:q,k or run"):
         check_can_offload("offload:q,k", "cpu")
