@@ -9,10 +9,10 @@ import jax
 import optax
 
 import spmd
+from benchmarks.llama_step import Step, argument_types, train_step
 from spmd.models.llama import sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import named_config
-from spmd.models.llama.step import Step, argument_types, train_step
 from spmd.models.training.program import in_host
 
 

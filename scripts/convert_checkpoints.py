@@ -112,14 +112,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
     started = time.perf_counter()
     with open_source(given.source, given.step) as source:
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
-        how: dict[str, Any] = {"dtype": given.dtype, "console": console}
+        source = source.astype(given.dtype)
         if given.mesh:
-            how |= {"table": given.sharding or "2d", "scan_layers": given.scan}
-            write_run(source, given.out, given.mesh, **how)
+            how: dict[str, Any] = {"table": given.sharding or "2d", "scan_layers": given.scan}
+            write_run(source, given.out, given.mesh, **how, console=console)
         elif given.ranks is None:
-            write_hf(source, given.out, **how)
+            write_hf(source, given.out, console=console)
         else:
-            write_ranks(source, given.out, given.ranks, **how)
+            write_ranks(source, given.out, given.ranks, console=console)
     pattern = "**/*" if given.mesh else "*.safetensors"
     files = sorted(path for path in given.out.glob(pattern) if path.is_file())
     size = sum(file.stat().st_size for file in files)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,10 @@ from spmd.models.llama import quantize
 from spmd.models.llama.decode import LlamaRows
 from spmd.models.llama.model import last_states
 from spmd.models.llama.weights.files import Array
+from spmd.models.llama.weights.save import GENERATION_CONFIG_FILE
 from spmd.models.llama.weights.tensors import Source, Tensor
 from spmd.models.training.data.tokenizer import BYTES
+from spmd.models.training.paths import json_object
 from spmd.serving.bundle.manifest import PLATFORMS
 from spmd.serving.bundle.write import write_bundle
 from spmd.serving.language_bundle import write_language_bundle
@@ -131,11 +132,7 @@ def eos_token_ids(source: Source) -> list[int]:
     found = source.config.eos_token_id
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
     if source.tokenizer_from is not None:
-        try:
-            file = source.tokenizer_from / "generation_config.json"
-            more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            more = None
+        more = json_object(source.tokenizer_from / GENERATION_CONFIG_FILE).get("eos_token_id")
         ids += more if isinstance(more, list) else [] if more is None else [more]
     return [i for i in dict.fromkeys(ids) if isinstance(i, int)]
 

@@ -1,7 +1,6 @@
 """A bundle as what the server serves: backend, tokenizer and chat template, or named tensors."""
 
 import functools
-import json
 import logging
 import threading
 import time
@@ -11,15 +10,18 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd.models.decode.shape import most_drafts
-from spmd.models.training.data.chat import template_source
+from spmd.models.llama.weights.save import GENERATION_CONFIG_FILE
+from spmd.models.training.data.chat import special_tokens, template_source
 from spmd.models.training.data.tokenizer import (
     BYTE_VOCABULARY,
     BYTES,
+    SETTINGS,
     Tokenizer,
     load_tokenizer,
     same_ids,
 )
 from spmd.models.training.errors import DataError
+from spmd.models.training.paths import json_object
 from spmd.progress import Stopwatch
 from spmd.serving import language_backend as language
 from spmd.serving.bundle.bundle import Bundle, seconds_of_xla
@@ -99,16 +101,11 @@ def load_model(
         clock("adapters", adapt, max(place, 0), from_folder)  # first none: that warms it up
     files = Path(folder) / TOKENIZER
     settings, generation = (
-        _settings(files / name) for name in ("tokenizer_config.json", "generation_config.json")
+        json_object(files / name) for name in (SETTINGS, GENERATION_CONFIG_FILE)
     )
     # Those of a Llama are in its contract, too; another model's exporter may have left them out.
     found = generation.get("eos_token_id")
     ends = {i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)}
-    special = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token")
-    }
     tokenizer = clock("tokenizer", _tokenizer, bundle.manifest, files)
     parts = {**bundle.seconds, **clock.seconds}, seconds_of_xla()
     lists = (", ".join(f"{part} {took:.1f}" for part, took in one.items()) for one in parts)
@@ -123,17 +120,8 @@ def load_model(
         generation_config=generation,
         adapt=adapt if room else None,
         adapters=tuple(adapters),
-        special_tokens={name: text for name, text in special.items() if isinstance(text, str)},
+        special_tokens=special_tokens(settings),
     )
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """The object that a JSON file has; an empty one if there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _warm(bundle: Bundle, clock: Stopwatch) -> ModelBackend:

@@ -14,12 +14,12 @@ import optax
 
 import spmd
 from benchmarks.hlo.runs import Runs, arrays
+from benchmarks.llama_step import train_step
 from spmd.measure.hlo import parse_module_text
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import named_config
-from spmd.models.llama.step import train_step
 from spmd.planning.plan import Plan
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import optax
 
 import spmd
+from benchmarks.llama_step import train_step
 from benchmarks.tables import print_head, print_line
 from spmd.cli.flags import Parser, positive
 from spmd.cli.specs import mesh_axes
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import CONFIGS, named_config
-from spmd.models.llama.step import train_step
 from spmd.models.llama.weights.save import save
 from spmd.models.training.data import source as data
 

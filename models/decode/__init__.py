@@ -18,8 +18,7 @@ from spmd.models.decode.exports import functions, step_name
 from spmd.models.decode.model import RowsModel
 from spmd.models.decode.shape import PAGES, ServingShape
 from spmd.models.decode.state import state_leaves
-from spmd.models.decode.steps import row_logits
 
 __all__ = [
-    "PAGES", "RowsModel", "ServingShape", "functions", "row_logits", "state_leaves", "step_name",
+    "PAGES", "RowsModel", "ServingShape", "functions", "state_leaves", "step_name",
 ]  # fmt: skip

@@ -185,12 +185,6 @@ def _scores(weights: Any, x_ARH: Any, targets_AR: Any, alternatives: int, model:
     return jnp.moveaxis(made, 0, 1).reshape(*shape, -1)
 
 
-def row_logits(weights: Any, state: State, rows: Rows, *, model: RowsModel) -> tuple[Any, State]:
-    """Runs rows as `step` does, and draws nothing: logits (A, R, V) behind each, and the state."""
-    x_ARH, state = _run(weights, state, rows, model)
-    return _in_groups(model.logits(weights, _flat(x_ARH)), x_ARH.shape[:2]), state
-
-
 def _run(weights: Any, state: State, rows: Rows, model: RowsModel) -> tuple[Any, State]:
     """Hidden states (A, R, H) behind the last layer, and the state with the rows in its cache."""
     tokens_AR = rows["tokens"]

@@ -26,7 +26,7 @@ import numpy as np
 import spmd
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.experts import Loads, mixture
-from spmd.models.llama.marks import MARK_POINTS, Mark, no_marks
+from spmd.models.llama.marks import Mark, no_marks
 from spmd.models.llama.parameters import DOWN, FP8, GATE_AND_UP, OUTPUT, QUERY_KEY_VALUE, Params
 from spmd.models.llama.remat import Policy, checkpoint_policy, named_mark
 from spmd.models.llama.rope import apply_rope, halves, rope_angles
@@ -146,7 +146,7 @@ def run_layers(
     mark: Mark,
 ) -> "Ran":
     """Runs all layers: those that are alike and have the same window together."""
-    policy = checkpoint_policy(config.remat, MARK_POINTS)
+    policy = checkpoint_policy(config.remat)
     mark = mark if policy is None else named_mark(mark)
     dense, loads = config.first_k_dense_replace, list[Any]()
     for span, turns in config.spans:

@@ -1,7 +1,7 @@
 """What training makes small: the cross-entropy of the next token, and the experts' balance.
 
-For tuning also the loss of preferences (DPO), and the divergence from a teacher. A batch is as
-`step.batch_loss` says. Shapes are in the names, as in `model.py`.
+For tuning also the loss of preferences (DPO), and the divergence from a teacher. Shapes are in the
+names, as in `model.py`.
 """
 
 import functools
@@ -18,7 +18,8 @@ from spmd.models.llama.model import logits_and_loads
 from spmd.models.llama.parameters import TEACHER, Params
 
 Batch = Mapping[str, jax.Array]
-"""The leaves of a batch, by name."""
+"""The leaves of a batch, by name: `inputs` and `targets`, token ids (B, S), and for packed
+documents also `segment_ids`, `positions` and `weights` (B, S)."""
 
 
 def loss(
@@ -50,8 +51,15 @@ def loss(
     given = {"inputs": inputs_BS, "targets": targets_BS, "segment_ids": segment_ids_BS}
     given |= {"positions": positions_BS, "weights": weights_BS}
     batch = {name: x_BS for name, x_BS in given.items() if x_BS is not None}
-    logits_BSV, ordered, added = _predicted(params, batch, config, mark)
-    targets_BS, weights_BS = ordered["targets"], ordered.get("weights")
+    return batch_loss(params, batch, config, mark, z_loss)
+
+
+def batch_loss(
+    params: Params, batch: Batch, config: LlamaConfig, mark: Mark = no_marks, z_loss: float = 0.0
+) -> jax.Array:
+    """`loss` of a batch."""
+    logits_BSV, batch, added = _predicted(params, batch, config, mark)
+    targets_BS, weights_BS = batch["targets"], batch.get("weights")
     return cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss) + added
 
 

@@ -32,16 +32,6 @@ TEACHER = "teacher"
 """Beside a model's parameters: those of the teacher that it is distilled from."""
 
 
-def unstack_layers(params: Params) -> Params:
-    """Parameters with a leading dim L -> parameters with a dict for each layer."""
-
-    def unstacked(layers: Params) -> Params:
-        count = jax.tree.leaves(layers)[0].shape[0]
-        return {str(at): jax.tree.map(lambda leaf, i=at: leaf[i], layers) for at in range(count)}
-
-    return on_stacks(unstacked, params)
-
-
 def with_states(params: Params, config: LlamaConfig) -> Params:
     """The parameters with states of their 8-bit products; fresh ones where they have none."""
     add = functools.partial(layer_with_states, config=config)

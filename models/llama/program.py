@@ -20,7 +20,7 @@ from spmd.models.llama.flops import FLOP_CONVENTIONS, flops_per_token
 from spmd.models.llama.fresh import init, init_keys, init_layer, init_outer
 from spmd.models.llama.lora import LoraConfig
 from spmd.models.llama.model import forward
-from spmd.models.llama.objective import distillation_loss, pair_logps, preference_loss
+from spmd.models.llama.objective import batch_loss, distillation_loss, pair_logps, preference_loss
 from spmd.models.llama.parameters import (
     TEACHER,
     Params,
@@ -28,7 +28,6 @@ from spmd.models.llama.parameters import (
     without_states,
     without_teacher,
 )
-from spmd.models.llama.step import batch_loss
 from spmd.models.training.checkpoints.tables import nested
 from spmd.models.training.data import source as data
 from spmd.models.training.data.loader import place
@@ -125,7 +124,12 @@ class LlamaProgram(TrainingProgram):
         losses: tuple[Any, ...] = tuple(
             functools.partial(preference_loss, config=config, mark=points, beta=run.dpo_beta)
             if "answers" in batch
-            else batch_loss(config, points, run.z_loss if config is self.model else 0.0)
+            else functools.partial(
+                batch_loss,
+                config=config,
+                mark=points,
+                z_loss=run.z_loss if config is self.model else 0.0,
+            )
             for config in (self.model, dataclasses.replace(self.model, router_aux_loss_coef=0.0))
         )
         if teacher is not None:

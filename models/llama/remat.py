@@ -18,6 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.models.llama.config import ConfigError
+from spmd.models.llama.marks import MARK_POINTS
 
 Policy = Callable[..., Any]
 """What `jax.checkpoint` takes."""
@@ -32,11 +33,8 @@ POLICIES: Mapping[str, Policy | None] = {
 }
 
 
-def checkpoint_policy(text: str, points: Mapping[str, str]) -> Policy | None:
+def checkpoint_policy(text: str) -> Policy | None:
     """The policy for `jax.checkpoint` that `text` names; None recomputes nothing.
-
-    Args:
-        points: the names that may be kept.
 
     Raises:
         ConfigError: no such policy, or an unknown name in it.
@@ -50,10 +48,10 @@ def checkpoint_policy(text: str, points: Mapping[str, str]) -> Policy | None:
         known = ", ".join((*POLICIES, "save_attention", "save:NAMES", "offload:NAMES"))
         raise ConfigError(f"remat {text!r} is no policy; there are {known}")
     chosen = tuple(name.strip() for name in names.split(","))
-    unknown = [name for name in chosen if name not in points]
+    unknown = [name for name in chosen if name not in MARK_POINTS]
     if unknown:
         raise ConfigError(
-            f"remat {text!r}: nothing is called {unknown[0]!r}; there are {', '.join(points)}"
+            f"remat {text!r}: nothing is called {unknown[0]!r}; there are {', '.join(MARK_POINTS)}"
         )
     if kind == "save":
         save: Policy = jax.checkpoint_policies.save_only_these_names(*chosen)

@@ -36,3 +36,14 @@ def check_ranges(config: object, wanted: Mapping[str, Sequence[str]]) -> None:
             value = getattr(config, name)
             if value is not None and not RANGES[what](value):
                 raise RunError(f"{name} must be {what}, not {value}")
+
+
+def shortened(items: Sequence[str], most: int = 5) -> str:
+    """The first few items, and how many more there are.
+
+    Example:
+        >>> shortened(["a", "b", "c"], most=1)
+        'a and 2 more'
+    """
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest

@@ -318,6 +318,14 @@ def move_tree(folder: AnyPath, target: AnyPath, last: str = "") -> None:
     remove_tree(folder, last)
 
 
+def json_object(file: AnyPath) -> dict[str, Any]:
+    """The object in a file of JSON; an empty one if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 # tensorstore
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import spmd
 from spmd.cli.fields import taken
 from spmd.models.llama import sharding
-from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.llama.remat import check_can_offload, checkpoint_policy
 from spmd.models.training.errors import RunError
 from spmd.models.training.options import TrainerOptions
@@ -29,7 +28,7 @@ def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
     _check_paths(given)
     default_dtype = "float32" if platform == "cpu" else "bfloat16"
     changes: dict[str, Any] = {"num_hidden_layers": given.layers} if given.layers else {}
-    checkpoint_policy(given.remat, MARK_POINTS)
+    checkpoint_policy(given.remat)
     check_can_offload(given.remat, platform)
     model = dataclasses.replace(
         weights.chosen_config(given),

@@ -23,11 +23,11 @@ from spmd.models.llama.weights.files import (
     WeightsError,
     open_folder,
     plan_files,
-    shortened,
     write_files,
 )
 from spmd.models.progress import Advance, bytes_bar
 from spmd.models.shards import local_bytes, put_shards
+from spmd.models.training.errors import shortened
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import STORED_AS, LeafEntry
 

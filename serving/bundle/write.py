@@ -17,7 +17,7 @@ import spmd
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import CustomCalls, artifact_version, function_artifact
 from spmd.models.llama.weights.files import write_json
-from spmd.models.llama.weights.save import TOKENIZER_FILES
+from spmd.models.llama.weights.save import GENERATION_CONFIG_FILE, TOKENIZER_FILES
 from spmd.serving.bundle import describe
 from spmd.serving.bundle.folder import hash_files, new_folder
 from spmd.serving.bundle.function import BundleError, Function, one_line
@@ -26,7 +26,7 @@ from spmd.serving.bundle.manifest_json import check, to_json
 from spmd.serving.bundle.tensors import MAX_FILE_BYTES, write_weights
 
 TOKENIZER = "tokenizer"
-GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
+GENERATION_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG_FILE, "config.json")
 
 Goldens = Callable[[Path], Sequence[Mapping[str, Any]]]
 

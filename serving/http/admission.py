@@ -32,7 +32,6 @@ class Allowance:
 
     limit: int
     taken: int = 0  # how much of it clients have
-    peak: int = 0  # the most that they had
     _held: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def take(self, client: str, amount: int) -> bool:
@@ -41,7 +40,6 @@ class Allowance:
         if self.taken + amount > self.limit or own > self.limit - self.limit // SPARE:
             return False
         self._add(client, amount)
-        self.peak = max(self.peak, self.taken)
         return True
 
     def give_back(self, client: str, amount: int) -> None:

@@ -21,7 +21,7 @@ from spmd.models.training.data.tokenizer import Tokenizer
 from spmd.serving.engine.batches import sizes_of
 from spmd.serving.engine.infer import Array, Infer
 from spmd.serving.errors import ApiError, invalid
-from spmd.serving.http.fields import Fields, check_text, is_integer, parse_object, show
+from spmd.serving.http.fields import Fields, check_text, is_integer, show
 from spmd.serving.http.language import Loaded
 from spmd.serving.http.requests import service_of, visiting
 
@@ -106,13 +106,7 @@ async def _answer(
     async with visiting(request) as visit:
         loaded = service.require()
         model, texts = TextModel.of(loaded), service.texts(len(visit.body))
-
-        def read_body() -> tuple[list[Sequence[int]], Any]:
-            body = parse_object(visit.body)
-            service.check_name(Fields(body).text("model") or None)
-            return read(body, model)
-
-        rows, ask = await texts.run(read_body, visit.client)
+        rows, ask = await texts.run(lambda: read(service.parse(visit.body), model), visit.client)
         workers, batches = service.tensors()
         calls = (workers.run(batches.call(one), visit.client) for one in model.calls(rows))
         found = [one[VECTORS] for one in await asyncio.gather(*calls)]

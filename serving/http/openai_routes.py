@@ -523,14 +523,9 @@ async def run_on_text(
     """What is answered to a body on a thread for texts."""
     service = service_of(request)
     async with visiting(request) as visit:
-        language = service.language()
-
-        def make() -> Json:
-            body = parse_object(visit.body)
-            service.check_name(Fields(body).text("model") or None)
-            return work(body, language)
-
-        return JSONResponse(await service.texts(len(visit.body)).run(make, visit.client))
+        language, texts = service.language(), service.texts(len(visit.body))
+        made = await texts.run(lambda: work(service.parse(visit.body), language), visit.client)
+        return JSONResponse(made)
 
 
 def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from typing import Literal
+from typing import Any, Literal
 
 from spmd.serving.engine.batches import Batches
 from spmd.serving.engine.engine import Engine
@@ -13,7 +13,7 @@ from spmd.serving.engine.workers import Workers
 from spmd.serving.errors import ApiError, ServingError
 from spmd.serving.http.adapters import Adapters, no_model
 from spmd.serving.http.admission import Admission, Allowance
-from spmd.serving.http.fields import SHORT
+from spmd.serving.http.fields import SHORT, Fields, parse_object
 from spmd.serving.http.keys import Keys
 from spmd.serving.http.language import Heed, Language, Loaded
 from spmd.serving.http.limits import ServerOptions
@@ -150,6 +150,16 @@ class Service:
         """
         if model is not None and model not in (names := self.adapters.names):
             raise no_model(model, names)
+
+    def parse(self, body: bytes) -> dict[str, Any]:
+        """The object in a request's body, which asks for the model as `check_name` has it.
+
+        Raises:
+          ApiError: it is no object, or asks for another model.
+        """
+        found = parse_object(body)
+        self.check_name(Fields(found).text("model") or None)
+        return found
 
     def language(self) -> Language:
         """The language model.

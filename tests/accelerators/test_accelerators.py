@@ -19,9 +19,9 @@ from jax import lax
 
 import spmd
 from benchmarks.hlo.collectives import hlo_collectives
+from benchmarks.llama_step import train_step
 from spmd.models.llama import fresh, sharding
 from spmd.models.llama.named import named_config
-from spmd.models.llama.step import train_step
 from tests.accelerators.devices import COUNT, DEVICES
 from tests.ir.dialect.cases import CASES, Case, random_spec
 

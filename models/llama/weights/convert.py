@@ -51,7 +51,6 @@ def write_run(
     *,
     table: str = "2d",
     scan_layers: bool = True,
-    dtype: str | None = None,
     console: Console | None = None,
 ) -> AnyPath:
     """Writes the folder of a training run that has weights and has taken no step.
@@ -64,7 +63,6 @@ def write_run(
         folder: new or empty.
         mesh: axis -> size; each array is stored in the pieces that these devices hold.
         table: name of the specs by which arrays are split.
-        dtype: what to convert to; None keeps every tensor's bits.
 
     Returns:
         The folder of the checkpoint.
@@ -74,7 +72,6 @@ def write_run(
         ConfigError: there is no such table.
         CheckpointError: the checkpoint cannot be written, or tensors cannot be read.
     """
-    source = source.astype(dtype)
     config = dataclasses.replace(source.config, scan_layers=scan_layers)
     structs = _marked(config, mesh, table)
     check_can_save(folder)
@@ -143,15 +140,11 @@ PROGRESS_FILE = "progress.json"
 Plan = Mapping[str, Sequence[Tensor]]
 """File name -> the tensors in it, in order."""
 
-Made = Callable[[str], None]
-"""Called with the name of each file that is complete."""
-
 
 def write_hf(
     source: Source,
     folder: str | Path,
     *,
-    dtype: str | None = None,
     max_file_bytes: int = MAX_SHARD_BYTES,
     console: Console | None = None,
 ) -> None:
@@ -159,14 +152,12 @@ def write_hf(
 
     Args:
       folder: new or empty.
-      dtype: what to convert to; None keeps every tensor's bits.
       max_file_bytes: the most bytes of tensors in one file.
 
     Raises:
       WeightsError: the folder cannot be written, or tensors cannot be read.
       ConfigError: transformers does not support the model.
     """
-    source = source.astype(dtype)
     if source.config.model_type in stacked.FAMILIES:
         source = dataclasses.replace(source, tensors=_joined(source.tensors))
     entries = [_entry(tensor) for tensor in source.tensors.values()]
@@ -181,26 +172,22 @@ def write_ranks(
     folder: str | Path,
     ranks: int,
     *,
-    dtype: str | None = None,
     console: Console | None = None,
-    made: Made = lambda name: None,
 ) -> None:
     """Writes one file for each rank of a tensor-parallel group, with its shards; see `ranks.py`.
 
     Args:
       folder: new or empty.
-      dtype: what to convert to; None keeps every tensor's bits.
 
     Raises:
       WeightsError: as for `write_hf`; or the model cannot be divided among so many ranks.
     """
-    source = source.astype(dtype)
     split = cuts(source.config, ranks)
     plan = {
         rank_file(rank): [shard(t, split[name], rank) for name, t in source.tensors.items()]
         for rank in range(ranks)
     }
-    _write(source, Path(folder), plan, {SHARDING_FILE: describe(source, ranks)}, console, made)
+    _write(source, Path(folder), plan, {SHARDING_FILE: describe(source, ranks)}, console)
 
 
 def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,7 +214,6 @@ def _write(
     plan: Plan,
     beside: Mapping[str, Mapping[str, Any]],
     console: Console | None,
-    made: Made = lambda name: None,
 ) -> None:
     folder = folder.absolute()
     check_can_save(folder)
@@ -245,7 +231,6 @@ def _write(
                 done.append(name)
                 files.write_json(noted, {"identity": identity, "done": done})
                 noted.rename(unfinished / PROGRESS_FILE)
-                made(name)
         for name, content in beside.items():
             files.write_json(unfinished / name, content)
         write_beside(unfinished, to_hf(source.config, dtype), source.tokenizer_from)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from spmd.models.training.errors import shortened
 from spmd.models.training.paths import AnyPath, StorePath, as_path, at_once
 
 SINGLE_FILE = "model.safetensors"
@@ -210,17 +211,6 @@ def _stored(file: AnyPath, opened: Any, listed: set[str] | None) -> dict[str, St
         name: StoredTensor(file, tuple(entry.get_shape()), entry.get_dtype())
         for name, entry in slices.items()
     }
-
-
-def shortened(items: Sequence[str], most: int = 5) -> str:
-    """The first few items, and how many more there are.
-
-    Example:
-        >>> shortened(["a", "b", "c"], most=1)
-        'a and 2 more'
-    """
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + rest
 
 
 # Writing

@@ -21,13 +21,13 @@ from spmd.models.llama.weights.files import (
     Array,
     Index,
     WeightsError,
-    shortened,
 )
 from spmd.models.llama.weights.names import EMBEDDING, HEAD, Parameter, order, parameters
 from spmd.models.llama.weights.packed import KEY, Weights, open_weights
 from spmd.models.llama.weights.save import check_can_save, save
 from spmd.models.progress import bytes_bar
 from spmd.models.shards import local_bytes, put_shards
+from spmd.models.training.errors import shortened
 from spmd.models.training.paths import AnyPath
 
 __all__ = ["WeightsError", "check_can_load", "check_can_save", "load", "save"]

@@ -37,7 +37,7 @@ from spmd.models.llama.weights.files import (
     WeightsError,
     open_folder,
 )
-from spmd.models.training.paths import AnyPath, as_path
+from spmd.models.training.paths import AnyPath, as_path, json_object
 
 KEY = "quantization_config"
 
@@ -177,11 +177,9 @@ def open_weights(path: str | AnyPath) -> Iterator[Weights]:
     path = as_path(path)
     is_bundle = bundled.is_bundle(path)
     with open_folder(path / bundled.FOLDER if is_bundle else path) as stored:
-        try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            given, kind = config.get(KEY), config.get("model_type")
-        except (OSError, ValueError, AttributeError):
-            given = kind = None  # who needs the file says what is wrong with it
+        config = json_object(path / "config.json")  # who needs it says what is wrong with it
+        given: Any = config.get(KEY)
+        kind = config.get("model_type")
         check_quantization(given)
         modules: dict[str, dict[str, StoredTensor]] = {}
         left, matrices = {}, {}

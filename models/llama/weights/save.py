@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import tempfile
@@ -29,7 +28,14 @@ from spmd.models.llama.weights.files import (
 )
 from spmd.models.llama.weights.names import order, parameters
 from spmd.models.progress import Advance, bytes_bar
-from spmd.models.training.paths import AnyPath, StorePath, as_path, file_sizes, remove_tree
+from spmd.models.training.paths import (
+    AnyPath,
+    StorePath,
+    as_path,
+    file_sizes,
+    json_object,
+    remove_tree,
+)
 
 MAX_SHARD_BYTES = 5 * 10**9
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -244,8 +250,8 @@ def write_beside(
         write_json(folder / GENERATION_CONFIG_FILE, {"_from_model_config": True, **tokens})
     if tokenizer_from is not None:
         copy_small_files(as_path(tokenizer_from), folder)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        known = json_object(folder / CONFIG_FILE)
+        if "pad_token_id" in known:
             description = {**description, "pad_token_id": known["pad_token_id"]}
     write_json(folder / CONFIG_FILE, description)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from spmd.models.llama.weights.save import local_tokenizer
 from spmd.models.llama.weights.tensors import Source, Tensor, stamps, tensor_shapes, unrolled
 from spmd.models.training.checkpoints.found import AUTO, find_saved
 from spmd.models.training.checkpoints.pieces import chunk_shape
-from spmd.models.training.paths import AnyPath, array_spec, as_path
+from spmd.models.training.paths import AnyPath, array_driver, array_spec, as_path
 from spmd.models.training.run.description import RunFolder
 
 # Hugging Face's files
@@ -149,8 +148,7 @@ def _open_array(state: AnyPath, key: str) -> Any:
     """Opens an array in orbax's layout with tensorstore, which orbax writes with."""
     import tensorstore
 
-    metadata = json.loads((state / "_METADATA").read_text(encoding="utf-8"))
-    spec = array_spec(state, key, "zarr3" if metadata.get("use_zarr3") else "zarr")
+    spec = array_spec(state, key, array_driver(state))
     try:
         return tensorstore.open(spec, open=True, read=True).result()
     except ValueError as error:

@@ -31,8 +31,6 @@ class Found:
 
     step: int  # the step after which it was saved
     meta: Mapping[str, Any]  # what `meta.json` holds
-    # a sentence for each later checkpoint that was passed over because it is damaged
-    notes: tuple[str, ...] = ()
 
     @property
     def has_optimizer(self) -> bool:
@@ -112,7 +110,7 @@ def first_whole(
                 f"{file} has schema {meta.get('schema')!r} and this program knows {SCHEMA}; use "
                 "the version of the program that wrote it"
             )
-        return Found(step, meta, tuple(notes))
+        return Found(step, meta)
     return None
 
 

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.models.training.errors import shortened
+
 Table = dict[str, dict[str, Any]]
 """Path -> `shape`, `dtype` and `spec` of an array."""
 
@@ -103,8 +105,8 @@ def mismatch(
     missing = [path for path in wanted if path not in saved]
     extra = [path for path in saved if path not in wanted]
     if missing or extra:
-        parts = [f"it lacks {_some(missing)}"] * bool(missing)
-        parts += [f"it has {_some(extra)} that this run lacks"] * bool(extra)
+        parts = [f"it lacks {shortened(missing, SHOWN)}"] * bool(missing)
+        parts += [f"it has {shortened(extra, SHOWN)} that this run lacks"] * bool(extra)
         return " and ".join(parts)
     for path, struct in wanted.items():
         have = (tuple(saved[path]["shape"]), saved[path]["dtype"])
@@ -112,11 +114,6 @@ def mismatch(
         if have != want:
             return f"{path} is {have[1]} {list(have[0])} and has to be {want[1]} {list(want[0])}"
     return None
-
-
-def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return ", ".join(paths[:SHOWN]) + more
 
 
 # Layers: stacked <-> unrolled

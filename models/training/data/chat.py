@@ -22,9 +22,9 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-from spmd.models.training.data.tokenizer import BYTES, config_in
+from spmd.models.training.data.tokenizer import BYTES, SETTINGS
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath, as_path
+from spmd.models.training.paths import AnyPath, as_path, json_object
 
 Spans = tuple[tuple[int, int], ...]
 """Ranges of characters: (first, end) of each, in order."""
@@ -278,7 +278,7 @@ def find_template(tokenizer: str, file: str | None = None) -> Template | None:
     settings: dict[str, Any] = {}
     if tokenizer != BYTES:
         folder = folder if folder.is_dir() else folder.parent
-        settings = config_in(folder)
+        settings = json_object(folder / SETTINGS)
     try:
         chosen = as_path(file).read_text(encoding="utf-8") if file else None
         source = chosen or (template_source(folder, settings) if tokenizer != BYTES else None)
@@ -290,6 +290,11 @@ def find_template(tokenizer: str, file: str | None = None) -> Template | None:
         raise DataError(f"--chat_template: {file}: {error.strerror}") from error
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"{file}, line {error.lineno}: {error.message}") from error
+    return Template(source, tuple(sorted(special_tokens(settings).items())))
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of `bos_token` and the like in a `tokenizer_config.json`."""
     named = {name: x for name, x in settings.items() if name.endswith("_token")}
     texts = {n: x.get("content") if isinstance(x, dict) else x for n, x in named.items()}
-    return Template(source, tuple((n, x) for n, x in sorted(texts.items()) if isinstance(x, str)))
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

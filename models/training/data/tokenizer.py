@@ -1,6 +1,5 @@
 """Text <-> token ids: by plain bytes, or by any `tokenizer.json` of Hugging Face's tokenizers."""
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spmd.models.training.errors import DataError
-from spmd.models.training.paths import AnyPath, as_path
+from spmd.models.training.paths import AnyPath, as_path, json_object
 
 Int64s = npt.NDArray[np.int64]
 # How much text one token stands for at most, so that a text's length bounds its number of tokens.
@@ -81,6 +80,8 @@ def _parts(stage: Any, name: str) -> list[Any]:
         return [stage]
     return [part for one in stage[name] for part in _parts(one, name)]
 
+
+SETTINGS = "tokenizer_config.json"
 
 BYTES = "bytes"
 """The name of the built-in tokenizer."""
@@ -262,19 +263,11 @@ def _find_special(path: AnyPath, kind: str, given: str | None, usual: Sequence[s
         if token_id is None:
             raise DataError(f"--{kind}: tokenizer {path} has no token {given!r}")
         return token_id
-    value = config_in(path.parent).get(kind)
+    value = json_object(path.parent / SETTINGS).get(kind)
     named = value.get("content") if isinstance(value, dict) else value
     names = (*([named] if isinstance(named, str) else []), *usual)
     ids = (vocabulary.token_to_id(name) for name in names)
     return next((token_id for token_id in ids if token_id is not None), None)
-
-
-def config_in(folder: AnyPath) -> dict[str, Any]:
-    """The `tokenizer_config.json` of a folder; empty if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 @functools.lru_cache(maxsize=4)

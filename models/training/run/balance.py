@@ -35,7 +35,9 @@ class Balance(NamedTuple):
         """The tree of which `split` made the two."""
         if not self.rate:
             return rest
-        return jax.tree.map(lambda *two: two[two[0] is None], rest, biases, is_leaf=_is_none)
+        return jax.tree.map(
+            lambda *two: two[two[0] is None], rest, biases, is_leaf=lambda x: x is None
+        )
 
     def moved(self, bias: jax.Array, loads: jax.Array) -> jax.Array:
         """`bias + rate * sign(mean of a layer's loads - load)`."""
@@ -53,7 +55,3 @@ def largest_load(loads: Any) -> dict[str, jax.Array]:
     """The metric: the largest load over the mean, in the layer where that is the largest."""
     found = [jnp.max(x / jnp.mean(x, axis=-1, keepdims=True)) for x in jax.tree.leaves(loads)]
     return {"largest_load": jnp.max(jnp.stack(found))} if found else {}
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

@@ -89,7 +89,8 @@ class RunConfig:
         optimizer = self.optimizer.ending_at(self.options.steps)
         values = dataclasses.asdict(dataclasses.replace(self, optimizer=optimizer))
         values |= values.pop("options")
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+        text = json.dumps(values, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))
+        plain: dict[str, Any] = json.loads(text)
         return plain
 
     def flat(self) -> dict[str, Any]:
@@ -123,10 +124,6 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     # Of packing the hash of the data tells.
     learned = "optimizer. seq_len tokenizer global_batch seed data z_loss dpo_beta teacher distill_"
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith((*learned.split(),))]
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

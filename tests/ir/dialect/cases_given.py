@@ -14,10 +14,10 @@ import jax
 import spmd
 from benchmarks.corpus.program import mark as mark_words
 from benchmarks.corpus.programs import PROGRAMS
+from benchmarks.llama_step import argument_types, train_step
 from benchmarks.shardy import marked_text
 from spmd.models.llama import sharding
 from spmd.models.llama.named import named_config
-from spmd.models.llama.step import argument_types, train_step
 from tests.ir.dialect.cases_marked import MARKED, MESH, TOPOLOGY, Marked
 from tests.programs import llama_optimizer
 

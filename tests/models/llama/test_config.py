@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.models.llama import parameters
 from spmd.models.llama.config import ConfigError, LlamaConfig
 from spmd.models.llama.flops import flops_per_token
 from spmd.models.llama.named import CONFIGS, named_config
-from tests.models.llama.inverse import stack_layers
+from tests.models.llama.layers import stack_layers, unstack_layers
 from tests.models.llama.made import flat, fresh_params
 
 TINY = CONFIGS["tiny"]
@@ -26,7 +25,7 @@ def test_scanned_parameters_have_the_configs_shapes_and_are_the_unrolled_ones(ti
     assert {path: leaf.shape for path, leaf in flat(tiny_params).items()} == expected
     unrolled = fresh_params(UNROLLED)
     jax.tree.map(np.testing.assert_array_equal, stack_layers(unrolled), tiny_params)
-    jax.tree.map(np.testing.assert_array_equal, parameters.unstack_layers(tiny_params), unrolled)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(tiny_params), unrolled)
 
 
 def test_flops_per_token_of_both_conventions():

@@ -16,12 +16,12 @@ from spmd.models.llama.config import ConfigError
 from spmd.models.llama.experts import mixture
 from spmd.models.llama.model import forward
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.parameters import unstack_layers
 from spmd.models.llama.program import LlamaProgram
 from spmd.models.llama.weights.save import save
 from spmd.models.training.checkpoints import tables
 from spmd.models.training.checkpoints.store import Checkpoints
 from tests.close import close
+from tests.models.llama.layers import unstack_layers
 from tests.models.llama.made import LATENT
 from tests.models.llama.test_program import HALF, STEPS, go_on, make_trainer, take, windows
 

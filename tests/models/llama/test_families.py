@@ -11,15 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 import spmd
+from benchmarks.llama_step import train_step
 from spmd.models.llama import parameters, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.step import batch_loss, train_step
+from spmd.models.llama.objective import batch_loss
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.config import read_config
 from spmd.models.training.run.optimizer import initial_state
 from spmd.ops import fp8
-from tests.models.llama.inverse import stack_layers
+from tests.models.llama.layers import stack_layers, unstack_layers
 from tests.models.llama.made import LATENT, assert_close, fresh_params
 from tests.models.llama.test_packing import batch as packed_batch
 from tests.models.llama.weights import checkpoints
@@ -98,8 +99,10 @@ def drawn(config: LlamaConfig) -> Any:
 def alone(config: LlamaConfig) -> Any:
     """Loss and gradients with packed documents: unrolled, on one device, by two einsums."""
     plain = dataclasses.replace(config, attention="einsum", scan_layers=False)
-    params = parameters.unstack_layers(drawn(config))
-    return jax.jit(jax.value_and_grad(batch_loss(plain)))(params, packed_batch())
+    params = unstack_layers(drawn(config))
+    return jax.jit(jax.value_and_grad(functools.partial(batch_loss, config=plain)))(
+        params, packed_batch()
+    )
 
 
 @pytest.mark.thorough
@@ -115,12 +118,14 @@ def alone(config: LlamaConfig) -> Any:
 def test_all_parts_with_packed_documents(changes: dict[str, Any], mesh: spmd.Mesh) -> None:
     """On a mesh, scanned and not, by every attention."""
     config = dataclasses.replace(PARTS, **changes)
-    given = drawn(PARTS) if config.scan_layers else parameters.unstack_layers(drawn(PARTS))
-    step = jax.value_and_grad(batch_loss(config, sharding.activation_marks(mesh, config)))
+    given = drawn(PARTS) if config.scan_layers else unstack_layers(drawn(PARTS))
+    step = jax.value_and_grad(
+        functools.partial(batch_loss, config=config, mark=sharding.activation_marks(mesh, config))
+    )
     loss, grads = spmd.jit(step, mesh=mesh)(
         sharding.mark_params(given, mesh, config), sharding.mark_batch(packed_batch(), mesh)
     )
-    found = loss, parameters.unstack_layers(grads) if config.scan_layers else grads
+    found = loss, unstack_layers(grads) if config.scan_layers else grads
     assert_close(found, alone(PARTS), rtol=2e-4, atol=1e-6)
 
 
@@ -166,7 +171,11 @@ def test_experts_on_meshes(
     mesh = spmd.make_mesh(devices=devices8[: math.prod(axes.values())], **axes)
     specs = sharding.table_named(table)
     config = dataclasses.replace(model, **changes)
-    step = jax.value_and_grad(batch_loss(config, sharding.activation_marks(mesh, config, specs)))
+    step = jax.value_and_grad(
+        functools.partial(
+            batch_loss, config=config, mark=sharding.activation_marks(mesh, config, specs)
+        )
+    )
     found = spmd.jit(step, mesh=mesh)(
         sharding.mark_params(drawn(model), mesh, config, specs),
         sharding.mark_batch(packed_batch(), mesh, specs),
@@ -185,12 +194,14 @@ def test_experts_are_not_in_fp8() -> None:
     params = drawn(config)
     assert "q_proj k_proj v_proj" in params["layers"]["self_attn"][parameters.FP8]
     assert not params["layers"]["mlp"][parameters.FP8]
-    loss = float(jax.jit(batch_loss(config))(params, packed_batch()))
+    loss = float(jax.jit(functools.partial(batch_loss, config=config))(params, packed_batch()))
     exact = float(alone(MIXTURE)[0])
     assert abs(loss - exact) > 1e-5 * exact and loss == pytest.approx(exact, rel=0.02)
 
 
 def test_the_load_balancing_loss_counts() -> None:
     unbalanced = dataclasses.replace(MIXTURE, router_aux_loss_coef=0.0)
-    loss = float(jax.jit(batch_loss(unbalanced))(drawn(MIXTURE), packed_batch()))
+    loss = float(
+        jax.jit(functools.partial(batch_loss, config=unbalanced))(drawn(MIXTURE), packed_batch())
+    )
     assert 0.1 * 2 <= alone(MIXTURE)[0] - loss < 0.1 * 2 * 2  # two choices, if all are alike

@@ -12,7 +12,7 @@ import spmd
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.step import batch_loss
+from spmd.models.llama.objective import batch_loss
 from tests.models.llama.made import assert_close, forward, fresh_params
 from tests.models.llama.test_packing import batch as packed_batch
 
@@ -27,7 +27,9 @@ def batch(packed: bool) -> dict[str, Any]:
 @functools.cache
 def alone(packed: bool) -> Any:
     params = fresh_params(TINY)
-    return params, jax.jit(jax.value_and_grad(batch_loss(TINY)))(params, batch(packed))
+    return params, jax.jit(jax.value_and_grad(functools.partial(batch_loss, config=TINY)))(
+        params, batch(packed)
+    )
 
 
 @pytest.mark.thorough
@@ -45,7 +47,9 @@ def test_a_split_sequence(axes: Any, table: str, zigzag: int, packed: bool) -> N
     mesh, specs = spmd.make_mesh(**axes), sharding.table_named(table)
     config = dataclasses.replace(TINY, zigzag=zigzag)
     params, want = alone(packed)
-    loss = batch_loss(config, sharding.activation_marks(mesh, config, specs))
+    loss = functools.partial(
+        batch_loss, config=config, mark=sharding.activation_marks(mesh, config, specs)
+    )
     marked = (
         sharding.mark_params(params, mesh, config, specs),
         sharding.mark_batch(batch(packed), mesh, specs),

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.models.llama import marks, model, parameters
+from spmd.models.llama import marks, model
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.program import generate, sample
+from tests.models.llama.layers import unstack_layers
 from tests.models.llama.made import forward
 
 TINY = CONFIGS["tiny"]
@@ -51,7 +52,7 @@ def test_mark_is_called_at_every_point_with_its_dims(config, tiny_params):
         seen[name] = x.shape
         return x
 
-    params = tiny_params if config.scan_layers else parameters.unstack_layers(tiny_params)
+    params = tiny_params if config.scan_layers else unstack_layers(tiny_params)
     jax.eval_shape(lambda p, t: model.forward(p, t, config, mark), params, TOKENS_BS)
     expected = {}
     for name, dims in marks.MARK_POINTS.items():

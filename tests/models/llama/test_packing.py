@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.step import batch_loss
+from spmd.models.llama.objective import batch_loss
 from spmd.models.training.data import source as data
 from tests.models.llama.made import fresh_params
 
@@ -32,13 +32,13 @@ def batch(seq_len=SEQ_LEN):
 
 @functools.cache
 def loss_and_gradients():
-    return jax.jit(jax.value_and_grad(batch_loss(TINY)))
+    return jax.jit(jax.value_and_grad(functools.partial(batch_loss, config=TINY)))
 
 
 @functools.cache
 def loss_apart():
     """Mean over the targets of all stretches of documents, each run in a row of its own."""
-    loss = jax.jit(batch_loss(TINY))
+    loss = jax.jit(functools.partial(batch_loss, config=TINY))
     total, count = 0.0, 0
     for row in range(4):
         segments, inputs, targets, weights = (

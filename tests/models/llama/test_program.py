@@ -18,7 +18,7 @@ from spmd.models.training.options import TrainerOptions
 from spmd.models.training.run.description import RunConfig
 from spmd.models.training.run.loop import Loop
 from spmd.models.training.run.optimizer import OptimizerConfig
-from tests.models.llama.inverse import stack_layers
+from tests.models.llama.layers import stack_layers
 from tests.models.llama.made import assert_close, fresh_params, shardings_of
 from tests.models.training.checkpoints.states import latest
 from tests.models.training.notes import Notes

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.models.llama import objective, parameters
+from spmd.models.llama import objective
 from spmd.models.llama.config import ConfigError
-from spmd.models.llama.marks import MARK_POINTS
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.remat import check_can_offload, checkpoint_policy
-from tests.models.llama.inverse import stack_layers
+from tests.models.llama.layers import stack_layers, unstack_layers
 from tests.models.llama.made import assert_close, fresh_params, structs
 
 TINY = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4)
@@ -48,7 +47,7 @@ def expected(params):
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_loss_and_gradients_are_equal(params, expected, changes):
     is_scanned = changes.get("scan_layers", True)
-    given = params if is_scanned else parameters.unstack_layers(params)
+    given = params if is_scanned else unstack_layers(params)
     loss, grads = jax.jit(jax.value_and_grad(loss_of(changes)))(given)
     grads = grads if is_scanned else stack_layers(grads)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
@@ -57,7 +56,7 @@ def test_loss_and_gradients_are_equal(params, expected, changes):
 
 def kept(params, changes):
     """Bytes of what the forward pass keeps for the backward pass, but for parameters."""
-    given = params if changes.get("scan_layers", True) else parameters.unstack_layers(params)
+    given = params if changes.get("scan_layers", True) else unstack_layers(params)
     _, backward = jax.eval_shape(lambda p: jax.vjp(loss_of(changes), p), given)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
 
@@ -97,11 +96,11 @@ def test_a_scan_that_is_written_out_recomputes_late():
 )
 def test_unknown_policies_are_named(text, message):
     with pytest.raises(ConfigError, match=message):
-        checkpoint_policy(text, MARK_POINTS)
+        checkpoint_policy(text)
 
 
 def test_offloading_needs_another_memory_and_goes_there(params):
-    assert checkpoint_policy("offload:q,k", MARK_POINTS) is not None
+    assert checkpoint_policy("offload:q,k") is not None
     check_can_offload("offload:q,k", "cuda")
     with pytest.raises(ConfigError, match="no other memory to offload to; use save:q,k or run"):
         check_can_offload("offload:q,k", "cpu")

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from benchmarks.llama_step import train_step
 from spmd.models.llama import marks, sharding
 from spmd.models.llama.config import ConfigError
 from spmd.models.llama.named import CONFIGS
-from spmd.models.llama.step import train_step
 from spmd.models.placement import axes_of, present
 from tests.models.llama.made import assert_close, flat, structs
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd.models.llama import parameters
 from spmd.models.llama.named import CONFIGS
+from spmd.models.llama.weights import convert
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights.convert import write_hf, write_ranks
 from spmd.models.llama.weights.files import WeightsError
@@ -24,6 +24,7 @@ from spmd.models.training.checkpoints.store import Checkpoints
 from spmd.models.training.run.loop import TrainState
 from spmd.scripts import convert_checkpoints as script
 from tests.forked import run_text
+from tests.models.llama.layers import unstack_layers
 from tests.models.llama.made import assert_close, fresh_params
 from tests.models.llama.weights.checkpoints import tensors, with_random_biases
 
@@ -128,7 +129,7 @@ def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
     close = functools.partial(assert_close, rtol=1e-5, atol=1e-7)
     for scan in (False, True):
         loaded = weights.load(tmp_path / "whole", dataclasses.replace(config, scan_layers=scan))
-        close(parameters.unstack_layers(loaded) if scan else loaded, expected)
+        close(unstack_layers(loaded) if scan else loaded, expected)
     with hf_source(tmp_path / "whole") as source:
         write_ranks(source, tmp_path / "ranks", 2)
         close(jax.tree.map(np.asarray, source.tree()), expected)
@@ -205,29 +206,31 @@ def test_checkpoints_of_training(config, tmp_path, devices8):
 # Going on
 
 
-def test_a_run_that_was_stopped_goes_on_and_another_starts_anew(whole, cut, tmp_path):
+def test_a_run_that_was_stopped_goes_on_and_another_starts_anew(whole, cut, tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 
     made: list[str] = []
+    two, four = cut(2), cut(4)  # made before the function that writes is another one
+    most, write_file = 2, convert._write_file
 
-    def stop_at(count):
-        def note(name):
-            made.append(name)
-            if len(made) == count:
-                raise Stopped
+    def write(unfinished, name, *rest):
+        if len(made) == most:
+            raise Stopped
+        made.append(name)
+        write_file(unfinished, name, *rest)
 
-        return note
-
+    monkeypatch.setattr(convert, "_write_file", write)
     out = tmp_path / "out"
     with hf_source(whole) as source:
         with pytest.raises(Stopped):
-            write_ranks(source, out, 4, made=stop_at(2))
+            write_ranks(source, out, 4)
+        most = 4
         assert not out.exists()
         (tmp_path / ".out.unfinished" / "rank-0003.safetensors.part").write_bytes(b"half")
-        write_ranks(source, out, 4, made=stop_at(0))
+        write_ranks(source, out, 4)
     assert made == [rank_file(rank) for rank in range(4)]
-    same_files(out, cut(4))
+    same_files(out, four)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     shutil.rmtree(out)
     made.clear()
@@ -238,9 +241,9 @@ def test_a_run_that_was_stopped_goes_on_and_another_starts_anew(whole, cut, tmp_
         json.dumps({"identity": "other", "done": [rank_file(0)]})
     )
     with hf_source(whole) as source:
-        write_ranks(source, tmp_path / "out", 2, made=made.append)
+        write_ranks(source, tmp_path / "out", 2)
     assert made == [rank_file(0), rank_file(1)]
-    same_files(tmp_path / "out", cut(2))
+    same_files(tmp_path / "out", two)
 
 
 PEAK = """
@@ -333,15 +336,17 @@ def test_broken_ranks(spoilt, tmp_path, capsys):
     assert "sharding.json cannot be used" in fail()
 
 
-def test_two_at_once(whole, tmp_path):
-    out = tmp_path / "out"
+def test_two_at_once(whole, tmp_path, monkeypatch):
+    out, write_file = tmp_path / "out", convert._write_file
     with hf_source(whole) as source:
 
-        def second(name):
+        def write(*given):
             with pytest.raises(WeightsError, match="another process is writing"):
                 write_ranks(source, out, 2)
+            write_file(*given)
 
-        write_ranks(source, out, 2, made=second)
+        monkeypatch.setattr(convert, "_write_file", write)
+        write_ranks(source, out, 2)
 
 
 def test_the_script(whole, cut, tmp_path, capsys):

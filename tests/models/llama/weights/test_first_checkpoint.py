@@ -48,7 +48,7 @@ CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_head
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first") / "whole"
     with fresh_source(CONFIG, 3) as source:
-        write_hf(source, folder, dtype="bfloat16")
+        write_hf(source.astype("bfloat16"), folder)
     return folder
 
 
@@ -67,9 +67,9 @@ def trainer(whole):
     return LlamaProgram(run, spmd.make_mesh(**run.mesh), {"inputs": tokens, "targets": tokens})
 
 
-def write(source, folder, mesh, **options):
+def write(source, folder, mesh, dtype=None, **options):
     with source as opened:
-        return write_run(opened, folder, mesh, **options)
+        return write_run(opened.astype(dtype), folder, mesh, **options)
 
 
 def restore(folder, targets):

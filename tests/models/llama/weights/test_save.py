@@ -16,13 +16,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import spmd
-from spmd.models.llama import parameters, sharding
+from spmd.models.llama import sharding
 from spmd.models.llama.config import RopeScaling
 from spmd.models.llama.named import CONFIGS
 from spmd.models.llama.weights import load as weights
 from spmd.models.llama.weights import save
 from spmd.models.llama.weights.config import read_config
 from spmd.models.llama.weights.files import WeightsError
+from tests.models.llama.layers import unstack_layers
 from tests.models.llama.made import forward, shardings_of, structs
 from tests.models.llama.weights import checkpoints
 from tests.two_processes import record_reads, run_both
@@ -89,7 +90,7 @@ def test_round_trip_is_exact(config, mesh, tmp_path):
 
 def test_scanned_and_unrolled_write_the_same_files(tmp_path):
     weights.save(fresh(TINY), TINY, tmp_path / "scanned")
-    weights.save(parameters.unstack_layers(fresh(TINY)), UNROLLED, tmp_path / "unrolled")
+    weights.save(unstack_layers(fresh(TINY)), UNROLLED, tmp_path / "unrolled")
     names = sorted(path.name for path in (tmp_path / "scanned").iterdir())
     assert names == ["config.json", "model.safetensors"]
     for name in names:

@@ -93,7 +93,7 @@ def test_restores_onto_any_mesh(two_saved, tmp_path, devices8, shape):
     expected = make_state(make_mesh(devices8, *shape), 20)
     with Checkpoints(folder) as checkpoints:
         found = latest(checkpoints)
-        assert (found.step, found.notes) == (20, ())
+        assert (found.step, checkpoints.notes) == (20, [])
         assert_same(checkpoints.restore(found, targets(expected)), expected)
 
 
@@ -252,7 +252,8 @@ def test_damage_to_any_file_is_noticed_and_the_one_before_is_used(copy, tmp_path
             else:
                 found = latest(checkpoints)
                 assert found.step == 10, name
-                assert found.notes[0].startswith("the checkpoint of step 20 is damaged: "), name
+                note = checkpoints.notes[0]
+                assert note.startswith("the checkpoint of step 20 is damaged: "), name
                 with pytest.raises(CheckpointError, match=r"step 20 is damaged: .*; resume"):
                     checkpoints.find(20)
             shutil.copy(whole / name, copy / "20" / name)
@@ -265,7 +266,9 @@ def test_an_interrupted_save_is_removed_and_a_damaged_one_makes_room(copy, mesh4
     with Checkpoints(copy) as checkpoints:
         found = latest(checkpoints)
     assert found.step == 20
-    assert found.notes == ("the save of step 30 was interrupted; what it had written is removed",)
+    assert checkpoints.notes == [
+        "the save of step 30 was interrupted; what it had written is removed"
+    ]
     assert not left.exists()
     truncate(copy / "20/manifest.json")
     with Checkpoints(copy) as checkpoints:

@@ -1,4 +1,4 @@
-"""The training step of a Llama, and the types of its arguments; no arrays are made here."""
+"""The simplest training step of a Llama, and the types of its arguments; it makes no arrays."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,53 +9,25 @@ import numpy as np
 import optax
 
 import spmd
-from spmd.models.llama import fresh, objective, sharding
+from spmd.models.llama import fresh, sharding
 from spmd.models.llama.config import LlamaConfig
 from spmd.models.llama.marks import Mark, no_marks
+from spmd.models.llama.objective import batch_loss
 from spmd.models.training.run.optimizer import initial_state, updated
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 """(params, opt_state, batch) -> (params, opt_state, loss)."""
 
 
-def batch_loss(
-    config: LlamaConfig, mark: Mark = no_marks, z_loss: float = 0.0
-) -> Callable[[Any, Any], jax.Array]:
-    """Returns `loss(params, batch)`.
-
-    A batch has `inputs` and `targets`, token ids (B, S), and for packed documents also
-    `segment_ids`, `positions` and `weights` (B, S).
-
-    Args:
-        mark: as for `model.forward`.
-        z_loss: as for `objective.cross_entropy`.
-    """
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return objective.loss(
-            params,
-            batch["inputs"],
-            batch["targets"],
-            config,
-            mark,
-            z_loss,
-            segment_ids_BS=batch.get("segment_ids"),
-            positions_BS=batch.get("positions"),
-            weights_BS=batch.get("weights"),
-        )
-
-    return loss
-
-
 def train_step(
     config: LlamaConfig, optimizer: optax.GradientTransformation, mark: Mark = no_marks
 ) -> Step:
-    """Returns the simplest single-device training step: loss, gradients, update.
+    """Returns a single-device training step: loss, gradients, update.
 
     Args:
         mark: as for `model.forward`.
     """
-    loss_fn = batch_loss(config, mark)
+    loss_fn = partial(batch_loss, config=config, mark=mark)
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
