@@ -13,17 +13,16 @@ producers of an operand, or the readers of a result, are a row if they are of on
 depend on an op of another lane. `spmd.planning.stacks` decides which rows are stacked.
 """
 
-import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
+from graphlib import CycleError
 
 import numpy as np
 
 from spmd.ir.dialect.batched import form_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values, has_effect, reads
-from spmd.ir.rewrite import remove_dead, repeat_op
+from spmd.ir.rewrite import in_order, remove_dead, repeat_op
 
 Row = tuple[int, ...]  # one op of each lane, all of one kind, by their indices in the body
 
@@ -218,20 +217,10 @@ class Block:
             if len(node) == 1 and has_effect(self.ops[place]):
                 mine.update((effect,) if effect is not None else ())
                 effect = node
-        sorter = TopologicalSorter(before)
         try:
-            sorter.prepare()
+            return in_order(before, max)
         except CycleError:
             return None
-        ready: list[tuple[int, Row]] = []
-        ordered = []
-        while sorter.is_active():
-            for node in sorter.get_ready():
-                heapq.heappush(ready, (max(node), node))
-            _, node = heapq.heappop(ready)
-            ordered.append(node)
-            sorter.done(node)
-        return ordered
 
 
 def _structure(region: Region) -> Hashable:

@@ -1,6 +1,9 @@
 """Helpers that rewrite a program op by op; `remove_dead` and `dedupe` clean up after rewrites."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
+from typing import TypeVar
 
 from spmd.ir.control_flow import Tie
 from spmd.ir.description import TRANSPOSE
@@ -194,3 +197,21 @@ def recarried(
             ),
         ),
     )
+
+
+Node = TypeVar("Node")
+
+
+def in_order(before: Mapping[Node, Iterable[Node]], place: Callable[[Node], int]) -> list[Node]:
+    """Returns nodes behind those that are before them, else by place; CycleError if none can be."""
+    sorter = TopologicalSorter(before)
+    sorter.prepare()
+    ready: list[tuple[int, Node]] = []
+    ordered = []
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heappush(ready, (place(node), node))
+        _, node = heappop(ready)
+        ordered.append(node)
+        sorter.done(node)
+    return ordered
