@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import ArgumentError
-from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.callbacks import INSPECT
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Op, Program, Region, Value, free_values
-from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.rewrite import edit_ops
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.emit import Emitted, emit
@@ -220,11 +219,10 @@ def _wide(array: Any) -> Any:
 
 def whole_run(program: Program, mesh: Mesh) -> Run:
     """Compiles a program without marks for one device; returns a function: arguments -> results."""
-
-    def bare(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
-        return op.operands if op.is_mark or op.name == INSPECT else None
-
-    return _text_run(emit(edit_ops(program, bare), mesh), program, _first(mesh))
+    bare = edit_ops(
+        program, lambda _, op, __: op.operands if op.is_mark or op.name == INSPECT else None
+    )
+    return _text_run(emit(bare, mesh), program, _first(mesh))
 
 
 def _text_run(text: str, program: Program, mesh: Mesh) -> Run:

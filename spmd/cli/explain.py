@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import spmd
+from spmd.api import STAGES
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import add_module_flags, default_to_cpus, read_module
-
-STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
 
 def make_parser() -> Parser:
@@ -44,7 +43,7 @@ def make_parser() -> Parser:
         help="explain one value instead: an argument's or result's name (or a pattern), a number "
         "as in %%12, or a source line as in model.py:12 (repeatable)",
     )
-    one("--stage", choices=STAGES, help="print the program after a stage instead")
+    one("--stage", choices=STAGES[1:-1], help="print the program after a stage instead")
     add("--json", metavar="FILE", help="also write the plan as data, for spmd diff and spmd check")
     add("--report", metavar="FILE", help="also write the report as an HTML page")
     add(

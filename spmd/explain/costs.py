@@ -66,12 +66,6 @@ def with_runs(region: Region, index: Index, times: int = 1) -> Iterator[tuple[Op
         yield op, times
 
 
-def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
-    """Returns the bytes that one device sends in one execution of an op; 0 if it sends nothing."""
-    transfer = Transfer.of(op, mesh)
-    return transfer.sent_bytes(mesh, topology) if transfer else 0
-
-
 class Total(NamedTuple):
     """Holds what several collectives with something in common do together in one run."""
 
@@ -187,7 +181,7 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
     slots = [part.slot for part in parts]
     longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
     is_compute = slots[0].lane == COMPUTE
-    exchanges = [] if is_compute else slots
+    sent = [] if is_compute else [(Transfer.of(slot.op, mesh), slot.trips) for slot in slots]
     return Cost(
         slots[0].kind,
         "" if is_compute else slots[0].lane,
@@ -195,7 +189,7 @@ def cost_of(parts: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
         "" if is_compute else numberless(longest.op.loc.note),  # kernels keep notes of exchanges
         len(slots),
         sum(slot.trips for slot in slots),
-        sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in exchanges),
+        sum(each.sent_bytes(mesh, topology) * trips for each, trips in sent if each),
         sum(part.seconds for part in parts),
         sum(part.hidden for part in parts),
     )

@@ -150,10 +150,9 @@ def from_json(data: Any) -> PlanReport:
     """Returns the report that `to_json` wrote; ArgumentError for anything else."""
     known = isinstance(data, Mapping) and data.get("format") == FORMAT
     if not known or data["version"] != VERSION:
-        found = f"version {data['version']}" if known else "no such format in it"
         raise ArgumentError(
             "this is not a plan that can be read",
-            actual=found,
+            actual=f"version {data['version']}" if known else "no such format in it",
             required=f"JSON of format {FORMAT!r}, version {VERSION}",
             fix="write it again: program.to_json gives it, and spmd explain --json",
         )

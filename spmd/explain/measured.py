@@ -6,17 +6,7 @@ from typing import NamedTuple
 
 from spmd.explain import words as w
 from spmd.explain.costs import spent
-from spmd.measure.labels import (
-    ATTENTION,
-    COPIES,
-    KINDS,
-    MATRIX,
-    OTHER,
-    Label,
-    Labels,
-    Order,
-    label_of,
-)
+from spmd.measure.labels import COLLECTIVES, KINDS, Label, Labels, Order, label_of
 from spmd.measure.profile import Event, Run, shares
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -147,7 +137,7 @@ def compare(
         if label.collective:
             collectives.append((f"{label.collective} in {layer}", predicted, own))
     # All kinds but the last add up to the whole step.
-    order = (MATRIX, ATTENTION, OTHER, COPIES, EXPOSED, IDLE, HIDDEN)
+    order = [*(EXPOSED if kind == COLLECTIVES else kind for kind in KINDS), IDLE, HIDDEN]
     return Measured(
         seconds=run.seconds,
         predicted=timeline.seconds,

@@ -248,10 +248,9 @@ class Prices:
         choices not to price. A label's price is that of the best plan with one of its choices;
         without any it is left out. `together` are the variables that are priced with this one.
         """
-        variables = self._built.variables
         asked = {
             state: label
-            for state, choice in enumerate(variables[number].choices.tolist())
+            for state, choice in enumerate(self._built.variables[number].choices.tolist())
             if (label := labels[choice]) is not None and label != taken
         }
         found = []

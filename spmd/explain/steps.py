@@ -32,11 +32,6 @@ class PipelineRow(NamedTuple):
     travel: Cost | None  # of sending to neighbour stages; None if nothing is sent
 
     @property
-    def idle(self) -> float:
-        """The share of steps in which a stage has nothing to do, 0 to 1: the bubble."""
-        return 1 - self.of.busy_steps / self.of.steps
-
-    @property
     def title(self) -> str:
         """The pipeline in words: `4 stages over stage, 8 microbatches, schedule gpipe`."""
         of = self.of
@@ -49,9 +44,10 @@ class PipelineRow(NamedTuple):
     @property
     def item(self) -> w.Item:
         """What a report says of the pipeline: its bubble, and what is sent to neighbour stages."""
+        steps, idle = self.of.steps, self.of.steps - self.of.busy_steps
         bubble = (
-            f"{w.share_text(self.idle, 1)} of {w.seconds_text(self.seconds)} in its loops: "
-            f"{self.of.steps - self.of.busy_steps} of {self.of.steps} steps fill and drain"
+            f"{w.share_text(idle, steps)} of {w.seconds_text(self.seconds)} in its loops: "
+            f"{idle} of {steps} steps fill and drain"
         )
         rows = [("bubble", bubble)]
         if (travel := self.travel) is not None:

@@ -299,10 +299,9 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> w.Lines:
 
 def diff_text(a: PlanReport, b: PlanReport) -> str:
     """Returns what differs between two plans, as text; see `spmd.explain.diff`."""
-    both = (a, b)
     changes = (
-        _changed_leaves("arguments", [f.arguments for f in both]),
-        _changed_leaves("results", [f.results for f in both]),
+        _changed_leaves("arguments", a.arguments, b.arguments),
+        _changed_leaves("results", a.results, b.results),
         _changed("values inside", _inside(a), _inside(b), MOST_CHANGES // 2),
         _changed("collectives", _sent(a), _sent(b)),
     )
@@ -344,22 +343,21 @@ def _changed(title: str, before: Lying, after: Lying, most: int = MOST_CHANGES) 
     return w.section(heading, w.aligned(rows[:most]) + more)
 
 
-def _changed_leaves(what: str, leaves: Sequence[Sequence[Leaf]]) -> w.Lines:
+def _changed_leaves(what: str, *leaves: Sequence[Leaf]) -> w.Lines:
     """Yields lines on leaves whose sharding differs; the title has `what`: arguments or results."""
-    before, after = ({leaf.name: leaf for leaf in own} for own in leaves)
-    specs = [{leaf.name: leaf.spec for leaf in own} for own in leaves]
+    both = before, after = [{leaf.name: leaf for leaf in own} for own in leaves]
 
     def look(leaf: Leaf) -> object:
-        return leaf.type, *(own.get(leaf.name) for own in specs)
+        return leaf.type, *(own[leaf.name].spec if leaf.name in own else None for own in both)
 
     found: tuple[Lying, Lying] = {}, {}
     for group in group_leaves((before | after).values(), look):
         names = [leaf.name for leaf in group]
         name = pattern(names) + (f" ({len(names)})" if names[1:] else "")
-        for lying, own, spec in zip(found, (before, after), specs, strict=True):
+        for lying, own in zip(found, both, strict=True):
             if names[0] in own:
                 size = sum(own[name].local.bytes for name in names)
-                lying[name, w.type_text(group[0].type)] = spec[names[0]], size
+                lying[name, w.type_text(group[0].type)] = own[names[0]].spec, size
     return _changed(what, *found)
 
 

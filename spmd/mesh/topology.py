@@ -330,8 +330,7 @@ class Topology:
 
         If this number of `devices` was not measured: of the next larger one, else the largest.
         """
-        known = [m for m in self.chip.measured if m.kind == kind]
-        known.sort(key=lambda m: m.devices)
+        known = sorted([m for m in self.chip.measured if m.kind == kind], key=lambda m: m.devices)
         return next((m for m in known if m.devices >= devices), known[-1] if known else None)
 
     def save(self, path: str | Path) -> None:

@@ -50,10 +50,8 @@ def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
     """Returns how many messages of a collective follow one another; its start counts as one.
 
     An atom of size n adds n - 1, in an all-reduce twice that. In an all-to-all and a permute all
-    messages go at once, which makes 2. A slice, or no atoms, takes 0.
+    messages go at once, which makes 2.
     """
-    if kind == "slice" or not atom_sizes:
-        return 0
     if kind in ("all_to_all", "ragged_all_to_all", "collective_permute"):
         return 2
     rounds = sum(atom_sizes) - len(atom_sizes)

@@ -40,7 +40,6 @@ def test_an_unknown_kind_is_refused():
 
 
 def test_latency_counts_messages_that_follow_one_another():
-    assert latency_steps("slice", [2, 2]) == 0
     assert latency_steps("all_gather", [2, 2]) == 3
     assert latency_steps("all_gather", [2, 3]) == 4
     assert latency_steps("all_reduce", [2, 2]) == 5
