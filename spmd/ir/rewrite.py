@@ -204,10 +204,8 @@ Node = TypeVar("Node")
 
 def in_order(before: Mapping[Node, Iterable[Node]], place: Callable[[Node], int]) -> list[Node]:
     """Returns nodes behind those that are before them, else by place; CycleError if none can be."""
-    sorter = TopologicalSorter(before)
-    sorter.prepare()
-    ready: list[tuple[int, Node]] = []
-    ordered = []
+    (sorter := TopologicalSorter(before)).prepare()
+    ready, ordered = list[tuple[int, Node]](), list[Node]()
     while sorter.is_active():
         for node in sorter.get_ready():
             heappush(ready, (place(node), node))

@@ -41,14 +41,12 @@ COUNT = PREFIX + "count"  # of weights with adapters, as the compiler's IR has i
 FP8, MLIR_FP8 = products_hopper.FP8, "f8E4M3FN"
 
 EIGHT_BIT_ROWS = 128
-"""From this number of rows on, GPUs round rows to 8-bit floats if the weights are 8-bit floats.
-4096 x 22016 on an H200, rounding included: 256 rows take 49 us (94 with weights converted on their
-way, 71 in bfloat16), 64 rows 35 us (41), but 20 us with 4096 outputs (15)."""
+"""From this number of rows on, GPUs round rows to 8-bit floats if the weights are 8-bit floats: 256
+take 49 us with 4096 x 22016 on an H200, 71 in bfloat16, 94 with weights converted on the way."""
 
 WRITTEN_ROWS = 1024
-"""From this number of rows on, GPUs of Hopper write int8 weights in the dtype of `x` first. To read
-and write those of a layer of a 7B takes 0.2 ms on an H100, where 1024 rows take 0.7 with weights in
-bfloat16 and 0.93 with weights converted on their way, 2048 rows 1.34 and 1.61."""
+"""From this number of rows on, GPUs of Hopper write int8 weights in the dtype of `x` first: 0.2 ms
+for a layer of a 7B on an H100, where 1024 rows take 0.7 in bfloat16, 0.93 converted on the way."""
 
 TPU_ROWS = 8  # rows of a tile
 
@@ -234,12 +232,12 @@ def _kernel(x: Any, *operands: Any) -> Any:
         if found is not NotImplemented:
             return tuple(_shifted(x, *given) for given in zip(found, parts, strict=True))
     if parts[0][0].ndim == 3:
-        return tuple(_unpacked_first(x, *part) for part in parts)
+        return tuple(_made_first(x, *part) for part in parts)
     if x.shape[0] >= EIGHT_BIT_ROWS and all(part[0].dtype == FP8 for part in parts):
         return _eight_bits(x, parts)
     are_int8 = all(part[0].dtype == jnp.int8 and len(part) == 2 for part in parts)
     if x.shape[0] >= WRITTEN_ROWS and are_int8 and paged_hopper.is_here():
-        return tuple(_written_first(x, *part) for part in parts)
+        return tuple(_made_first(x, *part) for part in parts)
     return NotImplemented
 
 
@@ -292,42 +290,32 @@ def _row(x: Any, values: Any, scales: Any = None, zeros: Any = None) -> Any:
 
 def _shifted(x: Any, out_BO: Any, part: Sequence[Any]) -> Any:
     """Returns the product less that of zeros, with the sums of x over groups: s (v - z) x."""
-    _, *scales, zeros_OQ = part if len(part) == 3 else (*part, None)
-    if zeros_OQ is not None:
+    if len(part) == 3:
+        _, scales_OQ, zeros_OQ = part
         sums_BQ = jnp.sum(x.astype(jnp.float32), axis=(2, 3))
-        shifts_OQ = scales[0].astype(jnp.float32) * zeros_OQ.astype(jnp.float32)
+        shifts_OQ = scales_OQ.astype(jnp.float32) * zeros_OQ.astype(jnp.float32)
         out_BO -= jnp.einsum("bq,oq->bo", sums_BQ, shifts_OQ, precision="highest")
     return out_BO.astype(x.dtype)
 
 
 def _numbers(values_OQW: Any, zeros_OQ: Any, dtype: Any) -> Any:
-    """The numbers (O, Q, I) that are scaled: all whole ones are exact in bfloat16."""
-    wide_OQI = _unpacked(values_OQW) if _in_a_number(values_OQW) > 1 else values_OQW
-    wide_OQI = wide_OQI.astype(dtype)
+    """The numbers (O, Q, I) to scale, exact in bfloat16; of 4 bits 0x9A 0x87 are 2 -1 1 0."""
+    if _in_a_number(values_OQW) > 1:
+        values_OQW = jnp.concatenate([values_OQW & 15, values_OQW >> 4], -1).astype(jnp.int8) - 8
+    wide_OQI = values_OQW.astype(dtype)
     return wide_OQI if zeros_OQ is None else wide_OQI - zeros_OQ.astype(dtype)[..., None]
 
 
-def _unpacked(values_OQW: Any) -> Any:
-    """Packed 4-bit values -> (O, Q, 2 W): the bytes 0x9A 0x87 are 2 -1 1 0."""
-    both = jnp.concatenate([values_OQW & 15, values_OQW >> 4], axis=-1)
-    return both.astype(jnp.int8) - 8
-
-
-def _written_first(x_BI: Any, values_OI: Any, scales_O: Any) -> Any:
-    """Returns x @ weight.T of an 8-bit weight that is written in x's dtype first."""
-    whole_OI = _scaled(values_OI.astype(jnp.float32).T, scales_O).T.astype(x_BI.dtype)
-    whole_OI = jax.lax.optimization_barrier(whole_OI)
-    return jnp.einsum("bi,oi->bo", x_BI, whole_OI, preferred_element_type=x_BI.dtype)
-
-
-def _unpacked_first(x: Any, values: Any, scales: Any, zeros: Any = None) -> Any:
-    """Returns x @ weight.T of a weight in groups, made in x's dtype: if of 4 bits, in memory."""
-    wide_OQI = _numbers(values, zeros, jnp.float32) * scales.astype(jnp.float32)[..., None]
-    whole_OI = wide_OQI.astype(x.dtype).reshape(len(values), -1)
-    if _in_a_number(values) > 1:
+def _made_first(x: Any, values: Any, scales: Any, zeros: Any = None) -> Any:
+    """Returns x @ weight.T of a quantized weight that is made in x's dtype first."""
+    is_grouped = values.ndim == 3
+    wide = _numbers(values, zeros, jnp.float32) if is_grouped else values.astype(jnp.float32)
+    wide *= scales.astype(jnp.float32)[..., None]
+    whole_OI = wide.astype(x.dtype).reshape(len(values), -1)
+    if not is_grouped or _in_a_number(values) > 1:  # else XLA converts it on its way
         whole_OI = jax.lax.optimization_barrier(whole_OI)
-    x_BI = x.reshape(x.shape[0], -1)
-    return jnp.einsum("bi,oi->bo", x_BI, whole_OI, preferred_element_type=x.dtype)
+    x = x.reshape(x.shape[0], -1)
+    return jnp.einsum("bi,oi->bo", x, whole_OI, preferred_element_type=x.dtype)
 
 
 def _scaled(out_BO: Any, scales_O: Any = None) -> Any:

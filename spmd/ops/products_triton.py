@@ -106,11 +106,8 @@ BY_ROWS: Mapping[tuple[Any, ...], Sequence[tuple[int, int, LinearTiles]]] = {
 """Of values their dtype, the number of scales, dims behind the second -> the most rows, the number
 of programs that is wanted, and tiles but for splits.
 
-us of a layer of Llama 2 7B on an H100, and in brackets XLA's: int8 16 rows 102 (117), 64 143 (162),
-256 285 (349), 512 495 (564), 1024 943 (935); int4 16 73 (322), 64 175 (642), 256 423 (in float16),
-and 750 with 512, where it takes 543 to write the weights as bfloat16 for cuBLAS. 8-bit floats are
-not for this kernel: XLA takes 108 with 16 rows, where it takes 111, and 146 with 64, where it takes
-162 (on Hopper `products_hopper` has these)."""
+By measurements (docs/benchmarks/decoding.md). 8-bit floats are not for this kernel: XLA is as fast
+with 16 rows and faster with 64 (on Hopper `products_hopper` has these)."""
 
 
 def products(
@@ -446,9 +443,8 @@ def _call(name: str, kernel: Any, tiles: Tiles, grid: Any, result: Any, interpre
 
 def _tiles(rows: int, columns: int) -> Tiles:
     """Returns tiles of `rows` and of the most columns (256, 128 or 64) that divide `columns`."""
-    # H200, bfloat16, 8 groups of (14336, 4096) weights. 13,103 rows: 2.3 ms with 256 columns (670
-    # TFLOP/s; one product of as many rows: 2.0 ms), 2.7 with 128. 128 rows: 0.25 ms (3.8 TB/s) with
-    # 64 rows and 256 columns, 0.28 with 128 rows. The stages fit into an A100's memory.
+    # H200, 8 groups of (14336, 4096), 13,103 rows: 2.3 ms with 256 columns, 2.7 with 128; 128 rows:
+    # 0.25 with tiles of 64 rows, 0.28 with 128. The stages fit into an A100's memory.
     wide = next(n for n in (4 * LEAST, 2 * LEAST, LEAST) if columns % n == 0)
     return Tiles(rows, wide, LEAST, 8 if wide == 4 * LEAST else 4, 4 if rows == LEAST else 3)
 
@@ -458,9 +454,7 @@ def _turned_tiles(each: int, inputs: int, item: int) -> Tiles | None:
 
     None: there are so many that tensor cores have enough of them as rows.
     """
-    # H200, us, 4.3 TB/s in brackets, before -> so. 256 rows, 32 groups of (2880, 2880): int8 282 ->
-    # 115 (62), fp8 281 -> 123, bf16 188 -> 126 (123). 128 rows, 8 of (14336, 4096): int8 214 -> 179
-    # (109), fp8 249 -> 185, bf16 234 -> 221 (218). 1,024 rows of the latter are no faster so.
+    # By measurements (docs/benchmarks/decoding.md); with 64 rows of each it is no faster.
     if each <= LEAST_ROWS // 2:
         return Tiles(LEAST_ROWS, LEAST, LEAST, *((2, 4) if item == 1 else (4, 6)))
     if each <= LEAST_ROWS:

@@ -47,7 +47,8 @@ class Choices:
         self._reshards: dict[object, Table] = {}
         self._made: dict[object, tuple[Choice, ...]] = {}
         self._plain = cache(lambda kind, split: plain_choice(rule_of(kind), split, self.mesh))
-        self._seconds = cache(self._own_seconds)
+        at = self.mesh, self.topology
+        self._seconds = cache(lambda kind, held, of: op_seconds(kind, rule_of(kind), of, *at, held))
 
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
@@ -140,9 +141,6 @@ class Choices:
     def own_seconds(self, op: Op, assignment: Assignment) -> float:
         """Returns one device's seconds for an op under an assignment, without reshards."""
         return self._seconds(op.kind, self.problem.stored(op), assignment)
-
-    def _own_seconds(self, kind: OpKind, stored: Sequence[bool], assignment: Assignment) -> float:
-        return op_seconds(kind, rule_of(kind), assignment, self.mesh, self.topology, stored)
 
     def reshards(self, value: Value, states: States, needs: States, stores: bool) -> Table:
         """Returns a table of the seconds of reshards of a value, memory traffic included.

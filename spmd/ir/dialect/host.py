@@ -50,8 +50,7 @@ def with_moves(program: Program, arguments: Iterable[int], results: Iterable[int
         if each.is_ordered and (waiting or results):
             raise UnsupportedOpError(
                 f"{each.label} with ordered=True, beside arrays in the host's memory",
-                required="one of the two: jax compiles no program of both",
-                fix="call it with ordered=False, or keep the arrays in the devices' memory",
+                fix="call it with ordered=False, or keep the arrays on devices: jax has not both",
             )
     locs = [each.loc for each in body.ops] or [Loc()]
 

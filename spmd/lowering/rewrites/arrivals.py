@@ -7,22 +7,17 @@ after:  `%10, %11 = optimization_barrier %1, %3; %8 = to device %10; %5 = add %8
 Without it XLA's scheduler for GPUs moves all of them before anything else runs, and they lie on a
 device together. Those that meet one computed value, as both moments of a gradient do, come in one
 turn. The first turn waits for what it meets. Each one behind it waits for what the turn before it
-meets, so that it comes while that one is computed, and for what the turn before that has become, so
-that two are there at most. XLA schedules by barriers, and takes them out afterwards.
-
-An H200, a step of Llama 2 7B, 8 x 4,096 tokens, AdamW in float32: 86 GiB and 4.54 s with its state
-in the host's memory, 114 GiB and 4.89 s without turns, 113 GiB and 2.97 s all on the device.
+meets, and so comes while that one is computed, and for what the turn before that has become: two
+are there at most. XLA schedules by barriers, and takes them out afterwards.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.description import BARRIER
 from spmd.ir.dialect.host import DEVICE, HOST, moves_to
 from spmd.ir.program import Op, OpKind, Program, Value, reads
 from spmd.ir.rewrite import in_order
-
-_Values = frozenset[Value]
 
 
 class _Turn(NamedTuple):
@@ -49,8 +44,8 @@ def in_turn(program: Program) -> Program:
         made = tuple(range(len(types), len(types) + len(held)))
         types += ends
         behind |= {move.results[0]: v for move, v in zip(moves, made, strict=False)}
-        kind = OpKind(BARRIER, ends, ends, {})
-        barriers[moves[0].results[0]] = Op(kind, tuple(held), made, (), moves[0].loc)
+        barrier = OpKind(BARRIER, ends, ends, {}), tuple(held), made, (), moves[0].loc
+        barriers[moves[0].results[0]] = Op(*barrier)
     ops = []
     for op in body.ops:
         ops += [barriers[v] for v in op.results if v in barriers]
@@ -72,31 +67,28 @@ def _turns(program: Program) -> list[_Turn]:
     # For values the last one on the way to them that more than elementwise ops computed; the moved
     # ones that have gone into them and met none such; and what these have met.
     computed: dict[Value, Value] = {}
-    pending: dict[Value, _Values] = {}
-    met_by: dict[Value, _Values] = {}
+    pending: dict[Value, set[Value]] = {}
+    met_by: dict[Value, set[Value]] = {}
     for i, op in enumerate(ops):
         made |= dict.fromkeys(op.results, i)
         if moves_to(op) == DEVICE and op.operands[0] in given:
             moves[op.results[0]] = op
-            pending[op.results[0]] = frozenset(op.results)
+            pending[op.results[0]] = set(op.results)
             continue
         read = reads(op)
         is_heavy = op.regions or op.kind.about.flops is not None or op.collective
-        waiting, met = _all(pending, read) & moves.keys(), _all(met_by, read)
-        largest = max(
-            (v for v in read if v in computed),
-            key=lambda v: (types[v].bytes, made[v]),
-            default=None,
-        )
+        waiting = {moved for v in read for moved in pending.get(v, ()) if moved in moves}
+        met = {value for v in read for value in met_by.get(v, ())}
+        sizes = [(types[v].bytes, made[v], v) for v in read if v in computed]
+        largest = max(sizes)[-1] if sizes else None
         if waiting and largest is not None:
             # What is awaited lies in memory: elementwise ops may be parts of a kernel.
             value = largest if is_heavy else computed[largest]
             turn = found.setdefault(value, _Turn([], value, []))
             turn.moves.extend(moves.pop(v) for v in sorted(waiting))
-            waiting, met = frozenset(), met | {value}
-        elif is_heavy:
-            for v in waiting:  # they are needed now
-                del moves[v]
+            waiting, met = set(), {*met, value}
+        for v in waiting if is_heavy else ():  # they are needed now
+            del moves[v]
         for v in op.results:
             if is_heavy:
                 computed[v] = v
@@ -111,11 +103,6 @@ def _turns(program: Program) -> list[_Turn]:
             elif met:
                 met_by[v] = met
     return sorted(found.values(), key=lambda turn: made[turn.meets])
-
-
-def _all(known: Mapping[Value, _Values], values: Iterable[Value]) -> _Values:
-    sets = [known[v] for v in values if v in known]
-    return sets[0] if len(sets) == 1 else frozenset[Value]().union(*sets)
 
 
 def _last_turns(program: Program, turns: Iterable[_Turn]) -> dict[Value, int]:
