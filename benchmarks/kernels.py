@@ -327,8 +327,12 @@ def compiled(case: Case, structs: Sequence[Any]) -> Callable[..., Any] | str:
     try:
         program: Callable[..., Any] = jitted.lower(*structs).compile()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return str(error).strip().splitlines()[0][:60]
+        return _reason(error)
     return program
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:60]
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -336,7 +340,10 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def line(case: Case, run: Callable[..., Any] | str, topology: Topology, steps: int) -> list[str]:
-    """A row of the table: medians of calls that are issued before the first one is done."""
+    """A row of the table: medians of calls that are issued before the first one is done.
+
+    Where a kernel does not run, with the reason in place of numbers.
+    """
     if isinstance(run, str):
         return [case.name, case.by, run, "", "", "", ""]
     busy = topology.arithmetic_seconds(case.flops, case.dtype)
@@ -346,7 +353,10 @@ def line(case: Case, run: Callable[..., Any] | str, topology: Topology, steps: i
     def several(_: Any) -> None:
         jax.block_until_ready([run(*args) for _ in range(TOGETHER)])
 
-    seconds = run_steps(several, lambda: None, steps, 0).seconds
+    try:
+        seconds = run_steps(several, lambda: None, steps, 0).seconds
+    except RuntimeError as error:
+        return [case.name, case.by, _reason(error), "", "", "", ""]
     took = 1e6 * seconds / TOGETHER / case.calls
     rates = f"{case.flops / took / 1e6:.0f}", f"{case.bytes / took / 1e3:.0f}"
     return [case.name, case.by, f"{took:.1f}", f"{least:.1f}", f"{took / least:.2f}", *rates]

@@ -58,14 +58,14 @@ def in_turn(program: Program) -> Program:
 
 
 def _turns(program: Program) -> list[_Turn]:
-    """In the order in which what they meet is made; who meets nothing computed has none."""
+    """Returns turns, ordered by when what they meet is made; who meets arguments alone has none."""
     ops, types, given = program.body.ops, program.types, set(program.body.args)
     leaving = {*program.body.results, *(op.operands[0] for op in ops if moves_to(op) == HOST)}
     moves: dict[Value, Op] = {}
     found: dict[Value, _Turn] = {}
     made: dict[Value, int] = {}
-    # For values the last one on the way to them that more than elementwise ops computed; the moved
-    # ones that have gone into them and met none such; and what these have met.
+    # Of a value: the last product, loop or collective on the way to it; the moved arguments that
+    # went into it without having met one; and, of those that have, what they met.
     computed: dict[Value, Value] = {}
     pending: dict[Value, set[Value]] = {}
     met_by: dict[Value, set[Value]] = {}
