@@ -16,7 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import key_dtype, mesh_sharding
-from spmd.api.dispatch import NAN_FOUND, held, hold
+from spmd.api.dispatch import NAN_FOUND, dispatched, held, hold, is_misused, known
 from spmd.api.marks import argument_error, some_of
 from spmd.api.planned import Planned
 from spmd.api.tracing import order_of, type_of
@@ -186,7 +186,25 @@ class Compiled(Planned):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program on the function's arguments, without static ones; returns its result."""
-        return jax.tree.unflatten(self.out_tree, self.run(self._flat(args, kwargs)))
+        if self.request.platform == "cpu" and is_misused(args, kwargs, bool(self.donated)):
+            return self.dispatch(self._flat(args, kwargs))[0]
+        result = self._dispatched(*args, **kwargs)
+        return jax.block_until_ready(result) if self.runs_alone else result
+
+    @cached_property
+    def _dispatched(self) -> Callable[..., Any]:
+        def miss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return self.dispatch(self._flat(args, kwargs))
+
+        return dispatched(lambda *args, **kwargs: miss(*args, **kwargs)[0], miss)
+
+    def dispatch(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """Runs the program on flat arguments; returns its result, and what `known` returns."""
+        boundary = self.boundary
+        in_python = boundary.is_dressed or boundary.refs or boundary.in_other_layouts(leaves)
+        results = self.run(leaves)
+        way = None if in_python else known(self.executable, results, self.out_tree)
+        return jax.tree.unflatten(self.out_tree, results), way
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the program on flat arguments, resharded if need be; returns flat results."""
@@ -196,8 +214,9 @@ class Compiled(Planned):
         leaves = self._with_values(self.arrays(leaves))
         if refs:
             self.check(leaves)
-        taken = self.boundary.take(leaves)
+        taken = leaves
         try:
+            taken = self.boundary.take(leaves)
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
             try:
@@ -462,11 +481,11 @@ class Compiled(Planned):
 
 
 def _running(local: Mapping[str, Any]) -> str | None:
-    """Says which program a call of `Compiled.run` runs, by its locals; None if on one process."""
+    """Says which program a call of a `Compiled` runs, by its locals; None if on one process."""
     return local["self"].kind if len(processes_of(local["self"].mesh)) > 1 else None
 
 
-RUNS[Compiled.run.__code__] = _running
+RUNS[Compiled.run.__code__] = RUNS[Compiled.__call__.__code__] = _running
 
 
 class Boundary:

@@ -16,15 +16,18 @@ from jaxlib import _jax
 from spmd.api.arguments import Selected
 
 ARRAY: Any = _jax.ArrayImpl  # the class of arrays that are not key arrays
+_IS_DELETED = ARRAY.is_deleted
 NAN_FOUND: Any = api_util.InternalFloatingPointError  # of programs, under `jax_debug_nans`
 KINDS = 1024  # how many kinds of call of one function are kept
+
+NONE = Selected((), ())
 
 Miss = Callable[..., tuple[Any, Any]]
 """Runs a call that jax knows no program for; returns (result, what `known` returned or None)."""
 
 
 def dispatched(
-    fn: Callable[..., Any], miss: Miss, static: Selected, donated: Selected
+    fn: Callable[..., Any], miss: Miss, static: Selected = NONE, donated: Selected = NONE
 ) -> Callable[..., Any]:
     """Returns `fn` under jax's C++ dispatch: `miss` runs the calls for which it knows no program.
 
@@ -68,6 +71,15 @@ def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
         program._dispatch_in_layouts,
         list(getattr(executable, "constants", ())),  # in front of its flat arguments
     )
+
+
+def is_misused(args: Any, kwargs: Any, donates: bool) -> bool:
+    """Whether an array was deleted, or one is given twice where some are donated.
+
+    The runtime for CPUs would crash.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
+    return any(map(_IS_DELETED, arrays)) or (donates and len(set(map(id, arrays))) < len(arrays))
 
 
 def held(leaf: Any) -> Any:

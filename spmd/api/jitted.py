@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api import arguments
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.dispatch import ARRAY, dispatched, known
+from spmd.api.dispatch import dispatched, is_misused
 from spmd.api.marks import argument_error, mark_sharding, spec_error
 from spmd.api.pipelined import in_fastest_schedule
 from spmd.api.tracing import Call, Recipe, kind_of_call, take_apart, trace_call
@@ -35,7 +35,6 @@ from spmd.progress import doing, progress
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_IS_DELETED = ARRAY.is_deleted
 
 
 class JitOptions(TypedDict, total=False):
@@ -193,8 +192,8 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns the function's result; compiles first for new shapes, dtypes or shardings."""
-        if self._is_on_cpu:
-            self._check(args, kwargs)
+        if self._is_on_cpu and is_misused(args, kwargs, any(self.recipe.donated)):
+            return self._miss(*args, **kwargs)[0]  # type: ignore[no-any-return]
         result: R = self._dispatched(*args, **kwargs)
         return jax.block_until_ready(result) if self._runs_alone else result
 
@@ -296,23 +295,9 @@ class Jitted(Generic[P, R]):
             compiled = self._compiled(call)
         except ClosedOverTracer:  # it uses a value of another function, and is a part of that
             return self.inlined(*args, **kwargs), None
-        boundary, out_tree = compiled.boundary, compiled.out_tree
-        in_python = boundary.is_dressed or boundary.refs
-        runs_without_us = not (in_python or boundary.in_other_layouts(call.leaves))
-        results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
         self._runs_alone = compiled.runs_alone
-        way = known(compiled.executable, results, out_tree) if runs_without_us else None
-        return jax.tree.unflatten(out_tree, results), way
-
-    def _check(self, args: Any, kwargs: Any) -> None:
-        """Raises ArgumentError for arrays deleted or donated twice: the CPU runtime would crash."""
-        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
-        is_gone = any(map(_IS_DELETED, arrays))
-        if is_gone or (any(self.recipe.donated) and len(set(map(id, arrays))) < len(arrays)):
-            call = take_apart(self.recipe, args, kwargs)
-            compiled = self._compiled(call)
-            compiled.check(compiled.arrays(call.leaves))
+        return compiled.dispatch(call.leaves)
 
     def _cache_size(self) -> int:
         return sum(map(len, self._cache.values()))

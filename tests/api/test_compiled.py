@@ -35,6 +35,22 @@ def test_created_arguments_are_those_of_one_device(sizes: tuple[int, int]) -> No
         np.testing.assert_array_equal(created[name], whole[name])
 
 
+def test_calls_after_the_first_run_without_python(
+    mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = jnp.arange(8.0)
+    compiled = spmd.jit(jnp.add, mesh=mesh, in_specs=(("data",), None)).compile(x, 1.0)
+    first = compiled(x, 1.0)
+    monkeypatch.delattr(spmd.Compiled, "run")
+    np.testing.assert_array_equal(compiled(x, 1.0), first)
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="another type"):
+        compiled(x[:4], 1.0)
+    x.delete()
+    with pytest.raises(ArgumentError, match="deleted"):
+        compiled(x, 1.0)
+
+
 def test_a_partitioned_program_is_exported_and_called_elsewhere(mesh: spmd.Mesh) -> None:
     pytest.importorskip("flatbuffers")
 
