@@ -51,10 +51,9 @@ Say = Callable[[str], None]
 Placed = Mapping[str, NamedSharding]
 """Path of every weight and state leaf -> where it lies."""
 
-Aim = Literal["fit", "fill", "guess"]
+Aim = Literal["fit", "fill"]
 """What a plan does about memory: `fit` keeps to what a device has; `fill` is the fastest plan, as a
-symbol takes the memory that it leaves; `guess` is made by the quick planner, to
-say about how much memory a plan needs."""
+symbol takes the memory that it leaves."""
 
 UNLIMITED = 1 << 62  # bytes
 
@@ -214,8 +213,6 @@ def lowered_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
     options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
     if asked.aim != "fit":
         options = dataclasses.replace(options, memory_limit=UNLIMITED, recompute=False)
-    if asked.aim == "guess":
-        options = dataclasses.replace(options, planner="greedy")
     return lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.errors import ArgumentError, bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
@@ -25,6 +26,7 @@ from spmd.models.placement import axes_of, present
 from spmd.options import Options
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import Entrypoint, LeafEntry, Manifest, Sizes, Symbol, Variant
+from spmd.serving.bundle.placement import spec_for
 from spmd.serving.bundle.programs import (
     Aim,
     CompiledFunction,
@@ -51,8 +53,9 @@ MEMORY_SHARE_ON_CPU = 0.1
 LARGEST = (1 << 31) - 1
 """Of a value: exported programs compute with 32 bits."""
 
-FIRST = 64
-"""About so large is the value of the first plan, from which the others follow."""
+FIRST = 0.99
+"""The first plan's value, of that with which memory would be full if functions needed none: it is
+the last plan where they need less than the rest."""
 
 ROUNDS = 8
 
@@ -216,19 +219,18 @@ class _Search:
         return whole._replace(room=self.room, more=more)
 
     def _search(self, names: Collection[str]) -> PlannedBundle:
-        # Memory for 100, and 10 needed beside each value's own bytes at first (a line without a
-        # slope):    64 -> needed 10: 90 might     90 -> needed 14, does not fit: 86 might
-        # 86 -> needed 14, fits, and the line through both says that no more would.
-        units = min(max(self.least, FIRST // self.symbol.multiple_of), self.most)
+        # Memory for 100, of which functions need 10 and more with larger values: 99 -> needed 14,
+        # does not fit: 86 might     86 -> needed 13, fits, and the line says that 87 might: enough
+        likely = int(FIRST * self._largest(self._told(), lambda _: 0))
+        units = min(max(self.least, likely), self.most)
         best: PlannedBundle | None = None
         refusal: ArgumentError | None = None
         low, high = self.least - 1, self.most + 1  # fits, does not fit
         points: list[tuple[int, int]] = []
-        aim: Aim = "guess"
         for _ in range(ROUNDS):
             try:
                 value = units * self.symbol.multiple_of
-                planned = self.plan({**self.known, self.name: value}, names, aim)
+                planned = self.plan({**self.known, self.name: value}, names, "fill")
             except ArgumentError as error:  # a kernel does not take an array of this size
                 refusal, high = error, units
                 units = (low + high) // 2
@@ -237,11 +239,6 @@ class _Search:
                 continue
             placed = placements(planned.manifest, planned.emitted, self.mesh)
             needed = int(self.spare * max(self._needs(planned, placed).values()))
-            if aim == "guess":  # it says where to look, and nothing else
-                aim = "fill"
-                likely = self._largest(placed, _line([(units, needed)]))
-                units = min(max(likely, self.least), high - 1)
-                continue
             points = [*points[-1:], (units, needed)]
             fits = self._held(units, placed) + needed <= self.room
             if fits:
@@ -267,6 +264,16 @@ class _Search:
         room, most = bytes_text(self.room), bytes_text(needed)
         _LOG.info(f"{found}: {room} of each device may be used, functions need {most}")
         return best
+
+    def _told(self) -> Placed:
+        """Where weights and state lie as specs say; what the planner decides is not split."""
+        sized = self.manifest.sized({**self.known, self.name: self.least * self.symbol.multiple_of})
+        where, placed = jax_mesh(self.mesh.refined()), {}
+        for leaf in (*sized.weights, *sized.state):
+            fit = spec_for(leaf, sized.specs, self.mesh)
+            entries = (None if entry is ... else entry for entry in (fit.spec if fit else ()))
+            placed[leaf.path] = NamedSharding(where, PartitionSpec(*entries))
+        return placed
 
     def _needs(self, planned: PlannedBundle, placed: Placed) -> dict[str, int]:
         """Bytes of a device that each function needs beside what is held: only one runs."""
