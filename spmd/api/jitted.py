@@ -36,7 +36,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-
 class JitOptions(TypedDict, total=False):
     """The keyword arguments that `jit` takes beside a function; specs are pytrees of any class."""
 

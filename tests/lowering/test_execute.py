@@ -1,6 +1,8 @@
 """Emitted programs as plain data, compiled without other results; options for XLA."""
 
 import copy
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,3 +79,16 @@ def test_products_of_8_bits_have_options_of_their_own() -> None:
     assert xla_options("cuda", program, {})[flag] is False
     assert xla_options("cuda", program, {flag: True})[flag] is True
     assert xla_options("cpu", program, {}) == {}
+
+
+def test_programs_from_a_cache_find_the_runtime_of_their_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing traces Mosaic's kernels there, whose import says where it is."""
+    name, mesh = "jax.experimental.mosaic.gpu", spmd.make_mesh(x=1, devices=jax.devices()[:1])
+    emitted = spmd.jit(jnp.sin, mesh=mesh).lower(1.0).stages.emitted
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    compile_emitted(emitted, {})
+    assert name not in sys.modules
+    compile_emitted(replace(emitted, module=f"{emitted.module} // @mosaic_gpu_v2"), {})
+    assert name in sys.modules
