@@ -97,7 +97,7 @@ def step_costs(
         return lowered[entry.name].stages.emitted.major_to_minor()
 
     names = [function.name for function in steps.values()]
-    planner(manifest, mesh, lower)({decode.PAGES: pages}, names, "fill")
+    planner(manifest, mesh, lower)({decode.PAGES: pages}, names, True)
     leaves = jax.tree.leaves(LlamaRows(config).cache_leaves(shape._replace(groups=1), 1))
     page = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
     page /= min(across, config.kv_heads)

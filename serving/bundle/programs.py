@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +51,6 @@ Say = Callable[[str], None]
 Placed = Mapping[str, NamedSharding]
 """Path of every weight and state leaf -> where it lies."""
 
-Aim = Literal["fit", "fill"]
-"""What a plan does about memory: `fit` keeps to what a device has; `fill` is the fastest plan, as a
-symbol takes the memory that it leaves."""
-
 UNLIMITED = 1 << 62  # bytes
 
 
@@ -67,7 +63,7 @@ class FunctionKey(NamedTuple):
     updates: tuple[tuple[int, int], ...]  # (result, argument) of every leaf of the state
     symbols: tuple[tuple[str, int], ...] = ()  # (name, value) of every symbol of the bundle
     auto: bool = False  # whether specs are chosen for arguments that have none
-    aim: Aim = "fit"
+    fills: bool = False  # it is the fastest plan, as a symbol takes what memory that leaves
 
 
 Lower = Callable[[Entrypoint, FunctionKey], Emitted]
@@ -107,7 +103,7 @@ def plan_functions(
     lower: Lower,
     say: Say,
     symbols: Mapping[str, Sizes],
-    aim: Aim = "fit",
+    fills: bool = False,
 ) -> tuple[dict[str, Emitted], list[str], PlanMore]:
     """Functions, planned and partitioned in this order: see `with_primary`.
 
@@ -115,7 +111,7 @@ def plan_functions(
       manifest: `Manifest.sized`.
       names: of the functions, variants where there are some.
       say: is told which one it is.
-      aim: of all plans.
+      fills: as in `FunctionKey`, of all plans.
 
     Returns:
       Name -> emitted program; a sentence on each part of a spec that does not fit the mesh; and
@@ -125,7 +121,7 @@ def plan_functions(
       BundleError: a spec that does not fit a leaf, or what `lower` raises.
     """
     known = {name: value for name, value in symbols.items() if isinstance(value, int)}
-    planner = _Planner(manifest, mesh, lower, known, aim)
+    planner = _Planner(manifest, mesh, lower, known, fills)
     emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
@@ -211,7 +207,7 @@ def lowered_of(module: Any, mesh: Mesh, asked: FunctionKey, options: Options) ->
     if asked.auto:
         arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
     options = dataclasses.replace(options, cache_dir=NOWHERE)  # a bundle's cache keeps all of it
-    if asked.aim != "fit":
+    if asked.fills:
         options = dataclasses.replace(options, memory_limit=UNLIMITED, recompute=False)
     return lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
 
@@ -231,10 +227,10 @@ class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int], aim: Aim
+        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int], fills: bool
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
-        self.aim = aim
+        self.fills = fills
         self.auto = bool(manifest.contract.get(AUTO))
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
@@ -247,7 +243,7 @@ class _Planner:
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
-        asked = FunctionKey(arguments, results, updates, symbols, self.auto, self.aim)
+        asked = FunctionKey(arguments, results, updates, symbols, self.auto, self.fills)
         emitted = self.lower(entry, asked)
         owned = {leaf.path for leaf in entry.owned}
         for leaf, spec in zip(leaves, emitted.specs(emitted.arguments), strict=True):

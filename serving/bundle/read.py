@@ -280,7 +280,7 @@ def _held(folder: str | Path, mesh: Mesh, options: Options, cache: Cache | None)
         name: -(-symbol.at_least // symbol.multiple_of) * symbol.multiple_of
         for name, symbol in manifest.symbols.items()
     }
-    planned = planner(manifest, mesh, modules.lower)(least, (), "fit")
+    planned = planner(manifest, mesh, modules.lower)(least, (), False)
     return manifest, programs.placements(planned.manifest, planned.emitted, mesh)
 
 

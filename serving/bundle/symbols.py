@@ -28,7 +28,6 @@ from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import Entrypoint, LeafEntry, Manifest, Sizes, Symbol, Variant
 from spmd.serving.bundle.placement import spec_for
 from spmd.serving.bundle.programs import (
-    Aim,
     CompiledFunction,
     FunctionKey,
     Lower,
@@ -79,8 +78,8 @@ class PlannedBundle(NamedTuple):
 Held = tuple[Manifest, Placed]
 """A bundle as it was written, and where its weights and its state lie."""
 
-Plan = Callable[[Mapping[str, Sizes], Collection[str], Aim], PlannedBundle]
-"""Plans functions, named as they were written, for values of all symbols."""
+Plan = Callable[[Mapping[str, Sizes], Collection[str], bool], PlannedBundle]
+"""Plans functions, named as they were written, for values of all symbols; see `FunctionKey.fills`."""
 
 
 def planner(manifest: Manifest, mesh: Mesh, lower: Lower, say: Say = lambda text: None) -> Plan:
@@ -93,10 +92,10 @@ def planner(manifest: Manifest, mesh: Mesh, lower: Lower, say: Say = lambda text
             made[key] = lower(entry, asked)
         return made[key]
 
-    def plan(values: Mapping[str, Sizes], wanted: Collection[str], aim: Aim) -> PlannedBundle:
+    def plan(values: Mapping[str, Sizes], wanted: Collection[str], fills: bool) -> PlannedBundle:
         sized = manifest.sized(values)
         names = with_primary(sized, wanted)
-        planned = plan_functions(sized, names, mesh, lower_once, say, symbols=values, aim=aim)
+        planned = plan_functions(sized, names, mesh, lower_once, say, symbols=values, fills=fills)
         return PlannedBundle(values, sized, *planned)
 
     return plan
@@ -146,7 +145,7 @@ def plan_sized(
     known = {name: known[name] for name in manifest.symbols if name in known}
     missing = [name for name in manifest.symbols if name not in known]
     if not missing:
-        return plan(known, wanted, "fit")
+        return plan(known, wanted, False)
     if len(missing) > 1 or missing[0] not in held:
         name = next((name for name in missing if name not in held), missing[0])
         reason = "no array of the state has it" if name not in held else "there are two such"
@@ -193,7 +192,7 @@ class _Search:
         few: Sequence[str] = heaviest(self.manifest, self.wanted)
         while True:
             found = self._search(few)
-            whole = self.plan(found.symbols, self.wanted, "fill")
+            whole = self.plan(found.symbols, self.wanted, True)
             placed = placements(whole.manifest, whole.emitted, self.mesh)
             value = whole.symbols[self.name]
             assert isinstance(value, int)  # the state has it
@@ -230,7 +229,7 @@ class _Search:
         for _ in range(ROUNDS):
             try:
                 value = units * self.symbol.multiple_of
-                planned = self.plan({**self.known, self.name: value}, names, "fill")
+                planned = self.plan({**self.known, self.name: value}, names, True)
             except ArgumentError as error:  # a kernel does not take an array of this size
                 refusal, high = error, units
                 units = (low + high) // 2

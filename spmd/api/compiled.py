@@ -15,7 +15,7 @@ from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.api.arguments import key_dtype, mesh_sharding
+from spmd.api.arguments import Selected, key_dtype, mesh_sharding
 from spmd.api.dispatch import NAN_FOUND, dispatched, held, hold, is_misused, known
 from spmd.api.marks import argument_error, some_of
 from spmd.api.planned import Planned
@@ -196,7 +196,7 @@ class Compiled(Planned):
         def miss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             return self.dispatch(self._flat(args, kwargs))
 
-        return dispatched(lambda *args, **kwargs: miss(*args, **kwargs)[0], miss)
+        return dispatched(lambda *a, **k: miss(*a, **k)[0], miss, Selected((), ()))
 
     def dispatch(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Runs the program on flat arguments; returns its result, and what `known` returns."""

@@ -16,19 +16,14 @@ from jaxlib import _jax
 from spmd.api.arguments import Selected
 
 ARRAY: Any = _jax.ArrayImpl  # the class of arrays that are not key arrays
-_IS_DELETED = ARRAY.is_deleted
 NAN_FOUND: Any = api_util.InternalFloatingPointError  # of programs, under `jax_debug_nans`
 KINDS = 1024  # how many kinds of call of one function are kept
-
-NONE = Selected((), ())
 
 Miss = Callable[..., tuple[Any, Any]]
 """Runs a call that jax knows no program for; returns (result, what `known` returned or None)."""
 
 
-def dispatched(
-    fn: Callable[..., Any], miss: Miss, static: Selected = NONE, donated: Selected = NONE
-) -> Callable[..., Any]:
+def dispatched(fn: Callable[..., Any], miss: Miss, static: Selected) -> Callable[..., Any]:
     """Returns `fn` under jax's C++ dispatch: `miss` runs the calls for which it knows no program.
 
     Those have new types, shardings, static values or settings of jax. Under `jax.disable_jit` the
@@ -43,7 +38,7 @@ def dispatched(
         fn,
         serve,
         *static,
-        (*donated.numbers, *donated.names),
+        (),  # what else decides; nothing, in a cache of its own
         tree_util.dispatch_registry,
         pxla.cc_shard_arg,
         _jax.PjitFunctionCache(capacity=KINDS),  # goes when the function goes
@@ -74,12 +69,11 @@ def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
 
 
 def is_misused(args: Any, kwargs: Any, donates: bool) -> bool:
-    """Whether an array was deleted, or one is given twice where some are donated.
-
-    The runtime for CPUs would crash.
-    """
+    """Whether an array is deleted, or given twice where some are donated: CPUs' runtime crashes."""
     arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
-    return any(map(_IS_DELETED, arrays)) or (donates and len(set(map(id, arrays))) < len(arrays))
+    return any(map(ARRAY.is_deleted, arrays)) or (
+        donates and len(set(map(id, arrays))) < len(arrays)
+    )
 
 
 def held(leaf: Any) -> Any:

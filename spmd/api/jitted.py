@@ -187,7 +187,6 @@ class Jitted(Generic[P, R]):
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
         self._is_on_cpu = self._runs_alone = False
-        self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns the function's result; compiles first for new shapes, dtypes or shardings."""
@@ -239,9 +238,12 @@ class Jitted(Generic[P, R]):
     def clear_cache(self) -> None:
         """Drops all compiled programs: the next calls compile again."""
         self._cache.clear()
-        self.__dict__.pop("inlined", None)
-        recipe = self.recipe
-        self._dispatched = dispatched(recipe.fn, self._miss, recipe.static, recipe.donated)
+        for name in ("inlined", "_dispatched"):
+            self.__dict__.pop(name, None)
+
+    @functools.cached_property
+    def _dispatched(self) -> Callable[..., Any]:
+        return dispatched(self.recipe.fn, self._miss, self.recipe.static)
 
     def compile(
         self, *args: Any, topology: Topology | str | None = None, **kwargs: Any

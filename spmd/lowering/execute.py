@@ -321,14 +321,10 @@ def without_shardings(module: ir.Module) -> str:
 
 DEFAULTS: dict[str, dict[str, str | bool | int]] = {
     # With one collective at a time a gather is awaited before the next reduce-scatter may begin,
-    # and products wait for both. Eight layers of Llama-2 7B's width over two H200s, jax 0.11.2:
-    # 172 ms a step with 4, 173 with 2, 176 with 1, in the same memory; of these 5, 6 and 8 to 13
-    # ms are waited for.
+    # and products wait for both. A 7B's 8 layers over two H200s: 172 ms with 4, 176 with 1.
     "cuda": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
-    # Without them no gather is asynchronous on v4 and v5p; v5e does as if both were set. A scanned
-    # MLP of 8 layers on 16 chips, compiled ahead, by the cycles of its kernels and our prices of
-    # what is not hidden: on v4 43.7 to 38.7 ms, on v5p 23.4 to 20.5. No option was found that makes
-    # sums asynchronous.
+    # Without them no gather is asynchronous on v4 and v5p; v5e does as if both were set. No option
+    # was found that makes sums asynchronous.
     "tpu": {
         "xla_enable_async_all_gather": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
@@ -337,8 +333,7 @@ DEFAULTS: dict[str, dict[str, str | bool | int]] = {
 """Platform -> default options. jaxlib 0.10 and 0.11 know those of GPUs, libtpu 0.0.42 of TPUs."""
 
 EIGHT_BIT: dict[str, dict[str, str | bool | int]] = {
-    # XLA tries Triton's products first, which takes 16 s for each shape of float8, against 0.2 s
-    # without; what it takes in the end is cuBLASLt's either way. On an H200, jax 0.11.2.
+    # XLA tries Triton's products first, 16 s for each shape, and takes cuBLASLt's in any case.
     "cuda": {"xla_gpu_enable_triton_gemm": False}
 }
 """Platform -> more default options, for programs that multiply matrices of 8-bit floats."""

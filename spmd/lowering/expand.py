@@ -114,12 +114,9 @@ def _bits(b: Builder, x: Value, dtype: str) -> Value:
 
 
 def _retyped(
-    b: Builder,
-    op: Op,
-    changed: Container[str],
-    dtype: str,
+    b: Builder, op: Op, changed: Container[str], dtype: str,
     to: Callable[[Builder, Value, str], Value],
-) -> Sequence[Value]:
+) -> Sequence[Value]:  # fmt: skip
     """Appends `op` with `dtype` for those in `changed`; returns results of their own types."""
     attrs = op.kind.attrs
     if "body" in attrs:

@@ -93,22 +93,18 @@ _ICI_LATENCY = 1e-6
 #   reach 70% of the data sheet's peak (fp8 1,380 TFLOP/s), copies 90%, transposes of 8-bit operands
 #   a quarter, and three quarters of what could be hidden behind arithmetic is: so steps of 8 and 32
 #   layers are predicted within 5% (docs/benchmarks/training.md). cuDNN's attention, both ways
-#   together, reaches 63% of what products do: heads of width 128, 4096 causal tokens. Ours over
-#   pages reaches half with prompts of 2,000 to 4,000 (spmd/ops/paged_hopper.py). Of other chips'
-#   kernels nothing is known.
+#   together, reaches 63% of what products do, ours over pages half. Of other chips' kernels nothing
+#   is known.
 #   B200: the DGX B200 data sheet, an eighth of it, dense. MI300X: AMD's data sheet, dense; of its
 #   seven links to the others of a host one way each. Nothing was measured on either: what they
 #   reach of these figures is less.
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
 _HOPPER = tuple(
     CollectiveSpeed(kind, devices, _IN_PROGRAM, rate * 1e9)
     for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))
-    for kind, rate in zip(
-        ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"),
-        rates,
-        strict=True,
-    )
+    for kind, rate in zip(_COLLECTIVES, rates, strict=True)
 )
 _MEASURED: dict[str, Any] = {
     "measured": _HOPPER,

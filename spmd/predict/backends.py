@@ -49,9 +49,9 @@ _CPU = XlaBackend(
     fills_results=True,
 )
 
-# 32 layers of a Llama took 20 s more on GPUs when they were written out. For v5e:4x4 libtpu 0.0.42
-# took 157 s of two cores' time for two layers written out, and 205 s for four: 802 ops more. It
-# compiles with all cores, of which hosts of TPUs have at least 24: a sixth of that is reckoned.
+# 32 layers of a Llama took 20 s more on GPUs when they were written out; libtpu 0.0.42 takes 24 s
+# of two cores' time for each more. It compiles with all cores, of which hosts of TPUs have at least
+# 24: a sixth of that is reckoned.
 # The TPU compiler reports up to 1.8 times the prediction, where many layers' inputs are stacked
 # (docs/benchmarks/tpu.md); XLA on GPUs up to a tenth more.
 _GPU = XlaBackend(
