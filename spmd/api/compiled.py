@@ -200,8 +200,7 @@ class Compiled(Planned):
 
     def dispatch(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Runs the program on flat arguments; returns its result, and what `known` returns."""
-        boundary = self.boundary
-        in_python = boundary.is_dressed or boundary.refs or boundary.in_other_layouts(leaves)
+        in_python = self.boundary.in_python or self.boundary.in_other_layouts(leaves)
         results = self.run(leaves)
         way = None if in_python else known(self.executable, results, self.out_tree)
         return jax.tree.unflatten(self.out_tree, results), way
@@ -212,13 +211,15 @@ class Compiled(Planned):
         every = [*leaves, *self.request.closed_refs]
         refs = [every[i] for i in self.boundary.refs]
         leaves = self._with_values(self.arrays(leaves))
+        is_on_cpu = self.request.platform == "cpu"  # whose runtime crashes; others raise
+        if refs or is_on_cpu:
+            self._check_there(leaves)
         if refs:
-            self.check(leaves)
-        taken = leaves
+            self._check_once(leaves)
         try:
             taken = self.boundary.take(leaves)
-            if self.request.platform == "cpu":  # whose runtime crashes; others raise
-                self.check(taken)
+            if is_on_cpu:
+                self._check_once(taken)
             try:
                 results = list(self.executable(*taken))
             except ValueError:  # jax looks at layouts in any case: we do only where it finds others
@@ -232,7 +233,8 @@ class Compiled(Planned):
             ) from error
         except (TypeError, RuntimeError):
             self._check_types(leaves)
-            self.check(taken)
+            self._check_there(leaves)
+            self._check_once(leaves)
             raise  # it is none of these
         begun()
         if self.runs_alone:
@@ -276,10 +278,9 @@ class Compiled(Planned):
             valued[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
         return valued
 
-    def check(self, arrays: Sequence[Any]) -> None:
-        """Raises ArgumentError for arrays that are deleted, or donated and given twice."""
-        names = self.request.arg_names
-        pairs = zip(names, arrays, strict=True)
+    def _check_there(self, arrays: Sequence[Any]) -> None:
+        """Raises ArgumentError for arrays that are deleted."""
+        pairs = zip(self.request.arg_names, arrays, strict=True)
         gone = [name for name, a in pairs if isinstance(a, jax.Array) and a.is_deleted()]
         if gone:
             raise argument_error(
@@ -288,7 +289,10 @@ class Compiled(Planned):
                 fix="go on with what that call returned, as in params = step(params), or donate "
                 "nothing",
             )
-        seen: dict[int, int] = {}
+
+    def _check_once(self, arrays: Sequence[Any]) -> None:
+        """Raises ArgumentError for arrays that are donated, and given twice."""
+        names, seen = self.request.arg_names, dict[int, int]()
         for index, array in enumerate(arrays if self.donated else ()):
             first = seen.setdefault(id(array), index)
             if first != index and {first, index} & set(self.donated):
@@ -516,6 +520,7 @@ class Boundary:
         self._dressed, self._results = list(map(_is_dressed, taken)), given
         self.is_dressed = any(map(_is_dressed, (*taken, *given)))
         self.refs = [i for i, struct in enumerate(taken) if struct.is_ref]
+        self.in_python = self.refs or any(type_.dtype == jax.dtypes.float0 for type_ in taken)
         # As callers see them, who have key arrays.
         self.seen_arguments = tuple(map(_seen, self.argument_formats, args))
         self.seen_results = tuple(map(_seen, results, out))

@@ -46,22 +46,22 @@ def dispatched(fn: Callable[..., Any], miss: Miss, static: Selected) -> Callable
 
 
 def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
-    """Returns jax's way to run without Python; None for key results, effects, debug_nans/infs."""
+    """Returns jax's way to run without Python; None for float0, effects, debug_nans/infs."""
     if config.debug_nans.value or config.debug_infs.value:
         return None
     program = executable._executable
     run = program.unsafe_call
-    # A key array is an object around a plain one.
-    is_plain = all(type(result) is ARRAY for result in results)
+    arrays, tree = pxla.reflatten_outputs_for_dispatch(out_tree, results)  # of key arrays the data
+    is_plain = all(type(array) is ARRAY for array in arrays)
     if run.ordered_effects or run.has_unordered_effects or not is_plain:
         return None
     return pxla.MeshExecutableFastpathData(
         program.xla_executable,
-        out_tree,
+        tree,
         program._in_shardings,
         program._out_shardings,
-        [result.aval for result in results],
-        [True] * len(results),
+        [array.aval for array in arrays],
+        [True] * len(arrays),
         [i in program._kept_var_idx for i in range(len(program.in_avals))],
         program._dispatch_in_layouts,
         list(getattr(executable, "constants", ())),  # in front of its flat arguments
@@ -70,10 +70,10 @@ def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
 
 def is_misused(args: Any, kwargs: Any, donates: bool) -> bool:
     """Whether an array is deleted, or given twice where some are donated: CPUs' runtime crashes."""
-    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
-    return any(map(ARRAY.is_deleted, arrays)) or (
-        donates and len(set(map(id, arrays))) < len(arrays)
-    )
+    leaves, _ = tree_util.dispatch_registry.flatten((args, kwargs), None)
+    arrays = [leaf for leaf in leaves if type(leaf) is ARRAY]
+    is_twice = donates and len(set(map(id, arrays))) < len(arrays)
+    return is_twice or any(map(ARRAY.is_deleted, arrays))
 
 
 def held(leaf: Any) -> Any:

@@ -38,17 +38,28 @@ def test_created_arguments_are_those_of_one_device(sizes: tuple[int, int]) -> No
 def test_calls_after_the_first_run_without_python(
     mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = jnp.arange(8.0)
-    compiled = spmd.jit(jnp.add, mesh=mesh, in_specs=(("data",), None)).compile(x, 1.0)
-    first = compiled(x, 1.0)
-    monkeypatch.delattr(spmd.Compiled, "run")
-    np.testing.assert_array_equal(compiled(x, 1.0), first)
-    monkeypatch.undo()
-    with pytest.raises(ArgumentError, match="another type"):
-        compiled(x[:4], 1.0)
-    x.delete()
-    with pytest.raises(ArgumentError, match="deleted"):
-        compiled(x, 1.0)
+    def step(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key, noise = jax.random.split(key)
+        return key, x + jax.random.uniform(noise, x.shape)
+
+    x, key, whole = jnp.arange(8.0), jax.random.key(0), jax.jit(step)
+    wanted_key, wanted = whole(whole(key, x)[0], x)
+    for donated in ((), (0,)):
+        jitted: Any = spmd.jit(step, mesh=mesh, in_specs=(None, ("data",)), donate_argnums=donated)
+        compiled = jitted.lower(key, x).compile()
+        for fn in (jitted, compiled):
+            first, _ = fn(key.copy(), x)
+            fn(first.copy(), x)  # the first call with a key that lies on the mesh
+            with monkeypatch.context() as without:
+                without.delattr(spmd.Compiled, "run")
+                other, made = fn(first, x)
+            np.testing.assert_array_equal(made, wanted)
+            assert other == wanted_key
+            if donated:
+                with pytest.raises(ArgumentError, match="deleted"):
+                    fn(first, x)
+        with pytest.raises(ArgumentError, match="another type"):
+            compiled(key, x[:4])
 
 
 def test_a_partitioned_program_is_exported_and_called_elsewhere(mesh: spmd.Mesh) -> None:
