@@ -211,14 +211,12 @@ class Compiled(Planned):
         every = [*leaves, *self.request.closed_refs]
         refs = [every[i] for i in self.boundary.refs]
         leaves = self._with_values(self.arrays(leaves))
-        is_on_cpu = self.request.platform == "cpu"  # whose runtime crashes; others raise
-        if refs or is_on_cpu:
-            self._check_there(leaves)
+        self._check_there(leaves)
         if refs:
             self._check_once(leaves)
         try:
             taken = self.boundary.take(leaves)
-            if is_on_cpu:
+            if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self._check_once(taken)
             try:
                 results = list(self.executable(*taken))
@@ -233,7 +231,6 @@ class Compiled(Planned):
             ) from error
         except (TypeError, RuntimeError):
             self._check_types(leaves)
-            self._check_there(leaves)
             self._check_once(leaves)
             raise  # it is none of these
         begun()
@@ -286,8 +283,7 @@ class Compiled(Planned):
             raise argument_error(
                 f"argument {some_of(gone)} was deleted: an earlier call took its memory "
                 "(donate_argnums)",
-                fix="go on with what that call returned, as in params = step(params), or donate "
-                "nothing",
+                fix="go on with what it returned, as in params = step(params), or donate nothing",
             )
 
     def _check_once(self, arrays: Sequence[Any]) -> None:
@@ -301,8 +297,7 @@ class Compiled(Planned):
                     f"one {kind} is given as argument {names[first]} and as argument "
                     f"{names[index]}, and it is donated",
                     required="a donated array is given once: its memory is taken over",
-                    fix="pass a copy of one, array.copy() or jax.new_ref(ref[...]), or donate "
-                    "nothing",
+                    fix="pass a copy, array.copy() or jax.new_ref(ref[...]), or donate nothing",
                 )
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
@@ -325,8 +320,7 @@ class Compiled(Planned):
                     f"argument {name} has another type than the program was compiled for",
                     actual=described(have),
                     required=f"a {wanted.name} array of shape {type_.shape}",
-                    fix="compile again for it, or call the spmd.jit function, which does so by "
-                    "itself",
+                    fix="compile again for it, or call the spmd.jit function, which does so",
                 )
 
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
