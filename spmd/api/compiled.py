@@ -200,6 +200,7 @@ class Compiled(Planned):
 
     def dispatch(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Runs the program on flat arguments; returns its result, and what `known` returns."""
+        self._check_there(self.arrays(leaves))
         in_python = self.boundary.in_python or self.boundary.in_other_layouts(leaves)
         results = self.run(leaves)
         way = None if in_python else known(self.executable, results, self.out_tree)
@@ -211,7 +212,6 @@ class Compiled(Planned):
         every = [*leaves, *self.request.closed_refs]
         refs = [every[i] for i in self.boundary.refs]
         leaves = self._with_values(self.arrays(leaves))
-        self._check_there(leaves)
         if refs:
             self._check_once(leaves)
         try:
@@ -276,7 +276,16 @@ class Compiled(Planned):
         return valued
 
     def _check_there(self, arrays: Sequence[Any]) -> None:
-        """Raises ArgumentError for arrays that are deleted."""
+        """Raises ArgumentError for tracers, and for arrays that are deleted."""
+        tracer = next((leaf for leaf in arrays if isinstance(leaf, jax.core.Tracer)), None)
+        if tracer is not None:
+            raise argument_error(
+                f"a transformation of jax is around the compiled program {self.name}",
+                actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
+                required="values: what is compiled cannot be transformed",
+                fix="call the spmd.jit function itself, which can, or transform first, as in "
+                "spmd.jit(jax.grad(fn), mesh=mesh)",
+            )
         pairs = zip(self.request.arg_names, arrays, strict=True)
         gone = [name for name, a in pairs if isinstance(a, jax.Array) and a.is_deleted()]
         if gone:
@@ -301,16 +310,7 @@ class Compiled(Planned):
                 )
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
-        """Raises ArgumentError for tracers, and for arrays of another shape or dtype."""
-        tracer = next((leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)), None)
-        if tracer is not None:
-            raise argument_error(
-                f"a transformation of jax is around the compiled program {self.name}",
-                actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
-                required="values: what is compiled cannot be transformed",
-                fix="call the spmd.jit function itself, which can, or transform first, as in "
-                "spmd.jit(jax.grad(fn), mesh=mesh)",
-            )
+        """Raises ArgumentError for arrays of another shape or dtype."""
         program, data = self.stages.program, self.boundary.data(leaves)
         for name, value, leaf in zip(self.request.arg_names, program.body.args, data, strict=False):
             type_, have = program.types[value], jax.typeof(leaf)
