@@ -156,13 +156,9 @@ class Trial:
     """Holds a plan's program for one device, optimized, with its predicted time and memory."""
 
     def __init__(
-        self,
-        plan: Plan,
-        options: Options,
-        donated: tuple[int, ...],
-        clock: Stopwatch,
+        self, plan: Plan, options: Options, donated: tuple[int, ...], clock: Stopwatch,
         unpriced: "Trial | None" = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if plan.byte_price and unpriced is None:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
         memory = memory_for(plan.topology, options.memory_limit)

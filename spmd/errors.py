@@ -20,15 +20,9 @@ class SpmdError(Exception):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        op: str | None = None,
-        source: str | None = None,
-        actual: str | None = None,
-        required: str | None = None,
-        fix: str | None = None,
-    ) -> None:
+        self, what: str, *, op: str | None = None, source: str | None = None,
+        actual: str | None = None, required: str | None = None, fix: str | None = None,
+    ) -> None:  # fmt: skip
         self.what, self.op, self.source = what, op, source
         self.actual, self.required, self.fix = actual, required, fix
         super().__init__(self.render())

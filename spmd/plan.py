@@ -442,14 +442,10 @@ def _order(row: RankedPlan) -> tuple[int, float]:
 
 
 def _search(
-    at: Callable[[Spot], RankedPlan],
-    machine: Topology,
-    axes: Sequence[str],
-    meshes: Sequence[Mapping[str, int]] | None,
-    free: Mapping[str, Sequence[Any]],
-    end: float,
+    at: Callable[[Spot], RankedPlan], machine: Topology, axes: Sequence[str],
+    meshes: Sequence[Mapping[str, int]] | None, free: Mapping[str, Sequence[Any]], end: float,
     left: int,
-) -> tuple[dict[Spot, RankedPlan | str], bool]:
+) -> tuple[dict[Spot, RankedPlan | str], bool]:  # fmt: skip
     """Returns (what was planned or why not, whether no neighbour is left to be tried).
 
     It begins with `meshes`, else with all devices along one axis, and a host's along the last. A

@@ -220,8 +220,8 @@ class _Search:
     def _search(self, names: Collection[str]) -> PlannedBundle:
         # Memory for 100, of which functions need 10 and more with larger values: 99 -> needed 14,
         # does not fit: 86 might     86 -> needed 13, fits, and the line says that 87 might: enough
-        likely = int(FIRST * self._largest(self._told(), lambda _: 0))
-        units = min(max(self.least, likely), self.most)
+        likely = self._largest(self._told(), lambda _: 0)
+        units = max(self.least, int(FIRST * likely) if likely < self.most else likely)
         best: PlannedBundle | None = None
         refusal: ArgumentError | None = None
         low, high = self.least - 1, self.most + 1  # fits, does not fit
@@ -315,9 +315,14 @@ def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:
 def _bytes(leaves: Sequence[LeafEntry], placed: Placed) -> int:
     """Bytes of arrays on one device."""
     return sum(
-        math.prod(placed[leaf.path].shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        -(-math.prod(leaf.shape) // _parts(placed[leaf.path])) * np.dtype(leaf.dtype).itemsize
         for leaf in leaves
     )
+
+
+def _parts(sharding: NamedSharding) -> int:
+    axes = {axis for entry in sharding.spec if entry for axis in axes_of(entry)}
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
 def _split_evenly(manifest: Manifest, name: str, mesh: Mesh) -> Symbol:

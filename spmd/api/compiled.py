@@ -16,7 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import Selected, key_dtype, mesh_sharding
-from spmd.api.dispatch import NAN_FOUND, dispatched, held, hold, is_misused, known
+from spmd.api.dispatch import dispatched, held, hold, is_misused, known, without_nan
 from spmd.api.marks import argument_error, some_of
 from spmd.api.planned import Planned
 from spmd.api.tracing import order_of, type_of
@@ -188,7 +188,7 @@ class Compiled(Planned):
         """Runs the program on the function's arguments, without static ones; returns its result."""
         if self.request.platform == "cpu" and is_misused(args, kwargs, bool(self.donated)):
             return self.dispatch(self._flat(args, kwargs))[0]
-        result = self._dispatched(*args, **kwargs)
+        result = without_nan(self._dispatched, self.name, args, kwargs)
         return jax.block_until_ready(result) if self.runs_alone else result
 
     @cached_property
@@ -201,9 +201,9 @@ class Compiled(Planned):
     def dispatch(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Runs the program on flat arguments; returns its result, and what `known` returns."""
         self._check_there(self.arrays(leaves))
-        in_python = self.boundary.in_python or self.boundary.in_other_layouts(leaves)
+        needs_no_python = self.boundary.is_jaxs(leaves)
         results = self.run(leaves)
-        way = None if in_python else known(self.executable, results, self.out_tree)
+        way = known(self.executable, results, self.out_tree) if needs_no_python else None
         return jax.tree.unflatten(self.out_tree, results), way
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
@@ -224,11 +224,6 @@ class Compiled(Planned):
                 if not (which := self.boundary.in_other_layouts(taken)):
                     raise
                 results = list(self.executable(*self._laid_out(taken, which)))
-        except NAN_FOUND as error:
-            raise FloatingPointError(
-                f"{self.name} returned an invalid value ({error}); under jax.disable_jit() it says "
-                "which operation made it"
-            ) from error
         except (TypeError, RuntimeError):
             self._check_types(leaves)
             self._check_once(leaves)
@@ -514,7 +509,8 @@ class Boundary:
         self._dressed, self._results = list(map(_is_dressed, taken)), given
         self.is_dressed = any(map(_is_dressed, (*taken, *given)))
         self.refs = [i for i, struct in enumerate(taken) if struct.is_ref]
-        self.in_python = self.refs or any(type_.dtype == jax.dtypes.float0 for type_ in taken)
+        self._has_float0 = any(struct.dtype == jax.dtypes.float0 for struct in taken)
+        self.met: Sequence[Any] = (None,) * len(self.arguments)
         # As callers see them, who have key arrays.
         self.seen_arguments = tuple(map(_seen, self.argument_formats, args))
         self.seen_results = tuple(map(_seen, results, out))
@@ -522,11 +518,35 @@ class Boundary:
         self._known: list[Any] = [object()] * len(self.arguments)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether leaves committed to a mesh, key arrays aside, have the program's shardings."""
+        """Whether leaves committed to a mesh, key arrays aside, have the program's shardings.
+
+        Or those of the call that it was compiled for, which are `met`.
+        """
         return all(
-            self._lies_right(index, leaf) or mesh_sharding(leaf) is None or self._dressed[index]
+            self._lies_right(index, leaf)
+            or mesh_sharding(leaf) in (None, self.met[index])
+            or self._dressed[index]
             for index, leaf in enumerate(leaves)
         )
+
+    def is_jaxs(self, leaves: Sequence[Any]) -> bool:
+        """Whether jax's C++ dispatch takes such leaves as `take` does.
+
+        It moves only arrays that are on another number of devices, and narrows 64-bit numbers.
+        """
+
+        def is_taken(leaf: Any, wanted: NamedSharding, dtype: Any) -> bool:
+            if not isinstance(leaf, jax.Array):
+                return jax.dtypes.canonicalize_dtype(np.result_type(leaf)) == dtype
+            devices = len(leaf.sharding.device_set)
+            is_moved = devices == 1 or devices != len(wanted.device_set)
+            return is_moved or bool(leaf.sharding.is_equivalent_to(wanted, leaf.ndim))
+
+        if self.refs or self._has_float0 or any(type(x) is jax.ShapeDtypeStruct for x in leaves):
+            return False
+        data = self.data(leaves)
+        every = zip(data, self.arguments, self._dtypes, strict=True)
+        return not self.in_other_layouts(data) and all(is_taken(*one) for one in every)
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the flat arguments in the program's shardings, moved if need be; of keys data."""

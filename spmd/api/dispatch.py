@@ -70,10 +70,23 @@ def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
 
 def is_misused(args: Any, kwargs: Any, donates: bool) -> bool:
     """Whether an array is deleted, or given twice where some are donated: CPUs' runtime crashes."""
+    if config.disable_jit.value:
+        return False
     leaves, _ = tree_util.dispatch_registry.flatten((args, kwargs), None)
     arrays = [leaf for leaf in leaves if type(leaf) is ARRAY]
     is_twice = donates and len(set(map(id, arrays))) < len(arrays)
     return is_twice or any(map(ARRAY.is_deleted, arrays))
+
+
+def without_nan(fn: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """Returns the result of `fn`; FloatingPointError for what jax calls it inside `jax.jit`."""
+    try:
+        return fn(*args, **kwargs)
+    except NAN_FOUND as error:
+        raise FloatingPointError(
+            f"{name} returned an invalid value ({error}); under jax.disable_jit() it says which "
+            "operation made it"
+        ) from error
 
 
 def held(leaf: Any) -> Any:

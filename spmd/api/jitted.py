@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api import arguments
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.dispatch import dispatched, is_misused
+from spmd.api.dispatch import dispatched, is_misused, without_nan
 from spmd.api.marks import argument_error, mark_sharding, spec_error
 from spmd.api.pipelined import in_fastest_schedule
 from spmd.api.tracing import Call, Recipe, kind_of_call, take_apart, trace_call
@@ -192,7 +192,7 @@ class Jitted(Generic[P, R]):
         """Returns the function's result; compiles first for new shapes, dtypes or shardings."""
         if self._is_on_cpu and is_misused(args, kwargs, any(self.recipe.donated)):
             return self._miss(*args, **kwargs)[0]  # type: ignore[no-any-return]
-        result: R = self._dispatched(*args, **kwargs)
+        result: R = without_nan(self._dispatched, self.__name__, args, kwargs)
         return jax.block_until_ready(result) if self._runs_alone else result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -309,6 +309,7 @@ class Jitted(Generic[P, R]):
                 return compiled
         kind = kind_of_call(self.recipe, *call.put_together(call.leaves))
         compiled = self._lower(call, None, kind).compile()
+        compiled.boundary.met = list(map(arguments.mesh_sharding, call.leaves))
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 

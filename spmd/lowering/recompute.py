@@ -33,14 +33,9 @@ SPREAD = 0.25  # price of a byte: by how much the last value's exceeds the first
 
 
 def recompute(
-    program: Program,
-    mesh: Mesh,
-    topology: Topology,
-    price: float,
-    limit: int,
-    donated: Sequence[int] = (),
-    exchanges: bool = True,
-) -> tuple[Program, tuple[Recomputed, ...]]:
+    program: Program, mesh: Mesh, topology: Topology, price: float, limit: int,
+    donated: Sequence[int] = (), exchanges: bool = True,
+) -> tuple[Program, tuple[Recomputed, ...]]:  # fmt: skip
     """Recomputes values where that takes less time than keeping them at peak memory costs.
 
     `price`: seconds for each byte at the peak. Loops come first, then blocks while that is above

@@ -16,15 +16,9 @@ MOST_ELEMENTS = 1 << 24  # how many keys and values are taken out of their pages
 
 
 def attend(
-    q_ARKGD: Any,
-    pool_ANPK2D: Any,
-    table_ABM: Any,
-    slots_AR: Any,
-    positions_AR: Any,
-    first_AB1: Any,
-    *rest: Any,
-    window: int | None = None,
-) -> Any:
+    q_ARKGD: Any, pool_ANPK2D: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any,
+    first_AB1: Any, *rest: Any, window: int | None = None,
+) -> Any:  # fmt: skip
     """Returns what `paged_attention` does, a few rows at a time over all pages of their slots."""
     scales_ANPK2, sinks_KG = scales_and_sinks(rest)
     groups, rows = slots_AR.shape

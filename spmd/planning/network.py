@@ -90,14 +90,9 @@ class CostNetwork:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        units: Units,
-        choices: Choices,
-        domains: Domains,
-        known: Copies | None = None,
-        base: Plan | None = None,
-    ) -> None:
+        self, problem: Problem, units: Units, choices: Choices, domains: Domains,
+        known: Copies | None = None, base: Plan | None = None,
+    ) -> None:  # fmt: skip
         self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
         # Share of a reshard's time that arithmetic does not hide, at least; and whether a reshard
         # hides only behind arithmetic between making a value and reading it.

@@ -440,14 +440,9 @@ class Reduced:
 
 
 def _cheaper(
-    passing: Passing,
-    limit: int,
-    rounds: int,
-    upper: float,
-    close: float,
-    scale: float,
+    passing: Passing, limit: int, rounds: int, upper: float, close: float, scale: float,
     sweeps: Sequence[int],
-) -> Solution:
+) -> Solution:  # fmt: skip
     """Returns the cheapest joint state that is found below `upper`; one without states if none is.
 
     The messages in `passing` are the start. After each number of `sweeps` it looks whether they

@@ -1,4 +1,4 @@
-"""A second start on real accelerators: kernels come from the first one's cache.
+"""A second start on real accelerators: kernels come from the first one's cache, Mosaic's on Hopper.
 
 See `test_attention.py` for the command.
 """
@@ -24,7 +24,6 @@ print(float(np.asarray(bundle.run("f", np.ones((64, 4096), "bfloat16"))).astype(
 
 
 def test_a_second_start_runs_the_kernels_of_the_first(tmp_path: Path) -> None:
-    """On Hopper GPUs these are Mosaic's, whose runtime only a process that traces them imports."""
     weights = {name: jnp.full((512, 4096), 2.0**-12, jnp.bfloat16) for name in "ab"}
 
     def f(weights, x):
@@ -32,8 +31,8 @@ def test_a_second_start_runs_the_kernels_of_the_first(tmp_path: Path) -> None:
 
     x = jnp.ones((64, 4096), jnp.bfloat16)
     function = Function("f", f, (weights, x), ("weights", "x"), ("weights", "input"))
-    platform = {"gpu": "cuda"}.get(PLATFORM, PLATFORM)
-    write_bundle(tmp_path / "bundle", [function], weights=weights, platforms=(platform,))
+    platforms = ("cuda" if PLATFORM == "gpu" else PLATFORM,)
+    write_bundle(tmp_path / "bundle", [function], weights=weights, platforms=platforms)
     for _ in range(2):
         command = [sys.executable, "-c", START, tmp_path / "bundle", tmp_path / "cache"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -46,15 +46,44 @@ def test_shardings_and_formats_are_those_of_key_arrays(mesh: spmd.Mesh) -> None:
 
 
 def test_arguments_are_placed_wherever_they_lie_at_the_time(mesh: spmd.Mesh) -> None:
-    x: Any = spmd.mark_sharding(jnp.arange(64.0).reshape(8, 8), mesh, ("data", "model"))
-    y, key = jnp.ones(8), jax.random.key(0)
-    compiled = spmd.jit(lambda x, y, key: (x + y, key), mesh=mesh).compile(x, y, key)
-    other = jax.device_put(x, NamedSharding(x.sharding.mesh, P("model")))
-    for leaf in (x, x, other, np.asarray(x), jax.device_put(x, jax.devices()[3]), x):
-        found, same = compiled(leaf, y, key)
-        assert found.sharding.spec == P("data", "model")
-        np.testing.assert_array_equal(found, np.asarray(x) + 1)
-        assert same == key
+    """At each call: jax's dispatch would take them as they lie."""
+
+    def fn(x: jax.Array, keys: jax.Array, y: jax.Array) -> Any:
+        return x + y, jax.vmap(jax.vmap(jax.random.uniform))(keys)
+
+    x, keys = jnp.arange(64.0).reshape(8, 8), jax.random.split(jax.random.key(0), (8, 8))
+    spec, wanted, devices = ("data", "model"), fn(x, keys, x), np.array(jax.devices())
+    jitted: Any = spmd.jit(fn, mesh=mesh, in_specs=(spec, spec, None))
+    meshes = [jax.make_mesh((4, 2), spec), jax.sharding.Mesh(devices[::-1].reshape(2, 4), spec)]
+    places = [NamedSharding(m, P(*s)) for m in meshes for s in ((), ("model",), spec, spec[::-1])]
+    for place in [devices[0], devices[3], *places]:
+        moved = jax.device_put((x, keys), place)
+        compiled = jitted.compile(*moved, x)
+        for call in (jitted, compiled) * 3:
+            for got, want in zip(call(*moved, np.asarray(x)), wanted, strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert jitted._cache_size() == len(places) + 1  # arrays without a mesh are of one kind
+
+
+def test_settings_may_change_after_the_first_calls(mesh: spmd.Mesh) -> None:
+    one, minus = jnp.ones(8), -jnp.ones(8)
+    log, add = (
+        spmd.jit(jnp.log, mesh=mesh),
+        spmd.jit(lambda a, b, c: (a, b + c), mesh=mesh, donate_argnums=0),
+    )
+    for call in (log, log.compile(one)):
+        assert np.isnan([call(minus), call(minus)]).all()
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="log returned"):
+            call(minus)
+    with jax.disable_jit():
+        add(minus, one, one)
+    with jax.enable_x64(True):
+        structs = jax.ShapeDtypeStruct((8,), jnp.int64), jax.ShapeDtypeStruct((), jnp.int64)
+        wide = jax.export.export(jax.jit(jnp.add))(*structs)
+    compiled = spmd.compile_stablehlo(wide, mesh)
+    for _ in range(3):  # jax narrows numbers
+        (got,) = compiled(np.arange(8) << 40, np.int64(1))
+        assert np.asarray(got)[7] == (7 << 40) + 1
 
 
 class OfAnotherFramework:

@@ -126,6 +126,19 @@ def test_linears_are_linear_of_each(outputs: tuple[int, ...], kind: str) -> None
     jax.tree.map(np.testing.assert_array_equal, list(got), want)
 
 
+def multiplied(products: Any, x: Any, kind: str, outputs: tuple[int, ...]) -> list[Any]:
+    """What a kernel makes of rows and some weights, and what it should."""
+    many: list[Any] = [weights(kind, n, x.shape[1]) for n in outputs]
+    if kind == "none":
+        rounded = [jnp.asarray(w, x.dtype) for w, _ in many]
+        many = [((w,), np.asarray(w, np.float32)) for w in rounded]
+    else:
+        many = [((w["values"], w["scales"]), whole) for w, whole in many]
+    found = products(x, [parts for parts, _ in many], interpret=True)
+    wanted = [np.asarray(x, np.float32) @ whole.T for _, whole in many]
+    return list(zip((np.asarray(got, np.float32) for got in found), wanted, strict=True))
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "inputs", "outputs"),
     [
@@ -145,17 +158,9 @@ def test_linears_kernel(kind: str, rows: int, inputs: int, outputs: tuple[int, .
     drawn = np.random.default_rng(0).standard_normal((rows, inputs))
     drawn[:, 7] *= 8
     x = jnp.asarray(drawn, jnp.bfloat16)
-    made = [weights(kind, n, inputs) for n in outputs]
-    many: list[Any] = [
-        (jnp.asarray(w, x.dtype),) if kind == "none" else (w["values"], w["scales"])
-        for w, _ in made
-    ]
-    found = products_triton.products(x, many, interpret=True)
-    for got, part, (_, whole) in zip(found, many, made, strict=True):
-        matrix = np.asarray(part[0], np.float32) if kind == "none" else whole
-        want = np.asarray(x, np.float32) @ matrix.T
-        error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
-        assert error < 2.5e-3  # results are rounded to 8 bits, and nothing else
+    for got, want in multiplied(products_triton.products, x, kind, outputs):
+        # Results are rounded to 8 bits, and nothing else.
+        assert np.linalg.norm(got - want) < 2.5e-3 * np.linalg.norm(want)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 interprets no such kernel")
@@ -179,16 +184,8 @@ def test_linears_kernel_for_hopper(
     drawn *= 2.0 ** -np.arange(rows)[:, None]  # of any size
     drawn[3], drawn[:, 7] = 0, 8 * drawn[:, 7]
     x = jnp.asarray(drawn, jnp.bfloat16)
-    made = [weights(kind, n, inputs) for n in outputs]
-    many: list[Any] = [
-        (jnp.asarray(w, x.dtype),) if kind == "none" else (w["values"], w["scales"])
-        for w, _ in made
-    ]
-    found = products_hopper.products(x, many, interpret=True)
-    for got, part, (_, whole) in zip(found, many, made, strict=True):
-        matrix = np.asarray(part[0], np.float32) if kind == "none" else whole
-        want = np.asarray(x, np.float32) @ matrix.T
-        error = np.linalg.norm(np.asarray(got, np.float32) - want, axis=1)
+    for got, want in multiplied(products_hopper.products, x, kind, outputs):
+        error = np.linalg.norm(got - want, axis=1)
         assert np.all(error <= 4e-3 * np.linalg.norm(want, axis=1))
 
 

@@ -222,6 +222,8 @@ def test_an_upper_bound_ends_it_where_axes_of_a_split_dim_divide(mesh_of):
     exported, state = functions("n <= 30", "mod(n, 4) == 0")
     bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
     assert bundle.symbols == {"n": 28}
+    exported, state = functions("n <= 1000")  # of which a hundredth would fit without effort
+    assert compile_bundle(exported, mesh_of(1), weights=WEIGHTS, state=state).symbols == {"n": 1000}
     exported, state = functions("n <= 30")
     specs = {"state/pool": (None, ("data", "model"))}
     bundle = compile_bundle(exported, mesh_of(2, 4), weights=WEIGHTS, state=state, specs=specs)
