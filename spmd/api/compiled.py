@@ -224,7 +224,7 @@ class Compiled(Planned):
                 if not (which := self.boundary.in_other_layouts(taken)):
                     raise
                 results = list(self.executable(*self._laid_out(taken, which)))
-        except (TypeError, RuntimeError):
+        except (TypeError, ValueError, IndexError, RuntimeError):
             self._check_types(leaves)
             self._check_once(leaves)
             raise  # it is none of these
@@ -537,7 +537,7 @@ class Boundary:
 
         def is_taken(leaf: Any, wanted: NamedSharding, dtype: Any) -> bool:
             if not isinstance(leaf, jax.Array):
-                return jax.dtypes.canonicalize_dtype(np.result_type(leaf)) == dtype
+                return bool(jax.dtypes.canonicalize_dtype(np.result_type(leaf)) == dtype)
             devices = len(leaf.sharding.device_set)
             is_moved = devices == 1 or devices != len(wanted.device_set)
             return is_moved or bool(leaf.sharding.is_equivalent_to(wanted, leaf.ndim))
@@ -546,7 +546,10 @@ class Boundary:
             return False
         data = self.data(leaves)
         every = zip(data, self.arguments, self._dtypes, strict=True)
-        return not self.in_other_layouts(data) and all(is_taken(*one) for one in every)
+        try:
+            return not self.in_other_layouts(data) and all(is_taken(*one) for one in every)
+        except (TypeError, IndexError):  # the program does not take them
+            return False
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the flat arguments in the program's shardings, moved if need be; of keys data."""
