@@ -79,7 +79,7 @@ Held = tuple[Manifest, Placed]
 """A bundle as it was written, and where its weights and its state lie."""
 
 Plan = Callable[[Mapping[str, Sizes], Collection[str], bool], PlannedBundle]
-"""Plans functions, named as they were written, for values of all symbols; see `FunctionKey.fills`."""
+"""Plans functions, named as they were written, for values of all symbols: `FunctionKey.fills`."""
 
 
 def planner(manifest: Manifest, mesh: Mesh, lower: Lower, say: Say = lambda text: None) -> Plan:

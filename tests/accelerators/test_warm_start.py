@@ -34,7 +34,7 @@ def test_a_second_start_runs_the_kernels_of_the_first(tmp_path: Path) -> None:
     platforms = ("cuda" if PLATFORM == "gpu" else PLATFORM,)
     write_bundle(tmp_path / "bundle", [function], weights=weights, platforms=platforms)
     for _ in range(2):
-        command = [sys.executable, "-c", START, tmp_path / "bundle", tmp_path / "cache"]
+        command = [sys.executable, "-c", START, f"{tmp_path}/bundle", f"{tmp_path}/cache"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert run.returncode == 0, run.stderr
         assert float(run.stdout) == 64 * 512 * 2
