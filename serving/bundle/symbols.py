@@ -53,8 +53,8 @@ LARGEST = (1 << 31) - 1
 """Of a value: exported programs compute with 32 bits."""
 
 FIRST = 0.99
-"""The first plan's value, of that with which memory would be full if functions needed none: it is
-the last plan where they need less than the rest."""
+"""Of the value with which weights and state alone would fill the memory, that of the first plan. If
+its functions fit into the hundredth that is left, it is the last plan, too."""
 
 ROUNDS = 8
 
@@ -220,7 +220,7 @@ class _Search:
     def _search(self, names: Collection[str]) -> PlannedBundle:
         # Memory for 100, of which functions need 10 and more with larger values: 99 -> needed 14,
         # does not fit: 86 might     86 -> needed 13, fits, and the line says that 87 might: enough
-        likely = self._largest(self._told(), lambda _: 0)
+        likely = self._largest(self._by_specs(), lambda _: 0)
         units = max(self.least, int(FIRST * likely) if likely < self.most else likely)
         best: PlannedBundle | None = None
         refusal: ArgumentError | None = None
@@ -264,7 +264,7 @@ class _Search:
         _LOG.info(f"{found}: {room} of each device may be used, functions need {most}")
         return best
 
-    def _told(self) -> Placed:
+    def _by_specs(self) -> Placed:
         """Where weights and state lie as specs say; what the planner decides is not split."""
         sized = self.manifest.sized({**self.known, self.name: self.least * self.symbol.multiple_of})
         where, placed = jax_mesh(self.mesh.refined()), {}
@@ -321,6 +321,7 @@ def _bytes(leaves: Sequence[LeafEntry], placed: Placed) -> int:
 
 
 def _parts(sharding: NamedSharding) -> int:
+    """Into how many pieces an array is split."""
     axes = {axis for entry in sharding.spec if entry for axis in axes_of(entry)}
     return math.prod(sharding.mesh.shape[axis] for axis in axes)
 

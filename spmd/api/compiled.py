@@ -201,9 +201,9 @@ class Compiled(Planned):
     def dispatch(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Runs the program on flat arguments; returns its result, and what `known` returns."""
         self._check_there(self.arrays(leaves))
-        needs_no_python = self.boundary.is_jaxs(leaves)
+        can_dispatch = self.boundary.can_dispatch(leaves)
         results = self.run(leaves)
-        way = known(self.executable, results, self.out_tree) if needs_no_python else None
+        way = known(self.executable, results, self.out_tree) if can_dispatch else None
         return jax.tree.unflatten(self.out_tree, results), way
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
@@ -510,7 +510,7 @@ class Boundary:
         self.is_dressed = any(map(_is_dressed, (*taken, *given)))
         self.refs = [i for i, struct in enumerate(taken) if struct.is_ref]
         self._has_float0 = any(struct.dtype == jax.dtypes.float0 for struct in taken)
-        self.met: Sequence[Any] = (None,) * len(self.arguments)
+        self.compiled_for: Sequence[Any] = (None,) * len(self.arguments)
         # As callers see them, who have key arrays.
         self.seen_arguments = tuple(map(_seen, self.argument_formats, args))
         self.seen_results = tuple(map(_seen, results, out))
@@ -520,19 +520,19 @@ class Boundary:
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether leaves committed to a mesh, key arrays aside, have the program's shardings.
 
-        Or those of the call that it was compiled for, which are `met`.
+        Or `compiled_for`: those of the call that it was compiled for, which `take` moves.
         """
         return all(
             self._lies_right(index, leaf)
-            or mesh_sharding(leaf) in (None, self.met[index])
+            or mesh_sharding(leaf) in (None, self.compiled_for[index])
             or self._dressed[index]
             for index, leaf in enumerate(leaves)
         )
 
-    def is_jaxs(self, leaves: Sequence[Any]) -> bool:
-        """Whether jax's C++ dispatch takes such leaves as `take` does.
+    def can_dispatch(self, leaves: Sequence[Any]) -> bool:
+        """Whether jax's C++ dispatch may run such calls: it takes the leaves as `take` does.
 
-        It moves only arrays that are on another number of devices, and narrows 64-bit numbers.
+        Arrays on as many devices as the program has it reads as they lie, however they are split.
         """
 
         def is_taken(leaf: Any, wanted: NamedSharding, dtype: Any) -> bool:

@@ -79,7 +79,7 @@ def is_misused(args: Any, kwargs: Any, donates: bool) -> bool:
 
 
 def without_nan(fn: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Returns the result of `fn`; FloatingPointError for what jax calls it inside `jax.jit`."""
+    """Returns what `fn` does; jax's own error for `jax_debug_nans` becomes a FloatingPointError."""
     try:
         return fn(*args, **kwargs)
     except NAN_FOUND as error:

@@ -309,7 +309,7 @@ class Jitted(Generic[P, R]):
                 return compiled
         kind = kind_of_call(self.recipe, *call.put_together(call.leaves))
         compiled = self._lower(call, None, kind).compile()
-        compiled.boundary.met = list(map(arguments.mesh_sharding, call.leaves))
+        compiled.boundary.compiled_for = list(map(arguments.mesh_sharding, call.leaves))
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled
 

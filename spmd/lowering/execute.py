@@ -111,8 +111,8 @@ def compile_emitted(
     outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
         _check_processes(emitted, compiler_options)
-    if "@mosaic_gpu" in emitted.module:  # traced elsewhere, maybe: this says where their runtime is
-        importlib.import_module("jax.experimental.mosaic.gpu")
+    if "@mosaic_gpu" in emitted.module:  # traced in another process, if it comes from a cache
+        importlib.import_module("jax.experimental.mosaic.gpu")  # says where kernels' runtime is
     with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh, outside.devices):
         types = [*(constant.value.type for constant in emitted.constants), *emitted.argument_types]
         structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in types]
