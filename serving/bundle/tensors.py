@@ -31,7 +31,7 @@ from spmd.models.training.errors import shortened
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import STORED_AS, LeafEntry
 
-MAX_FILE_BYTES = 4 * 10**9
+MAX_FILE_BYTES = 5 * 10**8
 READING_THREADS = 4
 """As many shards are copied to devices at a time."""
 

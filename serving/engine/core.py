@@ -9,6 +9,7 @@ happens without it, so a request may be cancelled meanwhile.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -251,13 +252,21 @@ class Core:
     # The thread that calls the backend.
 
     def _run(self) -> None:
+        ran: Ran | None = None  # not told yet
         try:
             while not self._stopping:
-                # The device gets its next step before the host reads the results of the last one.
+                # The device gets its next step before the host reads the results of the last one,
+                # and before anybody hears of results if it has nothing to do.
                 while (step := self._next()) is not None:
                     self._calls.begin(step)
+                if ran is not None:
+                    self._hear(ran)
+                    ran = None
                 if self._calls:
-                    self._hear(self._finish())
+                    ran = self._finish()
+                    if self._calls:
+                        self._hear(ran)
+                        ran = None
                     continue
                 with self._wake:
                     if self._scheduler.idle:
@@ -279,7 +288,9 @@ class Core:
                 sizes = self.backend.budget, self.limits.rows[-1]
                 if self._token_budget is not None:
                     sizes = self._token_budget, 0
-                self._scheduler.know(self._seconds, self.backend.turns, *sizes)
+                bandwidth = self.info.get("bandwidth") or math.inf
+                reading = self.info.get("token_bytes", 0) / bandwidth
+                self._scheduler.know(self._seconds, self.backend.turns, *sizes, reading)
             return self._scheduler.next()
 
     def _finish(self) -> Ran:

@@ -32,43 +32,56 @@ class Said:
     def __init__(self) -> None:
         self._latest: dict[tuple[int, int], int] = {}  # two tokens -> the last place where they end
         self._before = array("i", [-1])  # place -> the one before that ends with the same two
+        # The place that agrees with the last tokens most, and with how many of them.
+        self._place, self._agreed = -1, 0
 
-    def guess(self, tokens: array[int], least: int, most: int) -> tuple[int, ...]:
-        """Returns up to `most` tokens that may come next; none if nothing of them was said before.
+    def unread(self, tokens: array[int]) -> int:
+        """How many tokens of a text have been added since the last guess."""
+        return len(tokens) - len(self._before)
+
+    def guess(self, tokens: array[int], most: int) -> tuple[int, tuple[int, ...]]:
+        """Returns how many last tokens stand earlier, too, and `most` that may come next.
 
         Args:
           tokens: of the text so far; it begins with those of the last call.
-          least: how many of its last tokens have to stand earlier, too: two or more.
 
         Example:
-          >>> Said().guess(array("i", [5, 6, 7, 8, 9, 5, 6]), 2, 3)
-          (7, 8, 9)
-          >>> Said().guess(array("i", [1, 2, 1, 2, 1]), 2, 5)  # it goes round
-          (2, 1, 2, 1, 2)
+          >>> Said().guess(array("i", [5, 6, 7, 8, 9, 5, 6]), 3)
+          (2, (7, 8, 9))
+          >>> Said().guess(array("i", [1, 2, 1, 2, 1]), 5)  # it goes round
+          (3, (2, 1, 2, 1, 2))
+          >>> Said().guess(array("i", [1, 2, 3]), 5)
+          (0, ())
         """
         before, latest, last = self._before, self._latest, len(tokens) - 1
         for place in range(len(before), last + 1):
             pair = tokens[place - 1], tokens[place]
             before.append(latest.get(pair, -1))
             latest[pair] = place
-        if most < 1 or last < least:
-            return ()
-        found, back, place = -1, least - 1, before[last]
-        while place >= back and back < LONGEST:  # do `back` + 1 tokens agree there?
-            if tokens[place - back] != tokens[last - back] or (
-                tokens[place - back : place] != tokens[last - back : last]
-            ):
-                place = before[place]
+            # What agreed most agrees most as long as it goes on.
+            if self._agreed and tokens[self._place + 1] == tokens[place]:
+                self._place, self._agreed = self._place + 1, min(self._agreed + 1, LONGEST)
             else:
-                found, back = place, back + 1
-        if found < 0:
-            return ()
-        return tuple([tokens[found + 1 + i % (last - found)] for i in range(most)])
+                self._agreed = 0
+        if not self._agreed and last > 0:
+            found, back, place = -1, 1, before[last]
+            while place >= back and back < LONGEST:  # do `back` + 1 tokens agree there?
+                if tokens[place - back] != tokens[last - back] or (
+                    tokens[place - back : place] != tokens[last - back : last]
+                ):
+                    place = before[place]
+                else:
+                    found, back = place, back + 1
+            self._place, self._agreed = found, back if found >= 0 else 0
+        if not self._agreed:
+            return 0, ()
+        behind, span = self._place + 1, last - self._place
+        return self._agreed, tuple([tokens[behind + i % span] for i in range(most)])
 
 
 @dataclasses.dataclass(slots=True)
 class Agreement:
-    """How often a draft model was right about a request lately."""
+    """How often guesses about a request were right lately."""
 
     right: float = 0.0  # guesses
     judged: float = 0.0  # guesses of which it is known: the right ones, and the first wrong one
@@ -79,8 +92,23 @@ class Agreement:
         self.right = kept * self.right + right
         self.judged = kept * self.judged + min(right + 1, tried)
 
+    def chance(self, agreed: int | None = None) -> float:
+        """Returns how likely a guess is right; of what is not known all is, so it is tried.
+
+        Args:
+          agreed: so many tokens before the guess stand earlier, too, if that is where it is from.
+            About 3 of them are right once in two times (code and prose of this repository).
+
+        Example:
+          >>> Agreement(right=6, judged=8).chance(agreed=3)
+          0.7
+        """
+        if agreed is None:
+            return (self.right + 1) / (self.judged + 1)
+        return (self.right + 2 * agreed / (agreed + 3)) / (self.judged + 2)
+
     def worth(self, cost: float, most: int) -> int:
-        """Returns how many guesses make tokens come fastest; 0 if none do.
+        """Returns how many guesses of a draft model make tokens come fastest; 0 if none do.
 
         Args:
           cost: what a guess takes, in steps without guesses; waiting for them takes twice as much.
@@ -91,9 +119,8 @@ class Agreement:
           >>> Agreement(right=20, judged=100).worth(cost=0.2, most=7)
           0
         """
-        chance = (self.right + 1) / (self.judged + 1)  # of what is not known all: so it is tried
         tokens, speeds = 1.0, [1.0]
         for count in range(1, most + 1):
-            tokens += chance**count
+            tokens += self.chance() ** count
             speeds.append(tokens / (1 + (count + 2) * cost))
         return speeds.index(max(speeds))

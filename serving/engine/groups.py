@@ -137,8 +137,8 @@ class Ongoing:
     paid: int = 0  # positions that had been filled when it lost its slot
     entered: int = 0  # how many of the pages are known by their tokens
     mask: Words | None = None  # the tokens that may be drawn next; None are all
-    trusted: int = 3  # so many last tokens have to stand earlier for a guess of the next ones
     said: Said = dataclasses.field(default_factory=Said)  # where its tokens stood earlier
+    quoting: Agreement = dataclasses.field(default_factory=Agreement)  # with what was said there
     agreement: Agreement = dataclasses.field(default_factory=Agreement)  # with a draft model
     # those of the job
     key: int = dataclasses.field(init=False)

@@ -34,8 +34,9 @@ A *guided* request waits, too, for its mask, which depends on the token that it 
     next() -> A 14          B's token is not known yet
     stepped, allow(B), next() -> A 15; B 6
 
-Where few requests draw, a step has rows to spare, in which *drafts* are tried: guesses of what a
-request draws next (`spmd.serving.engine.drafts`). It takes part once its last token is known:
+A step reads the weights for few rows or many. So rows are added in which *drafts* are tried, where
+that makes tokens come faster: guesses of what a request draws next (`spmd.serving.engine.drafts`).
+It takes part once its last token is known:
 
     next() -> A 16, 17, 18, 19     three drafts behind A's latest token
     stepped -> A 16, 17, 18        two of them were right
@@ -47,24 +48,24 @@ results say which ones were tried. They may be fewer.
 
 import bisect
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from spmd.serving.engine.actions import Begin, Counts, EngineStep, Finish, Job, Progress
 from spmd.serving.engine.backend import Limits, SlotPart, Words
-from spmd.serving.engine.drafts import LONGEST, SURE
+from spmd.serving.engine.drafts import SURE
 from spmd.serving.engine.fairness import FairQueue
 from spmd.serving.engine.groups import Group, Ongoing
 
-HARDLY = 1.25
-"""A step with drafts takes so many times as long at most as one of those who draw alone: one right
-guess in four steps pays for it. Quantized weights take 1.1 to 1.2 times as long with 16 rows."""
-
 HOST_SECONDS = 3e-3
-"""About how long the host takes for a call: turns gain nothing where a step takes longer."""
+"""About how long the host takes for a call: turns gain nothing where a step takes longer, and a
+step that waits for the last one's results begins so much later."""
 
 FEW = 64
 """Few draw in a step that has so many rows for each of them: at most 64 in one of 4,096 rows."""
+
+UNREAD = 512
+"""So many tokens are read between two steps to find drafts, or one longer text: 0.2 us each."""
 
 _Guess = tuple[int, ...] | int | None
 """Drafts of what a request draws next, or of how many the backend guesses; None: none yet."""
@@ -144,7 +145,12 @@ class Scheduler:
             self._queue.push(ongoing)
 
     def know(
-        self, seconds: Mapping[int, float], turns: Mapping[int, int], budget: int, most: int = 0
+        self,
+        seconds: Mapping[int, float],
+        turns: Mapping[int, int],
+        budget: int,
+        most: int = 0,
+        reading: float = 0.0,
     ) -> None:
         """Says what steps take.
 
@@ -155,7 +161,9 @@ class Scheduler:
           budget: as for the scheduler itself.
           most: rows of a step that prompts fill, beside so few that draw (`FEW`) that more rows a
             second are worth more than how often those draw.
+          reading: seconds for what the cache has of one token, which `seconds` leave out.
         """
+        self._reading = reading
         self._seconds, self._turns = dict(sorted(seconds.items())), dict(sorted(turns.items()))
         self._most = most
         # A prompt has a slot itself, so this leaves it one row at least.
@@ -204,7 +212,7 @@ class Scheduler:
         waiting = list(drafts.values()).count(None) + tried
         if waiting and waiting * 2 >= len(self._decoding) + tried:
             return None  # as many go further with what comes now, and then all in one step
-        step = EngineStep([self._room()] * len(self.groups), [], {}, [], [], [])
+        step = EngineStep([self._room(drafts)] * len(self.groups), [], {}, [], [], [])
         self._draw(step, drafts, 1 if drafts else self._count_turns())
         self._fill(step)
         if not step.parts:
@@ -266,7 +274,7 @@ class Scheduler:
                 self._group(request).grow(request)
         return True
 
-    def _room(self) -> int:
+    def _room(self, drafts: Mapping[int, _Guess]) -> int:
         """Rows of a group in the next step.
 
         A step is padded to the next size. Where more tokens a second are run so, it has one size
@@ -277,12 +285,10 @@ class Scheduler:
             return self._budget if self._decoding or self._unmasked else self.limits.rows[-1]
         rows = self._drawing()
         drawing = max(rows)
-        for index, group in enumerate(self.groups):
-            if group.filling is not None:
-                rows[index] += group.filling.end - group.filling.filled
-        wanted = max(rows)
-        waiting = [*self._preempted, *self._queue] if any(g.has_room for g in self.groups) else ()
-        wanted += sum(len(request.tokens) for request in waiting)
+        for key, tried in drafts.items():
+            more = -1 if tried is None else tried if isinstance(tried, int) else len(tried)
+            rows[self._decoding[key].slot // self._slots] += more
+        wanted = max(rows) + self._prompts()
         most = self.limits.rows[-1]
         if self._decoding or self._unmasked:
             filled = (n for n in self._seconds if FEW * drawing <= n <= min(wanted, self._most))
@@ -300,6 +306,12 @@ class Scheduler:
             is_better = seconds[above] > seconds[below] + seconds[rest]
         return below if is_better else most
 
+    def _prompts(self) -> int:
+        """Rows that prompts are waiting for: what is left of one, and those that may get a slot."""
+        left = (g.filling.end - g.filling.filled for g in self.groups if g.filling is not None)
+        waiting = [*self._preempted, *self._queue] if any(g.has_room for g in self.groups) else ()
+        return max(left, default=0) + sum(len(request.tokens) for request in waiting)
+
     def _drawing(self) -> list[int]:
         """Requests of each group that draw in the next step."""
         drawing = [0] * len(self.groups)
@@ -310,47 +322,92 @@ class Scheduler:
     def _guess(self) -> dict[int, _Guess]:
         """Maps requests to what may be drawn next; to None where a token is awaited first.
 
-        There are drafts where all who draw can have two at least, in steps that take hardly longer
-        than without (where nothing is predicted, of the first size with a row to spare), and draw
-        one token for each slot at most. A step that waits for the last one's results delays all who
-        draw, so the more there are, the surer a guess is. What a text says is surer than a draft
-        model, and costs less, where much of it agrees.
+        Guesses are taken, the likeliest first, if tokens are expected to come faster with them than
+        without. A step draws one token for each slot at most.
         """
-        found: dict[int, _Guess] = {}
-        drawing, cost, known = max(1, *self._drawing()), self.limits.draft_cost, self._seconds
-        alone = next((known[size] for size in known if size >= drawing), 0)
-        spare = next((size for size in self.limits.rows if size > drawing), drawing)
-        rows = max((size for size in known if known[size] <= HARDLY * alone), default=spare)
+        drawing, cost = max(1, *self._drawing()), self.limits.draft_cost
         # Prompts draw behind their ends: those that fill slots now, and those that may get one.
         coming = max(
             (group.filling is not None) + min(self.waiting, self._slots - len(group.running))
             for group in self.groups
         )
-        rows = min(rows, self._slots - coming)
-        if coming:
-            rows = min(rows, self._budget - self._slots)  # and have rows of their own
-        most = min(self.limits.drafts, rows // drawing - 1)
-        if most < 2:
-            return found
+        rows = self._slots - coming
+        if coming:  # they come first: drafts get what a step is padded to
+            wanted = drawing + self._prompts()
+            sizes = (size for size in self._seconds if wanted <= size <= self._budget)
+            rows = min(rows, drawing + max(0, next(sizes, self._budget) - wanted))
+        if (rows - drawing) * 8 < drawing or not self.limits.drafts:
+            return {}  # too few to be worth looking
+        found: dict[int, _Guess] = {}
+        chances: list[tuple[float, int]] = []  # of each draft that all up to it are right; whose
+        read = 0
         for key, request in self._decoding.items():
             asked = request.job
             drawn = asked.max_tokens - request.wanted
             # All that a step draws for it is drawn with one mask, and lies in pages that it has.
             changes = [count - drawn - 1 for count, _ in asked.masks if count > drawn]
-            room = min(most, request.wanted - 1, request.room - request.filled - 1, *changes)
+            left = request.wanted - 1, request.room - request.filled - 1
+            room = min(self.limits.drafts, *left, *changes)
             if asked.guided or room < 1:
                 continue
-            is_known = len(request.tokens) > request.filled
-            least = min(request.trusted + len(self._decoding) - 1, LONGEST)
-            least = least if cost is None else max(least, SURE)
-            drafts = request.said.guess(request.tokens, least, room + (not is_known))
-            if drafts and is_known:
-                found[key] = drafts
-            elif len(drafts) > 1:
-                found[key] = None
-            elif cost is not None and (count := request.agreement.worth(cost, room)):
-                found[key] = count if is_known else None
-        return found
+            is_known, said = len(request.tokens) > request.filled, request.said
+            unread = said.unread(request.tokens)
+            if read and read + unread > UNREAD:
+                continue
+            read += unread
+            agreed, drafts = said.guess(request.tokens, room + (not is_known))
+            # What a text says is surer than a draft model, and costs less, where much of it agrees.
+            guess: _Guess = drafts
+            if agreed >= (2 if cost is None else SURE):
+                chance = request.quoting.chance(agreed)
+            elif cost is not None and (guess := request.agreement.worth(cost, room)):
+                chance, room = request.agreement.chance(), guess
+            else:
+                continue
+            first = 1 if is_known else 2  # the token that is awaited has to be right, too
+            chances += [(chance**n, key) for n in range(first, first + room)]
+            found[key] = guess if is_known else None
+        counts = self._worth(chances, drawing, rows) if chances else {}
+        return {
+            key: guess[: counts[key]] if isinstance(guess, tuple) else guess and counts[key]
+            for key, guess in found.items()
+            if counts.get(key)
+        }
+
+    def _worth(
+        self, chances: list[tuple[float, int]], drawing: int, rows: int
+    ) -> Mapping[int, int]:
+        """How many drafts each request tries, of which it is known how likely they are right.
+
+        Where half of the requests have drafts all wait for the last step's results. Otherwise those
+        that have some are in every other step, and the rest in all.
+        """
+        chances.sort(reverse=True)
+        spare = next((size for size in self.limits.rows if size > drawing), drawing)
+        seconds = self._seconds or {spare: 0.0}
+        seen = self._reading * sum(request.filled for request in self._decoding.values())
+        alone = seen + next((seconds[size] for size in seconds if size >= drawing), 0.0)
+        each, ours = max(alone, HOST_SECONDS), len(self._decoding)
+        best, taken = ours / (alone if self._turns else each), Counter[int]()
+        for size in (size for size in seconds if size > drawing):
+            room, few, right = [min(size, rows) - drawing] * len(self.groups), Counter[int](), 0.0
+            for chance, key in chances:
+                group = self._ongoing[key].slot // self._slots
+                if room[group]:
+                    room[group] -= 1
+                    few[key] += 1
+                    right += chance
+            waiting = len(few)
+            if waiting * 2 >= ours:
+                speed = (ours + right) / (seconds[size] + seen + HOST_SECONDS)
+            else:
+                both = max(seconds[size] + seen, HOST_SECONDS) + each
+                speed = (2 * ours - waiting + right) / both
+            if speed > best:
+                best, taken = speed, few
+            if few.total() == len(chances):
+                break
+        return taken
 
     def _count_turns(self) -> int:
         """How many tokens each request draws in the next call; several only if nothing waits.
@@ -390,6 +447,8 @@ class Scheduler:
             rows = part.rows
             if not part.guesses:
                 request.agreement.note(0, 0)
+            if not part.drafts:
+                request.quoting.note(0, 0)
             step.parts.append(part)
             step.keys.append(key)
             step.room[slot // self._slots] -= rows
@@ -503,12 +562,7 @@ class Scheduler:
         self.counts.accepted += right
         request.filled += right
         request.wanted -= right
-        if part.guesses:
-            request.agreement.note(right, tried)
-        else:
-            request.trusted = (
-                max(2, request.trusted - 1) if right else min(request.trusted + 3, LONGEST)
-            )
+        (request.agreement if part.guesses else request.quoting).note(right, tried)
         if request.wanted:
             self._decoding[request.key] = request
 

@@ -12,25 +12,32 @@ from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.engine.test_engine import ask, job, running, text_of
 
 
-@given(st.lists(st.integers(0, 2), max_size=30), st.integers(2, 4), st.integers(0, 6))
-def test_it_goes_on_as_it_did_before(text: list[int], least: int, most: int) -> None:
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 6))
+def test_it_goes_on_as_it_did_before(text: list[int], most: int) -> None:
     said = Said()
     for tokens in (text[:end] for end in range(len(text) % 4, len(text) + 1, 4)):
-        found = said.guess(array("i", tokens), least, most)
-        last = tokens[-least:]
-        places = [i for i in range(least, len(tokens)) if tokens[i - least : i] == last]
-        if not places or not most:
-            assert found == ()
+        agreed, found = said.guess(array("i", tokens), most)
+        assert said.unread(array("i", [*tokens, 1])) == 1 or not tokens
+
+        def places(count: int, tokens: list[int] = tokens) -> list[int]:
+            last = tokens[-count:]
+            return [i for i in range(count, len(tokens)) if tokens[i - count : i] == last]
+
+        if not agreed:
+            assert not places(2) and found == ()
             continue
+        assert places(agreed) and not places(agreed + 1) and len(found) == most
         # What stands behind one of these places, and, where the text ends there, the guess itself.
-        assert len(found) == most
-        assert any([*tokens, *found][i : i + most] == [*found] for i in places)
+        assert any([*tokens, *found][i : i + most] == [*found] for i in places(agreed))
 
 
 def test_the_longest_that_was_said_before_counts() -> None:
     text = array("i", [1, 2, 3, 9, 2, 3, 8, 7, 1, 2, 3])
-    assert Said().guess(text, 2, 2) == (9, 2)
-    assert Said().guess(text, 4, 2) == ()
+    assert Said().guess(text, 2) == (3, (9, 2))
+    said = Said()
+    assert said.guess(text[:10], 1) == (2, (3,))  # as far as it goes on, so does the guess
+    assert said.guess(array("i", [*text, 9, 1]), 2) == (0, ())
+    assert said.guess(array("i", [*text, 9, 1, 2]), 1) == (2, (3,))
 
 
 @pytest.mark.parametrize("few", [1, 2])

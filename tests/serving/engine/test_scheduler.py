@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections import Counter, deque
 from typing import Any
@@ -427,9 +428,12 @@ def test_drafts_are_tried_once_the_last_token_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("count", "known", "drafts"),
-    [(2, {}, 0), (3, {8: 1}, 0), (2, {4: 1, 8: 1.2}, 3), (2, {4: 1, 8: 1.3}, 0), (1, {4: 1}, 3)],
-)
-def test_drafts_make_a_step_hardly_longer(count: int, known: Any, drafts: int) -> None:
+    [
+        (2, {}, 1), (2, {4: 1, 8: 1.2}, 3), (2, {4: 1, 8: 9}, 1), (2, {2: 1, 4: 9}, 0),
+        (3, {8: 1}, 3), (1, {4: 1}, 3),
+    ],
+)  # fmt: skip
+def test_drafts_are_tried_where_tokens_come_faster(count: int, known: Any, drafts: int) -> None:
     run = Run(GUESSED, budget=16)
     run.scheduler.know(known, {}, 16)
     run.backend.alphabet = range(1)
@@ -437,6 +441,31 @@ def test_drafts_make_a_step_hardly_longer(count: int, known: Any, drafts: int) -
     run.finish()
     full = [step for step in run.steps if step.decoding == count]
     assert max(len(part.drafts) for step in full for part in step.parts) == drafts
+
+
+def test_who_has_drafts_is_in_every_other_step_and_the_rest_in_all() -> None:
+    scheduler = Scheduler(dataclasses.replace(GUESSED, rows=(4, 8), page=64), 8)
+    scheduler.know({4: 0.01, 8: 0.01}, {}, 8)
+    new, under_way, steps = itertools.count(10), deque[EngineStep](), list[dict[int, int]]()
+    prompts = [[0, 1, 0, 1, 0], *([next(new), next(new)] for _ in range(3))]
+    scheduler.submit([request(key, prompt, 40) for key, prompt in enumerate(prompts)])
+    while not scheduler.idle:
+        if (step := scheduler.next()) is not None:
+            under_way.append(step)
+            steps.append({k: len(p.drafts) for k, p in zip(step.keys, step.parts, strict=True)})
+            continue
+        step = under_way.popleft()
+        # The first one says 0 1 0 1 ..., the others say nothing twice.
+        each = [
+            [(p.start + 1 + i) % 2 if not k else next(new) for i in range(p.drawn)]
+            for k, p in zip(step.keys, step.parts, strict=True)
+            if p.draws
+        ]
+        scheduler.stepped([*itertools.chain(*each)], [p.drafts for p in step.parts])
+    between = steps[5:13]
+    assert all(set(step) >= {1, 2, 3} for step in between)
+    assert [step.get(0) for step in between] == [None, 3] * 4
+    assert scheduler.counts.accepted == scheduler.counts.drafted
 
 
 @pytest.mark.parametrize("tokens", [256, 200])
