@@ -252,21 +252,13 @@ class Core:
     # The thread that calls the backend.
 
     def _run(self) -> None:
-        ran: Ran | None = None  # not told yet
         try:
             while not self._stopping:
-                # The device gets its next step before the host reads the results of the last one,
-                # and before anybody hears of results if it has nothing to do.
+                # The device gets its next step before the host reads the results of the last one.
                 while (step := self._next()) is not None:
                     self._calls.begin(step)
-                if ran is not None:
-                    self._hear(ran)
-                    ran = None
                 if self._calls:
-                    ran = self._finish()
-                    if self._calls:
-                        self._hear(ran)
-                        ran = None
+                    self._hear(self._finish())
                     continue
                 with self._wake:
                     if self._scheduler.idle:

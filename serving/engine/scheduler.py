@@ -210,8 +210,8 @@ class Scheduler:
             for key, part in zip(step.keys, step.parts, strict=True)
         )
         waiting = list(drafts.values()).count(None) + tried
-        if waiting and waiting * 2 >= len(self._decoding) + tried:
-            return None  # as many go further with what comes now, and then all in one step
+        if waiting and _all_wait(waiting, len(self._decoding) + tried):
+            return None  # they go further with what comes now, all in one step
         step = EngineStep([self._room(drafts)] * len(self.groups), [], {}, [], [], [])
         self._draw(step, drafts, 1 if drafts else self._count_turns())
         self._fill(step)
@@ -336,8 +336,10 @@ class Scheduler:
             wanted = drawing + self._prompts()
             sizes = (size for size in self._seconds if wanted <= size <= self._budget)
             rows = min(rows, drawing + max(0, next(sizes, self._budget) - wanted))
-        if (rows - drawing) * 8 < drawing or not self.limits.drafts:
-            return {}  # too few to be worth looking
+        # Too few to be worth looking; or there are turns, for which no results are waited for.
+        has_turns = bool(self._seconds) and self._turns_of(drawing) > 1
+        if (rows - drawing) * 8 < drawing or not self.limits.drafts or has_turns:
+            return {}
         found: dict[int, _Guess] = {}
         chances: list[tuple[float, int]] = []  # of each draft that all up to it are right; whose
         read = 0
@@ -379,8 +381,8 @@ class Scheduler:
     ) -> Mapping[int, int]:
         """How many drafts each request tries, of which it is known how likely they are right.
 
-        Where half of the requests have drafts all wait for the last step's results. Otherwise those
-        that have some are in every other step, and the rest in all.
+        Where nearly all have drafts, they wait for the last step's results. Otherwise those that
+        have some are in every other step, and the rest in all.
         """
         chances.sort(reverse=True)
         spare = next((size for size in self.limits.rows if size > drawing), drawing)
@@ -388,7 +390,7 @@ class Scheduler:
         seen = self._reading * sum(request.filled for request in self._decoding.values())
         alone = seen + next((seconds[size] for size in seconds if size >= drawing), 0.0)
         each, ours = max(alone, HOST_SECONDS), len(self._decoding)
-        best, taken = ours / (alone if self._turns else each), Counter[int]()
+        best, taken = ours / each, Counter[int]()
         for size in (size for size in seconds if size > drawing):
             room, few, right = [min(size, rows) - drawing] * len(self.groups), Counter[int](), 0.0
             for chance, key in chances:
@@ -398,7 +400,7 @@ class Scheduler:
                     few[key] += 1
                     right += chance
             waiting = len(few)
-            if waiting * 2 >= ours:
+            if _all_wait(waiting, ours):
                 speed = (ours + right) / (seconds[size] + seen + HOST_SECONDS)
             else:
                 both = max(seconds[size] + seen, HOST_SECONDS) + each
@@ -414,14 +416,12 @@ class Scheduler:
 
         Those that are behind the end of a request are dropped.
         """
-        groups, requests = self.groups, self._decoding.values()
-        size = next((n for n in self._turns if n >= max(self._drawing())), None)
-        if size is None or self._seconds.get(size, 0) > HOST_SECONDS or self._unmasked:
+        groups, count = self.groups, self._turns_of(max(self._drawing()))
+        if count == 1 or self._unmasked:
             return 1
         if any(g.filling for g in groups) or (self.waiting and any(g.has_room for g in groups)):
             return 1
-        count = self._turns[size]
-        for request in requests:
+        for request in self._decoding.values():
             asked = request.job
             drawn = asked.max_tokens - request.wanted
             if asked.guided or asked.logprobs or any(at > drawn for at, _ in asked.masks):
@@ -432,6 +432,11 @@ class Scheduler:
                     return 1
                 group.grow(request)
         return count
+
+    def _turns_of(self, drawing: int) -> int:
+        """How many turns a call for so many may have; 1 where a turn takes longer than the host."""
+        size = next((n for n in self._turns if n >= drawing), 0)
+        return self._turns.get(size, 1) if self._seconds.get(size, 0) <= HOST_SECONDS else 1
 
     def _draw(self, step: EngineStep, drafts: Mapping[int, _Guess], turns: int) -> None:
         last = []
@@ -599,6 +604,11 @@ class Scheduler:
 
     def _group(self, request: Ongoing) -> Group:
         return self.groups[request.slot // self._slots]
+
+
+def _all_wait(waiting: int, drawing: int) -> bool:
+    """Whether so few do not wait for a token that a step is not worth it without the others."""
+    return waiting * 8 >= drawing * 7
 
 
 def _right(drafts: Sequence[int], ids: Sequence[int]) -> Sequence[int]:

@@ -429,7 +429,7 @@ def test_drafts_are_tried_once_the_last_token_is_known() -> None:
 @pytest.mark.parametrize(
     ("count", "known", "drafts"),
     [
-        (2, {}, 1), (2, {4: 1, 8: 1.2}, 3), (2, {4: 1, 8: 9}, 1), (2, {2: 1, 4: 9}, 0),
+        (2, {}, 2), (2, {4: 1, 8: 1.2}, 3), (2, {4: 1, 8: 9}, 2), (2, {2: 1, 4: 9}, 0),
         (3, {8: 1}, 3), (1, {4: 1}, 3),
     ],
 )  # fmt: skip
