@@ -12,7 +12,7 @@ import sys
 from benchmarks.environment import xla_flags
 
 ON_CPUS = (
-    "serving_plan", "slices",  # for machines not here
+    "drafts", "serving_plan", "slices",  # for machines not here
     "bytes", "compare_shardy", "compiler", "contract", "coverage", "fuzz", "memory", "transfer",
 )  # fmt: skip
 """They run nothing that would need a GPU."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from spmd.errors import ArgumentError
 from spmd.serving.engine.actions import EngineStep, Job
-from spmd.serving.engine.backend import Limits
+from spmd.serving.engine.backend import Limits, SlotPart
 from spmd.serving.engine.model_backend import budget
 from spmd.serving.engine.scheduler import Scheduler
 
@@ -75,6 +75,7 @@ class ClientRequest(NamedTuple):
     prompt: tuple[int, ...]  # tokens; prompts that begin alike share pages
     answer: int  # how many tokens
     at: float = 0.0  # when it is sent, if not by clients that wait for their answers
+    text: tuple[int, ...] = ()  # the answer's tokens; all that are not here differ from any other
 
 
 class OfferedLoad(NamedTuple):
@@ -155,6 +156,8 @@ class SimulatedLoad(NamedTuple):
     first: Sequence[float]  # from each request until its first token
     gaps: Sequence[float]  # between tokens
     late: float  # share of the requests that had no slot yet when the last one was sent
+    drafted: int = 0  # guesses of tokens that were tried
+    accepted: int = 0  # those of them that were right
 
     def figures(self) -> tuple[float, ...]:
         """Milliseconds: p50 and p99 of the first token, p50 and p99 between tokens."""
@@ -167,7 +170,7 @@ def simulate(
 ) -> SimulatedLoad:
     """Runs a load on servers that share it, as `spmd.serving.engine.core` would run it.
 
-    Tokens are all different, so none is guessed. ValueError: a request that no pool could hold.
+    Drafts are found in what requests say. ValueError: a request that no pool could hold.
     """
     machines = min(machines, load.at_once or machines)  # others have no client
     shares = (
@@ -175,9 +178,10 @@ def simulate(
         for i in range(machines)
     )
     parts = [_alone(one, limits, times, host) for one in shares if one.requests]
-    tokens, seconds, first, gaps, late = zip(*parts, strict=True)
+    tokens, seconds, first, gaps, late, drafted, accepted = zip(*parts, strict=True)
     firsts, between = (list(itertools.chain(*lists)) for lists in (first, gaps))
-    return SimulatedLoad(sum(tokens), max(seconds), firsts, between, max(late))
+    counts = sum(drafted), sum(accepted)
+    return SimulatedLoad(sum(tokens), max(seconds), firsts, between, max(late), *counts)
 
 
 def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSeconds) -> SimulatedLoad:
@@ -199,6 +203,11 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
     def at_door(sent: float) -> float:
         return max(door, sent + host.reading) + host.door
 
+    def drawn(one: ClientRequest, part: SlotPart) -> list[int]:
+        at = part.start + len(part.tokens or (0,)) - len(one.prompt)
+        said = one.text[max(at, 0) : max(at, 0) + part.drawn]
+        return [*said, *itertools.islice(token, part.drawn - len(said))]
+
     while coming or not scheduler.idle:
         while coming and (ready := at_door(coming[0][0])) <= now:
             door, (at, number) = ready, heapq.heappop(coming)
@@ -211,11 +220,14 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
             under_way.append((step, free))
         elif under_way:
             step, done = under_way.popleft()
-            each = [[next(token) for _ in range(part.drawn)] for part in step.parts]
+            each = [
+                drawn(asked[key], part) for key, part in zip(step.keys, step.parts, strict=True)
+            ]
+            tried = [part.drafts or ids[:-1] for part, ids in zip(step.parts, each, strict=True)]
             ids = [*itertools.chain(*each)]
             now = max(now, done) + host.results + host.token * len(ids)
             seen = now + host.client
-            for one in scheduler.stepped(ids, [drawn[:-1] for drawn in each]):
+            for one in scheduler.stepped(ids, tried):
                 before, told[one.key] = told[one.key], seen
                 if before != seen:  # tokens of several turns come together
                     (gaps if before else first).append(seen - (before or sent[one.key]))
@@ -224,4 +236,5 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
                     heapq.heappush(coming, (seen, other))
         else:
             now = at_door(coming[0][0])
-    return SimulatedLoad(tokens, max(told), first, gaps, late)
+    counts = scheduler.counts
+    return SimulatedLoad(tokens, max(told), first, gaps, late, counts.drafted, counts.accepted)

@@ -202,7 +202,8 @@ class Scheduler:
         """
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
-        drafts = self._guess()
+        coming = self._coming()
+        drafts = self._guess(coming)
         # Those that draw again behind drafts which are tried now.
         tried = sum(
             bool(part.drafts or part.guesses) and key in self._ongoing
@@ -212,7 +213,7 @@ class Scheduler:
         waiting = list(drafts.values()).count(None) + tried
         if waiting and _all_wait(waiting, len(self._decoding) + tried):
             return None  # they go further with what comes now, all in one step
-        step = EngineStep([self._room(drafts)] * len(self.groups), [], {}, [], [], [])
+        step = EngineStep([self._room(drafts, coming)] * len(self.groups), [], {}, [], [], [])
         self._draw(step, drafts, 1 if drafts else self._count_turns())
         self._fill(step)
         if not step.parts:
@@ -274,7 +275,7 @@ class Scheduler:
                 self._group(request).grow(request)
         return True
 
-    def _room(self, drafts: Mapping[int, _Guess]) -> int:
+    def _room(self, drafts: Mapping[int, _Guess], coming: Sequence[Ongoing]) -> int:
         """Rows of a group in the next step.
 
         A step is padded to the next size. Where more tokens a second are run so, it has one size
@@ -288,7 +289,7 @@ class Scheduler:
         for key, tried in drafts.items():
             more = -1 if tried is None else tried if isinstance(tried, int) else len(tried)
             rows[self._decoding[key].slot // self._slots] += more
-        wanted = max(rows) + self._prompts()
+        wanted = max(rows) + self._prompts(coming)
         most = self.limits.rows[-1]
         if self._decoding or self._unmasked:
             filled = (n for n in self._seconds if FEW * drawing <= n <= min(wanted, self._most))
@@ -306,11 +307,17 @@ class Scheduler:
             is_better = seconds[above] > seconds[below] + seconds[rest]
         return below if is_better else most
 
-    def _prompts(self) -> int:
-        """Rows that prompts are waiting for: what is left of one, and those that may get a slot."""
+    def _coming(self) -> Sequence[Ongoing]:
+        """Those that wait, if there are a slot and pages for the first of them."""
+        first = self._first()
+        if first is None or self._find_group(first, [1] * len(self.groups)) is None:
+            return ()
+        return [*self._preempted, *self._queue]
+
+    def _prompts(self, coming: Sequence[Ongoing]) -> int:
+        """Rows that prompts wait for: what is left of one, and all of those that are coming."""
         left = (g.filling.end - g.filling.filled for g in self.groups if g.filling is not None)
-        waiting = [*self._preempted, *self._queue] if any(g.has_room for g in self.groups) else ()
-        return max(left, default=0) + sum(len(request.tokens) for request in waiting)
+        return max(left, default=0) + sum(len(request.tokens) for request in coming)
 
     def _drawing(self) -> list[int]:
         """Requests of each group that draw in the next step."""
@@ -319,7 +326,7 @@ class Scheduler:
             drawing[request.slot // self._slots] += 1
         return drawing
 
-    def _guess(self) -> dict[int, _Guess]:
+    def _guess(self, coming: Sequence[Ongoing]) -> dict[int, _Guess]:
         """Maps requests to what may be drawn next; to None where a token is awaited first.
 
         Guesses are taken, the likeliest first, if tokens are expected to come faster with them than
@@ -327,13 +334,13 @@ class Scheduler:
         """
         drawing, cost = max(1, *self._drawing()), self.limits.draft_cost
         # Prompts draw behind their ends: those that fill slots now, and those that may get one.
-        coming = max(
-            (group.filling is not None) + min(self.waiting, self._slots - len(group.running))
+        ends = max(
+            (group.filling is not None) + min(len(coming), self._slots - len(group.running))
             for group in self.groups
         )
-        rows = self._slots - coming
-        if coming:  # they come first: drafts get what a step is padded to
-            wanted = drawing + self._prompts()
+        rows = self._slots - ends
+        if ends:  # they come first: drafts get what a step is padded to
+            wanted = drawing + self._prompts(coming)
             sizes = (size for size in self._seconds if wanted <= size <= self._budget)
             rows = min(rows, drawing + max(0, next(sizes, self._budget) - wanted))
         # Too few to be worth looking; or there are turns, for which no results are waited for.
@@ -354,9 +361,10 @@ class Scheduler:
                 continue
             is_known, said = len(request.tokens) > request.filled, request.said
             unread = said.unread(request.tokens)
-            if read and read + unread > UNREAD:
-                continue
-            read += unread
+            if unread > self.limits.drafts + 1:  # more than a step's
+                if read and read + unread > UNREAD:
+                    continue
+                read += unread
             agreed, drafts = said.guess(request.tokens, room + (not is_known))
             # What a text says is surer than a draft model, and costs less, where much of it agrees.
             guess: _Guess = drafts
