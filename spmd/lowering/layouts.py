@@ -16,15 +16,21 @@ concatenate, which could be written in any order, ends up in a donated buffer fu
 results of that kind are pinned to the order of the donated argument by a custom call:
 
     %8 = scatter %zeros, %rows; %9 = custom_call %8 {call_target_name = "LayoutConstraint"}
+
+What leaves for the host's memory does so as 0, 1, 2, ..., and XLA would let the host transpose it
+there. So its dims are put in that order before it leaves, and named again where it has arrived:
+
+    %8 = transpose %7; %9 = to host %8; %10 = transpose %9              // in memory: 1, 0
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spmd.ir.control_flow import Index, ties
 from spmd.ir.description import BROADCAST, CONSTANT, CUSTOM_CALL, SCATTER
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.host import HOST, moves_to
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
@@ -64,6 +70,7 @@ def lay_out(
             if types[value].shape == types[body.results[result]].shape:
                 arguments[argument] = results[result] = wishes.order(value)
         program = _pinned(program, wishes, [body.args[argument] for _, argument in links])
+        program = _upright(program, dict(zip(body.results, results, strict=True)))
     return local._replace(
         program=program, argument_orders=tuple(arguments), result_orders=tuple(results)
     )
@@ -94,6 +101,19 @@ def _pinned(program: Program, wishes: "_Wishes", links: Sequence[Value]) -> Prog
         return b.op(CUSTOM_CALL, (result,), (type_,), {**target, **layouts})
 
     return edit_ops(program, edit)
+
+
+def _upright(program: Program, orders: Mapping[Value, Order | None]) -> Program:
+    """Transposes on the devices what leaves for the host's memory in another order."""
+
+    def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
+        if moves_to(op) != HOST or not (order := orders.get(op.results[0])):
+            return None
+        leaves = b.transpose(op.operands[0], order)
+        (there,) = b.op(op.name, (leaves,), (b.types[leaves],), op.kind.attrs)
+        return (b.transpose(there, sorted(range(len(order)), key=order.__getitem__)),)
+
+    return edit_ops(program, edit, orders.keys())
 
 
 _Dim = tuple[Value, int]  # a value and the number of one of its dims

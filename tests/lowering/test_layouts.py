@@ -1,5 +1,6 @@
 """Layouts: what is handed from step to step lies in memory as its collectives want it."""
 
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -234,3 +236,33 @@ def test_joins_and_scatters_are_pinned(unroll: int, monkeypatch: pytest.MonkeyPa
     want = jax.jit(step)(params, x)
     got = lowered.compile()({**params}, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_what_leaves_for_the_hosts_memory_is_transposed_before() -> None:
+    mesh, x = spmd.make_mesh(data=8), made((ROWS * 8, NARROW))
+    weight = {"w": made((WIDE, NARROW))}
+
+    def step(params: Any, moments: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda params: (jnp.tanh(x @ params["w"].T) ** 2).mean())(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(jnp.subtract, params, moments), moments
+
+    there = NamedSharding(
+        jax.make_mesh((8,), ("data",)), P(None, "data"), memory_kind="pinned_host"
+    )
+    specs = {"w": P(None, "data")}, {"w": there}, ("data", None)
+    run = spmd.jit(step, mesh=mesh, in_specs=specs, donate_argnums=(0, 1), options=OPTIONS)
+    zeros = jax.tree.map(jnp.zeros_like, weight)
+    compiled = run.compile(weight, zeros, x)
+    text = compiled.as_text("optimized")
+    moved = re.findall(r"custom_call %(\d+) .*pinned_host", text)
+    assert moved and re.search(rf"%{moved[0]} = stablehlo.transpose", text)
+    want, got = (weight, zeros), jax.tree.map(jnp.copy, (weight, zeros))
+    for _ in range(3):
+        want, got = jax.jit(step)(*want, x), compiled(*got, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-9), got, want)
+        memory = got[1]["w"].format
+        assert (memory.sharding.memory_kind, memory.layout.major_to_minor) == (
+            "pinned_host",
+            (1, 0),
+        )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.errors import UnsupportedOpError
-from spmd.ir.description import BARRIER, CUSTOM_CALL
+from spmd.ir.description import BARRIER, CUSTOM_CALL, TRANSPOSE
 from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import op
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, reads
@@ -95,6 +95,8 @@ def hosted(program: Program) -> Hosted:
     read = ((move.operands[0], move.results[0]) for place, move in moved if place == DEVICE)
     come = {before.get(value, value): result for value, result in read}
     leave = {move.results[0]: move.operands[0] for place, move in moved if place == HOST}
+    named = [each for each in program.body.ops if each.name == TRANSPOSE]  # their dims, once there
+    leave |= {e.results[0]: leave[e.operands[0]] for e in named if e.operands[0] in leave}
     arguments = frozenset(come).intersection(program.body.args)
     passing = (*(come[v] for v in arguments), *(leave[v] for v in leave))
     return Hosted(arguments, frozenset(leave), frozenset(passing))
