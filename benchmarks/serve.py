@@ -37,8 +37,8 @@ from benchmarks.load_client import (
     run_load,
 )
 from benchmarks.tables import print_head, print_line
-from spmd.cli.fields import taken
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.models.fields import taken
 
 PERCENTILES = (50, 90, 99)
 

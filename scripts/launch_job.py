@@ -38,9 +38,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from spmd.cli.fields import of_fields, taken
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
+from spmd.models.fields import of_fields, taken
 from spmd.scripts.jobs.job import Job, parse_env
 from spmd.scripts.jobs.jobset import KINDS, JobSet, Volume, jobset_yaml
 from spmd.scripts.jobs.local import LocalJob, run_local

@@ -24,11 +24,11 @@ from rich.console import Console
 
 import spmd
 from spmd import launch
-from spmd.cli.fields import of_fields, taken
 from spmd.cli.flags import Parser
 from spmd.errors import SpmdError
 from spmd.launch.peers import form_last_line
 from spmd.launch.restart import begun, exit_code
+from spmd.models.fields import of_fields, taken
 from spmd.scripts.flags import bundle as bundle_flags
 from spmd.scripts.flags import reach
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message

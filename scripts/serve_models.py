@@ -19,8 +19,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd.cli.fields import taken
 from spmd.cli.flags import Parser
+from spmd.models.fields import taken
 from spmd.scripts.flags import reach
 from spmd.scripts.flags.user_errors import ending_on_interrupt, one_message
 from spmd.serving.errors import ServingError

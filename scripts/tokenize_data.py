@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spmd.cli.fields import of_fields, taken
 from spmd.cli.flags import Parser, Switch, positive
 from spmd.installed import as_called
+from spmd.models.fields import of_fields, taken
 from spmd.models.training.data import token_folder
 from spmd.models.training.data.chat import find_template
 from spmd.models.training.data.documents import DocumentSource, find_files

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from spmd.cli.fields import from_yaml, read_by
 from spmd.cli.flags import words
+from spmd.models.fields import from_yaml, read_by
 from spmd.models.training.checkpoints.found import AUTO
 from spmd.models.training.errors import RunError, check_ranges
 from spmd.models.training.run.profile import ProfileRange

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd.cli.fields import of_fields, taken
 from spmd.cli.flags import Parser
+from spmd.models.fields import of_fields, taken
 from spmd.serving.http.limits import HttpOptions, ServerOptions
 from spmd.serving.http.logs import FORMATS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import spmd
-from spmd.cli.fields import taken
+from spmd.models.fields import taken
 from spmd.models.llama import sharding
 from spmd.models.llama.remat import check_can_offload, checkpoint_policy
 from spmd.models.training.errors import RunError

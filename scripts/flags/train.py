@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from spmd.cli.fields import of_fields, read_by
 from spmd.cli.flags import Add, Parser, Switch, positive, words
 from spmd.cli.specs import mesh_axes
+from spmd.models.fields import of_fields, read_by
 from spmd.models.llama import sharding
 from spmd.models.llama.config import ATTENTIONS, DTYPES, MATMULS, STAGE_SCHEDULES, LlamaConfig
 from spmd.models.llama.lora import TARGETS, LoraConfig

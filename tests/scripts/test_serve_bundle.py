@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.cli.fields import taken
+from spmd.models.fields import taken
 from spmd.scripts.flags.reach import KEYS
 from spmd.scripts.serve_bundle import LIMITS, make_parser, options
 from spmd.serving.errors import ServingError

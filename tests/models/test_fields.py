@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
-from spmd.cli.fields import from_yaml, of_fields, read_by, taken
 from spmd.cli.flags import Parser
 from spmd.cli.settings import SettingsError
+from spmd.models.fields import from_yaml, of_fields, read_by, taken
 
 
 def halves(text: str) -> float:
