@@ -1,5 +1,6 @@
 """`spmd plan --serve`: simulated loads, how many machines they take, steps that are planned."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import pytest
 
 from spmd.cli.main import main
 from spmd.errors import ArgumentError
-from spmd.serving import planned
+from spmd.serving import planned, simulated
 from spmd.serving.engine.backend import Limits
 from spmd.serving.simulated import LOADS, OfferedLoad, SimulatedLoad, StepTimes, read_load, simulate
 
@@ -61,6 +62,13 @@ def test_pages_in_common_are_run_once_and_read_faster():
     texts = ("common=192,prompt=8,answer=20,at_once=8", "prompt=200,answer=20,at_once=8")
     shared, apart = (rate(read_load(text)) for text in texts)
     assert shared > 1.1 * apart
+
+
+def test_texts_that_repeat_themselves_are_drawn_faster_with_drafts():
+    load = OfferedLoad([simulated.ClientRequest((1, 2, 3) * 9, 120, text=(1, 2, 3) * 40)] * 8, 8)
+    found, plain = (simulate(load, dataclasses.replace(LIMITS, drafts=n), TIMES) for n in (7, 0))
+    assert found.tokens == plain.tokens == 8 * 120
+    assert found.accepted > 0.8 * found.drafted > 300 and found.seconds < 0.85 * plain.seconds
 
 
 def within(most: float) -> Callable[[SimulatedLoad], bool]:

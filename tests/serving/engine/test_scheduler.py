@@ -595,14 +595,6 @@ def test_groups_share_the_work_but_go_where_a_beginning_is() -> None:
     assert [(part.slot // 4, part.start) for part in run.chunks(100)] == [(again, 8)]
 
 
-def test_a_short_common_beginning_does_not_fill_one_group() -> None:
-    run = Run(dataclasses.replace(LIMITS, slots=8, groups=2, rows=(64,)))
-    run.submit(*(request(key, [1, 2, 3, 4, key, key], 40) for key in range(4)))
-    run.step()
-    assert [len(group.running) for group in run.scheduler.groups] == [2, 2]
-    run.finish()
-
-
 def test_a_client_says_which_of_its_requests_are_first() -> None:
     run = Run(dataclasses.replace(LIMITS, slots=1))
     of_a = [
