@@ -330,26 +330,14 @@ class Scheduler:
         """Maps requests to what may be drawn next; to None where a token is awaited first.
 
         Guesses are taken, the likeliest first, if tokens are expected to come faster with them than
-        without. A step draws one token for each slot at most.
+        without.
         """
         drawing, cost = max(1, *self._drawing()), self.limits.draft_cost
-        # Prompts draw behind their ends: those that fill slots now, and those that may get one.
-        ends = max(
-            (group.filling is not None) + min(len(coming), self._slots - len(group.running))
-            for group in self.groups
-        )
-        rows = self._slots - ends
-        if ends:  # they come first: drafts get what a step is padded to
-            wanted = drawing + self._prompts(coming)
-            sizes = (size for size in self._seconds if wanted <= size <= self._budget)
-            rows = min(rows, drawing + max(0, next(sizes, self._budget) - wanted))
-        # Too few to be worth looking; or there are turns, for which no results are waited for.
-        has_turns = bool(self._seconds) and self._turns_of(drawing) > 1
-        if (rows - drawing) * 8 < drawing or not self.limits.drafts or has_turns:
-            return {}
+        rows = self._spare(drawing, coming)
+        if rows * 8 < drawing or not self.limits.drafts:
+            return {}  # too few to be worth looking
         found: dict[int, _Guess] = {}
-        chances: list[tuple[float, int]] = []  # of each draft that all up to it are right; whose
-        read = 0
+        chances, read = list[tuple[float, int]](), 0
         for key, request in self._decoding.items():
             asked = request.job
             drawn = asked.max_tokens - request.wanted
@@ -384,12 +372,33 @@ class Scheduler:
             if counts.get(key)
         }
 
+    def _spare(self, drawing: int, coming: Sequence[Ongoing]) -> int:
+        """How many drafts a group may try beside those that draw: a step has a draw for each slot.
+
+        None where there are turns: they wait for nobody's results.
+        """
+        if self._seconds and self._turns_of(drawing) > 1:
+            return 0
+        # Prompts draw behind their ends: those that fill slots now, and those that may get one.
+        ends = max(
+            (group.filling is not None) + min(len(coming), self._slots - len(group.running))
+            for group in self.groups
+        )
+        spare = self._slots - drawing - ends
+        if ends:  # they come first: drafts get what a step is padded to
+            wanted = drawing + self._prompts(coming)
+            sizes = (size for size in self._seconds if wanted <= size <= self._budget)
+            spare = min(spare, next(sizes, self._budget) - wanted)
+        return max(spare, 0)
+
     def _worth(
         self, chances: list[tuple[float, int]], drawing: int, rows: int
     ) -> Mapping[int, int]:
-        """How many drafts each request tries, of which it is known how likely they are right.
+        """How many drafts each request tries, of at most so many rows of each group.
 
-        Where nearly all have drafts, they wait for the last step's results. Otherwise those that
+        `chances` are of each draft how likely it is right with all before it, and whose it is.
+
+        Where nearly all have some, they wait for the last step's results. Otherwise those that
         have some are in every other step, and the rest in all.
         """
         chances.sort(reverse=True)
@@ -400,7 +409,7 @@ class Scheduler:
         each, ours = max(alone, HOST_SECONDS), len(self._decoding)
         best, taken = ours / each, Counter[int]()
         for size in (size for size in seconds if size > drawing):
-            room, few, right = [min(size, rows) - drawing] * len(self.groups), Counter[int](), 0.0
+            room, few, right = [min(size - drawing, rows)] * len(self.groups), Counter[int](), 0.0
             for chance, key in chances:
                 group = self._ongoing[key].slot // self._slots
                 if room[group]:
