@@ -24,7 +24,7 @@ TEXTS = {
         ["examples/serve_module.py", "examples/serve_gpt2.py", "examples/serve_torch.py"],
         "docs/examples_serving.md",
     ),
-    "code": (["serving/engine/scheduler.py"], None),
+    "code": (["spmd/mesh/topology.py"], None),
     "prose": (["docs/design.md"], None),
 }
 """Name -> files of a prompt, and the file of the answer; None: it is the second half of the first.

@@ -203,19 +203,13 @@ class Scheduler:
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
         coming = self._coming()
-        drafts = self._guess(coming)
-        # Those that draw again behind drafts which are tried now.
-        tried = sum(
-            bool(part.drafts or part.guesses) and key in self._ongoing
-            for step in self._under_way
-            for key, part in zip(step.keys, step.parts, strict=True)
-        )
-        waiting = list(drafts.values()).count(None) + tried
-        if waiting and _all_wait(waiting, len(self._decoding) + tried):
-            return None  # they go further with what comes now, all in one step
+        turns = self._count_turns(coming)
+        drafts = self._guess(coming, turns)
+        if self._awaits(drafts):
+            return None
         step = EngineStep([self._room(drafts, coming)] * len(self.groups), [], {}, [], [], [])
-        self._draw(step, drafts, 1 if drafts else self._count_turns())
-        self._fill(step)
+        self._draw(step, drafts, 1 if drafts else turns)
+        self._fill(step, coming)
         if not step.parts:
             return None
         self._under_way.append(step)
@@ -284,12 +278,8 @@ class Scheduler:
         """
         if not self._seconds:
             return self._budget if self._decoding or self._unmasked else self.limits.rows[-1]
-        rows = self._drawing()
-        drawing = max(rows)
-        for key, tried in drafts.items():
-            more = -1 if tried is None else tried if isinstance(tried, int) else len(tried)
-            rows[self._decoding[key].slot // self._slots] += more
-        wanted = max(rows) + self._prompts(coming)
+        drawing = max(self._drawing())
+        wanted = max(self._rows(drafts)) + self._prompts(coming)
         most = self.limits.rows[-1]
         if self._decoding or self._unmasked:
             filled = (n for n in self._seconds if FEW * drawing <= n <= min(wanted, self._most))
@@ -326,15 +316,44 @@ class Scheduler:
             drawing[request.slot // self._slots] += 1
         return drawing
 
-    def _guess(self, coming: Sequence[Ongoing]) -> dict[int, _Guess]:
+    def _rows(self, drafts: Mapping[int, _Guess]) -> list[int]:
+        """Rows of each group for all that draw, and for their drafts as far as they are known."""
+        rows = self._drawing()
+        for key, guess in drafts.items():
+            more = guess if isinstance(guess, int) else len(guess or ())
+            rows[self._decoding[key].slot // self._slots] += more
+        return rows
+
+    def _awaits(self, drafts: Mapping[int, _Guess]) -> bool:
+        """Whether the next step is better begun when the results of those under way are there.
+
+        Requests go on behind drafts once it is known which were right, and have drafts once their
+        latest token is known. Where nearly all wait for that, so do the rest, for one step of all;
+        those whose drafts are known, too, if all drafts have room in it.
+        """
+        tried = [
+            part
+            for step in self._under_way
+            for key, part in zip(step.keys, step.parts, strict=True)
+            if (part.drafts or part.guesses) and key in self._ongoing
+        ]
+        waiting, rows = [*drafts.values()].count(None), self._rows(drafts)
+        for part in tried:
+            rows[part.slot // self._slots] += part.rows
+        if tried and max(rows) <= self._slots:
+            waiting = len(drafts)
+        waiting += len(tried)
+        return waiting > 0 and _nearly_all(waiting, len(self._decoding) + len(tried))
+
+    def _guess(self, coming: Sequence[Ongoing], turns: int) -> dict[int, _Guess]:
         """Maps requests to what may be drawn next; to None where a token is awaited first.
 
         Guesses are taken, the likeliest first, if tokens are expected to come faster with them than
-        without.
+        without, with so many turns.
         """
         drawing, cost = max(1, *self._drawing()), self.limits.draft_cost
-        rows = self._spare(drawing, coming)
-        if rows * 8 < drawing or not self.limits.drafts:
+        rows = self._spare(drawing, coming) if self.limits.drafts else 0
+        if rows * 8 < drawing:
             return {}  # too few to be worth looking
         found: dict[int, _Guess] = {}
         chances, read = list[tuple[float, int]](), 0
@@ -365,20 +384,15 @@ class Scheduler:
             first = 1 if is_known else 2  # the token that is awaited has to be right, too
             chances += [(chance**n, key) for n in range(first, first + room)]
             found[key] = guess if is_known else None
-        counts = self._worth(chances, drawing, rows) if chances else {}
-        return {
-            key: guess[: counts[key]] if isinstance(guess, tuple) else guess and counts[key]
-            for key, guess in found.items()
-            if counts.get(key)
-        }
+        counts = self._worth(chances, drawing, rows, turns) if chances else {}
+        taken = {key: guess for key, guess in found.items() if counts.get(key)}
+        for key, guess in taken.items():
+            if guess is not None:
+                taken[key] = counts[key] if isinstance(guess, int) else guess[: counts[key]]
+        return taken
 
     def _spare(self, drawing: int, coming: Sequence[Ongoing]) -> int:
-        """How many drafts a group may try beside those that draw: a step has a draw for each slot.
-
-        None where there are turns: they wait for nobody's results.
-        """
-        if self._seconds and self._turns_of(drawing) > 1:
-            return 0
+        """How many drafts a group may try beside those that draw."""
         # Prompts draw behind their ends: those that fill slots now, and those that may get one.
         ends = max(
             (group.filling is not None) + min(len(coming), self._slots - len(group.running))
@@ -392,14 +406,16 @@ class Scheduler:
         return max(spare, 0)
 
     def _worth(
-        self, chances: list[tuple[float, int]], drawing: int, rows: int
+        self, chances: list[tuple[float, int]], drawing: int, rows: int, turns: int
     ) -> Mapping[int, int]:
         """How many drafts each request tries, of at most so many rows of each group.
 
-        `chances` are of each draft how likely it is right with all before it, and whose it is.
+        Where nearly all have some, they wait for the last step's results (`_awaits`). Otherwise
+        those that have some are in every other step, and the rest in all. Without any, calls have
+        turns.
 
-        Where nearly all have some, they wait for the last step's results. Otherwise those that
-        have some are in every other step, and the rest in all.
+        Args:
+          chances: of each draft how likely it is right with all before it, and whose it is.
         """
         chances.sort(reverse=True)
         spare = next((size for size in self.limits.rows if size > drawing), drawing)
@@ -407,7 +423,7 @@ class Scheduler:
         seen = self._reading * sum(request.filled for request in self._decoding.values())
         alone = seen + next((seconds[size] for size in seconds if size >= drawing), 0.0)
         each, ours = max(alone, HOST_SECONDS), len(self._decoding)
-        best, taken = ours / each, Counter[int]()
+        best, taken = ours * turns / max(turns * alone, HOST_SECONDS), Counter[int]()
         for size in (size for size in seconds if size > drawing):
             room, few, right = [min(size - drawing, rows)] * len(self.groups), Counter[int](), 0.0
             for chance, key in chances:
@@ -417,7 +433,7 @@ class Scheduler:
                     few[key] += 1
                     right += chance
             waiting = len(few)
-            if _all_wait(waiting, ours):
+            if _nearly_all(waiting, ours):
                 speed = (ours + right) / (seconds[size] + seen + HOST_SECONDS)
             else:
                 both = max(seconds[size] + seen, HOST_SECONDS) + each
@@ -428,32 +444,29 @@ class Scheduler:
                 break
         return taken
 
-    def _count_turns(self) -> int:
-        """How many tokens each request draws in the next call; several only if nothing waits.
+    def _count_turns(self, coming: Sequence[Ongoing]) -> int:
+        """How many tokens each request may draw in the next call; several only if nothing waits.
 
-        Those that are behind the end of a request are dropped.
+        One where a turn takes longer than the host. What is behind a request's end is dropped.
         """
-        groups, count = self.groups, self._turns_of(max(self._drawing()))
-        if count == 1 or self._unmasked:
+        drawing, groups, pages = max(self._drawing()), self.groups, Counter[int]()
+        size = next((n for n in self._turns if n >= drawing), 0)
+        if not size or self._seconds.get(size, 0) > HOST_SECONDS or self._unmasked:
             return 1
-        if any(g.filling for g in groups) or (self.waiting and any(g.has_room for g in groups)):
+        if coming or any(group.filling for group in groups):
             return 1
+        count, page = self._turns[size], self.limits.page
         for request in self._decoding.values():
             asked = request.job
             drawn = asked.max_tokens - request.wanted
             if asked.guided or asked.logprobs or any(at > drawn for at, _ in asked.masks):
                 return 1
-            while request.room < request.filled + count:
-                group = self._group(request)
-                if request.room == self.limits.longest or not group.pages.available:
-                    return 1
-                group.grow(request)
-        return count
-
-    def _turns_of(self, drawing: int) -> int:
-        """How many turns a call for so many may have; 1 where a turn takes longer than the host."""
-        size = next((n for n in self._turns if n >= drawing), 0)
-        return self._turns.get(size, 1) if self._seconds.get(size, 0) <= HOST_SECONDS else 1
+            if request.filled + count > self.limits.longest:
+                return 1
+            more = max(0, request.filled + count - request.room)
+            pages[request.slot // self._slots] += -(-more // page)
+        enough = (pages[i] <= group.pages.available for i, group in enumerate(groups))
+        return count if all(enough) else 1
 
     def _draw(self, step: EngineStep, drafts: Mapping[int, _Guess], turns: int) -> None:
         last = []
@@ -461,6 +474,8 @@ class Scheduler:
             tried = drafts.get(key, ())
             if tried is None:
                 continue
+            while request.room < request.filled + turns:
+                self._group(request).grow(request)
             slot, start, pages = request.slot, request.filled, request.pages
             guessed = (tried, request.tokens) if isinstance(tried, int) else (0, ())
             known = () if isinstance(tried, int) else tried
@@ -501,12 +516,13 @@ class Scheduler:
             self._unmasked.add(request.key)
         return asked.guided or not request.wanted
 
-    def _fill(self, step: EngineStep) -> None:
-        """Adds chunks: of the prompts that have slots, then of those that wait, in their order."""
+    def _fill(self, step: EngineStep, coming: Sequence[Ongoing]) -> None:
+        """Adds chunks: of the prompts that have slots, then of those coming, in their order."""
         for group in self.groups:
             if group.filling is not None:
                 self._add_chunk(step, group, group.filling)
-        while (request := self._first()) is not None:
+        # Who fits only since those chunks were added has no draw kept for it.
+        while coming and (request := self._first()) is not None:
             found = self._find_group(request, step.room)
             if found is None:
                 return
@@ -623,9 +639,9 @@ class Scheduler:
         return self.groups[request.slot // self._slots]
 
 
-def _all_wait(waiting: int, drawing: int) -> bool:
-    """Whether so few do not wait for a token that a step is not worth it without the others."""
-    return waiting * 8 >= drawing * 7
+def _nearly_all(some: int, requests: int) -> bool:
+    """Whether so few are left that a step is not worth it for them alone."""
+    return some * 8 >= requests * 7
 
 
 def _right(drafts: Sequence[int], ids: Sequence[int]) -> Sequence[int]:

@@ -227,10 +227,6 @@ def test_slices_have_whole_hosts(kind: str):
         assert slice_.hosts * slice_.chips_per_host == Topology(name).count
 
 
-def test_slices():
-    assert parse_tpu("v5e-16") == ("tpu-v5-lite-podslice", "4x4", 4, 4)
-
-
 # Handing over, and bad flags.
 
 

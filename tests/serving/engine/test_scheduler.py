@@ -557,9 +557,7 @@ def test_the_youngest_gives_way_and_goes_on_before_those_that_wait() -> None:
 def test_a_request_waits_until_those_that_run_have_a_page_to_spare() -> None:
     run = Run(dataclasses.replace(LIMITS, pages=7))
     run.submit(*(request(key, [key] * 8, 3) for key in range(3)))
-    while len(run.order()) < 2:
-        run.step()
-    while len(run.steps) < 3:
+    while len(run.order()) < 2 or len(run.steps) < 3:
         run.step()
     # 2 pages and some rows are left, but two requests run.
     assert run.scheduler.groups[0].pages.available == 2
@@ -666,12 +664,17 @@ def test_users_of_a_client_share_what_it_gets() -> None:
     assert run.order().index(39) < 8
 
 
-def test_drafts_leave_room_for_what_prompts_draw() -> None:
-    run = Run(dataclasses.replace(GUESSED, rows=(8, 16), pages=80), budget=16)
-    run.backend.alphabet = range(1)
-    for key in range(4):  # the backend refuses to draw more than it has slots
-        run.submit(request(key, [0] * 6, 40))
-        for _ in range(9):
+@pytest.mark.parametrize("pages", [11, 12, 13, 80])
+def test_drafts_leave_room_for_what_prompts_draw(pages: int) -> None:
+    """Also for who fits only since another prompt with the same beginning has been run."""
+    limits = dataclasses.replace(GUESSED, rows=(1, 8, 64), page=16, pages=pages, drafts=7)
+    for steps in range(3, 16):  # the backend refuses to draw more than it has slots
+        run = Run(dataclasses.replace(limits, max_length=256), budget=64)
+        run.scheduler.know({1: 8e-3, 8: 8.1e-3, 64: 9e-3}, {}, 32, 64)
+        run.backend.alphabet = range(1)
+        run.submit(*(request(key, [0] * 9, 40) for key in (1, 2)))
+        for _ in range(steps):
             run.step()
-    run.finish()
-    assert run.scheduler.counts.accepted > 9
+        run.submit(*(request(key, range(100, 145 + key), 4) for key in (3, 4)))
+        run.finish()
+        assert run.scheduler.counts.accepted > 9
