@@ -1,8 +1,8 @@
 """What `spmd plan --serve` predicts for loads that one H200 was measured under, and the ratios.
 
 Nothing runs: the engine's scheduler meets each load on a clock of its own. Measured figures are
-those of `benchmarks/run loads --slots 256 --max_length 4352` on one H200, without drafts, in bf16
-unless named otherwise.
+those of `benchmarks/run loads --slots 256 --max_length 4352` on one H200, in bf16 unless named
+otherwise, before drafts were tried with many streams.
 
 Example:
     benchmarks/run serving_plan --rows llama2-7b

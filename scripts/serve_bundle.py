@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     add(
         "--speculative_model",
         type=Path,
-        help="bundle of a smaller model that guesses next tokens where few requests run; its "
+        help="bundle of a smaller model that guesses next tokens where that pays; its "
         "tokenizer, --slots, --max_length, --page and --groups have to be the same",
     )
     add(

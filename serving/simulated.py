@@ -190,7 +190,8 @@ def _alone(load: OfferedLoad, limits: Limits, times: StepTimes, host: HostSecond
     scheduler = Scheduler(limits, rows)
     decoding = next((n for n in limits.rows if n >= slots), 0)
     turns = {n: limits.turns for n in limits.rows if n <= decoding and limits.turns > 1}
-    scheduler.know(times.told, turns, rows, limits.rows[-1], times.read)
+    reading = times.read / limits.groups
+    scheduler.know(times.told, turns, rows, limits.rows[-1], reading)
     # (when it is sent, request): a heap; the others are sent by clients that have their answers.
     coming = [(one.at, number) for number, one in enumerate(asked)][: load.at_once or None]
     later = iter(range(len(coming), len(asked)))

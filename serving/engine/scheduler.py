@@ -161,7 +161,8 @@ class Scheduler:
           budget: as for the scheduler itself.
           most: rows of a step that prompts fill, beside so few that draw (`FEW`) that more rows a
             second are worth more than how often those draw.
-          reading: seconds for what the cache has of one token, which `seconds` leave out.
+          reading: seconds that devices take for what the cache has of a token, on average over all
+            groups; `seconds` leave it out.
         """
         self._reading = reading
         self._seconds, self._turns = dict(sorted(seconds.items())), dict(sorted(turns.items()))
