@@ -31,7 +31,7 @@ from spmd.models.training.errors import shortened
 from spmd.serving.bundle.function import BundleError
 from spmd.serving.bundle.manifest import STORED_AS, LeafEntry
 
-MAX_FILE_BYTES = 5 * 10**8
+MAX_FILE_BYTES = 5 * 10**8  # one thread hashes a file, at 1 GB a second
 READING_THREADS = 4
 """As many shards are copied to devices at a time."""
 
