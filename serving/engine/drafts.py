@@ -19,6 +19,9 @@ from array import array
 LONGEST = 32
 """Of several places that say the same the one counts that does so for most tokens, up to these."""
 
+REPLACED = 4
+"""Behind a token that differs from the one said before, so many that agreed count as one."""
+
 SURE = 8
 """So many last tokens have to stand earlier where a draft model could guess instead."""
 
@@ -42,6 +45,8 @@ class Said:
     def guess(self, tokens: array[int], most: int) -> tuple[int, tuple[int, ...]]:
         """Returns how many last tokens stand earlier, too, and `most` that may come next.
 
+        Where one was replaced it goes on behind it, and a fourth of those before it count.
+
         Args:
           tokens: of the text so far; it begins with those of the last call.
 
@@ -54,26 +59,27 @@ class Said:
           (0, ())
         """
         before, latest, last = self._before, self._latest, len(tokens) - 1
+        is_new = not self._agreed
         for place in range(len(before), last + 1):
             pair = tokens[place - 1], tokens[place]
             before.append(latest.get(pair, -1))
             latest[pair] = place
             # What agreed most agrees most as long as it goes on.
-            if self._agreed and tokens[self._place + 1] == tokens[place]:
-                self._place, self._agreed = self._place + 1, min(self._agreed + 1, LONGEST)
+            self._place += 1
+            if self._agreed and tokens[self._place] == tokens[place]:
+                self._agreed = min(self._agreed + 1, LONGEST)
             else:
-                self._agreed = 0
-        if not self._agreed and last > 0:
-            found, back, place = -1, 1, before[last]
+                self._agreed, is_new = self._agreed // REPLACED, True
+        if is_new and last > 0:
+            back, place = max(self._agreed, 1), before[last]
             while place >= back and back < LONGEST:  # do `back` + 1 tokens agree there?
                 if tokens[place - back] != tokens[last - back] or (
                     tokens[place - back : place] != tokens[last - back : last]
                 ):
                     place = before[place]
                 else:
-                    found, back = place, back + 1
-            self._place, self._agreed = found, back if found >= 0 else 0
-        if not self._agreed:
+                    self._place, self._agreed, back = place, back + 1, back + 1
+        if self._agreed < 2:
             return 0, ()
         behind, span = self._place + 1, last - self._place
         return self._agreed, tuple([tokens[behind + i % span] for i in range(most)])
