@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.tables import print_head, print_line
-from spmd.cli.flags import Parser, numbers
+from spmd.cli.flags import Parser, numbers, positive
 from spmd.serving import planned
 from spmd.serving.simulated import ClientRequest, OfferedLoad, read_load, simulate
 
@@ -44,12 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser("benchmarks/run drafts", __doc__)
     parser.add_argument("--model", default="llama2-7b", help="as of `spmd plan --serve`")
     parser.add_argument("--quantize", default="none", help="its weights")
-    parser.add_argument("--drafts", type=int, default=7, help="of a request in a step, at most")
+    parser.add_argument(
+        "--drafts", type=positive, default=7, help="of a request in a step, at most"
+    )
     parser.add_argument("--streams", type=numbers, default="1,4,16,64", help="how many at once")
     given = parser.parse_args(arguments)
     flags = f"{given.model} h200:1 --slots 256 --max_length 4352 --quantize {given.quantize}"
     plan = planned.make_parser().parse_args([*flags.split(), "--traffic", "streams"])
     (setup,) = planned.setups(plan, read_load("streams"))
+    if not setup.limits.pages:
+        parser.error(f"{given.model} leaves no room for sequences on one H200; try --quantize fp8")
     print_head(("text", "streams", "tokens", "tried", "right", "tokens/s", "without", "ratio"))
     ids: dict[str, int] = {}
     for name, (asked, answered) in TEXTS.items():

@@ -423,6 +423,7 @@ class Scheduler:
         seconds = self._seconds or {spare: 0.0}
         seen = self._reading * sum(request.filled for request in self._decoding.values())
         alone = seen + next((seconds[size] for size in seconds if size >= drawing), 0.0)
+        # Seconds from such a step without drafts to the next, which the host has to call.
         each, ours = max(alone, HOST_SECONDS), len(self._decoding)
         best, taken = ours * turns / max(turns * alone, HOST_SECONDS), Counter[int]()
         for size in (size for size in seconds if size > drawing):

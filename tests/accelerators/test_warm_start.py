@@ -31,8 +31,8 @@ def test_a_second_start_runs_the_kernels_of_the_first(tmp_path: Path) -> None:
 
     x = jnp.ones((64, 4096), jnp.bfloat16)
     function = Function("f", f, (weights, x), ("weights", "x"), ("weights", "input"))
-    platforms = ("cuda" if PLATFORM == "gpu" else PLATFORM,)
-    write_bundle(tmp_path / "bundle", [function], weights=weights, platforms=platforms)
+    platform = "cuda" if PLATFORM == "gpu" else PLATFORM
+    write_bundle(tmp_path / "bundle", [function], weights=weights, platforms=(platform,))
     for _ in range(2):
         command = [sys.executable, "-c", START, f"{tmp_path}/bundle", f"{tmp_path}/cache"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -170,6 +170,7 @@ def test_jobsets_have_known_fields(name: str, dry_run: Callable[..., str]):
     jobset, *services = yaml.safe_load_all(job_file(name, dry_run))
     assert [misfits(service, SERVICE) for service in services] == [[]] * (name in SERVING)
     assert misfits(jobset, FIELDS) == []
+    assert misfits({**jobset, "kind": 1, "x": 1}, FIELDS) == [".x is unknown", ".kind is int"]
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]

@@ -73,8 +73,7 @@ def test_an_order_that_takes_too_much_memory_is_not_taken() -> None:
     early = after(*LAYERS)
     late = parse_program(text(*LAYERS), MESH)
     assert peak_memory(early).peak > peak_memory(late).peak
-    kept = after(*LAYERS, memory=peak_memory(early).peak - 1)
-    assert results(kept) == results(late)
+    assert results(after(*LAYERS, memory=peak_memory(early).peak - 1)) == results(late)
 
 
 def test_a_reduction_starts_as_soon_as_its_operand_is_there() -> None:

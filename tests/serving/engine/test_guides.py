@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from spmd.serving.engine.actions import Job
 from spmd.serving.engine.backend import Words
 from spmd.serving.engine.engine import Engine
-from spmd.serving.engine.guide import (
-    BadWords,
-    GuideError,
-    WithoutBadWords,
-    counted_masks,
-    words_of,
-)
+from spmd.serving.engine.guide import BadWords, GuideError, WithoutBadWords, counted_masks, words_of
 from spmd.serving.engine.stream import Failed, Misguided
 from tests.serving.engine.test_engine import Notes, alone, ask, job, read, running, text_of
 from tests.waiting import PATIENCE, wait_until

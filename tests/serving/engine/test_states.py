@@ -68,9 +68,7 @@ def test_draining() -> None:
 
 
 @contextlib.contextmanager
-def one_streams_and_one_waits(
-    live: Live,
-) -> Iterator[tuple[Iterator[str], list[httpx.Response]]]:
+def one_streams_and_one_waits(live: Live) -> Iterator[tuple[Iterator[str], list[httpx.Response]]]:
     """The rest of a stream, and what becomes of a whole answer; the model goes on behind it."""
     live.backend.gate.close(after=3)
     body = {"prompt": "hello", "max_tokens": 50}

@@ -61,8 +61,7 @@ def test_memory_of_endless_nonsense_is_flat() -> None:
 
 @given(st.text("aé中😀", max_size=9), st.text("aé中😀", max_size=5))
 def test_prompts_are_not_cut_within_a_character(prompt: str, text: str) -> None:
-    detokenizer = Detokenizer(byte_fallback, prompt.encode())
-    assert "".join(push_all(detokenizer, text.encode())) == text
+    assert "".join(push_all(Detokenizer(byte_fallback, prompt.encode()), text.encode())) == text
 
 
 def test_a_prompt_that_is_no_text() -> None:
