@@ -247,8 +247,8 @@ def test_what_leaves_for_the_hosts_memory_is_transposed_before() -> None:
 
     split = P(None, "data")
     there = NamedSharding(jax.make_mesh((8,), ("data",)), split, memory_kind="pinned_host")
-    donated = dict(in_specs=(split, there, P("data")), donate_argnums=(0, 1), options=OPTIONS)
-    compiled = spmd.jit(step, mesh=mesh, **donated).compile(w, w, x)
+    how: Any = dict(in_specs=(split, there, P("data")), donate_argnums=(0, 1), options=OPTIONS)
+    compiled = spmd.jit(step, mesh=mesh, **how).compile(w, w, x)
     text = compiled.as_text("optimized")
     (moved,) = re.findall(r"custom_call %(\d+) .*pinned_host", text)
     assert f"%{moved} = stablehlo.transpose" in text
